@@ -1,0 +1,196 @@
+"""One op -> one readable Python expression on local shapes. Concrete sizes of the capture are computed again here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from superscaler.ir.graph import Op, PTensor, Ref
+from superscaler.ir.mask import Box
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """An op on one part: the box of its indices, and the names and local shapes of its operands."""
+
+    op: Op
+    box: Box
+    names: Sequence[str]
+    shapes: Sequence[Shape]
+    results: Sequence[Shape]
+    tensors: Mapping[str, PTensor]
+    random: str = ""
+
+    def literal(self, value: Any) -> str:
+        """Return an argument as source: tensors by name, dtypes as they are, everything else as a literal."""
+        if isinstance(value, Ref):
+            return self.names[value.operand]
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(self.literal(v) for v in value) + "]"
+        if isinstance(value, str) and value.startswith("torch."):
+            return value
+        if isinstance(value, float) and value in (float("inf"), float("-inf")):
+            return f'float("{value}")'
+        return repr(value)
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        if position < len(self.op.args):
+            return self.op.args[position]
+        return dict(self.op.kwargs).get(name, default)
+
+    @property
+    def is_summed_in_parts(self) -> bool:
+        """Tell whether an index that this op sums over is cut, so that the result is a value part."""
+        pairs = zip(self.op.indices, self.box, strict=True)
+        return any(i.mark == "summed" and hi - lo < i.size for i, (lo, hi) in pairs)
+
+    def full_size(self, operand: int, dims: Sequence[int] | None = None) -> int:
+        """Return how many elements of the unsplit operand are reduced."""
+        shape = self.tensors[self.op.inputs[operand].tensor].shape
+        return prod(shape if not dims else [shape[d] for d in dims])
+
+
+def _call(function: str) -> Callable[[Local], str]:
+    def expression(x: Local) -> str:
+        return f"{function}({_arguments(x)})"
+
+    return expression
+
+
+def _arguments(x: Local) -> str:
+    positional = [x.literal(a) for a in x.op.args]
+    return ", ".join(positional + [f"{k}={x.literal(v)}" for k, v in x.op.kwargs])
+
+
+def _infix(symbol: str) -> Callable[[Local], str]:
+    def expression(x: Local) -> str:
+        if x.op.kwargs:
+            return _aten(x)
+        return f"{x.literal(x.op.args[0])} {symbol} {x.literal(x.op.args[1])}"
+
+    return expression
+
+
+def _method(name: str) -> Callable[[Local], str]:
+    def expression(x: Local) -> str:
+        return f"{x.names[0]}.{name}({', '.join(x.literal(a) for a in x.op.args[1:])})"
+
+    return expression
+
+
+def _aten(x: Local) -> str:
+    return f"torch.ops.{x.op.target}({_arguments(x)})"
+
+
+def _reshape(x: Local) -> str:
+    return f"{x.names[0]}.reshape({_sizes(x.results[0])})"
+
+
+def _expand(x: Local) -> str:
+    return f"{x.names[0]}.expand({_sizes(x.results[0])})"
+
+
+def _sizes(shape: Shape) -> str:
+    return ", ".join(map(str, shape)) if shape else "()"
+
+
+def _split(x: Local) -> str:
+    dim = x.argument(2, "dim", 0)
+    sizes = [shape[dim] for shape in x.results]
+    size = sizes[0] if len(set(sizes)) == 1 else sizes
+    return f"torch.split({x.names[0]}, {size}, {dim})"
+
+
+def _mean(x: Local) -> str:
+    dims, keepdim = x.argument(1, "dim"), bool(x.argument(2, "keepdim", False))
+    where = f", {list(dims)}, {keepdim}" if dims else ""
+    if not x.is_summed_in_parts:
+        return f"torch.mean({x.names[0]}{where})"
+    return f"torch.sum({x.names[0]}{where}) / {x.full_size(0, dims)}"
+
+
+def _mse_loss(x: Local) -> str:
+    if not x.is_summed_in_parts or x.argument(2, "reduction", 1) != 1:
+        reduction = {0: "none", 1: "mean", 2: "sum"}[x.argument(2, "reduction", 1)]
+        return f'F.mse_loss({x.names[0]}, {x.names[1]}, reduction="{reduction}")'
+    return f'F.mse_loss({x.names[0]}, {x.names[1]}, reduction="sum") / {x.full_size(0)}'
+
+
+def _to_copy(x: Local) -> str:
+    options = dict(x.op.kwargs)
+    return f"{x.names[0]}.to({options['dtype']})" if options.get("dtype") else f"{x.names[0]}.clone()"
+
+
+def _attention(x: Local) -> str:
+    mask, dropout, causal = x.argument(3, "attn_mask"), x.argument(4, "dropout_p", 0.0), x.argument(5, "is_causal", False)
+    options = [f"attn_mask={x.literal(mask)}"] if mask is not None else []
+    options += [f"dropout_p={dropout}"] if dropout else []
+    options += ["is_causal=True"] if causal else []
+    options += [f"{k}={x.literal(v)}" for k, v in x.op.kwargs if k in ("scale", "enable_gqa") and v not in (None, False)]
+    return f"F.scaled_dot_product_attention({', '.join([*(x.literal(a) for a in x.op.args[:3]), *options])})"
+
+
+def _embedding(x: Local) -> str:
+    weight, ids = x.literal(x.op.args[0]), x.literal(x.op.args[1])
+    padding = x.argument(2, "padding_idx", -1)
+    extra = f", padding_idx={padding}" if padding not in (-1, None) else ""
+    return f"F.embedding({ids}, {weight}{extra})"
+
+
+def _layer_norm(x: Local) -> str:
+    given = [x.literal(a) for a in x.op.args[:5]]
+    return f"F.layer_norm({', '.join(given)})"
+
+
+def _random(function: str) -> Callable[[Local], str]:
+    def expression(x: Local) -> str:
+        return f"{function}({_arguments(x)}, {x.random})"
+
+    return expression
+
+
+def _count_labels(x: Local) -> str:
+    dtype = x.tensors[x.op.outputs[0].tensor].dtype
+    return f"functional.count_labels({x.literal(x.op.args[0])}, {x.literal(x.op.args[1])}, torch.{dtype})"
+
+
+TABLE: Mapping[str, Callable[[Local], str]] = {
+    **{f"aten.{n}": _reshape for n in ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints")},
+    "aten.unsqueeze.default": _method("unsqueeze"),
+    "aten.transpose.int": _method("transpose"),
+    "aten.permute.default": _method("permute"),
+    "aten.t.default": _method("t"),
+    "aten.clone.default": lambda x: f"{x.names[0]}.contiguous()",
+    "aten.contiguous.default": lambda x: f"{x.names[0]}.contiguous()",
+    "aten.detach.default": _method("detach"),
+    "aten.expand.default": _expand,
+    **{f"aten.{n}.Tensor": _infix(s) for n, s in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
+    **{f"aten.{n}.default": _call(f"torch.{n}") for n in ("tanh", "rsqrt", "neg", "exp", "log", "sigmoid", "cos", "sin")},
+    **{f"aten.{n}.default": _call(f"torch.{n}") for n in ("mm", "matmul", "bmm", "abs", "sqrt", "cat", "relu")},
+    **{f"aten.{n}.default": _call(f"F.{n}") for n in ("linear", "silu", "gelu")},
+    "aten.pow.Tensor_Scalar": _call("torch.pow"),
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.mean.dim": _mean,
+    "aten.mean.default": _mean,
+    "aten.mse_loss.default": _mse_loss,
+    "aten._to_copy.default": _to_copy,
+    "aten.scaled_dot_product_attention.default": _attention,
+    "aten.embedding.default": _embedding,
+    "aten.layer_norm.default": _layer_norm,
+    "ss.count_labels": _count_labels,
+    "ss.cross_entropy": _call("functional.cross_entropy"),
+    "ss.dropout": _random("functional.dropout"),
+    "ss.attention_dropout": _random("functional.attention_dropout"),
+}
+
+RANDOM = ("ss.dropout", "ss.attention_dropout")
+
+
+def expression(local: Local) -> str:
+    """Return the source of an op on one part; ops without an entry are called by their ATen name."""
+    return TABLE.get(local.op.target, _aten)(local)

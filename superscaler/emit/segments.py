@@ -1,0 +1,164 @@
+"""Functions of a program -> the text of `segments.py`: one function per distinct text, shared by layers and devices."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from superscaler.emit.expressions import RANDOM, Local, expression
+from superscaler.ir.graph import Op, Operand, PTensor
+from superscaler.ir.mask import Box
+from superscaler.ir.program import Function, Program
+
+HEAD = '''"""The segments of this plan: what runs on a device between two communications. Written by superscaler."""
+
+import torch
+import torch.nn.functional as F
+
+from superscaler.runtime import functional
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A random tensor of an op on one part: its op's number, and the box of its elements in the whole tensor."""
+
+    op: int
+    box: Box
+    extents: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def emit_segments(program: Program) -> tuple[str, list[str], list[tuple[Draw, ...]]]:
+    """Return the text, the name of each function of the program, and what each draws at random."""
+    numbers = {op.name: n for n, op in enumerate(program.model.ops)}
+    bodies: dict[str, str] = {}
+    names: list[str] = []
+    draws: list[tuple[Draw, ...]] = []
+    taken: Counter[str] = Counter()
+    for function in program.functions:
+        writer = _Writer(program, function, numbers)
+        body = writer.write()
+        if body not in bodies:
+            stem = _stem(function.module)
+            taken[stem] += 1
+            bodies[body] = f"{stem}_{taken[stem]}"
+        names.append(bodies[body])
+        draws.append(tuple(writer.draws))
+    text = HEAD + "".join(f"\n\ndef {name}{body}" for body, name in bodies.items())
+    return text, names, draws
+
+
+def _stem(module: str) -> str:
+    """Return a function name for a module path: its last names, numbers left out."""
+    words = [w for w in module.split(".") if w and not w.isdigit()]
+    return re.sub(r"\W", "_", "_".join(words[-2:])) or "segment"
+
+
+class _Writer:
+    def __init__(self, program: Program, function: Function, numbers: dict[str, int]) -> None:
+        self.tensors = program.model.tensors
+        self.function = function
+        self.numbers = numbers
+        self.draws: list[Draw] = []
+        self.taken: Counter[str] = Counter()
+        self.value: dict[str, str] = {}
+        self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
+        self.fused = self._fusable()
+
+    def write(self) -> str:
+        """Return the function from its parameters on: everything but its name."""
+        parameters = [self._fresh(self._short(tensor)) for tensor in self.function.inputs]
+        lines: list[str] = []
+        module = None
+        for op in self.function.ops:
+            if op.name in self.fused:
+                continue
+            where = re.sub(r"\b\d+\b", "*", op.module)
+            if where != module and where:
+                lines.append(f"    # {where}")
+            module = where
+            lines.append("    " + self._line(op, parameters))
+        results = ", ".join(self.value[o] for o in self.function.outputs)
+        lines.append(f"    return ({results},)" if self.function.outputs else "    return ()")
+        extra = ["random"] if self.draws else []
+        return f"({', '.join(parameters + extra)}):\n" + "\n".join(lines) + "\n"
+
+    def _line(self, op: Op, parameters: list[str]) -> str:
+        producer = self._partner(op)
+        names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
+        if producer is not None:
+            inner = [self._name(producer, k, parameters) for k in range(len(producer.inputs))]
+            source = self._biased(producer, [*inner, names[1]])
+        else:
+            draw = f"random({len(self.draws)})" if op.target in RANDOM else ""
+            if draw:
+                self.draws.append(self._draw(op))
+            shapes = [self._local(op, o) for o in op.inputs]
+            results = [self._local(op, o) for o in op.outputs]
+            source = expression(Local(op, self.boxes[op.name], names, shapes, results, self.tensors, draw))
+        for output in op.outputs:
+            self.value[output.tensor] = self._fresh(self._short(output.tensor))
+        return f"{', '.join(self.value[o.tensor] for o in op.outputs)} = {source}"
+
+    def _name(self, op: Op, k: int, parameters: list[str]) -> str:
+        number = self.function.input_of.get((op.name, k))
+        return self.value[op.inputs[k].tensor] if number is None else parameters[number]
+
+    def _short(self, tensor: str) -> str:
+        """Return a name that is equal in all layers: numbers of blocks and of repeated ops are left out."""
+        if self.tensors[tensor].kind == "activation":
+            return re.sub(r"_\d+$", "", re.sub(r"\W", "_", tensor))
+        words = [w for w in tensor.split(".") if not w.isdigit()]
+        return re.sub(r"\W", "_", "_".join(words[-2:]))
+
+    def _fresh(self, name: str) -> str:
+        self.taken[name] += 1
+        return name if self.taken[name] == 1 else f"{name}_{self.taken[name]}"
+
+    def _local(self, op: Op, operand: Operand) -> tuple[int, ...]:
+        box, tensor = self.boxes[op.name], self.tensors[operand.tensor]
+        return tensor.local_shape(tuple(hi - lo for lo, hi in self._slots(box, operand, tensor)))
+
+    def _slots(self, box: Box, operand: Operand, tensor: PTensor) -> Box:
+        return tuple((0, e) if i is None else box[i] for i, e in zip(operand.slots, tensor.extents, strict=True))
+
+    def _draw(self, op: Op) -> Draw:
+        """Return which random numbers an op needs: of its output's shape, or of the attention scores'."""
+        box = self.boxes[op.name]
+        first = self.tensors[op.inputs[0].tensor]
+        slots, extents, shape = self._slots(box, op.inputs[0], first), first.extents, self._local(op, op.inputs[0])
+        if op.target == "ss.attention_dropout":
+            keys = self.tensors[op.inputs[1].tensor].shape[-2]
+            width = len(first.slots[-1])
+            slots = (*slots[: len(slots) - width], (0, keys))
+            extents, shape = (*extents[: len(extents) - width], keys), (*shape[:-1], keys)
+        return Draw(self.numbers[op.name], slots, extents, shape)
+
+    # A bias that follows its matrix product is given to it again, as one call.
+
+    def _fusable(self) -> dict[str, str]:
+        """Return the products whose only reader is the addition of a one-dimensional weight: product -> addition."""
+        uses: Counter[str] = Counter(o.tensor for op in self.function.ops for o in op.inputs)
+        made = {op.outputs[0].tensor: op for op in self.function.ops if op.target in BIASED}
+        found = {}
+        for op in self.function.ops:
+            if op.target != "aten.add.Tensor" or op.kwargs or len(op.inputs) != 2:
+                continue
+            product, bias = made.get(op.inputs[0].tensor), self.tensors[op.inputs[1].tensor]
+            alone = product is not None and uses[op.inputs[0].tensor] == 1
+            fits = product is not None and bias.shape == self.tensors[op.outputs[0].tensor].shape[-1:]
+            if product and alone and fits and op.inputs[0].tensor not in self.function.outputs:
+                found[product.name] = op.name
+        return found
+
+    def _partner(self, op: Op) -> Op | None:
+        return next((p for p in self.function.ops if self.fused.get(p.name) == op.name), None)
+
+    def _biased(self, product: Op, names: list[str]) -> str:
+        x, weight, bias = names
+        return f"F.linear({x}, {weight}, {bias})" if "linear" in product.target else f"torch.addmm({bias}, {x}, {weight})"
+
+
+BIASED = ("aten.linear.default", "aten.mm.default")

@@ -1,0 +1,47 @@
+"""What can go wrong, one class per phase. Every message names the thing, the numbers, where it came from, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PlanError(Exception):
+    """The base of every error that a user can cause. `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class InputError(PlanError):
+    """The input was wrong: an unknown name or key, a split that does not divide, a bad file."""
+
+    exit_code = 2
+
+
+class CaptureError(InputError):
+    """The model cannot be captured, or holds what no rule supports."""
+
+
+class TransformError(InputError):
+    """An `op_trans` that cannot be done."""
+
+
+class ScheduleError(PlanError):
+    """The schedule cannot run: a cycle, something unassigned, something missing."""
+
+
+class RuntimeFailure(PlanError):
+    """A rank failed while it was running."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return one sentence that says `name` is unknown, gives the nearest spelling and the known names.
+
+    >>> unknown("plan", "singel", ["single", "hybrid"])
+    "unknown plan 'singel'; did you mean 'single'? Known: hybrid, single."
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean '{near[0]}'?" if near else "."
+    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return f"unknown {kind} '{name}'{hint} Known: {shown}."

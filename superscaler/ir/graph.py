@@ -1,0 +1,157 @@
+"""The data-flow graph of one training iteration: pTensors, operators with their indices, and the factors they share.
+
+A forward op has a *mirror* (its backward op) exactly when `has_mirror`; mirrors are never stored, because everything
+about them follows from the op. An optimizer op is an op of kind `optimizer`, one per trained parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+TensorKind = Literal["input", "parameter", "buffer", "constant", "activation"]
+OpKind = Literal["forward", "optimizer"]
+Mark = Literal["spatial", "summed", "frozen"]
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A class of indices of all ops through which the same index flows: batch, sequence, heads."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PTensor:
+    """A logical tensor of the model. A dim is an ordered product of slots, major to minor; a dim of size 1 has none.
+
+    `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: TensorKind
+    slots: tuple[tuple[str, ...], ...]
+    extents: tuple[int, ...]
+    requires_grad: bool = False
+
+    def local_shape(self, extents: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a piece whose slots have these sizes: each dim is the product of its slots."""
+        sizes = iter(extents)
+        return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """One independent index of one op's iteration space. Cutting a `summed` index gives value parts."""
+
+    size: int
+    factor: str
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """How an op reads or writes a pTensor: for each (flattened) slot the op's index, or None where it is whole."""
+
+    tensor: str
+    slots: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands in `Op.args` for the op's input number `operand`."""
+
+    operand: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operator. `args` and `kwargs` are those of `target` (an ATen overload or one of ours), tensors as `Ref`.
+
+    `flops` counts the forward. `from_data`: depends on inputs and constants only; `from_weights`: on weights and
+    constants only (its mirror routes when it is replicated). `group` is the optimizer's parameter group.
+    """
+
+    name: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    indices: tuple[Index, ...]
+    kind: OpKind = "forward"
+    has_mirror: bool = False
+    module: str = ""
+    source: str = ""
+    flops: int = 0
+    from_data: bool = False
+    from_weights: bool = False
+    group: int = 0
+
+    @property
+    def is_forward(self) -> bool:
+        return self.kind == "forward"
+
+    def find(self, factor: str) -> int | None:
+        """Return the index to cut for a factor: the first output's first one that is not frozen, or None."""
+        ordered = [i for o in self.outputs for i in o.slots if i is not None] + list(range(len(self.indices)))
+        for i in ordered:
+            if self.indices[i].factor == factor and self.indices[i].mark != "frozen":
+                return i
+        return None
+
+    def notation(self) -> str:
+        """Return the op's indices in one line, as `linear: batch sequence hidden, mlp hidden -> batch sequence mlp`."""
+        marks = {"spatial": "", "summed": "+", "frozen": "^"}
+
+        def side(operands: tuple[Operand, ...]) -> str:
+            return ", ".join(
+                " ".join("." if i is None else self.indices[i].factor + marks[self.indices[i].mark] for i in o.slots)
+                for o in operands
+            )
+
+        return f"{self.target}: {side(self.inputs)} -> {side(self.outputs)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes."""
+
+    name: str
+    groups: tuple[tuple[tuple[str, Any], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What capture found and no plan changes. Ops are in execution order, the optimizer ops last."""
+
+    tensors: Mapping[str, PTensor]
+    ops: tuple[Op, ...]
+    factors: Mapping[str, Factor]
+    inputs: tuple[str, ...]
+    loss: str
+    optimizer: Optimizer
+    aliases: Mapping[str, str]
+    unsupported: Mapping[str, int]
+
+    def producers(self) -> dict[str, tuple[Op, int]]:
+        """Return for each activation the op that writes it and which of its outputs it is."""
+        return {o.tensor: (op, k) for op in self.ops if op.is_forward for k, o in enumerate(op.outputs)}
+
+    def uses(self) -> dict[str, list[tuple[Op, int]]]:
+        """Return for each pTensor the forward ops that read it, each with the number of the input, in order."""
+        found: dict[str, list[tuple[Op, int]]] = {name: [] for name in self.tensors}
+        for op in self.ops:
+            if op.is_forward:
+                for k, operand in enumerate(op.inputs):
+                    found[operand.tensor].append((op, k))
+        return found
+
+    def parameters(self) -> Iterator[PTensor]:
+        """Yield the trained and frozen parameters in the order of the module."""
+        return (t for t in self.tensors.values() if t.kind == "parameter")

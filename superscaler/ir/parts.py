@@ -1,0 +1,179 @@
+"""Grids of parts: what `op_trans` and `op_assign` make of an op, kept as axes and arrays, never as objects.
+
+A `Grid` nests its axes from outer to inner. A split axis cuts an index of the op into `sizes`; a replica axis repeats
+everything below it. A cell that was transformed apart from its neighbours holds a child grid, so the parts of an op
+are the leaves of a small tree, and the regular case is one array of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.ir.graph import Op
+
+Ints = NDArray[np.int64]
+Mirror = Literal["copy", "route"]
+UNASSIGNED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One level of a grid: `index` is cut into `sizes`, or (index None) everything is replicated `len(sizes)` times."""
+
+    index: int | None
+    sizes: tuple[int, ...]
+    mirror: Mirror = "copy"
+    is_microbatch: bool = False
+
+
+@dataclass(slots=True)
+class Grid:
+    """The parts of an op (or of one cell of another grid). `devices` has one axis per entry of `axes`."""
+
+    axes: tuple[Axis, ...] = ()
+    devices: Ints = field(default_factory=lambda: np.array(UNASSIGNED))
+    children: dict[int, Grid] = field(default_factory=dict)
+    replaced_at: str = ""
+
+    def copy(self) -> Grid:
+        children = {cell: child.copy() for cell, child in self.children.items()}
+        return Grid(self.axes, self.devices.copy(), children, self.replaced_at)
+
+    def signature(self) -> tuple[object, ...]:
+        """Return a hashable value that is equal exactly for equal grids."""
+        children = tuple((cell, child.signature()) for cell, child in sorted(self.children.items()))
+        return (self.axes, self.devices.tobytes(), children)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The parts of an op as arrays of one row a part: `lo`, `hi` [rows, indices], the rest [rows].
+
+    `microbatch` is -1 where there is none. `ordinal` tells apart the parts of one device and microbatch. `branch` is
+    equal for the parts below the same replicas (all replica axes above them).
+    """
+
+    lo: Ints
+    hi: Ints
+    device: Ints
+    microbatch: Ints
+    branch: Ints
+    ordinal: Ints
+    routes: bool
+    regular: bool
+    tree: Tree
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+    @cached_property
+    def keys(self) -> list[tuple[int, int, int]]:
+        """Return per part (device, microbatch, ordinal), its address in the schedule."""
+        columns = self.device.tolist(), self.microbatch.tolist(), self.ordinal.tolist()
+        return list(zip(*columns, strict=True))
+
+    @cached_property
+    def boxes(self) -> list[tuple[int, ...]]:
+        """Return per part its box over all indices, flattened and hashable: equal boxes compute equal values."""
+        return [tuple(row) for row in np.concatenate([self.lo, self.hi], axis=1).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The nesting of the rows: a leaf holds `row`; a split's children tile it, a replica's children repeat it."""
+
+    row: int = -1
+    is_replica: bool = False
+    mirror: Mirror = "copy"
+    children: tuple[Tree, ...] = ()
+
+
+def expand(op: Op, grid: Grid) -> Rows:
+    """Return the rows of a grid. Grids without children take a few array operations, whatever their size."""
+    full = [(0, i.size) for i in op.indices]
+    lo, hi, device, microbatch, branch = flat_cells(grid, full, -1)
+    if not grid.children:
+        return _rows(lo, hi, device, microbatch, branch, grid, None)
+    parts = list(_walk(grid, full, -1, ()))
+    labels = {path: k for k, path in enumerate(dict.fromkeys(p[4] for p in parts))}
+    columns = [np.array([p[c] for p in parts], dtype=np.int64) for c in range(4)]
+    counter = iter(range(len(parts)))
+    shape = (len(parts), len(full))
+    return _rows(
+        columns[0].reshape(shape),
+        columns[1].reshape(shape),
+        columns[2],
+        columns[3],
+        np.array([labels[p[4]] for p in parts], dtype=np.int64),
+        grid,
+        _tree(grid, counter),
+    )
+
+
+def _rows(lo: Ints, hi: Ints, device: Ints, micro: Ints, branch: Ints, grid: Grid, tree: Tree | None) -> Rows:
+    ordinal = np.zeros(len(device), dtype=np.int64)
+    seen: dict[tuple[int, int], int] = {}
+    for row, key in enumerate(zip(device.tolist(), micro.tolist(), strict=True)):
+        ordinal[row] = seen.get(key, 0)
+        seen[key] = int(ordinal[row]) + 1
+    return Rows(lo, hi, device, micro, branch, ordinal, _routes(grid), tree is None, tree or Tree())
+
+
+def _routes(grid: Grid) -> bool:
+    here = any(a.index is None and a.mirror == "route" for a in grid.axes)
+    return here or any(_routes(child) for child in grid.children.values())
+
+
+def flat_cells(grid: Grid, box: Sequence[tuple[int, int]], micro: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return lo, hi, device, microbatch and branch of all cells, ignoring children."""
+    shape = tuple(len(a.sizes) for a in grid.axes)
+    cells = prod(shape)
+    where = np.indices(shape).reshape(len(shape), cells)
+    lo = np.tile(np.array([b[0] for b in box], dtype=np.int64), (cells, 1))
+    hi = np.tile(np.array([b[1] for b in box], dtype=np.int64), (cells, 1))
+    microbatch = np.full(cells, micro, dtype=np.int64)
+    branch = np.zeros(cells, dtype=np.int64)
+    for axis, coordinate in zip(grid.axes, where, strict=True):
+        if axis.index is None:
+            branch = branch * len(axis.sizes) + coordinate
+        else:
+            ends = np.cumsum(axis.sizes)
+            start = lo[:, axis.index].copy()
+            lo[:, axis.index] = start + (ends - axis.sizes)[coordinate]
+            hi[:, axis.index] = start + ends[coordinate]
+        if axis.is_microbatch:
+            microbatch = coordinate.copy()
+    return lo, hi, grid.devices.reshape(-1).astype(np.int64), microbatch, branch
+
+
+Leaf = tuple[list[int], list[int], int, int, tuple[object, ...]]
+
+
+def _walk(grid: Grid, box: Sequence[tuple[int, int]], micro: int, path: tuple[object, ...]) -> Iterator[Leaf]:
+    """Yield the leaves of a grid with children, in row order."""
+    lo, hi, device, microbatch, branch = flat_cells(grid, box, micro)
+    for cell in range(len(device)):
+        here = (*path, int(branch[cell]))
+        inner = list(zip(lo[cell].tolist(), hi[cell].tolist(), strict=True))
+        child = grid.children.get(cell)
+        if child is None:
+            yield lo[cell].tolist(), hi[cell].tolist(), int(device[cell]), int(microbatch[cell]), here
+        else:
+            yield from _walk(child, inner, int(microbatch[cell]), (*here, cell))
+
+
+def _tree(grid: Grid, rows: Iterator[int], level: int = 0, cell: int = 0) -> Tree:
+    if level == len(grid.axes):
+        child = grid.children.get(cell)
+        return Tree(row=next(rows)) if child is None else _tree(child, rows)
+    axis = grid.axes[level]
+    width = len(axis.sizes)
+    children = tuple(_tree(grid, rows, level + 1, cell * width + k) for k in range(width))
+    return Tree(is_replica=axis.index is None, mirror=axis.mirror, children=children)

@@ -1,0 +1,209 @@
+"""`Program`: what each device does, as ordered instructions over local names. The waist between planning and running.
+
+Names are local to a device. `view` is the shape of a local tensor in slots (sizes of all slots, flattened over dims).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from superscaler.ir.graph import Model, Op
+from superscaler.ir.mask import Box
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bring a resident tensor into the step: a slice of an input of the batch, of a constant, or a weight at rest."""
+
+    out: str
+    tensor: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run a segment: `function` on detached aliases of `inputs`; `grads` tells which of them want a gradient, `saved`
+    the numbers of the outputs whose gradients come back.
+    """
+
+    tag: str
+    function: int
+    inputs: tuple[str, ...]
+    grads: tuple[bool, ...]
+    outputs: tuple[str, ...]
+    saved: tuple[int, ...]
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run the mirror of a segment: gradients of its outputs (None: not read) to gradients of its aliases."""
+
+    tag: str
+    gradients: tuple[str | None, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """out = the sub-box `ranges` of `source` (in slots), as a contiguous tensor of `shape`."""
+
+    out: str
+    source: str
+    view: Shape
+    ranges: Box
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """out = the sum of pieces, each placed at its box (in slots) in zeros; `shape` is the local shape of the result."""
+
+    out: str
+    pieces: tuple[tuple[str, Box], ...]
+    view: Shape
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """out = into + value; in place where `into` is a sum that nobody else holds."""
+
+    out: str
+    into: str
+    value: str
+    in_place: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Start a collective over `group` (its k-th device owns the k-th chunk); `work` becomes the handle to wait on.
+
+    `take` is the slot that is gathered, `give` the one that is scattered (-1: none); the source has shape `local`, the
+    result `shape`; `bytes` is what the source weighs.
+    """
+
+    kind: str
+    work: str
+    source: str | None
+    group: tuple[int, ...]
+    view: Shape
+    take: int
+    give: int
+    local: Shape
+    shape: Shape
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    source: str
+    peer: int
+    message: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    work: str
+    peer: int
+    message: int
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """out = the result of a started collective or receive, reshaped to `shape`."""
+
+    out: str
+    work: str
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Run the optimizer on weights at rest: pairs (weight, gradient)."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of the step is the sum of `parts` over all devices."""
+
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    names: tuple[str, ...]
+
+
+Instruction = (
+    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Send | Recv | Wait | Update | Loss | Free
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """The ops of a segment with the box of each on one part: what emit turns into source, once per distinct text."""
+
+    ops: tuple[Op, ...]
+    boxes: tuple[Box, ...]
+    inputs: tuple[str, ...]
+    input_of: Mapping[tuple[str, int], int]
+    outputs: tuple[str, ...]
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight at rest on a device. `counted`: this device counts its elements in global norms. `group`: optimizer's."""
+
+    name: str
+    tensor: str
+    box: Box
+    trained: bool
+    counted: bool
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one device holds and does."""
+
+    rank: int
+    weights: tuple[Weight, ...]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    model: Model
+    functions: tuple[Function, ...]
+    devices: tuple[Device, ...]
+
+    @property
+    def world(self) -> int:
+        return len(self.devices)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Return the bytes that all devices put on links: a ring's share for collectives, everything for messages."""
+        return sum(_moved(i) for d in self.devices for i in d.instructions)
+
+
+def _moved(instruction: Instruction) -> int:
+    if isinstance(instruction, Send):
+        return instruction.bytes
+    if not isinstance(instruction, Collective):
+        return 0
+    p = len(instruction.group)
+    share = {"all_reduce": 2 * (p - 1) / p, "all_gather": p - 1, "broadcast": (p - 1) / p}
+    return round(instruction.bytes * share.get(instruction.kind, (p - 1) / p))

@@ -1,0 +1,220 @@
+"""`Graph`: a model, the parts that a plan made of its ops, their order, and the journal of who asked for what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from superscaler.errors import InputError, TransformError, unknown
+from superscaler.ir.graph import Factor, Model, Op
+from superscaler.ir.parts import Grid, Ints, Rows, expand
+
+_BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
+Path = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(Sequence["Parts"]):
+    """A light handle on parts of one op: cells of one grid of its tree, in any shape. Indexing works as in numpy."""
+
+    op: Op
+    grid: Grid = field(repr=False)
+    prefix: Path
+    cells: Ints
+    level: int
+
+    def __len__(self) -> int:
+        return len(self.cells) if self.cells.ndim else 1
+
+    def __iter__(self) -> Iterator[Parts]:
+        return (self[k] for k in range(len(self)))
+
+    def __getitem__(self, key: Any) -> Parts:
+        cells = self.cells[key] if self.cells.ndim else self.cells
+        return Parts(self.op, self.grid, self.prefix, np.asarray(cells), self.level)
+
+    def flat(self) -> Parts:
+        """Return the same parts in one row."""
+        return Parts(self.op, self.grid, self.prefix, self.cells.reshape(-1), self.level)
+
+    @property
+    def origin(self) -> Op:
+        return self.op
+
+    def paths(self) -> list[Path]:
+        """Return the address of each part, which stays valid when the part is transformed further."""
+        return [(*self.prefix, (self.level, int(cell))) for cell in self.cells.reshape(-1)]
+
+    def check(self) -> None:
+        """Raise TransformError if the parts were replaced by a later `op_trans`."""
+        replaced = len(self.grid.axes) != self.level
+        nested = [self.grid.children[int(c)] for c in self.cells.reshape(-1) if int(c) in self.grid.children]
+        if replaced or nested:
+            where = self.grid.replaced_at if replaced else nested[0].replaced_at
+            raise TransformError(f"this part of {self.op.name} was replaced by the op_trans at {where}; use its result.")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
+
+    Kind F is the forward of ops that take part in training (not of those that only prepare data), B the mirrors.
+    """
+
+    kind: str
+    members: tuple[tuple[str, tuple[Path, ...]], ...]
+    microbatch: int | None = None
+    label: str = ""
+
+    def __str__(self) -> str:
+        return self.label
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    before: Group
+    after: Group
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the journal: what was done to which op, and where the user wrote it."""
+
+    verb: str
+    op: str
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.verb} {self.op} {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A repeated part of the model: a module path that ends in an integer, with its forward ops in order."""
+
+    path: str
+    ops: tuple[Op, ...]
+
+
+def block_of(module: str) -> str:
+    """Return the outermost enclosing module path that ends in an integer, or an empty string.
+
+    >>> block_of("transformer.h.3.attn.c_attn")
+    'transformer.h.3'
+    """
+    found = _BLOCK.match(module)
+    return found.group(0) if found else ""
+
+
+class Graph:
+    """A captured training step and what a plan made of it. Only the verbs change it."""
+
+    def __init__(self, model: Model, captured: Any = None) -> None:
+        self.model = model
+        self.captured = captured
+        self.grids: dict[str, Grid] = {op.name: Grid() for op in model.ops}
+        self.orders: list[Order] = []
+        self.journal: list[Entry] = []
+        self._by_name = {op.name: op for op in model.ops}
+
+    def copy(self) -> Graph:
+        """Return a graph with the same model and its own parts."""
+        twin = Graph(self.model, self.captured)
+        twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
+        twin.orders, twin.journal = list(self.orders), list(self.journal)
+        return twin
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All ops in execution order: forward, then optimizer. Mirrors follow their forward ops."""
+        return self.model.ops
+
+    @property
+    def forward_ops(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.model.ops if op.is_forward)
+
+    @property
+    def factors(self) -> dict[str, Factor]:
+        return dict(self.model.factors)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The repeated blocks in order of their first op."""
+        found: dict[str, list[Op]] = {}
+        for op in self.forward_ops:
+            if path := block_of(op.module):
+                found.setdefault(path, []).append(op)
+        return tuple(Block(path, tuple(ops)) for path, ops in found.items())
+
+    def op(self, name: str) -> Op:
+        if name not in self._by_name:
+            raise InputError(unknown("op", name, self._by_name))
+        return self._by_name[name]
+
+    def check_factor(self, name: str) -> None:
+        if name not in self.model.factors:
+            raise InputError(unknown("factor", name, self.model.factors))
+
+    def parts(self, op: Op) -> Parts:
+        """Return the parts of an op that was not cut irregularly, as one grid."""
+        grid = self.grids[op.name]
+        cells = np.arange(prod(len(a.sizes) for a in grid.axes)).reshape([len(a.sizes) for a in grid.axes])
+        return Parts(op, grid, (), cells, len(grid.axes))
+
+    def rows(self, op: Op) -> Rows:
+        return expand(op, self.grids[op.name])
+
+    def select(
+        self,
+        module: str | None = None,
+        ops: Iterable[Op] | None = None,
+        microbatch: int | None = None,
+        kind: str = "F",
+        label: str = "",
+    ) -> Group:
+        """Return the parts of the ops inside `module` (a path; its submodules too) or of `ops`, as one group.
+
+        Raises InputError when nothing matches.
+        """
+        if kind not in ("F", "B"):
+            raise InputError(unknown("kind of work", kind, ["F", "B"]))
+        chosen = self.forward_ops if ops is None else tuple(ops)
+        if module is not None:
+            chosen = tuple(o for o in chosen if o.module == module or o.module.startswith(module + "."))
+        chosen = tuple(o for o in chosen if not o.from_data and (o.has_mirror or kind == "F"))
+        if not chosen:
+            paths = {o.module for o in self.forward_ops}
+            raise InputError(unknown("module", module, paths) if module else "the selection matches no op.")
+        name = label or f"{kind}({module or chosen[0].name})" + (f" of microbatch {microbatch}" if microbatch else "")
+        return Group(kind, tuple((o.name, ()) for o in chosen), microbatch, name)
+
+
+def rows_under(grid: Grid, path: Path) -> tuple[int, int]:
+    """Return the range of rows that a part became."""
+    if not path:
+        return 0, _count(grid)
+    (level, cell), rest = path[0], path[1:]
+    width = prod(len(a.sizes) for a in grid.axes[level:])
+    first = cell * width
+    before = sum(_cell_count(grid, c) for c in range(first))
+    if not rest:
+        return before, before + sum(_cell_count(grid, c) for c in range(first, first + width))
+    lo, hi = rows_under(grid.children[cell], rest)
+    return before + lo, before + hi
+
+
+def _cell_count(grid: Grid, cell: int) -> int:
+    child = grid.children.get(cell)
+    return 1 if child is None else _count(child)
+
+
+def _count(grid: Grid) -> int:
+    cells = prod(len(a.sizes) for a in grid.axes)
+    return cells - len(grid.children) + sum(_count(child) for child in grid.children.values())

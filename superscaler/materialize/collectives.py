@@ -1,0 +1,86 @@
+"""Which collective a joint transfer is: pieces and readers on one device group, told apart by how their boxes tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from superscaler.ir.mask import Box
+from superscaler.schedule.transfers import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A collective over `group` in chunk order; `take` is the slot that is gathered, `give` the one scattered."""
+
+    kind: str
+    group: tuple[int, ...]
+    take: int = -1
+    give: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    slot: int
+    devices: tuple[int, ...]
+    whole: Box
+
+
+def match(transfer: Transfer) -> Match | None:
+    """Return the collective that does a joint transfer, or None where only exact messages do.
+
+    pieces          readers        collective
+    all B, partial  all B          all_reduce
+    tile B          all B          all_gather
+    all B, partial  tile B         reduce_scatter
+    tile B          tile B         all_to_all (on two different slots)
+    one B           all B          broadcast
+    """
+    held = {p.device: p.box for p in transfer.pieces}
+    read = {r.device: r.box for r in transfer.readers}
+    if not transfer.is_joint or len(held) != len(transfer.pieces) or len(read) != len(transfer.readers):
+        return None
+    if len(held) == 1:
+        return _broadcast(held, read)
+    if set(held) != set(read):
+        return None
+    tiles, wants = _tiling(held), _tiling(read)
+    one, goal = _same(held), _same(read)
+    if one is not None and one == goal:
+        return Match("all_reduce", tuple(sorted(held)))
+    if tiles and goal == tiles.whole:
+        return Match("all_gather", tiles.devices, take=tiles.slot)
+    if wants and one == wants.whole:
+        return Match("reduce_scatter", wants.devices, give=wants.slot)
+    if tiles and wants and tiles.whole == wants.whole and tiles.devices == wants.devices and tiles.slot != wants.slot:
+        return Match("all_to_all", tiles.devices, tiles.slot, wants.slot)
+    return None
+
+
+def _broadcast(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
+    (source, box), others = next(iter(held.items())), [d for d in read if d not in held]
+    if len(others) < 2 or _same(read) != box:
+        return None
+    return Match("broadcast", (source, *sorted(others)))
+
+
+def _same(boxes: dict[int, Box]) -> Box | None:
+    distinct = set(boxes.values())
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def _tiling(boxes: dict[int, Box]) -> _Tiling | None:
+    """Return how boxes of equal size follow each other along one slot, or None."""
+    distinct = list(boxes.values())
+    slots = [s for s in range(len(distinct[0])) if len({box[s] for box in distinct}) > 1]
+    if len(slots) != 1:
+        return None
+    slot = slots[0]
+    ordered = sorted(boxes, key=lambda device: boxes[device][slot])
+    ranges: Sequence[tuple[int, int]] = [boxes[device][slot] for device in ordered]
+    sizes = {hi - lo for lo, hi in ranges}
+    follows = all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    if len(sizes) != 1 or not follows:
+        return None
+    whole = tuple((ranges[0][0], ranges[-1][1]) if s == slot else r for s, r in enumerate(distinct[0]))
+    return _Tiling(slot, tuple(ordered), whole)

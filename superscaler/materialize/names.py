@@ -1,0 +1,56 @@
+"""Names of values in a program, and which of them an instruction reads and writes."""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+from superscaler.ir.program import (
+    Accumulate, Backward, Collective, Combine, Forward, Instruction, Load, Loss, Recv, Send, Slice, Update, Wait,
+)  # fmt: skip
+
+
+def identifier(tensor: str) -> str:
+    """Return a Python identifier for a pTensor.
+
+    >>> identifier("transformer.h.0.ln_1.weight")
+    'transformer_h_0_ln_1_weight'
+    """
+    name = re.sub(r"\W", "_", tensor)
+    return f"_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name
+
+
+def reads(i: Instruction) -> tuple[str, ...]:
+    match i:
+        case Forward():
+            return i.inputs
+        case Backward():
+            return tuple(g for g in i.gradients if g is not None)
+        case Slice() | Send():
+            return (i.source,)
+        case Combine():
+            return tuple(name for name, _ in i.pieces)
+        case Accumulate():
+            return (i.into, i.value)
+        case Collective():
+            return (i.source,) if i.source else ()
+        case Wait():
+            return (i.work,)
+        case Update():
+            return tuple(name for pair in i.pairs for name in pair)
+        case Loss():
+            return i.parts
+        case _:
+            return ()
+
+
+def writes(i: Instruction) -> tuple[str, ...]:
+    match i:
+        case Load() | Slice() | Combine() | Accumulate() | Wait():
+            return (i.out,)
+        case Forward() | Backward():
+            return i.outputs
+        case Collective() | Recv():
+            return (i.work,)
+        case _:
+            return ()

@@ -1,0 +1,81 @@
+"""What a compiled plan is on disk: emitted code, plan.json, the initial weights, and the journal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from superscaler.compiler import Compiled
+from superscaler.errors import InputError
+from superscaler.ir.graph import Model
+from superscaler.runtime.step import PLAN_FILE, WEIGHTS_FILE
+
+RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
+
+import sys
+from pathlib import Path
+
+from superscaler.train.loop import main
+
+main([str(Path(__file__).parent), *sys.argv[1:]])
+'''
+
+
+def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
+    """Return plan.json: what the runtime needs to know beside the code."""
+    model = compiled.graph.model
+    resident = {w.tensor for d in compiled.program.devices for w in d.weights} | set(model.inputs)
+    return {
+        "version": 1,
+        "world": compiled.program.world,
+        "cluster": str(compiled.cluster),
+        "seed": seed,
+        "programs": list(compiled.emitted.programs),
+        "devices": [asdict(t) for t in compiled.emitted.tables],
+        "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
+        "slots": {name: _slots(model, name) for name in sorted(resident)},
+        "loss_dtype": model.tensors[model.loss].dtype,
+        "optimizer": {"name": model.optimizer.name, "groups": [dict(g) for g in model.optimizer.groups]},
+    }
+
+
+def _slots(model: Model, name: str) -> list[list[int]]:
+    sizes = iter(model.tensors[name].extents)
+    return [[next(sizes) for _ in dim] for dim in model.tensors[name].slots]
+
+
+def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Return every weight, buffer and constant; those of a model captured on meta are drawn from the seed."""
+    found = dict(values)
+    for number, (name, tensor) in enumerate(model.tensors.items()):
+        if tensor.kind in ("parameter", "buffer", "constant") and name not in found:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.02
+            found[name] = drawn.to(getattr(torch, tensor.dtype))
+    return found
+
+
+def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0) -> None:
+    """Write a plan directory. An older plan there is replaced; any other non-empty directory is refused."""
+    if directory.exists() and any(directory.iterdir()):
+        if not (directory / PLAN_FILE).is_file():
+            raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in compiled.emitted.files.items():
+        (directory / name).write_text(text)
+    model = compiled.graph.model
+    kept = {n: v for n, v in values.items() if n in model.tensors}
+    save_file({name: value.detach().clone().contiguous() for name, value in kept.items()}, directory / WEIGHTS_FILE)
+    (directory / "run.py").write_text(RUN.format(world=compiled.program.world))
+    (directory / "journal.txt").write_text("".join(f"{entry}\n" for entry in compiled.graph.journal))
+    # Written last: a directory with a plan.json is whole.
+    (directory / PLAN_FILE).write_text(json.dumps(describe(compiled, seed), indent=1) + "\n")

@@ -1,0 +1,96 @@
+"""The public face: capture a training step, compile a plan for it, verify, save and load it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superscaler.cluster import Cluster
+from superscaler.compiler import Compiled, compile_graph
+from superscaler.frontend.capture import capture as capture_model
+from superscaler.ir.program import Backward, Collective, Forward, Send
+from superscaler.ir.transformed import Graph
+from superscaler.materialize.rendezvous import check_rendezvous
+from superscaler.package import initial_values, write
+from superscaler.runtime.step import Step, load
+from superscaler.schedule.conservation import check_conservation
+from superscaler.verify import verify
+
+
+class Plan:
+    """A compiled plan: one program per device that computes what the model computes."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds per phase, capture included; `export` is torch's own, `total` the sum."""
+        phases = {**self.compiled.graph.captured.seconds, **self.compiled.seconds}
+        phases["total"] = sum(s for name, s in phases.items() if name != "total")
+        return phases
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        return self.compiled.counts
+
+    def validate(self) -> dict[str, Any]:
+        """Check conservation and deadlock freedom. Raises ScheduleError at the first thing that does not hold."""
+        check_conservation(self.compiled.schedule)
+        check_rendezvous(self.compiled.program)
+        return {"conservation": True, "deadlock_free": True, **self.counts}
+
+    def verify(self, backend: str = "threads", batch: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+        """Compare one step with the exported model in float64; see `superscaler.verify.verify`."""
+        return verify(self.compiled, backend, batch)
+
+    def save(self, directory: str | Path, seed: int = 0) -> None:
+        """Write the plan with the initial weights into a directory, which `torchrun .../run.py` trains."""
+        model = self.compiled.graph.model
+        write(self.compiled, Path(directory), initial_values(model, self.compiled.graph.captured.values, seed), seed)
+
+    def summary(self) -> str:
+        """Return one line per distinct program: who runs it, its segments, its communication per step."""
+        groups: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.compiled.emitted.programs):
+            groups.setdefault(name, []).append(rank)
+        lines = [f"{len(groups)} distinct programs for {self.compiled.cluster}"]
+        for name, ranks in groups.items():
+            code = self.compiled.program.devices[ranks[0]].instructions
+            kinds = Counter(i.kind for i in code if isinstance(i, Collective))
+            kinds["send"] = sum(isinstance(i, Send) for i in code)
+            work = f"{sum(isinstance(i, Forward) for i in code)} F, {sum(isinstance(i, Backward) for i in code)} B"
+            told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
+            modules = list(dict.fromkeys(i.module for i in code if isinstance(i, Forward) and i.module))
+            shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
+            lines.append(f"  {name}: devices {_ranges(ranks)}: {work}; {told}; {shown}")
+        return "\n".join(lines)
+
+
+def _ranges(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
+
+
+def capture(
+    module: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Graph:
+    """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`)."""
+    captured = capture_model(module, args, dict(kwargs or {}), optimizer)
+    return Graph(captured.model, captured)
+
+
+def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster) -> Plan:
+    """Return the plan that `sprogram` makes of (a copy of) the graph. Raises PlanError with the reason."""
+    return Plan(compile_graph(graph, sprogram, cluster))
+
+
+__all__ = ["Plan", "Step", "capture", "compile", "load"]

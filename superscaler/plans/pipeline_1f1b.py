@@ -1,0 +1,16 @@
+"""Pipeline parallelism with the 1F1B schedule: contiguous stages balanced by FLOPs, embedding and head included."""
+
+from __future__ import annotations
+
+from superscaler.plans import shared
+from superscaler.verbs import Cluster, Graph, Microbatch, op_assign, op_trans, sprogram
+
+
+@sprogram
+def pipeline_1f1b(graph: Graph, cluster: Cluster, stages: int = 0, microbatches: int = 4) -> None:
+    count = stages or len(cluster.devices)
+    shared.check_divides(f"pipeline_1f1b:stages={count}", count, len(cluster.devices))
+    parts = shared.stages(graph, count)
+    for device, ops in zip(cluster.devices, parts, strict=True):
+        op_assign(graph, op_trans(graph, ops, Microbatch(microbatches)), device)
+    shared.order_1f1b(graph, parts, microbatches)

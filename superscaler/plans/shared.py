@@ -1,0 +1,144 @@
+"""What several plans need: tensor-parallel factors, balanced stages, the 1F1B order. Written in the verbs."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import numpy as np
+
+from superscaler.verbs import Graph, InputError, Op, Split, op_order
+
+
+def check_divides(what: str, number: int, devices: int) -> None:
+    """Raise InputError unless the plan uses all devices."""
+    if number != devices:
+        raise InputError(f"{what} needs {number} devices, but the cluster has {devices}; make the two numbers equal.")
+
+
+def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
+    """Return the splits of each op under tensor parallelism into `parts`, found from the factors (Megatron's).
+
+    A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
+    sums over it, nothing in the block needs it whole, and the block's result does not carry it. Grouped-query heads
+    are two such factors, which are cut one after the other. Outside the blocks, products with a weight are cut on the
+    weight's own dim.
+    """
+    splits: dict[str, list[Split]] = {}
+    scopes = [block.ops for block in graph.blocks] + [graph.forward_ops]
+    for ops in scopes:
+        ops = tuple(op for op in ops if op.name not in splits)
+        if ops is scopes[-1] and splits:
+            break
+        for chain in _chains(ops, _candidates(graph, ops), parts):
+            names = {s.factor for s in chain}
+            for op in ops:
+                if any(op.find(f) is not None for f in names):
+                    splits[op.name] = chain
+    inside = {op.name for block in graph.blocks for op in block.ops}
+    for op in graph.forward_ops:
+        if op.name not in inside and op.name not in splits and (factor := _own_factor(graph, op, parts)):
+            splits[op.name] = [Split(factor, parts)]
+    if parts > 1 and not splits:
+        raise InputError(f"no factor of this model can be cut into {parts} parts under tensor parallelism.")
+    return splits
+
+
+def _weights(graph: Graph, op: Op) -> list[int]:
+    """Return the indices of the weights that an op contracts, if it is a product with a weight."""
+    tensors = graph.model.tensors
+    used = [i for o in op.inputs if tensors[o.tensor].kind == "parameter" for i in o.slots if i is not None]
+    return used if any(op.indices[i].mark == "summed" for i in used) else []
+
+
+def _candidates(graph: Graph, ops: tuple[Op, ...]) -> list[str]:
+    """Return the tensor-parallel factors of a scope, those in most ops first."""
+    made: set[str] = set()
+    found: list[str] = []
+    for op in ops:
+        marks = {(op.indices[i].factor, op.indices[i].mark) for i in _weights(graph, op)}
+        found += [f for f, mark in marks if mark == "summed" and f in made and f not in found]
+        made |= {f for f, mark in marks if mark == "spatial"}
+    last = ops[-1].outputs[0]
+    carried = {ops[-1].indices[i].factor for i in last.slots if i is not None}
+    held = [i for op in ops for i in op.indices]
+    whole = {i.factor for i in held if i.mark == "frozen"}
+    count = {f: sum(any(i.factor == f for i in op.indices) for op in ops) for f in found}
+    return sorted((f for f in found if f not in carried | whole), key=lambda f: (-count[f], f))
+
+
+def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int) -> list[list[Split]]:
+    """Return splits that make `parts` parts together; factors that share an op are cut one inside the other."""
+    where = {f: {op.name for op in ops if op.find(f) is not None} for f in candidates}
+    size = {i.factor: i.size for op in ops for i in op.indices}
+    chains: list[tuple[list[Split], set[str], int]] = []
+    for f in candidates:
+        touching = [k for k, (_, names, _) in enumerate(chains) if names & where[f]]
+        splits, names, left = chains[touching[0]] if touching else ([], set(), parts)
+        cut = gcd(left, size[f])
+        if cut == 1 or len(touching) > 1:
+            continue
+        chain = ([*splits, Split(f, cut)], names | where[f], left // cut)
+        chains = [c for k, c in enumerate(chains) if k not in touching] + [chain]
+    short = [c for c in chains if c[2] > 1]
+    if short:
+        factors = ", ".join(f"{s.factor} of size {size[s.factor]}" for s in short[0][0])
+        raise InputError(f"tensor parallelism into {parts} parts does not divide {factors}; choose a divisor.")
+    return [splits for splits, _, _ in chains]
+
+
+def _own_factor(graph: Graph, op: Op, parts: int) -> str | None:
+    own = [op.indices[i] for i in _weights(graph, op)]
+    fits = [i.factor for i in own if i.mark == "spatial" and i.size % parts == 0]
+    return fits[0] if fits else None
+
+
+def stages(graph: Graph, count: int) -> list[list[Op]]:
+    """Return the forward ops in `count` contiguous stages whose largest FLOPs is as small as possible.
+
+    Blocks stay whole; every op outside the blocks (embedding, head, loss) is a unit of its own.
+    """
+    block_of = {op.name: block.path for block in graph.blocks for op in block.ops}
+    units: list[list[Op]] = []
+    for op in graph.forward_ops:
+        path = block_of.get(op.name)
+        if units and path is not None and block_of.get(units[-1][-1].name) == path:
+            units[-1].append(op)
+        else:
+            units.append([op])
+    costs = np.array([sum(op.flops for op in unit) for unit in units], dtype=float)
+    working = int((costs > 0).sum())
+    if not 1 <= count <= working:
+        raise InputError(f"{count} stages do not fit a model of {working} blocks and products; choose 1 to {working}.")
+    bounds = _balance(costs, count)
+    return [[op for unit in units[a:b] for op in unit] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _balance(costs: np.ndarray, count: int) -> list[int]:  # type: ignore[type-arg]
+    """Return the bounds of `count` contiguous groups whose largest sum is smallest; no group is without work."""
+    total = np.concatenate([[0.0], np.cumsum(costs)])
+    best = np.full((count + 1, len(total)), np.inf)
+    best[0, 0] = 0.0
+    cut = np.zeros((count + 1, len(total)), dtype=int)
+    for k in range(1, count + 1):
+        for end in range(1, len(total)):
+            sums = total[end] - total[:end]
+            worst = np.where(sums > 0, np.maximum(best[k - 1, :end], sums), np.inf)
+            cut[k, end] = int(worst.argmin())
+            best[k, end] = worst[cut[k, end]]
+    bounds = [len(costs)]
+    for k in range(count, 0, -1):
+        bounds.append(int(cut[k, bounds[-1]]))
+    return bounds[::-1]
+
+
+def order_1f1b(graph: Graph, parts: list[list[Op]], microbatches: int) -> None:
+    """Order the work of each stage as one forward, one backward, after a warm-up that fills the pipeline."""
+    for number, ops in enumerate(parts):
+        warm = min(len(parts) - number - 1, microbatches)
+        work = [("F", m) for m in range(warm)]
+        for m in range(microbatches - warm):
+            work += [("F", warm + m), ("B", m)]
+        work += [("B", m) for m in range(microbatches - warm, microbatches)]
+        groups = [graph.select(ops=ops, microbatch=m, kind=kind, label=f"{number}{kind}{m}") for kind, m in work]
+        for before, after in zip(groups, groups[1:], strict=False):
+            op_order(graph, before, after)

@@ -1,0 +1,153 @@
+"""How ranks exchange tensors: the interface that emitted code calls, and what its implementations share.
+
+A group is a tuple of ranks in *plan order*: its k-th entry owns the k-th chunk. The order need not be ascending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from superscaler.errors import RuntimeFailure
+
+Group = tuple[int, ...]
+
+
+class PeerLost(RuntimeFailure):
+    """A message could not be exchanged because another rank ended: never the root cause."""
+
+
+class Work(Protocol):
+    """A started operation. `wait` returns its result; it may be called again."""
+
+    def wait(self) -> Tensor: ...
+
+
+class Done:
+    """An operation that needed no message."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        return self._result
+
+
+class Communicator(Protocol):
+    """Asynchronous messages between `world` ranks. Every rank of a group calls the same operation in the same order.
+
+    No operation changes its input. The input of a collective may be written again after `wait`; that of `send` at
+    once, unless it is `owned`. In a group of one rank the result may be the input itself.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Make the groups known. All ranks call it with the same groups before the first collective over them."""
+
+    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False) -> Work:
+        """Sum over the group, bit-identical on all its ranks. `owned`: the result may take the place of x."""
+        ...
+
+    def all_gather(self, x: Tensor, group: Group, dim: int) -> Work:
+        """Concatenate the equal chunks of the ranks along `dim`, in group order."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, group: Group, dim: int) -> Work:
+        """Sum over the group and keep my chunk of `dim`, whose size the group's size divides."""
+        ...
+
+    def all_to_all(self, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Work:
+        """Send the k-th chunk of `split_dim` to the k-th rank; concatenate what comes along `concat_dim`."""
+        ...
+
+    def broadcast(self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype) -> Work:
+        """Give all ranks of the group the x of rank `source`; the others pass None."""
+        ...
+
+    def send(self, x: Tensor, peer: int, tag: int, *, owned: bool = False) -> None:
+        """Start to send. Messages match in order per pair of ranks; `owned`: x stays unchanged until `flush`."""
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> Work:
+        """Start to receive what `peer` sent with the same tag."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+
+    def flush(self) -> None:
+        """Wait until all sends of this rank are done, and free their buffers."""
+
+    def close(self) -> None:
+        """Flush, then leave. The communicator cannot be used afterwards."""
+
+
+def position(rank: int, group: Group, operation: str) -> int:
+    """Return which chunk of the group the rank owns."""
+    if len(set(group)) != len(group) or rank not in group:
+        raise RuntimeFailure(f"{operation} over ranks {group}: rank {rank} must be in the group, and every rank once.")
+    return group.index(rank)
+
+
+def given(
+    x: Tensor | None, rank: int, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor | None:
+    """Return what the source of a broadcast sends, None on the other ranks."""
+    position(source, group, "broadcast")
+    if rank != source:
+        return None
+    if x is None or tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+        found = "nothing" if x is None else f"{tuple(x.shape)} {x.dtype}"
+        raise RuntimeFailure(
+            f"broadcast over ranks {group}: its source, rank {source}, must give {tuple(shape)} {dtype}, not {found}."
+        )
+    return x.detach().contiguous()
+
+
+def split(x: Tensor, parts: int, dim: int, operation: str) -> list[Tensor]:
+    """Return equal contiguous chunks of `dim`."""
+    if x.shape[dim] % parts:
+        raise RuntimeFailure(
+            f"{operation}: dim {dim} of a tensor of shape {tuple(x.shape)} has size {x.shape[dim]}, "
+            f"which {parts} ranks do not divide; pad it or move the pieces by send and recv."
+        )
+    return [chunk.contiguous() for chunk in x.detach().chunk(parts, dim)] if parts > 1 else [x.detach().contiguous()]
+
+
+def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate along `dim`; one part is returned as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum, added from first to last, halves in float32: the same bits wherever it is computed."""
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized contiguous tensor."""
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def once(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a function that computes its result at the first call and then forgets how."""
+    held: list[Tensor] = []
+    pending: list[Callable[[], Tensor]] = [function]
+
+    def get() -> Tensor:
+        if pending:
+            held.append(pending[0]())
+            pending.clear()
+        return held[0]
+
+    return get

@@ -1,0 +1,252 @@
+"""The communicator over `torch.distributed`: gloo on CPUs, NCCL on GPUs.
+
+Process groups are always made of ascending ranks (what `new_group` does with other orders depends on its version);
+chunks are permuted here. Data that is only moved travels as bytes, so that every dtype can.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superscaler.errors import RuntimeFailure
+from superscaler.runtime.communicator import (
+    Done,
+    Group,
+    PeerLost,
+    Work,
+    allocate,
+    given,
+    join,
+    once,
+    position,
+    split,
+    sum_in_order,
+)
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def connect(timeout: float = 1800.0) -> DistributedCommunicator:
+    """Join the ranks that `torchrun` started; without it, be the only one. NCCL on GPU number LOCAL_RANK, or gloo.
+
+    `timeout` is what an operation may wait, in seconds. Raises RuntimeFailure if torchrun's variables are incomplete.
+    """
+    device = _device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        limit = timedelta(seconds=timeout)
+        if _is_launched():
+            dist.init_process_group(backend, timeout=limit, device_id=bound)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, timeout=limit, device_id=bound, store=store, rank=0, world_size=1)
+    return DistributedCommunicator(device)
+
+
+def _is_launched() -> bool:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise RuntimeFailure(f"WORLD_SIZE is set, but {', '.join(missing)} not: start this program with torchrun.")
+    return not missing
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise RuntimeFailure(
+            f"local rank {local} needs GPU {local}, but only {count} are visible; start {count} ranks."
+        )
+    return torch.device("cuda", local)
+
+
+class _Pending:
+    """A started operation of torch.distributed, and how its buffers become the result."""
+
+    def __init__(self, handle: Any, finish: Callable[[], Tensor], what: str, buffers: tuple[Any, ...] = ()) -> None:
+        self._get = once(lambda: self._complete(handle, finish, buffers))
+        self._what = what
+
+    def wait(self) -> Tensor:
+        return self._get()
+
+    def _complete(self, handle: Any, finish: Callable[[], Tensor], buffers: tuple[Any, ...]) -> Tensor:
+        """Wait. The buffers are parameters so that what holds this call keeps them alive until then."""
+        _finish(handle, self._what)
+        return finish()
+
+
+def _finish(handle: Any, what: str) -> None:
+    try:
+        handle.wait()
+    except RuntimeError as error:
+        _fail(what, error)
+
+
+def _fail(what: str, error: RuntimeError) -> NoReturn:
+    """Raise what torch.distributed reported as PeerLost where it blames another rank; gloo only says so in words."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, dist.DistError) or "gloo/transport" in reason or "onnection" in reason:
+        raise PeerLost(f"{what} failed, because another rank ended or does not answer: {reason}") from error
+    raise RuntimeFailure(f"{what} failed: {reason}") from error
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+class DistributedCommunicator:
+    """A rank of the default process group. `device` is where its tensors live."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank: int = dist.get_rank()
+        self.world: int = dist.get_world_size()
+        self.device = device
+        self._is_gloo = dist.get_backend() == "gloo"
+        self._groups: dict[Group, Any] = {tuple(range(self.world)): dist.group.WORLD}
+        self._sends: list[tuple[Any, Tensor, str]] = []
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Make a process group for each set of ranks that has none; the whole world is the default group."""
+        for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1}):
+            if members not in self._groups:
+                self._groups[members] = dist.new_group(list(members))
+
+    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False) -> Work:
+        if len(group) == 1:
+            return Done(x if owned else x.detach().clone())
+        process_group, what = self._enter("all_reduce", group)
+        buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
+        return self._start(what, dist.all_reduce, lambda: buffer, buffer, group=process_group)
+
+    def all_gather(self, x: Tensor, group: Group, dim: int) -> Work:
+        if len(group) == 1:
+            return Done(x)
+        process_group, what = self._enter("all_gather", group)
+        mine = x.detach().contiguous()
+        gathered = allocate((len(group), *x.shape), x.dtype, x.device)
+
+        def finish() -> Tensor:
+            if dim == 0 and group == tuple(sorted(group)) and x.dim():
+                return gathered.flatten(0, 1)
+            return join(_to_plan_order(gathered, group), dim)
+
+        return self._start(what, _all_gather, finish, _bytes(gathered), _bytes(mine), group=process_group)
+
+    def reduce_scatter(self, x: Tensor, group: Group, dim: int) -> Work:
+        if len(group) == 1:
+            return Done(x)
+        process_group, what = self._enter("reduce_scatter", group)
+        outgoing = _from_plan_order(split(x, len(group), dim, what), group)
+        # gloo's own reduce_scatter is its slowest collective: moving the chunks and adding here is twice as fast.
+        if self._is_gloo:
+            incoming = torch.empty_like(outgoing)
+            return self._start(
+                what, dist.all_to_all_single, lambda: sum_in_order(_to_plan_order(incoming, group)),
+                _bytes(incoming), _bytes(outgoing), group=process_group,
+            )  # fmt: skip
+        chunk = torch.empty_like(outgoing[0])
+        return self._start(what, _reduce_scatter, lambda: chunk, chunk.view(-1), outgoing.view(-1), group=process_group)
+
+    def all_to_all(self, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Work:
+        if len(group) == 1:
+            return Done(x)
+        process_group, what = self._enter("all_to_all", group)
+        outgoing = _from_plan_order(split(x, len(group), split_dim, what), group)
+        incoming = torch.empty_like(outgoing)
+        return self._start(
+            what, dist.all_to_all_single, lambda: join(_to_plan_order(incoming, group), concat_dim),
+            _bytes(incoming), _bytes(outgoing), group=process_group,
+        )  # fmt: skip
+
+    def broadcast(self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype) -> Work:
+        mine = given(x, self.rank, source, group, shape, dtype)
+        buffer = allocate(shape, dtype, self.device) if mine is None else mine
+        if len(group) == 1:
+            return Done(buffer)
+        process_group, what = self._enter("broadcast", group)
+        return self._start(what, dist.broadcast, lambda: buffer, _bytes(buffer), source, group=process_group)
+
+    def send(self, x: Tensor, peer: int, tag: int, *, owned: bool = False) -> None:
+        what = f"rank {self.rank}: send to rank {peer}"
+        self._check_peer(peer, what)
+        buffer = x.detach().clone() if x.is_contiguous() and not owned else x.detach().contiguous()
+        # gloo works only report completion to who waits for them; those of NCCL can be polled.
+        if not self._is_gloo:
+            self._sends = [entry for entry in self._sends if not entry[0].is_completed()]
+        handle = self._call(what, dist.isend, _bytes(buffer), peer, tag=self._tag(tag))
+        self._sends.append((handle, buffer, what))
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> Work:
+        what = f"rank {self.rank}: recv from rank {peer}"
+        self._check_peer(peer, what)
+        buffer = allocate(shape, dtype, self.device)
+        handle = self._call(what, dist.irecv, _bytes(buffer), peer, tag=self._tag(tag))
+        return _Pending(handle, lambda: buffer, what)
+
+    def barrier(self) -> None:
+        what = f"rank {self.rank}: barrier"
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            _fail(what, error)
+
+    def flush(self) -> None:
+        for handle, _, what in self._sends:
+            _finish(handle, what)
+        self._sends.clear()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            self.flush()
+            dist.destroy_process_group()
+
+    def _enter(self, operation: str, group: Group) -> tuple[Any, str]:
+        what = f"rank {self.rank}: {operation} over ranks {group}"
+        position(self.rank, group, operation)
+        members = tuple(sorted(group))
+        if members not in self._groups:
+            raise RuntimeFailure(f"{what}: the group is not prepared; pass it to prepare() before the first step.")
+        return self._groups[members], what
+
+    def _start(
+        self, what: str, function: Callable[..., Any], finish: Callable[[], Tensor], *args: Any, **kwargs: Any
+    ) -> Work:
+        return _Pending(self._call(what, function, *args, async_op=True, **kwargs), finish, what, args)
+
+    def _call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            _fail(what, error)
+
+    def _check_peer(self, peer: int, what: str) -> None:
+        if peer == self.rank or not 0 <= peer < self.world:
+            raise RuntimeFailure(f"{what}: the peer must be another of the {self.world} ranks.")
+
+    def _tag(self, tag: int) -> int:
+        return tag if self._is_gloo else 0
+
+
+def _to_plan_order(rows: Tensor, group: Group) -> list[Tensor]:
+    """Return the rows, which lie in ascending order of the ranks, in the order of the group."""
+    ascending = sorted(group)
+    return [rows[ascending.index(rank)] for rank in group]
+
+
+def _from_plan_order(chunks: Sequence[Tensor], group: Group) -> Tensor:
+    """Return the chunks, which lie in the order of the group, stacked in ascending order of the ranks."""
+    return torch.stack([chunks[group.index(rank)] for rank in sorted(group)])

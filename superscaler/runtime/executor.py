@@ -1,0 +1,220 @@
+"""What emitted code calls: segments under autograd, slices and sums, communication, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superscaler.runtime import functional
+from superscaler.runtime.communicator import Communicator, Work
+
+Box = Sequence[Sequence[int]]
+Segment = Callable[..., tuple[Tensor, ...]]
+
+
+class Rank:
+    """One device of a plan while it runs: its weights, the tapes of its segments, its communicator.
+
+    `tables` are the device's in plan.json; `weights` its slices by local name; `seed` that of all random numbers.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        tables: Mapping[str, Any],
+        weights: dict[str, Tensor],
+        optimizer: tuple[str, Sequence[Mapping[str, Any]]],
+        dtype: torch.dtype,
+        seed: int = 0,
+    ) -> None:
+        self.communicator = communicator
+        self.device = communicator.device
+        self.tables = tables
+        self.weights = weights
+        self.seed = seed
+        self.steps = 0
+        self.dtype = dtype
+        self.one = torch.ones((), dtype=dtype, device=self.device)
+        self.batch: Mapping[str, Tensor] = {}
+        self.clip: float | None = None
+        self.last_norm: float | None = None
+        self.keep_gradients = False
+        self.gradients: dict[str, Tensor] = {}
+        self._tapes: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        self.optimizer = _optimizer(tables["weights"], weights, *optimizer)
+        self._counted = [w["name"] for w in tables["weights"] if w["counted"]]
+
+    # Residents.
+
+    def input(self, number: int) -> Tensor:
+        name, box = self.tables["inputs"][number]
+        return take(self.batch[name], self.tables["slots"][name], box).to(self.device)
+
+    def weight(self, name: str) -> Tensor:
+        return self.weights[name]
+
+    # Segments.
+
+    def forward(
+        self,
+        tag: str,
+        function: Segment,
+        inputs: Sequence[Tensor],
+        grads: str,
+        saved: Sequence[int],
+        draws: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Run a segment on detached aliases; keep what its backward needs under `tag`. Returns detached outputs."""
+        aliases = [x.detach().requires_grad_() if g == "1" else x.detach() for x, g in zip(inputs, grads, strict=True)]
+        extra = () if draws is None else (self._random(draws),)
+        with torch.set_grad_enabled("1" in grads):
+            outputs = function(*aliases, *extra)
+        if "1" in grads:
+            wanted = [a for a in aliases if a.requires_grad]
+            self._tapes[tag] = ([outputs[k] for k in saved], wanted)
+        return tuple(o.detach() for o in outputs)
+
+    def backward(self, tag: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Return the gradients of a segment's aliases, given those of its saved outputs (None: nobody read them)."""
+        outputs, aliases = self._tapes.pop(tag)
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        if not pairs:
+            return tuple(torch.zeros_like(a) for a in aliases)
+        found = torch.autograd.grad([o for o, _ in pairs], aliases, [g for _, g in pairs], allow_unused=True)
+        return tuple(torch.zeros_like(a) if g is None else g for a, g in zip(aliases, found, strict=True))
+
+    def _random(self, number: int) -> Callable[[int], Tensor]:
+        entries = self.tables["draws"][number]
+
+        def random(k: int) -> Tensor:
+            e = entries[k]
+            drawn = functional.uniform(self.seed, self.steps, e["op"], e["box"], e["extents"], self.device)
+            return drawn.reshape(e["shape"])
+
+        return random
+
+    # Local moves.
+
+    def slice(self, x: Tensor, view: Sequence[int], box: int, shape: Sequence[int]) -> Tensor:
+        return _narrow(x.reshape(view), self.tables["boxes"][box]).reshape(shape)
+
+    def combine(
+        self, pieces: Sequence[Tensor], boxes: int, view: Sequence[int], shape: Sequence[int], dtype: str
+    ) -> Tensor:
+        """Return the sum of pieces, each placed at its box of a tensor of zeros."""
+        out = torch.zeros(tuple(view), dtype=getattr(torch, dtype), device=self.device)
+        for piece, box in zip(pieces, self.tables["boxes"][boxes], strict=True):
+            part = _narrow(out, box)
+            if out.dtype == torch.bool:
+                part |= piece.reshape(part.shape)
+            else:
+                part += piece.reshape(part.shape)
+        return out.reshape(shape)
+
+    # Communication.
+
+    def all_reduce(self, x: Tensor, group: int) -> Work:
+        return self.communicator.all_reduce(x, self._group(group))
+
+    def all_gather(self, x: Tensor, group: int, dim: int) -> Work:
+        return self.communicator.all_gather(x, self._group(group), dim)
+
+    def reduce_scatter(self, x: Tensor, group: int, dim: int) -> Work:
+        return self.communicator.reduce_scatter(x, self._group(group), dim)
+
+    def all_to_all(self, x: Tensor, group: int, split_dim: int, concat_dim: int) -> Work:
+        return self.communicator.all_to_all(x, self._group(group), split_dim, concat_dim)
+
+    def broadcast(self, x: Tensor | None, group: int, shape: Sequence[int], dtype: str) -> Work:
+        ranks = self._group(group)
+        return self.communicator.broadcast(x, ranks[0], ranks, tuple(shape), getattr(torch, dtype))
+
+    def send(self, x: Tensor, message: int) -> None:
+        peer, tag = self.tables["messages"][message]
+        self.communicator.send(x, peer, tag)
+
+    def recv(self, message: int, shape: Sequence[int], dtype: str) -> Work:
+        peer, tag = self.tables["messages"][message]
+        return self.communicator.recv(tuple(shape), getattr(torch, dtype), peer, tag)
+
+    def _group(self, number: int) -> tuple[int, ...]:
+        return tuple(self.tables["groups"][number])
+
+    # The end of a step.
+
+    def update(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm."""
+        for name, gradient in pairs:
+            self.weights[name].grad = gradient.reshape(self.weights[name].shape)
+        if self.clip is not None:
+            self._clip(self.clip)
+        if self.keep_gradients:
+            self.gradients = {name: self.weights[name].grad for name, _ in pairs}
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self, limit: float) -> None:
+        norms = [self.weights[n].grad for n in self._counted]
+        squares = [g.double().pow(2).sum() for g in norms if g is not None]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
+        norm = self._world_sum(total).sqrt()
+        self.last_norm = float(norm)
+        scale = min(1.0, limit / (self.last_norm + 1e-6))
+        for weight in self.weights.values():
+            gradient = weight.grad
+            if gradient is not None and scale < 1.0:
+                weight.grad = gradient * scale
+
+    def loss(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the loss of the step: the sum of the parts of all devices, equal on all of them."""
+        here = torch.stack([p.reshape(()) for p in parts]).sum() if parts else torch.zeros_like(self.one)
+        self.steps += 1
+        return self._world_sum(here.to(self.dtype))
+
+    def _world_sum(self, x: Tensor) -> Tensor:
+        world = self.communicator.world
+        return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world))).wait()
+
+
+def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:
+    """Return the sub-box (in slots) of a whole tensor, in local shape. `slots`: per dim, the sizes of its slots."""
+    if all(lo == 0 and hi == size for (lo, hi), size in zip(box, _flat(slots), strict=True)):
+        return x
+    sizes = [hi - lo for lo, hi in box]
+    shape, at = [], 0
+    for dim in slots:
+        size = 1
+        for _ in dim:
+            size, at = size * sizes[at], at + 1
+        shape.append(size)
+    return _narrow(x.reshape(_flat(slots)), box).reshape(shape).contiguous()
+
+
+def _flat(slots: Sequence[Sequence[int]]) -> list[int]:
+    return [size for dim in slots for size in dim]
+
+
+def _narrow(x: Tensor, box: Box) -> Tensor:
+    for dim, (lo, hi) in enumerate(box):
+        if hi - lo != x.shape[dim]:
+            x = x.narrow(dim, lo, hi - lo)
+    return x
+
+
+def _optimizer(
+    table: Sequence[Mapping[str, Any]],
+    weights: Mapping[str, Tensor],
+    name: str,
+    groups: Sequence[Mapping[str, Any]],
+) -> torch.optim.Optimizer | None:
+    """Return torch's own optimizer over the local slices, in the user's parameter groups."""
+    members: list[list[Tensor]] = [[] for _ in groups]
+    for entry in table:
+        if entry["trained"]:
+            members[entry["group"]].append(weights[entry["name"]])
+    used = [{"params": params, **options} for params, options in zip(members, groups, strict=True) if params]
+    return getattr(torch.optim, name)(used) if used else None

@@ -1,0 +1,124 @@
+"""What emitted code calls where torch has no such function: normalized losses, and randomness that no plan changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The constants and shifts of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_WORD = 1 << 64
+# Elements mixed at a time, so that the words stay in a core's cache.
+_BLOCK = 1 << 17
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
+    """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean."""
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index) / count
+
+
+def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """Return how many labels count, as a scalar of the given dtype."""
+    return (labels != ignore_index).sum().to(dtype)
+
+
+def uniform(
+    seed: int, step: int, op: int, box: Sequence[tuple[int, int]], extents: Sequence[int], device: torch.device | str
+) -> Tensor:
+    """Return float32 numbers in [0, 1) of the box's shape, multiples of 2**-24.
+
+    An element depends on (seed, step, op) and its linear index in a tensor of `extents` only: every box over the same
+    element has the same number, on every device.
+    """
+    shape = [high - low for low, high in box]
+    assert all(0 <= low <= high <= size for (low, high), size in zip(box, extents, strict=True)), (box, extents)
+    words = _linear_index(box, extents, device).reshape(-1)
+    key = _signed(_key(seed, step, op))
+    numbers = torch.empty(words.numel(), dtype=torch.float32, device=words.device)
+    block = _BLOCK if words.device.type == "cpu" else max(1, words.numel())
+    for start in range(0, words.numel(), block):
+        piece = _mix(words[start : start + block].mul_(_signed(_GAMMA)).add_(key))
+        torch.mul(_shift(piece, 40), 2.0**-24, out=numbers[start : start + block])
+    return numbers.reshape(shape)
+
+
+def dropout(x: Tensor, p: float, random: Tensor) -> Tensor:
+    """Return x with the elements whose random number is below p zeroed and the others divided by 1 - p."""
+    if p >= 1.0:
+        return x * 0.0
+    return x * (random.reshape(x.shape) >= p).to(x.dtype).div_(1.0 - p)
+
+
+def attention_dropout(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None, random: Tensor
+) -> Tensor:
+    """Return scaled dot product attention with dropout on the probabilities.
+
+    q (..., heads, L, E), k and v (..., heads or a divisor of it, S, E); `mask` bool (True takes part) or added;
+    `random` has the elements of (..., heads, L, S). A query that may attend to nothing gives zeros.
+    """
+    k, v = _expand_heads(k, q), _expand_heads(v, q)
+    scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    probabilities = _softmax(scores, mask)
+    return dropout(probabilities, p, random) @ v
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return scores.softmax(-1)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    # A softmax over nothing is 0/0, and its gradient not a number even where it is replaced afterwards.
+    is_empty = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
+
+
+def _expand_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Repeat each head for the queries that share it: head h of q reads head h // (heads of q / heads of x)."""
+    if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
+        return x
+    repeats = q.shape[-3] // x.shape[-3]
+    grouped = x.unsqueeze(-3)
+    return grouped.expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3)
+
+
+def _linear_index(box: Sequence[tuple[int, int]], extents: Sequence[int], device: torch.device | str) -> Tensor:
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for (low, high), size in zip(box, extents, strict=True):
+        index = index.unsqueeze(-1) * size + torch.arange(low, high, device=device)
+    return index
+
+
+def _key(seed: int, step: int, op: int) -> int:
+    """Return 64 bits that mix the three numbers, each of which may be any integer."""
+    key = 0
+    for word in (seed, step, op):
+        key = (key + word + 1) * _GAMMA % _WORD
+        key = (key ^ (key >> 30)) * _FIRST % _WORD
+        key = (key ^ (key >> 27)) * _SECOND % _WORD
+        key ^= key >> 31
+    return key
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Apply the finalizer of splitmix64 in place; int64 products wrap."""
+    words.bitwise_xor_(_shift(words, 30)).mul_(_signed(_FIRST))
+    words.bitwise_xor_(_shift(words, 27)).mul_(_signed(_SECOND))
+    return words.bitwise_xor_(_shift(words, 31))
+
+
+def _shift(words: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros: torch fills with the sign."""
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    """Return the int64 with the same bits."""
+    return word - _WORD if word >= _WORD >> 1 else word

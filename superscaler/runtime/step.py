@@ -1,0 +1,127 @@
+"""A plan directory or an emitted plan -> the `step` of one rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from superscaler.errors import InputError
+from superscaler.runtime.communicator import Communicator
+from superscaler.runtime.executor import Rank, take
+
+PLAN_FILE, WEIGHTS_FILE = "plan.json", "initial.safetensors"
+
+
+class Step:
+    """One rank of a plan. `step(batch)` runs one iteration on the global batch and returns the loss.
+
+    `batch`: a tensor per input, of the shapes in `inputs`. The loss is a scalar, equal on all ranks. With `clip`, the
+    gradients are scaled so that their global norm is at most `clip`, and `last_norm` is the norm before.
+    """
+
+    def __init__(self, plan: Mapping[str, Any], programs: Mapping[str, ModuleType], rank: Rank) -> None:
+        self.plan = plan
+        self.state = rank
+        self.rank = rank.communicator.rank
+        self.world = rank.communicator.world
+        self.inputs: dict[str, tuple[tuple[int, ...], str]] = {
+            name: (tuple(shape), dtype) for name, (shape, dtype) in plan["inputs"].items()
+        }
+        self._function = programs[plan["programs"][self.rank]].step
+
+    def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None) -> Tensor:
+        self._check(batch)
+        self.state.batch, self.state.clip = batch, clip
+        loss: Tensor = self._function(self.state)
+        return loss
+
+    @property
+    def last_norm(self) -> float | None:
+        return self.state.last_norm
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group; assigning sets it for all groups."""
+        groups = self.state.optimizer.param_groups if self.state.optimizer else []
+        return float(groups[0]["lr"]) if groups else 0.0
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for group in self.state.optimizer.param_groups if self.state.optimizer else []:
+            group["lr"] = value
+
+    def close(self) -> None:
+        self.state.communicator.close()
+
+    def _check(self, batch: Mapping[str, Tensor]) -> None:
+        for name, (shape, _) in self.inputs.items():
+            if name not in batch:
+                raise InputError(f"the batch has no '{name}'; this plan reads {', '.join(self.inputs)}.")
+            if tuple(batch[name].shape) != shape:
+                raise InputError(
+                    f"'{name}' has shape {tuple(batch[name].shape)}, but this plan was compiled for {shape}; "
+                    "give the global batch of that shape, or compile again."
+                )
+
+
+def build_step(
+    plan: Mapping[str, Any],
+    programs: Mapping[str, ModuleType],
+    weights: Mapping[str, Tensor],
+    communicator: Communicator,
+) -> Step:
+    """Return the step of a rank. `weights`: whole tensors by pTensor name; each rank keeps its own slices."""
+    tables = {**plan["devices"][communicator.rank], "slots": plan["slots"]}
+    local = {}
+    for entry in tables["weights"]:
+        piece = take(weights[entry["tensor"]], plan["slots"][entry["tensor"]], entry["box"])
+        local[entry["name"]] = piece.clone().to(communicator.device).requires_grad_(entry["trained"])
+    optimizer = plan["optimizer"]["name"], plan["optimizer"]["groups"]
+    dtype = getattr(torch, plan["loss_dtype"])
+    communicator.prepare(sorted({tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))}))
+    return Step(plan, programs, Rank(communicator, tables, local, optimizer, dtype, plan["seed"]))
+
+
+def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]:
+    """Return the emitted files as modules, `segments` first. `prefix` is shown in tracebacks."""
+    made: dict[str, ModuleType] = {}
+    for name in sorted(files, key=lambda n: n != "segments.py"):
+        module = ModuleType(name.removesuffix(".py"))
+        text = files[name].replace("import segments\n", "", 1) if name != "segments.py" else files[name]
+        if name != "segments.py":
+            module.__dict__["segments"] = made["segments"]
+        exec(compile(text, prefix + name, "exec"), module.__dict__)
+        made[module.__name__] = module
+    return made
+
+
+def load(directory: str | Path) -> Step:
+    """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1)."""
+    from superscaler.runtime.distributed import connect
+
+    path = Path(directory)
+    if not (path / PLAN_FILE).is_file():
+        raise InputError(f"{path} is not a plan directory (it has no {PLAN_FILE}); write one with superscaler compile --out.")
+    plan = json.loads((path / PLAN_FILE).read_text())
+    world, needed = int(os.environ.get("WORLD_SIZE", "1")), len(plan["devices"])
+    if world != needed:
+        raise InputError(
+            f"{path} is a plan for {needed} devices, but {world} processes run it; "
+            f"start it with torchrun --nproc-per-node {needed} {path}/run.py."
+        )
+    communicator = connect()
+    code = modules({f.name: f.read_text() for f in sorted(path.glob("*.py")) if f.name != "run.py"}, f"{path}/")
+    with safe_open(path / WEIGHTS_FILE, framework="pt") as stored:
+        names = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}
+        weights = {name: stored.get_tensor(name) for name in sorted(names)}
+    return build_step(plan, code, weights, communicator)
+
+

@@ -1,0 +1,142 @@
+"""Which parts a reader takes its data from: elements once, every addend once, the nearest replica of each.
+
+`Held` is what parts hold of one pTensor (or of its gradient), `Wanted` what others read. Two held rows with the same
+label hold the same addend of the same elements. This is the join of sections 3.1 and 3.2 of the paper, for regular
+grids by arithmetic on labels, for irregular trees by taking one branch at each replication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from superscaler.ir.graph import Operand
+from superscaler.ir.parts import Ints, Rows, Tree
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Boxes `lo`, `hi` [rows, slots] of a pTensor, read on `device` by `microbatch` (-1: none) [rows]."""
+
+    lo: Ints
+    hi: Ints
+    device: Ints
+    microbatch: Ints
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+    def box(self, row: int) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(self.lo[row].tolist(), self.hi[row].tolist(), strict=True))
+
+    def key(self) -> tuple[bytes, ...]:
+        return self.lo.tobytes(), self.hi.tobytes(), self.device.tobytes(), self.microbatch.tobytes()
+
+
+@dataclass(frozen=True)
+class Held(Wanted):
+    """What is held: `labels` say which rows are replicas of one addend; `tree` is the nesting where it is irregular.
+
+    `all_routes`: below a routing replication all branches count (gradients), not one of them.
+    """
+
+    labels: Sequence[Hashable]
+    tree: Tree | None = None
+    all_routes: bool = False
+
+
+def project(rows: Rows, operand: Operand, extents: Sequence[int]) -> tuple[Ints, Ints]:
+    """Return the boxes that parts touch of an operand: their own range on its indices, everything elsewhere."""
+    lo = np.zeros((len(rows), len(extents)), dtype=np.int64)
+    hi = np.tile(np.array(extents, dtype=np.int64), (len(rows), 1))
+    for slot, index in enumerate(operand.slots):
+        if index is not None:
+            lo[:, slot], hi[:, slot] = rows.lo[:, index], rows.hi[:, index]
+    return lo, hi
+
+
+def join(held: Held, wanted: Wanted) -> list[list[int]]:
+    """Return for each wanted row the held rows that it takes: together its elements with their whole value."""
+    if held.tree is None:
+        return _join_labels(held, wanted, list(range(len(held))))
+    found = []
+    for row in range(len(wanted)):
+        tile = branch(held.tree, held, int(wanted.device[row]), int(wanted.microbatch[row]))
+        found.append(_overlapping(held, wanted, row, np.array(tile, dtype=np.int64)).tolist())
+    return found
+
+
+def _overlapping(held: Held, wanted: Wanted, row: int, rows: Ints) -> Ints:
+    common = np.maximum(held.lo[rows], wanted.lo[row]) < np.minimum(held.hi[rows], wanted.hi[row])
+    return rows[common.all(axis=1)]
+
+
+def _join_labels(held: Held, wanted: Wanted, rows: list[int]) -> list[list[int]]:
+    classes: dict[Hashable, list[int]] = {}
+    for row in rows:
+        classes.setdefault((held.labels[row], held.lo[row].tobytes(), held.hi[row].tobytes()), []).append(row)
+    members = list(classes.values())
+    first = np.array([m[0] for m in members], dtype=np.int64)
+    order = _Index(held.lo[first], held.hi[first])
+    position = _positions(held, members)
+    devices, micros = held.device.tolist(), held.microbatch.tolist()
+    found = []
+    for row in range(len(wanted)):
+        device, micro = int(wanted.device[row]), int(wanted.microbatch[row])
+        hits = order.overlapping(wanted.lo[row], wanted.hi[row])
+        found.append([_nearest(members[c], devices, micros, device, micro, position) for c in hits])
+    return found
+
+
+class _Index:
+    """Boxes sorted along the slot that is cut most often, so that a query looks only at its neighbourhood."""
+
+    def __init__(self, lo: Ints, hi: Ints) -> None:
+        slots = lo.shape[1] if lo.size else 0
+        self.slot = max(range(slots), key=lambda s: len(np.unique(lo[:, s])), default=-1)
+        self.order = np.argsort(lo[:, self.slot], kind="stable") if slots else np.arange(len(lo))
+        self.lo, self.hi = lo[self.order], hi[self.order]
+        self.widest = int((self.hi - self.lo)[:, self.slot].max()) if slots and len(lo) else 0
+
+    def overlapping(self, lo: Ints, hi: Ints) -> list[int]:
+        a, b = 0, len(self.order)
+        if self.slot >= 0:
+            starts = self.lo[:, self.slot]
+            a = int(np.searchsorted(starts, lo[self.slot] - self.widest, side="right"))
+            b = int(np.searchsorted(starts, hi[self.slot], side="left"))
+        common = (np.maximum(self.lo[a:b], lo) < np.minimum(self.hi[a:b], hi)).all(axis=1)
+        return sorted(self.order[a:b][common].tolist())
+
+
+def _positions(held: Held, members: list[list[int]]) -> dict[int, int]:
+    """Return for each device its place among the replicas that it belongs to: equal places pair up."""
+    position: dict[int, int] = {}
+    for rows in members:
+        for place, device in enumerate(dict.fromkeys(held.device[rows].tolist())):
+            position.setdefault(device, place)
+    return position
+
+
+def _nearest(
+    rows: list[int], devices: list[int], micros: list[int], device: int, micro: int, position: dict[int, int]
+) -> int:
+    if len(rows) == 1:
+        return rows[0]
+    here = [r for r in rows if devices[r] == device] or rows
+    same = [r for r in here if micros[r] == micro] or here
+    owners = list(dict.fromkeys(devices[r] for r in same))
+    owner = owners[position.get(device, device) % len(owners)]
+    return next(r for r in same if devices[r] == owner)
+
+
+def branch(tree: Tree, held: Held, device: int, micro: int) -> list[int]:
+    """Return the rows of one branch at each replication, the nearest to (device, micro)."""
+    if not tree.children:
+        return [tree.row]
+    below = [branch(child, held, device, micro) for child in tree.children]
+    if not tree.is_replica or (held.all_routes and tree.mirror == "route"):
+        return [row for rows in below for row in rows]
+    near = [sum((held.device[r] == device) * 2 + (held.microbatch[r] == micro) for r in rows) for rows in below]
+    return below[near.index(max(near))]

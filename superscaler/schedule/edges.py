@@ -1,0 +1,223 @@
+"""Data that flows along the edges of the origin graph: who reads whose part, forward and backward.
+
+The work is done once per pair of grids: two edges whose producers, consumers and slots are equal share the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cached_property
+
+import numpy as np
+
+from superscaler.ir.graph import Op, Operand, PTensor
+from superscaler.ir.mask import Box
+from superscaler.ir.parts import Ints, Rows
+from superscaler.ir.transformed import Graph
+from superscaler.schedule.cover import Held, Wanted, branch, join, project
+from superscaler.schedule.homes import follow
+
+Labels = tuple[Hashable, ...]
+Key = tuple[int, int, int]
+
+
+class Edges:
+    """The parts of all ops as rows, and the joins between them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.model = graph.model
+        self.producers = self.model.producers()
+        self.uses = self.model.uses()
+        self._rows: dict[Hashable, Rows] = {}
+        self._faces: dict[Hashable, tuple[Ints, Ints]] = {}
+        self._joins: dict[Hashable, list[list[int]]] = {}
+        self._labels: dict[str, Labels] = {}
+        self._interned: dict[Labels, Labels] = {}
+        self.rows = {op.name: self._expand(op) for op in self.model.ops if op.is_forward}
+        self._place_optimizers()
+        self._label_mirrors()
+
+    def _expand(self, op: Op) -> Rows:
+        grid = self.graph.grids[op.name]
+        key = (grid.signature(), tuple(i.size for i in op.indices))
+        if key not in self._rows:
+            self._rows[key] = self.graph.rows(op)
+        return self._rows[key]
+
+    def _place_optimizers(self) -> None:
+        for op in self.model.ops:
+            if op.is_forward:
+                continue
+            grid = self.graph.grids[op.name]
+            if not grid.axes and not grid.children and int(grid.devices) < 0:
+                tensor = self.model.tensors[op.inputs[0].tensor]
+                self.graph.grids[op.name] = follow(op, tensor, self.places(tensor))
+            self.rows[op.name] = self._expand(op)
+
+    def places(self, tensor: PTensor) -> set[tuple[int, Box]]:
+        """Return on which devices which boxes of a tensor are read."""
+        found: set[tuple[int, Box]] = set()
+        for op, k in self.uses[tensor.name]:
+            rows = self.rows[op.name]
+            wanted = self.wanted(rows, op.inputs[k])
+            found.update((int(rows.device[r]), wanted.box(r)) for r in range(len(rows)))
+        return found
+
+    @cached_property
+    def homes(self) -> dict[str, Op]:
+        """Return for each trained weight its optimizer op."""
+        return {op.inputs[0].tensor: op for op in self.model.ops if not op.is_forward}
+
+    @cached_property
+    def home_number(self) -> dict[str, int]:
+        """Return for each trained weight a number below -1, which stands for its optimizer op in places."""
+        return {tensor: -2 - n for n, tensor in enumerate(self.homes)}
+
+    def face(self, rows: Rows, operand: Operand) -> tuple[Ints, Ints]:
+        extents = self.model.tensors[operand.tensor].extents
+        key = (id(rows), operand.slots, extents)
+        if key not in self._faces:
+            self._faces[key] = project(rows, operand, extents)
+        return self._faces[key]
+
+    def wanted(self, rows: Rows, operand: Operand) -> Wanted:
+        return Wanted(*self.face(rows, operand), rows.device, rows.microbatch)
+
+    def held(self, rows: Rows, operand: Operand, labels: Labels | None = None) -> Held:
+        """Return what parts hold of an operand: of its value (labels None), or of its gradient."""
+        # The mirrors of routing parts share out the addends among themselves, so all of them count, in any nesting.
+        tree = None if rows.regular or (labels is not None and rows.routes) else rows.tree
+        marks = tuple(rows.boxes) if labels is None else labels
+        return Held(*self.face(rows, operand), rows.device, rows.microbatch, marks, tree, labels is not None)
+
+    def forward(self, consumer: Op, k: int) -> list[list[int]]:
+        """Return for each part of `consumer` the parts of the producer of its input `k` that it reads."""
+        operand = consumer.inputs[k]
+        producer, j = self.producers[operand.tensor]
+        made, read = self.rows[producer.name], self.rows[consumer.name]
+        key = (id(made), producer.outputs[j].slots, id(read), operand.slots)
+        if key not in self._joins:
+            held = self.held(made, producer.outputs[j])
+            self._joins[key] = join(held, self.wanted(read, operand))
+        return self._joins[key]
+
+    def backward(self, consumer: Op, k: int) -> list[list[int]]:
+        """Return for each (copying) part of the producer the parts of `consumer` whose addends its mirror reads."""
+        operand = consumer.inputs[k]
+        producer, j = self.producers[operand.tensor]
+        made, read, labels = self.rows[producer.name], self.rows[consumer.name], self.labels(consumer)
+        key = ("B", id(made), producer.outputs[j].slots, id(read), operand.slots, id(labels))
+        if key not in self._joins:
+            held = self.held(read, operand, labels)
+            self._joins[key] = join(held, self.wanted(made, producer.outputs[j]))
+        return self._joins[key]
+
+    def labels(self, op: Op) -> Labels:
+        """Return a label per part; parts whose mirrors compute the same addend have the same label."""
+        return self._labels[op.name]
+
+    def _intern(self, labels: Labels) -> Labels:
+        return self._interned.setdefault(labels, labels)
+
+    def _label_mirrors(self) -> None:
+        """Label the mirrors, last op first: replicas that route are told apart by the addends that they serve."""
+        boxes: dict[int, Labels] = {}
+        for op in reversed(self.graph.forward_ops):
+            rows = self.rows[op.name]
+            if rows.routes and op.has_mirror:
+                served = self.served(op)
+                apart = range(len(rows)) if not rows.regular else [0] * len(rows)
+                self._labels[op.name] = self._intern(tuple(zip(rows.boxes, served, apart, strict=True)))
+            else:
+                if id(rows) not in boxes:
+                    boxes[id(rows)] = self._intern(tuple(rows.boxes))
+                self._labels[op.name] = boxes[id(rows)]
+
+    def gradient_uses(self, tensor: str) -> list[tuple[Op, int]]:
+        """Return the uses of a tensor that contribute to its gradient."""
+        if not self.model.tensors[tensor].requires_grad:
+            return []
+        return [(op, k) for op, k in self.uses[tensor] if op.has_mirror]
+
+    def served(self, op: Op) -> list[frozenset[Hashable]]:
+        """Return for each part of a routing op the addends (use, label) of its output that its mirror reads.
+
+        Replicas that serve equal addends are copies of each other; where the sets overlap otherwise, each addend goes
+        to the replica that its first part reads.
+        """
+        served: list[set[Hashable]] = [set() for _ in self.rows[op.name].boxes]
+        first: list[set[Hashable]] = [set() for _ in served]
+        for j, output in enumerate(op.outputs):
+            if output.tensor == self.model.loss:
+                for row in range(len(served)):
+                    served[row].add("loss")
+                for row in self.loss_rows():
+                    first[row].add("loss")
+            for n, (consumer, k) in enumerate(self.gradient_uses(output.tensor)):
+                seen: set[Hashable] = set()
+                labels, read = self.labels(consumer), self.forward(consumer, k)
+                for row in self._one_tiling(consumer, k):
+                    label = labels[row]
+                    for source in read[row]:
+                        served[source].add((j, n, label))
+                        if label not in seen:
+                            first[source].add((j, n, label))
+                    seen.add(label)
+        rows = self.rows[op.name]
+        clean = rows.regular and _equal_or_disjoint(rows.boxes, served)
+        return [frozenset(s) for s in (served if clean else first)]
+
+    def loss_rows(self) -> list[int]:
+        """Return the parts of the loss that together are its value: one replica of each addend."""
+        op, j = self.producers[self.model.loss]
+        held = self.held(self.rows[op.name], op.outputs[j])
+        extents = self.model.tensors[self.model.loss].extents
+        lo, nowhere = np.zeros((1, len(extents)), dtype=np.int64), np.full(1, -1, dtype=np.int64)
+        return join(held, Wanted(lo, np.array([extents], dtype=np.int64), nowhere, nowhere))[0]
+
+    def seeds_gradient(self, row: int) -> bool:
+        """Tell whether the mirror of a part of the loss starts from one: all do, but of routing replicas one."""
+        op, _ = self.producers[self.model.loss]
+        return not self.rows[op.name].routes or "loss" in self.labels(op)[row][1]  # type: ignore[index]
+
+    def _one_tiling(self, consumer: Op, k: int) -> list[int]:
+        """Return the parts of a consumer that contribute to a gradient: of misaligned replicas one branch."""
+        held = self.held(self.rows[consumer.name], consumer.inputs[k], self.labels(consumer))
+        return list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
+
+    def is_local(self, consumer: Op, k: int) -> bool:
+        """Tell whether the edge into input `k` needs nothing, forward and backward: part to part on one device."""
+        operand = consumer.inputs[k]
+        producer, j = self.producers[operand.tensor]
+        made, read = self.rows[producer.name], self.rows[consumer.name]
+        if made is not read and sorted(made.keys) != sorted(read.keys):
+            return False
+        here = dict(zip(made.keys, range(len(made)), strict=True))
+        same = [here[key] for key in read.keys]
+        if self.forward(consumer, k) != [[row] for row in same]:
+            return False
+        (mlo, mhi), (rlo, rhi) = self.face(made, producer.outputs[j]), self.face(read, operand)
+        if not (np.array_equal(mlo[same], rlo) and np.array_equal(mhi[same], rhi)):
+            return False
+        if (consumer, k) not in self.gradient_uses(operand.tensor) or not producer.has_mirror:
+            return True
+        if made.routes:
+            return self._serves_its_own(producer, j, consumer, k, same)
+        back = self.backward(consumer, k)
+        return all(back[m] == [r] for r, m in enumerate(same))
+
+    def _serves_its_own(self, producer: Op, j: int, consumer: Op, k: int, same: list[int]) -> bool:
+        n = self.gradient_uses(producer.outputs[j].tensor).index((consumer, k))
+        served = [label[1] for label in self.labels(producer)]  # type: ignore[index]
+        own = self.labels(consumer)
+        return all({s for s in served[m] if s[:2] == (j, n)} == {(j, n, own[r])} for r, m in enumerate(same))
+
+
+def _equal_or_disjoint(boxes: list[tuple[int, ...]], served: list[set[Hashable]]) -> bool:
+    owner: dict[Hashable, frozenset[Hashable]] = {}
+    for box, addends in zip(boxes, served, strict=True):
+        whole = frozenset(addends)
+        if any(owner.setdefault((box, a), whole) != whole for a in addends):
+            return False
+    return True

@@ -1,0 +1,270 @@
+"""Validation and completion: one global order of all work on all devices, or the shortest cycle that forbids it."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.mask import Mask
+from superscaler.ir.transformed import Graph, Group, rows_under
+from superscaler.schedule.edges import Edges, Key
+from superscaler.schedule.segments import Segment, find_segments
+from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, Place, Transfer, find_transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A unit of work: F or B of a segment instance, U (the updates of a device), or C (transfer `number`).
+
+    For a transfer that is not joint, `link` is the message; -1 is the whole transfer. O is the hub of an op_order.
+    """
+
+    kind: str
+    number: int
+    key: Key = (-1, -1, -1)
+    link: int = -1
+
+
+@dataclass(eq=False)
+class Schedule:
+    """What runs when: the segments, the transfers between them, and one global order of all nodes."""
+
+    edges: Edges
+    segments: list[Segment]
+    transfers: list[Transfer]
+    order: list[Node] = field(default_factory=list)
+
+
+def complete(graph: Graph) -> Schedule:
+    """Return a schedule of a transformed graph. Raises ScheduleError when an op is unassigned or no order exists."""
+    check_assigned(graph)
+    edges = Edges(graph)
+    alone: frozenset[str] = frozenset()
+    while True:
+        segments = find_segments(edges, alone)
+        schedule = Schedule(edges, segments, find_transfers(edges, segments))
+        nodes = _Nodes(schedule)
+        schedule.order = nodes.sort()
+        if len(schedule.order) == len(nodes.names):
+            schedule.order = [n for n in schedule.order if n.kind != "O"]
+            return schedule
+        # A cycle through a segment of several ops may vanish when its ops run apart; one through single ops is real.
+        cycle = nodes.shortest_cycle(schedule.order)
+        merged = {op.name for n in cycle if n.kind in "FB" for op in segments[n.number].ops}
+        if any(len(segments[n.number].ops) > 1 for n in cycle if n.kind in "FB"):
+            alone |= merged
+            continue
+        raise ScheduleError(nodes.explain(cycle))
+
+
+def check_assigned(graph: Graph) -> None:
+    """Raise ScheduleError naming the ops that no op_assign placed. Untouched optimizer ops follow their weights."""
+    missing = []
+    for op in graph.ops:
+        grid = graph.grids[op.name]
+        if not op.is_forward and not grid.axes and not grid.children and int(grid.devices) < 0:
+            continue
+        unplaced = int((graph.rows(op).device < 0).sum())
+        if unplaced:
+            missing.append((op, unplaced))
+    if missing:
+        lines = [f"  {op.name} ({op.module or op.target}): {count} parts" for op, count in missing[:8]]
+        more = [f"  and {len(missing) - 8} more"] if len(missing) > 8 else []
+        raise ScheduleError(
+            f"{len(missing)} of {len(graph.ops)} ops have parts on no device; call op_assign for:\n"
+            + "\n".join(lines + more)
+        )
+
+
+class _Nodes:
+    """The dependency graph: nodes by number, edges with their reason."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.graph = schedule.edges.graph
+        self.names: list[Node] = []
+        self.number: dict[Node, int] = {}
+        self.after: list[list[int]] = []
+        self.waits: list[int] = []
+        self.reason: dict[tuple[int, int], str] = {}
+        for segment in schedule.segments:
+            for key in segment.keys:
+                self._add(Node("F", segment.number, key))
+                if segment.has_mirror:
+                    self._add(Node("B", segment.number, key))
+                    self._edge(Node("F", segment.number, key), Node("B", segment.number, key), "saved activations")
+        self._add_updates()
+        for number, transfer in enumerate(schedule.transfers):
+            self._add_transfer(number, transfer)
+        for order_number, order in enumerate(self.graph.orders):
+            hub = Node("O", order_number)
+            self._add(hub)
+            for node in self._members(order.before):
+                self._edge(node, hub, f"op_order, {order.where}")
+            for node in self._members(order.after):
+                self._edge(hub, node, f"op_order, {order.where}")
+
+    def _add(self, node: Node) -> int:
+        if node not in self.number:
+            self.number[node] = len(self.names)
+            self.names.append(node)
+            self.after.append([])
+            self.waits.append(0)
+        return self.number[node]
+
+    def _edge(self, before: Node, after: Node, reason: str = "") -> None:
+        a, b = self._add(before), self._add(after)
+        self.after[a].append(b)
+        self.waits[b] += 1
+        if reason and (a, b) not in self.reason:
+            self.reason[a, b] = reason
+
+    def _add_updates(self) -> None:
+        """Every read of a weight on a device comes before its update there (anti-dependencies)."""
+        devices = {
+            int(d) for op in self.schedule.edges.homes.values() for d in self.schedule.edges.rows[op.name].device
+        }
+        for segment in self.schedule.segments:
+            for key in segment.keys:
+                if key[0] in devices:
+                    self._edge(Node("F", segment.number, key), Node("U", key[0]), "read before update")
+                    if segment.has_mirror:
+                        self._edge(Node("B", segment.number, key), Node("U", key[0]), "read before update")
+
+    def _node(self, place: Place) -> Node | None:
+        if place.kind == UPDATE:
+            return None
+        return Node(place.kind, place.segment, place.key)
+
+    def _add_transfer(self, number: int, transfer: Transfer) -> None:
+        joint = transfer.is_joint
+        for link, (p, r) in enumerate(transfer.links):
+            node = Node("C", number, link=-1 if joint else link)
+            self._add(node)
+            if not joint or r == transfer.links[0][1]:
+                for place in transfer.pieces[p].places:
+                    if (before := self._node(place)) is not None:
+                        self._edge(before, node)
+            if not joint or p == transfer.links[0][0]:
+                for place in transfer.readers[r].places:
+                    self._edge(node, self._node(place) or Node("U", transfer.readers[r].device))
+            if transfer.kind == FORWARD and transfer.pieces[p].places[0].kind == UPDATE:
+                self._edge(node, Node("U", transfer.pieces[p].device), "sent before update")
+
+    def _members(self, group: Group) -> Iterator[Node]:
+        found: dict[Node, None] = {}
+        segment_of = {op.name: s for s in self.schedule.segments for op in s.ops}
+        for name, paths in group.members:
+            segment = segment_of.get(name)
+            rows = self.schedule.edges.rows[name]
+            chosen = range(len(rows)) if not paths else [r for p in paths for r in self._span(name, p)]
+            for row in chosen:
+                key = rows.keys[row]
+                if segment is None:
+                    found[Node("U", key[0])] = None
+                elif group.microbatch is None or key[1] == group.microbatch:
+                    found[Node(group.kind, segment.number, key)] = None
+        return iter(n for n in found if n in self.number)
+
+    def _span(self, name: str, path: tuple[tuple[int, int], ...]) -> range:
+        return range(*rows_under(self.graph.grids[name], path))
+
+    def sort(self) -> list[Node]:
+        """Return the nodes in one order that keeps every edge; fewer than all where there is a cycle.
+
+        Of the nodes that are ready, messages go first, then backwards (they release memory), earlier microbatches
+        before later ones.
+        """
+        waits = list(self.waits)
+        ready = [self._priority(n) for n in range(len(self.names)) if waits[n] == 0]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            number = heapq.heappop(ready)[-1]
+            order.append(self.names[number])
+            for after in self.after[number]:
+                waits[after] -= 1
+                if waits[after] == 0:
+                    heapq.heappush(ready, self._priority(after))
+        return order
+
+    def _priority(self, number: int) -> tuple[int, int, int, int, int]:
+        node = self.names[number]
+        rank = {"O": 0, "C": 1, "B": 2, "F": 3, "U": 4}[node.kind]
+        place = -node.number if node.kind == "B" else node.number
+        return rank, node.key[1], place, node.key[0], number
+
+    def shortest_cycle(self, sorted_nodes: Sequence[Node]) -> list[Node]:
+        """Return a shortest cycle among the nodes that could not be sorted."""
+        done = np.zeros(len(self.names), dtype=bool)
+        done[[self.number[n] for n in sorted_nodes]] = True
+        best: list[int] = []
+        left = [n for n in np.flatnonzero(~done).tolist() if self.names[n].kind != "C"]
+        for start in left[:2000]:
+            path = self._cycle_from(start, done, len(best) or len(self.names) + 1)
+            best = path or best
+        return [self.names[n] for n in best]
+
+    def _cycle_from(self, start: int, done: np.ndarray, limit: int) -> list[int]:  # type: ignore[type-arg]
+        came = {start: -1}
+        depth = {start: 1}
+        queue = deque([start])
+        while queue:
+            here = queue.popleft()
+            if depth[here] >= limit:
+                return []
+            for after in self.after[here]:
+                if after == start:
+                    path = [here]
+                    while came[path[-1]] != -1:
+                        path.append(came[path[-1]])
+                    return path[::-1]
+                if not done[after] and after not in came:
+                    came[after], depth[after] = here, depth[here] + 1
+                    queue.append(after)
+        return []
+
+    def explain(self, cycle: Sequence[Node]) -> str:
+        """Return the message of a cycle: each work with what it needs and why, and what to do."""
+        ring = list(cycle)
+        lines = ["the schedule has a cycle, so no device can go on."]
+        work = [n for n in ring if n.kind in "FBU"]
+        for node in work:
+            at = ring.index(node)
+            why, previous = self._why(ring, at)
+            lines.append(f"  {self.describe(node)} needs {self.describe(previous)}  ({why})")
+        orders = [self.graph.orders[n.number].where for n in ring if n.kind == "O"]
+        if orders:
+            lines.append(f"  Remove or reverse the op_order at {', '.join(dict.fromkeys(orders))}.")
+        return "\n".join(lines)
+
+    def _why(self, ring: list[Node], at: int) -> tuple[str, Node]:
+        previous = ring[at - 1]
+        if previous.kind == "O":
+            return f"op_order, {self.graph.orders[previous.number].where}", ring[at - 2]
+        if previous.kind == "C":
+            transfer = self.schedule.transfers[previous.number]
+            box = transfer.readers[transfer.links[max(previous.link, 0)][1]].box
+            return f"data {Mask(transfer.tensor, box)}", ring[at - 2]
+        return self.reason.get((self.number[previous], self.number[ring[at]]), "data"), previous
+
+    def describe(self, node: Node) -> str:
+        if node.kind == "U":
+            return f"the update on device {node.number}"
+        segment = self.schedule.segments[node.number]
+        device, micro, ordinal = node.key
+        where = f"{segment.module or segment.ops[0].name}"
+        names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
+        number = f"microbatch {micro}, " if micro >= 0 else ""
+        part = f", part {ordinal}" if ordinal else ""
+        return f"{node.kind} of {where} ({names}), {number}device {device}{part}"
+
+
+
+
+__all__ = ["BACKWARD", "Node", "Schedule", "check_assigned", "complete"]

@@ -1,0 +1,163 @@
+"""Segments: maximal runs of forward ops of one device with nothing to communicate between them or their mirrors.
+
+All parts of a segment's ops share the same keys (device, microbatch, ordinal), so a segment has one instance per key.
+An op's level counts the cut edges on the longest path to it; ops of one segment have one level, so no path leaves a
+segment and comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from superscaler.ir.graph import Op, Operand
+from superscaler.ir.parts import Ints, Rows
+from superscaler.ir.transformed import Graph, rows_under
+from superscaler.schedule.edges import Edges, Key, Labels
+
+
+@dataclass(frozen=True, eq=False)
+class Alias:
+    """A tensor that a segment reads from outside: one alias per box and, with a gradient, per addend status.
+
+    `lo`, `hi` [keys, slots]; `labels` as in `Held`, per key, None without a gradient.
+    """
+
+    tensor: str
+    uses: tuple[tuple[Op, int], ...]
+    lo: Ints
+    hi: Ints
+    labels: Labels | None
+    rows: Rows
+    operand: Operand
+    keys_at: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that a segment makes and others read. `has_gradient`: its gradient comes back."""
+
+    tensor: str
+    op: Op
+    slot: int
+    has_gradient: bool
+
+
+@dataclass(eq=False)
+class Segment:
+    number: int
+    ops: tuple[Op, ...]
+    keys: tuple[Key, ...]
+    aliases: tuple[Alias, ...] = ()
+    outputs: tuple[Output, ...] = ()
+    row_of: dict[str, Ints] = field(default_factory=dict)
+
+    @property
+    def has_mirror(self) -> bool:
+        return any(op.has_mirror for op in self.ops)
+
+    @property
+    def module(self) -> str:
+        """Return the module path that all its ops share."""
+        paths = [op.module.split(".") for op in self.ops if op.module]
+        shared: list[str] = []
+        for names in zip(*paths, strict=False):
+            if len(set(names)) > 1:
+                break
+            shared.append(names[0])
+        return ".".join(shared)
+
+
+def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Segment]:
+    """Group the forward ops into segments, in order. Ops named in `alone` each get a segment of their own."""
+    ops = edges.graph.forward_ops
+    marks = _signatures(edges.graph)
+    levels: dict[str, int] = {}
+    parent = {op.name: op.name for op in ops}
+    for op in ops:
+        level, merges = 0, []
+        for k, operand in enumerate(op.inputs):
+            if operand.tensor not in edges.producers:
+                continue
+            producer, _ = edges.producers[operand.tensor]
+            free = marks[op.name] == marks[producer.name] and not {op.name, producer.name} & alone
+            local = free and op.from_data == producer.from_data and edges.is_local(op, k)
+            level = max(level, levels[producer.name] + (not local))
+            merges += [producer.name] if local else []
+        levels[op.name] = level
+        for name in merges:
+            if levels[name] == level:
+                parent[_root(parent, op.name)] = _root(parent, name)
+    members: dict[str, list[Op]] = {}
+    for op in ops:
+        members.setdefault(_root(parent, op.name), []).append(op)
+    segments = [_segment(edges, number, tuple(group)) for number, group in enumerate(members.values())]
+    _find_outputs(edges, segments)
+    return segments
+
+
+def _root(parent: dict[str, str], name: str) -> str:
+    while parent[name] != name:
+        parent[name] = parent[parent[name]]
+        name = parent[name]
+    return name
+
+
+def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
+    """Return for each op in which orders it takes part, and how: only equal ones may share a segment."""
+    found: dict[str, set[Hashable]] = {op.name: set() for op in graph.ops}
+    for number, order in enumerate(graph.orders):
+        for side, group in enumerate((order.before, order.after)):
+            for name, paths in group.members:
+                spans = tuple(rows_under(graph.grids[name], path) for path in paths)
+                found[name].add((number, side, group.kind, group.microbatch, spans))
+    return {name: frozenset(signature) for name, signature in found.items()}
+
+
+def _segment(edges: Edges, number: int, ops: tuple[Op, ...]) -> Segment:
+    keys = tuple(sorted(edges.rows[ops[0].name].keys))
+    segment = Segment(number, ops, keys)
+    for op in ops:
+        at = {key: row for row, key in enumerate(edges.rows[op.name].keys)}
+        segment.row_of[op.name] = np.array([at[key] for key in keys], dtype=np.int64)
+    segment.aliases = _aliases(edges, segment)
+    return segment
+
+
+def _aliases(edges: Edges, segment: Segment) -> tuple[Alias, ...]:
+    made = {o.tensor for op in segment.ops for o in op.outputs}
+    found: dict[Hashable, Alias] = {}
+    for op in segment.ops:
+        rows, at = edges.rows[op.name], segment.row_of[op.name]
+        for k, operand in enumerate(op.inputs):
+            if operand.tensor in made:
+                continue
+            lo, hi = (side[at] for side in edges.face(rows, operand))
+            contributes = op.has_mirror and edges.model.tensors[operand.tensor].requires_grad
+            labels = _normal([edges.labels(op)[row] for row in at]) if contributes else None
+            tree = None if rows.regular else id(rows)
+            status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree)
+            uses = (*found[status].uses, (op, k)) if status in found else ((op, k),)
+            found[status] = Alias(operand.tensor, uses, lo, hi, labels, rows, operand, at)
+    return tuple(found.values())
+
+
+def _normal(labels: list[Hashable]) -> Labels:
+    """Rename labels in order of their first appearance, so that equal partitions are equal."""
+    number: dict[Hashable, int] = {}
+    return tuple(number.setdefault(label, len(number)) for label in labels)
+
+
+def _find_outputs(edges: Edges, segments: list[Segment]) -> None:
+    read = {a.tensor for s in segments for a in s.aliases}
+    with_gradient = {a.tensor for s in segments for a in s.aliases if a.labels is not None}
+    loss = edges.model.loss
+    for segment in segments:
+        segment.outputs = tuple(
+            Output(o.tensor, op, j, op.has_mirror and (o.tensor in with_gradient or o.tensor == loss))
+            for op in segment.ops
+            for j, o in enumerate(op.outputs)
+            if o.tensor in read or o.tensor == loss
+        )

@@ -1,0 +1,265 @@
+"""Transfers: who must send what to whom so that every read finds its elements with their whole value.
+
+A transfer joins pieces (what one device holds, after summing locally what always travels together) with readers (a
+box on a device, however many parts read it). Where every reader needs every piece it is *joint* and may become a
+collective; else each link is a message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from superscaler.ir.graph import Op
+from superscaler.ir.mask import Box
+from superscaler.ir.parts import Tree
+from superscaler.schedule.cover import Held, Wanted, join
+from superscaler.schedule.edges import Edges, Key
+from superscaler.schedule.segments import Alias, Segment
+
+FORWARD, BACKWARD, UPDATE = "F", "B", "U"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An end of a transfer: output or alias `number` of segment instance (`segment`, `key`), or a weight at rest.
+
+    kind F: an output of the forward, or an alias that the forward reads; B: the gradient of an alias that a backward
+    makes, or of an output that it reads; U: the part `key` of the optimizer op that `segment` stands for.
+    """
+
+    kind: str
+    segment: int
+    key: Key
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    device: int
+    box: Box
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    device: int
+    box: Box
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """`links` are pairs (piece, reader); the reader's value is the sum of its pieces, each at its own box."""
+
+    tensor: str
+    kind: str
+    pieces: tuple[Piece, ...]
+    readers: tuple[Reader, ...]
+    links: tuple[tuple[int, int], ...]
+
+    @property
+    def is_local(self) -> bool:
+        return all(self.pieces[p].device == self.readers[r].device for p, r in self.links)
+
+    @property
+    def is_joint(self) -> bool:
+        return len(self.links) == len(self.pieces) * len(self.readers)
+
+
+def find_transfers(edges: Edges, segments: Sequence[Segment]) -> list[Transfer]:
+    """Return all transfers of activations, weights and gradients of a step, in the order of the tensors."""
+    reads: dict[str, list[tuple[Segment, int, Alias]]] = {}
+    outputs: dict[str, tuple[Segment, int]] = {}
+    for segment in segments:
+        for number, alias in enumerate(segment.aliases):
+            reads.setdefault(alias.tensor, []).append((segment, number, alias))
+        for number, output in enumerate(segment.outputs):
+            outputs[output.tensor] = (segment, number)
+    found: list[Transfer] = []
+    for tensor, readers in reads.items():
+        source = outputs.get(tensor)
+        home = edges.homes.get(tensor)
+        if source is None and home is None:
+            continue
+        found += _forward(edges, tensor, source, home, readers)
+        with_gradient = [r for r in readers if r[2].labels is not None]
+        if with_gradient and (home is not None or (source and source[0].outputs[source[1]].has_gradient)):
+            found += _backward(edges, tensor, source, home, with_gradient)
+    return found
+
+
+Reads = list[tuple[Segment, int, Alias]]
+Source = tuple[Segment, int] | None
+
+
+def _forward(edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads) -> list[Transfer]:
+    held, places = _made(edges, tensor, source, home)
+    wanted = _stack([_alias_wanted(segment, alias) for segment, _, alias in readers])
+    users = [Place(FORWARD, s.number, key, n) for s, n, _ in readers for key in s.keys]
+    return _group(tensor, FORWARD, held, [(p,) for p in places], wanted, users, join(held, wanted))
+
+
+def _made(edges: Edges, tensor: str, source: Source, home: Op | None) -> tuple[Held, list[Place]]:
+    """Return what holds a tensor: the outputs of a segment (in row order of its op), or the weight at rest."""
+    if source is None:
+        assert home is not None
+        rows = edges.rows[home.name]
+        held = edges.held(rows, home.outputs[0])
+        return held, [Place(UPDATE, edges.home_number[tensor], key, 0) for key in rows.keys]
+    segment, number = source
+    output = segment.outputs[number]
+    rows = edges.rows[output.op.name]
+    return edges.held(rows, output.op.outputs[output.slot]), [
+        Place(FORWARD, segment.number, key, number) for key in rows.keys
+    ]
+
+
+def _backward(edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads) -> list[Transfer]:
+    wanted, places = _made(edges, tensor, source, home)
+    users = [Place(UPDATE if home else BACKWARD, p.segment, p.key, p.number) for p in places]
+    routes = source is not None and edges.rows[source[0].outputs[source[1]].op.name].routes
+    found: list[Transfer] = []
+    for group in _merge(readers):
+        held = _gradient(edges, group)
+        pairs = _routed(edges, tensor, source, group, wanted) if routes else join(held, wanted)
+        found += _group(tensor, BACKWARD, held, _sources(group), wanted, users, pairs)
+    return found
+
+
+def _merge(readers: Reads) -> list[Reads]:
+    """Group the aliases whose gradients are alike on all keys: they are summed before they travel."""
+    found: dict[Hashable, Reads] = {}
+    for segment, number, alias in readers:
+        tree = None if alias.rows.regular else id(alias.rows)
+        status = (segment.keys, alias.lo.tobytes(), alias.hi.tobytes(), alias.labels, tree)
+        found.setdefault(status, []).append((segment, number, alias))
+    return list(found.values())
+
+
+def _sources(group: Reads) -> list[tuple[Place, ...]]:
+    keys = group[0][0].keys
+    return [tuple(Place(BACKWARD, s.number, key, n) for s, n, _ in group) for key in keys]
+
+
+def _gradient(edges: Edges, group: Reads) -> Held:
+    """Return the gradient rows of aliases that are alike, by key of their segments."""
+    segment, _, alias = group[0]
+    if not (alias.rows.regular or alias.rows.routes):
+        return _irregular(edges, alias)
+    wanted = _alias_wanted(segment, alias)
+    return Held(wanted.lo, wanted.hi, wanted.device, wanted.microbatch, alias.labels or ())
+
+
+def _irregular(edges: Edges, alias: Alias) -> Held:
+    """Return the gradient rows of an alias of an irregular op, with its tree over the segment's keys."""
+    op, k = alias.uses[0]
+    held = edges.held(alias.rows, op.inputs[k], edges.labels(op))
+    order = {int(row): key for key, row in enumerate(alias.keys_at)}
+    assert held.tree is not None
+    at = alias.keys_at
+    labels = tuple(held.labels[row] for row in at)
+    tree = _renumber(held.tree, order)
+    return Held(held.lo[at], held.hi[at], held.device[at], held.microbatch[at], labels, tree, True)
+
+
+def _renumber(tree: Tree, order: dict[int, int]) -> Tree:
+    if not tree.children:
+        return Tree(row=order[tree.row])
+    return replace(tree, children=tuple(_renumber(child, order) for child in tree.children))
+
+
+def _routed(edges: Edges, tensor: str, source: Source, group: Reads, wanted: Wanted) -> list[list[int]]:
+    """Return the gradient rows that each part of a routing producer reads: those of the addends that it serves."""
+    assert source is not None
+    segment, _, alias = group[0]
+    output = source[0].outputs[source[1]]
+    use = alias.uses[0]
+    number = edges.gradient_uses(tensor).index(use)
+    labels = edges.labels(use[0])
+    pairs: list[list[int]] = []
+    for row, served in enumerate(edges.served(output.op)):
+        mine = {(output.slot, number, label) for label in labels} & served
+        near = (int(wanted.device[row]), int(wanted.microbatch[row]))
+        chosen: dict[Hashable, int] = {}
+        for key, at in enumerate(alias.keys_at.tolist()):
+            label = (output.slot, number, labels[at])
+            if label in mine and (label not in chosen or segment.keys[key][:2] == near):
+                chosen[label] = key
+        pairs.append(list(chosen.values()))
+    return pairs
+
+
+def _alias_wanted(segment: Segment, alias: Alias) -> Wanted:
+    keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
+    return Wanted(alias.lo, alias.hi, keys[:, 0], keys[:, 1])
+
+
+def _stack(sides: Sequence[Wanted]) -> Held:
+    labels: list[Hashable] = []
+    for side in sides:
+        labels += side.labels if isinstance(side, Held) else [None] * len(side)
+    arrays = [np.concatenate([getattr(s, name) for s in sides]) for name in ("lo", "hi", "device", "microbatch")]
+    return Held(*arrays, tuple(labels))
+
+
+def _group(
+    tensor: str,
+    kind: str,
+    held: Held,
+    sources: Sequence[tuple[Place, ...]],
+    wanted: Wanted,
+    users: Sequence[Place],
+    pairs: list[list[int]],
+) -> list[Transfer]:
+    """Merge what always travels together into pieces and readers, and return one transfer per connected component."""
+    by_reader: dict[Hashable, list[int]] = {}
+    for row, pair in enumerate(pairs):
+        key = (int(wanted.device[row]), wanted.lo[row].tobytes(), wanted.hi[row].tobytes(), tuple(sorted(pair)))
+        by_reader.setdefault(key, []).append(row)
+    readers_of: dict[int, list[int]] = {}
+    for r, rows in enumerate(by_reader.values()):
+        for source in pairs[rows[0]]:
+            readers_of.setdefault(source, []).append(r)
+    by_piece: dict[Hashable, list[int]] = {}
+    for source, readers in sorted(readers_of.items()):
+        box = (held.lo[source].tobytes(), held.hi[source].tobytes())
+        by_piece.setdefault((int(held.device[source]), box, tuple(readers)), []).append(source)
+    pieces = [Piece(int(held.device[s[0]]), held.box(s[0]), _places(sources, s)) for s in by_piece.values()]
+    readers = [Reader(int(wanted.device[w[0]]), wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()]
+    links = [(p, r) for p, s in enumerate(by_piece.values()) for r in readers_of[s[0]]]
+    return [Transfer(tensor, kind, *part) for part in _components(pieces, readers, links)]
+
+
+def _places(sources: Sequence[tuple[Place, ...]], rows: Iterable[int]) -> tuple[Place, ...]:
+    return tuple(place for row in rows for place in sources[row])
+
+
+def _components(
+    pieces: list[Piece], readers: list[Reader], links: list[tuple[int, int]]
+) -> list[tuple[tuple[Piece, ...], tuple[Reader, ...], tuple[tuple[int, int], ...]]]:
+    parent = list(range(len(pieces) + len(readers)))
+
+    def root(x: int) -> int:
+        while parent[x] != x:
+            parent[x] = parent[parent[x]]
+            x = parent[x]
+        return x
+
+    for p, r in links:
+        parent[root(len(pieces) + r)] = root(p)
+    found: dict[int, tuple[list[int], list[int], list[tuple[int, int]]]] = {}
+    for p in range(len(pieces)):
+        found.setdefault(root(p), ([], [], []))[0].append(p)
+    for r in range(len(readers)):
+        found.setdefault(root(len(pieces) + r), ([], [], []))[1].append(r)
+    for p, r in links:
+        found[root(p)][2].append((p, r))
+    result = []
+    for ps, rs, ls in found.values():
+        at_p, at_r = {p: k for k, p in enumerate(ps)}, {r: k for k, r in enumerate(rs)}
+        local = tuple((at_p[p], at_r[r]) for p, r in ls)
+        result.append((tuple(pieces[p] for p in ps), tuple(readers[r] for r in rs), local))
+    return result

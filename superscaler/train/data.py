@@ -1,0 +1,128 @@
+"""Batches that depend on the seed and the step number only, so that every rank and every plan sees the same ones."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superscaler.errors import InputError
+
+Batch = dict[str, Tensor]
+Shapes = Mapping[str, tuple[Sequence[int], str]]
+
+# Bytes of the default text: enough that a small model does not learn it by heart, read in a tenth of a second.
+_DEFAULT_BYTES = 4_000_000
+# Integers below this are right for any number of classes or tokens that is worth training.
+_UNKNOWN_BOUND = 2
+
+
+class TextBatches:
+    """Byte-level text: {"input_ids", "labels"}, int64 of shape (batch, sequence), equal to each other.
+
+    Labels are not shifted: language models of the Hugging Face library shift them in their loss. `path` None is the
+    source of Python's standard library. Raises InputError for a bad file, or a vocabulary below 256.
+    """
+
+    def __init__(self, path: Path | None, batch: int, sequence: int, vocabulary: int, seed: int) -> None:
+        if vocabulary < 256:
+            raise InputError(f"text is read as bytes, which needs a vocabulary of 256, but the model's is {vocabulary}.")
+        _check_seed(seed)
+        self.batch = batch
+        self.sequence = sequence
+        self.seed = seed
+        self._path = path
+        check_text(path, sequence)
+
+    def __iter__(self) -> Iterator[Batch]:
+        step = 0
+        while True:
+            yield self.at(step)
+            step += 1
+
+    def at(self, step: int) -> Batch:
+        """Return the global batch of a step: pieces of the text that start at random places."""
+        starts = np.random.default_rng([self.seed, step]).integers(0, len(self._text) - self.sequence + 1, self.batch)
+        rows = np.stack([self._text[start : start + self.sequence] for start in starts])
+        ids = torch.from_numpy(rows.astype(np.int64))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    @cached_property
+    def _text(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        if self._path is None:
+            return np.frombuffer(library_text(), dtype=np.uint8)
+        return np.memmap(self._path, dtype=np.uint8, mode="r")
+
+
+def check_text(path: Path | None, sequence: int) -> None:
+    """Raise InputError unless the file can be read and has at least `sequence` bytes, and one."""
+    if path is None:
+        return
+    if not path.is_file():
+        raise InputError(f"data file {path} does not exist or is not a file; give a text file, or none for the default.")
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+    except OSError as error:
+        raise InputError(f"data file {path} cannot be read: {error.strerror}.") from error
+    if size < max(1, sequence):
+        raise InputError(
+            f"data file {path} has {size} bytes, but one sequence needs {max(1, sequence)}; "
+            "give a longer file or a shorter sequence."
+        )
+
+
+def library_text(limit: int = _DEFAULT_BYTES) -> bytes:
+    """Return the .py files of Python's standard library, in the order of their paths, cut to `limit` bytes."""
+    root = Path(sysconfig.get_path("stdlib"))
+    # What is installed into it, and the tests, which not every system has, are left out.
+    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    files = (f for f in root.rglob("*.py") if not left_out.intersection(f.relative_to(root).parts))
+    pieces: list[bytes] = []
+    total = 0
+    for file in sorted(files, key=lambda f: f.relative_to(root).as_posix()):
+        if total >= limit:
+            break
+        pieces.append(file.read_bytes())
+        total += len(pieces[-1])
+    if not total:
+        raise InputError(f"the default text needs Python's .py files, but {root} has none; give a text with --data.")
+    return b"".join(pieces)[:limit]
+
+
+def synthetic_batch(inputs: Shapes, step: int, seed: int, bounds: Mapping[str, int]) -> Batch:
+    """Return random tensors of the inputs' shapes and dtypes: normal floats, integers from 0 to below their bound.
+
+    An integer input without a bound gets zeros and ones.
+    """
+    _check_seed(seed)
+    return {
+        name: _random(shape, torch_dtype(dtype), [seed, step, place], bounds.get(name, _UNKNOWN_BOUND))
+        for place, (name, (shape, dtype)) in enumerate(sorted(inputs.items()))
+    }
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name like `float32` or `torch.float32`."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(f"'{name}' is not a dtype of torch; use one like float32 or int64.")
+    return dtype
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, seed: list[int], bound: int) -> Tensor:
+    generator = np.random.default_rng(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.from_numpy(np.asarray(generator.standard_normal(tuple(shape)))).to(dtype)
+    high = 2 if dtype == torch.bool else bound
+    return torch.from_numpy(np.asarray(generator.integers(0, high, tuple(shape)))).to(dtype)
+
+
+def _check_seed(seed: int) -> None:
+    if seed < 0:
+        raise InputError(f"the seed is {seed}, but it must be 0 or more.")

@@ -1,0 +1,174 @@
+"""Start all ranks of a plan on this machine, watch them, and say which one failed and why."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from superscaler.errors import InputError, RuntimeFailure
+from superscaler.train.data import check_text
+from superscaler.train.loop import check_options
+
+# Lines of a failed rank's standard error that are shown, of the ranks that do not write to the terminal.
+_TAIL = 40
+
+
+def train(
+    directory: Path, *, world: int, steps: int, data: Path | None = None, clip: float | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """Train a plan directory with `world` processes on this machine.
+
+    Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which
+    warms up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`. Raises RuntimeFailure naming the
+    first rank that failed; all others have ended by then.
+    """
+    program = directory / "run.py"
+    if not program.is_file():
+        raise InputError(f"{directory} is not a plan directory: it has no run.py; write one with superscaler compile.")
+    if world < 1:
+        raise InputError(f"a plan runs on 1 or more processes, not on {world}.")
+    check_options(steps, clip)
+    check_text(data, 1)
+    with tempfile.TemporaryDirectory(prefix="superscaler-") as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        options = ["--launched", "--steps", str(steps), "--seed", str(seed), "--metrics", str(metrics)]
+        options += [] if clip is None else ["--clip", str(clip)]
+        options += [] if data is None else ["--data", str(data.resolve())]
+        launch(program, options, world, Path(folder))
+        if not metrics.is_file():
+            raise RuntimeFailure(f"{program} ended without an error, but wrote no metrics; compile the plan again.")
+        return _summary([json.loads(line) for line in metrics.read_text().splitlines()], world)
+
+
+def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:
+    warm = entries[1:] or entries
+    norms = [entry["gradient_norm"] for entry in entries]
+    return {
+        "losses": [entry["loss"] for entry in entries],
+        "gradient_norms": [norm for norm in norms if norm is not None],
+        "tokens_per_second": sum(e["tokens"] for e in warm) / sum(e["seconds"] for e in warm),
+        "seconds": sum(entry["seconds"] for entry in entries),
+        "memory_bytes": max(entry["memory_bytes"] for entry in entries),
+        "world": world,
+    }
+
+
+def launch(program: Path, options: list[str], world: int, folder: Path) -> None:
+    """Run a Python program once a rank under torchrun's agent, on a free port, and wait until all ended.
+
+    The agent's files and the standard error of all ranks but 0 go into `folder`.
+    """
+    logs = folder / "logs"
+    logs.mkdir()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects={rank: Std.ERR for rank in range(1, world)}),
+    )
+    try:
+        with _agent_environment(max(1, _cores() // world)):
+            elastic_launch(config, sys.executable)(str(program), *options)
+    except ChildFailedError as error:
+        rank, failure = first_failure(error.failures)
+        tail = _standard_error(logs, rank)
+        if tail:
+            print(f"rank {rank}:\n{tail}", file=sys.stderr)
+        raise RuntimeFailure(_describe(rank, failure, world, tail)) from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise RuntimeFailure(f"training was stopped by {error.sigval.name}; all {world} ranks have ended.") from None
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed by itself, not because of the others.
+
+    Failures come in the order in which they were seen. The agent ends the others by SIGTERM; a rank that says that
+    it lost a peer is a consequence too.
+    """
+
+    def order(rank: int) -> tuple[int, int]:
+        failure = failures[rank]
+        text = _exception(failure)
+        is_consequence = 1 if text.startswith("PeerLost:") else 2 if not text and failure.exitcode == -signal.SIGTERM else 0
+        return is_consequence, failure.timestamp
+
+    rank = min(failures, key=order)
+    return rank, failures[rank]
+
+
+def _exception(failure: ProcessFailure) -> str:
+    """Return `Class: message` of the exception that ended a rank, or nothing if it recorded none."""
+    message = failure.error_file_data.get("message", "")
+    return str(message.get("message", "") if isinstance(message, dict) else message)
+
+
+def _describe(rank: int, failure: ProcessFailure, world: int, tail: str) -> str:
+    text = _exception(failure)
+    if failure.exitcode < 0:
+        how = f"was killed by {failure.signal_name()}"
+        how += " (the system does this when memory runs out)" if failure.exitcode == -signal.SIGKILL else ""
+    else:
+        how = f"failed with exit code {failure.exitcode}"
+    if not text and failure.exitcode > 0:
+        text = tail.splitlines()[-1] if tail else "see its last words above"
+    others = f" The other {world - 1} ranks were ended." if world > 1 else ""
+    return f"rank {rank} of {world} {how}{': ' + text if text else ''}{'' if text.endswith('.') else '.'}{others}"
+
+
+def _standard_error(logs: Path, rank: int) -> str:
+    """Return the last lines that a rank wrote, if they did not go to the terminal."""
+    for file in logs.glob(f"*/attempt_0/{rank}/stderr.log"):
+        return "\n".join(file.read_text(errors="replace").splitlines()[-_TAIL:])
+    return ""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _agent_environment(threads: int) -> Iterator[None]:
+    """Give the ranks their number of threads, and undo what the agent changes in this process: it is made to own it."""
+    names = ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+    variables = {name: os.environ.get(name) for name in names}
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in signals}
+    logger = logging.getLogger("torch.distributed.elastic")
+    level, is_main = logger.level, signal.getsignal(signal.SIGINT) is not None
+    logger.setLevel(logging.CRITICAL)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+        _restore(handlers if is_main else {})
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)

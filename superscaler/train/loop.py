@@ -1,0 +1,187 @@
+"""The training loop of one rank: what the `run.py` of a plan directory calls under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, TextIO
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from superscaler.errors import InputError, PlanError
+from superscaler.runtime.communicator import PeerLost
+from superscaler.train.data import Batch, TextBatches, synthetic_batch
+
+# Seconds that a rank stays after another one was lost, so that the launcher sees the lost one first.
+_LINGER = 5.0
+# Seconds between two progress lines where they do not overwrite each other.
+_INTERVAL = 1.0
+
+
+class Step(Protocol):
+    """One rank of a plan. The loss is the same on all ranks; `inputs` has each input's global shape and dtype.
+
+    It may have `bounds`, by input name what its integers are below (vocabulary, number of classes).
+    """
+
+    inputs: dict[str, tuple[tuple[int, ...], str]]
+    rank: int
+    world: int
+
+    @property
+    def last_norm(self) -> float | None: ...
+
+    def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+Load = Callable[[Path], Step]
+
+
+def main(argv: Sequence[str] | None = None, *, directory: Path | None = None, load: Load | None = None) -> None:
+    """Train the plan in `directory` (default: the folder of the program that runs) on this rank."""
+    options = _parser().parse_args(argv)
+    folder = Path(sys.argv[0]).resolve().parent if directory is None else directory
+    run_rank(lambda: _train(options, folder, load or _load), is_reported=options.launched)
+
+
+def run_rank(function: Callable[[], None], *, is_reported: bool = False) -> None:
+    """Call the function as the whole work of this process, and let the launcher know why it failed.
+
+    Errors that a user can cause end the process with one line, or none if `is_reported` by who started it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.excepthook = _quiet if is_reported else _one_line
+    record(lambda: _after_linger(function))()
+
+
+def _after_linger(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except PeerLost:
+        time.sleep(_LINGER)
+        raise
+
+
+def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, PlanError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _quiet(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, PlanError):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train this plan; start it with torchrun.")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--clip", type=float, help="largest global norm of the gradients")
+    parser.add_argument("--data", type=Path, help="a text file, read as bytes; default: Python's standard library")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the batches")
+    parser.add_argument("--metrics", type=Path, help="file for one JSON object a step")
+    parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _load(directory: Path) -> Step:
+    from superscaler.runtime.step import load
+
+    return load(directory)
+
+
+def _train(options: argparse.Namespace, directory: Path, load: Load) -> None:
+    check_options(options.steps, options.clip)
+    step = load(directory)
+    batches = choose_batches(step, options.data, options.seed)
+    with ExitStack() as stack:
+        reporter = None
+        if step.rank == 0:
+            metrics = stack.enter_context(options.metrics.open("w")) if options.metrics else None
+            reporter = Reporter(options.steps, metrics)
+        for number in range(options.steps):
+            batch = batches(number)
+            started = time.perf_counter()
+            loss = step(batch, clip=options.clip)
+            if reporter is not None:
+                value = float(loss)
+                reporter.add(number, value, time.perf_counter() - started, _count_tokens(batch), step.last_norm)
+    # Not after an error: closing waits for the other ranks.
+    step.close()
+
+
+def check_options(steps: int, clip: float | None) -> None:
+    """Raise InputError for a number of steps or a norm that cannot be."""
+    if steps < 1:
+        raise InputError(f"{steps} steps cannot be trained; give 1 or more.")
+    if clip is not None and not clip > 0:
+        raise InputError(f"gradients cannot be clipped to a norm of {clip}; give a number above 0.")
+
+
+def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], Batch]:
+    """Return the batch of a step number: text for models that read token ids, random tensors for others."""
+    bounds: Mapping[str, int] = getattr(step, "bounds", {})
+    ids = step.inputs.get("input_ids")
+    if ids is not None and len(ids[0]) == 2 and set(step.inputs) <= {"input_ids", "labels"}:
+        size, sequence = ids[0]
+        return TextBatches(data, size, sequence, bounds.get("input_ids", 256), seed).at
+    names = ", ".join(step.inputs)
+    if data is not None:
+        raise InputError(f"--data is text for models that read input_ids and labels, but this one reads {names}.")
+    if step.rank == 0:
+        print(f"data: random tensors for {names}, the same at each run with seed {seed}", file=sys.stderr)
+    return lambda number: synthetic_batch(step.inputs, number, seed, bounds)
+
+
+def _count_tokens(batch: Batch) -> int:
+    """Return the tokens of a batch of token ids, or the samples of another."""
+    if "input_ids" in batch:
+        return batch["input_ids"].numel()
+    return max((x.shape[0] for x in batch.values() if x.dim()), default=1)
+
+
+def peak_memory() -> int:
+    """Return the bytes that this process used at most: on its GPU if it has one, else in main memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    # Kibibytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Reporter:
+    """Shows a progress line on standard error and writes the metrics file, on rank 0."""
+
+    def __init__(self, steps: int, metrics: TextIO | None) -> None:
+        self._steps = steps
+        self._metrics = metrics
+        self._shown = -math.inf
+
+    def add(self, number: int, loss: float, seconds: float, tokens: int, norm: float | None) -> None:
+        memory = peak_memory()
+        if self._metrics is not None:
+            entry = {"step": number, "loss": loss, "seconds": seconds, "tokens": tokens, "memory_bytes": memory}
+            print(json.dumps(entry | {"gradient_norm": norm}), file=self._metrics, flush=True)
+        text = f"step {number + 1}/{self._steps}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
+        self._show(text if norm is None else f"{text}  norm {norm:.3f}", is_last=number + 1 == self._steps)
+
+    def _show(self, text: str, *, is_last: bool) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[2K{text}", end="\n" if is_last else "", file=sys.stderr, flush=True)
+        elif is_last or time.monotonic() - self._shown >= _INTERVAL:
+            self._shown = time.monotonic()
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""The algorithms of `op_trans`: what each makes of one part, as one more axis of its grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from superscaler.errors import TransformError
+from superscaler.ir.graph import Op
+from superscaler.ir.parts import Axis, Mirror
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Algorithm(Protocol):
+    """What `op_trans` applies: a name for the journal, and the axis that it adds to a part with the given box."""
+
+    def axis(self, op: Op, box: Box) -> Axis: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Make `parts` equal copies. `mirror` says whether their backward ops `copy` (each reads the whole gradient) or
+    `route` (each reads what its own readers send); the default is route for ops that depend on weights only.
+    """
+
+    parts: int
+    mirror: Mirror | None = None
+
+    def axis(self, op: Op, box: Box) -> Axis:
+        check_parts(self.parts, op)
+        return Axis(None, (1,) * self.parts, self.mirror or ("route" if op.from_weights else "copy"))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Cut one index of a factor into `parts` equal parts, or into parts of the given `sizes`.
+
+    An op without the factor, or that cannot be cut on it, is replicated instead; with `required` it is an error.
+    """
+
+    factor: str
+    parts: int = 0
+    sizes: tuple[int, ...] = ()
+    required: bool = False
+
+    def axis(self, op: Op, box: Box) -> Axis:
+        index = op.find(self.factor)
+        count = self.parts or len(self.sizes)
+        check_parts(count, op)
+        if index is None:
+            if self.required:
+                held = any(i.factor == self.factor for i in op.indices)
+                why = "cannot be cut on that factor (no rule allows it)" if held else "has no such factor"
+                raise TransformError(f"Split('{self.factor}') is required, but {op.name} ({op.target}) {why}.")
+            return Replicate(count).axis(op, box)
+        extent = box[index][1] - box[index][0]
+        return Axis(index, self._sizes(op, extent))
+
+    def _sizes(self, op: Op, extent: int) -> tuple[int, ...]:
+        where = f"{op.name} ({op.module or op.target})"
+        if self.sizes:
+            if sum(self.sizes) != extent or min(self.sizes) < 1:
+                raise TransformError(
+                    f"Split('{self.factor}', sizes={self.sizes}) covers {sum(self.sizes)} elements, but {where} has "
+                    f"{extent} there; every size must be at least 1 and their sum {extent}."
+                )
+            return self.sizes
+        if extent % self.parts:
+            raise TransformError(
+                f"Split('{self.factor}', {self.parts}) does not divide: {where} has {extent} elements there, and "
+                f"{extent} % {self.parts} = {extent % self.parts}. Choose a divisor of {extent}, or give sizes=(...)."
+            )
+        return (extent // self.parts,) * self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Split the batch into `parts` microbatches, and mark the parts with their number."""
+
+    parts: int
+    factor: str = "batch"
+
+    def axis(self, op: Op, box: Box) -> Axis:
+        axis = Split(self.factor, self.parts).axis(op, box)
+        return Axis(axis.index, axis.sizes, axis.mirror, is_microbatch=True)
+
+
+def check_parts(parts: int, op: Op) -> None:
+    if parts < 1:
+        raise TransformError(f"{op.name} cannot be made into {parts} parts; the number of parts must be at least 1.")

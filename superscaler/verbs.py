@@ -1,0 +1,98 @@
+"""The three verbs, `op_trans`, `op_assign` and `op_order`, and the algorithms of `op_trans`: all that a plan imports."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from superscaler.cluster import Cluster, Device
+from superscaler.errors import InputError
+from superscaler.ir.graph import Op
+from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
+from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split
+from superscaler.transform.cut import cut
+
+__all__ = [
+    "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Microbatch", "Op", "Parts",
+    "Replicate", "Split", "op_assign", "op_order", "op_trans", "sprogram",
+]  # fmt: skip
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Target = Op | Parts | Sequence[Op | Parts]
+
+
+def sprogram(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function `f(graph, cluster, **options)` as an sProgram, so that it is found in a file by its name."""
+    function.is_sprogram = True  # type: ignore[attr-defined]
+    return function
+
+
+def op_trans(graph: Graph, target: Target, algorithm: Algorithm) -> Parts | list[Parts]:
+    """Replace ops or parts by the parts that `algorithm` makes of each, and of their mirrors.
+
+    Split("batch", 2):  y[0:8] = f(x[0:8])  ->  y[0:4] = f(x[0:4]); y[4:8] = f(x[4:8])
+
+    Returns for one op or part its new parts; for several a flat list, in order. Raises TransformError (section 3.2 of
+    the paper) when a split does not divide, a required factor is missing, or a part was already replaced.
+    """
+    where = caller()
+    if isinstance(target, Op | Parts):
+        return cut(graph, graph.parts(target) if isinstance(target, Op) else target, algorithm, where)
+    return [part for item in target for part in _each(graph, item, algorithm, where)]
+
+
+def _each(graph: Graph, item: Op | Parts, algorithm: Algorithm, where: str) -> list[Parts]:
+    made = cut(graph, graph.parts(item) if isinstance(item, Op) else item, algorithm, where)
+    return made if isinstance(made, list) else list(made.flat())
+
+
+def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Device | int] | Any) -> None:
+    """Place parts on a device, or (an array that broadcasts against their shape) on one device each.
+
+    Backward and optimizer ops follow their forward ops unless they are assigned themselves.
+    """
+    where = caller()
+    devices = np.vectorize(lambda d: d.id if isinstance(d, Device) else int(d), otypes=[np.int64])(
+        np.asarray(device, dtype=object)
+    )
+    items = [target] if isinstance(target, Op | Parts) else list(target)
+    for item in items:
+        parts = graph.parts(item) if isinstance(item, Op) else item
+        parts.check()
+        try:
+            parts.grid.devices.reshape(-1)[parts.cells] = devices
+        except ValueError:
+            raise InputError(
+                f"op_assign at {where}: {parts.op.name} has {parts.cells.size} parts, but {devices.size} devices "
+                "were given; give one device, or one for each part."
+            ) from None
+        graph.journal.append(Entry("op_assign", parts.op.name, f"{parts.cells.size} parts", where))
+
+
+def op_order(graph: Graph, before: Target | Group, after: Target | Group) -> None:
+    """Make everything in `before` happen before everything in `after`, on every device."""
+    where = caller()
+    graph.orders.append(Order(_group(graph, before), _group(graph, after), where))
+
+
+def _group(graph: Graph, target: Target | Group) -> Group:
+    if isinstance(target, Group):
+        return target
+    items = [target] if isinstance(target, Op | Parts) else list(target)
+    members = tuple((i.name, ()) if isinstance(i, Op) else (i.op.name, tuple(i.paths())) for i in items)
+    if not members:
+        raise InputError(f"op_order at {caller()}: an empty group has no order.")
+    names = list(dict.fromkeys(name for name, _ in members))
+    return Group("F", members, None, ", ".join(names[:3]) + ("..." if len(names) > 3 else ""))
+
+
+def caller() -> str:
+    """Return file:line of the first frame outside this module."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

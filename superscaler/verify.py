@@ -1,0 +1,190 @@
+"""The certificate: one step of a plan in float64 against the exported model, every replica of every weight compared."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superscaler.compiler import Compiled, finish, retype
+from superscaler.errors import PlanError
+from superscaler.frontend.oracle import reference_step
+from superscaler.ir.graph import Model
+from superscaler.ir.program import Program
+from superscaler.package import describe, initial_values, write
+from superscaler.runtime.executor import take
+from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.threads import run_ranks
+from superscaler.schedule.conservation import check_conservation
+from superscaler.materialize.rendezvous import check_rendezvous
+
+TOLERANCE = 1e-9
+# Some true gradients are zero (the bias of a key projection); their rounding noise is measured against the model's.
+FLOOR = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one rank found: the loss, and its slices of gradients and of weights after the update, by local name."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    weights: Mapping[str, Tensor]
+
+
+def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """Run one step of the plan and of the exported model in float64, dropout off, and compare.
+
+    `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. Returns equal,
+    loss_error (relative), gradient_error and parameter_error (largest over pTensors and replicas, relative with a
+    floor), worst_tensor, conservation, deadlock_free.
+    """
+    captured = compiled.graph.captured
+    exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
+    values = {k: _double(v) for k, v in initial_values(exact.graph.model, captured.values).items()}
+    inputs = {k: _double(v) for k, v in (batch or captured.batch).items()}
+    loss, gradients = reference_step(captured, inputs, values, torch.float64)
+    updated = _reference_update(exact.graph.model, values, gradients)
+    results = _BACKENDS[backend](exact, values, inputs)
+    gradient_error, worst = _largest(exact, [r.gradients for r in results], gradients)
+    parameter_error, worst_parameter = _largest(exact, [r.weights for r in results], updated)
+    loss_error = max(float((r.loss - loss).abs() / loss.abs().clamp_min(1e-30)) for r in results)
+    conservation = _holds(lambda: check_conservation(exact.schedule))
+    deadlock_free = _holds(lambda: check_rendezvous(exact.program))
+    errors = (loss_error, gradient_error, parameter_error)
+    return {
+        "equal": all(e <= TOLERANCE for e in errors) and conservation and deadlock_free,
+        "loss_error": loss_error,
+        "gradient_error": gradient_error,
+        "parameter_error": parameter_error,
+        "worst_tensor": worst if gradient_error >= parameter_error else worst_parameter,
+        "conservation": conservation,
+        "deadlock_free": deadlock_free,
+        "world": exact.program.world,
+        "backend": backend,
+        "loss": float(loss),
+    }
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def _holds(check: Any) -> bool:
+    try:
+        check()
+    except PlanError:
+        return False
+    return True
+
+
+def _reference_update(model: Model, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the trained weights after one step of the user's optimizer on the whole tensors."""
+    members: list[list[Tensor]] = [[] for _ in model.optimizer.groups]
+    updated = {}
+    for op in model.ops:
+        if not op.is_forward:
+            name = op.inputs[0].tensor
+            updated[name] = values[name].clone().requires_grad_()
+            updated[name].grad = gradients[name].clone() if name in gradients else None
+            members[op.group].append(updated[name])
+    groups = [{"params": p, **dict(g)} for p, g in zip(members, model.optimizer.groups, strict=True) if p]
+    if groups:
+        getattr(torch.optim, model.optimizer.name)(groups).step()
+    return {name: weight.detach() for name, weight in updated.items()}
+
+
+def _largest(
+    compiled: Compiled, found: Sequence[Mapping[str, Tensor | None]], expected: Mapping[str, Tensor]
+) -> tuple[float, str]:
+    """Return the largest error over all slices on all devices, and the tensor and device where it is."""
+    model = compiled.graph.model
+    floor = FLOOR * max((float(t.abs().max()) for t in expected.values() if t.numel()), default=1.0)
+    worst, where = 0.0, ""
+    for device in compiled.program.devices:
+        for weight in device.weights:
+            if not weight.trained or weight.tensor not in expected:
+                continue
+            whole = expected[weight.tensor]
+            want = take(whole, slots_of(model, weight.tensor), weight.box)
+            have = found[device.rank].get(weight.name)
+            have = torch.zeros_like(want) if have is None else have
+            scale = max(float(whole.abs().max()), floor, 1e-300)
+            error = float((have - want).abs().max()) / scale if have.shape == want.shape else float("inf")
+            if not error <= worst:
+                worst, where = error, f"{weight.tensor} on device {device.rank}"
+    return worst, where
+
+
+def slots_of(model: Model, tensor: str) -> list[list[int]]:
+    """Return the slot sizes of a tensor, per dim."""
+    sizes = iter(model.tensors[tensor].extents)
+    return [[next(sizes) for _ in dim] for dim in model.tensors[tensor].slots]
+
+
+def _run(step: Step, batch: Mapping[str, Tensor]) -> Result:
+    step.state.keep_gradients = True
+    loss = step(batch)
+    weights = {name: w.detach() for name, w in step.state.weights.items()}
+    return Result(loss.detach(), dict(step.state.gradients), weights)
+
+
+def _threads(compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> list[Result]:
+    plan, code = describe(compiled), modules(compiled.emitted.files)
+    return run_ranks(
+        compiled.program.world, lambda communicator: _run(build_step(plan, code, values, communicator), batch)
+    )
+
+
+RUN = '''"""One step of a plan on one rank; writes what it found beside the plan."""
+
+import sys
+from pathlib import Path
+
+from superscaler.verify import rank_main
+
+rank_main(Path(sys.argv[1]))
+'''
+
+
+def _processes(compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> list[Result]:
+    from superscaler.train.launch import launch
+
+    with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as folder:
+        path = Path(folder)
+        write(compiled, path, values)
+        torch.save(dict(batch), path / "batch.pt")
+        (path / "verify.py").write_text(RUN)
+        launch(path / "verify.py", [folder], world=compiled.program.world)
+        found = [torch.load(path / f"rank_{r}.pt") for r in range(compiled.program.world)]
+    return [Result(f["loss"], f["gradients"], f["weights"]) for f in found]
+
+
+def rank_main(path: Path) -> None:
+    """Run one step of the plan in `path` on this rank, and save the result there."""
+    from superscaler.runtime.step import load
+
+    step = load(path)
+    result = _run(step, torch.load(path / "batch.pt"))
+    found = {"loss": result.loss, "gradients": dict(result.gradients), "weights": dict(result.weights)}
+    torch.save(found, path / f"rank_{step.rank}.pt")
+    step.close()
+
+
+_BACKENDS = {"threads": _threads, "processes": _processes}
+
+
+def certificate(result: Mapping[str, Any]) -> str:
+    """Return the result of `verify` in one line."""
+    verdict = "equal to one device" if result["equal"] else f"NOT equal; worst at {result['worst_tensor']}"
+    shown = json.dumps({k: result[k] for k in ("loss_error", "gradient_error", "parameter_error")})
+    return f"{verdict}: {shown}"
+
+
+__all__ = ["Program", "certificate", "rank_main", "verify"]

@@ -1,0 +1,249 @@
+"""Every operation against the same operation on the whole tensors, in threads and over gloo processes.
+
+Run as a program, this file is one rank of the gloo test.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from superscaler.errors import InputError, RuntimeFailure
+from superscaler.runtime.communicator import Communicator, Group
+from superscaler.runtime.threads import run_ranks
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
+
+
+def brought(rank: int, shape: tuple[int, ...] = (12, 24), dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a rank brings: small integers, so that sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 2 if dtype == torch.bool else 8, shape, generator=generator).to(dtype)
+
+
+def groups(world: int) -> list[Group]:
+    return [g for size in range(1, world + 1) for g in permutations(range(world), size) if world < 4 or size in (1, 4)]
+
+
+def check_collectives(comm: Communicator, group: Group) -> None:
+    if comm.rank not in group:
+        return
+    n, k = len(group), group.index(comm.rank)
+    for dtype in DTYPES:
+        inputs = {rank: brought(rank, dtype=dtype) for rank in group}
+        x = inputs[comm.rank]
+        kept = x.clone()
+        for dim in (0, 1):
+            gathered = comm.all_gather(x, group, dim)
+            exchanged = comm.all_to_all(x, group, 1 - dim, dim)
+            assert torch.equal(gathered.wait(), torch.cat([inputs[r] for r in group], dim))
+            expected = torch.cat([inputs[r].chunk(n, 1 - dim)[k] for r in group], dim)
+            assert torch.equal(exchanged.wait(), expected)
+            assert exchanged.wait() is exchanged.wait()
+        given = x if comm.rank == group[-1] else None
+        assert torch.equal(comm.broadcast(given, group[-1], group, x.shape, dtype).wait(), inputs[group[-1]])
+        if dtype != torch.bool:
+            check_sums(comm, group, inputs)
+        assert torch.equal(x, kept)
+
+
+def check_sums(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> None:
+    n, k, x = len(group), group.index(comm.rank), inputs[comm.rank]
+    total = sum(inputs[r] for r in group[1:]) + inputs[group[0]]
+    assert torch.equal(comm.all_reduce(x, group).wait(), total)
+    assert torch.equal(comm.all_reduce(x.clone(), group, owned=True).wait(), total)
+    for dim in (0, 1):
+        assert torch.equal(comm.reduce_scatter(x, group, dim).wait(), total.chunk(n, dim)[k])
+    strided = x.t()
+    assert torch.equal(comm.all_reduce(strided, group).wait(), total.t())
+    assert torch.equal(comm.reduce_scatter(strided, group, 1).wait(), total.t().chunk(n, 1)[k])
+    assert torch.equal(comm.all_reduce(x[0, 0], group).wait(), total[0, 0])
+
+
+def check_messages(comm: Communicator) -> None:
+    """Two messages around a ring in each direction, received in another order than they are waited for."""
+    for stride in (1, comm.world - 1):
+        to, source = ((comm.rank + stride) % comm.world, (comm.rank - stride) % comm.world)
+        for dtype in DTYPES:
+            first, second = (brought(comm.rank, dtype=dtype), brought(comm.rank + 10, (3, 5), dtype))
+            incoming = [comm.recv((24, 12), dtype, source, 1), comm.recv((3, 5), dtype, source, 2)]
+            comm.send(first.t(), to, 1)
+            comm.send(second, to, 2)
+            second.zero_()
+            assert torch.equal(incoming[1].wait(), brought(source + 10, (3, 5), dtype))
+            assert torch.equal(incoming[0].wait(), brought(source, dtype=dtype).t())
+    comm.send(torch.empty(0, 3), (comm.rank + 1) % comm.world, 7)
+    assert comm.recv((0, 3), torch.float32, (comm.rank - 1) % comm.world, 7).wait().shape == (0, 3)
+    comm.flush()
+
+
+def check_everything(comm: Communicator) -> int:
+    everyone = groups(comm.world)
+    comm.prepare(everyone)
+    for group in everyone:
+        check_collectives(comm, group)
+    check_messages(comm)
+    scalar = comm.all_gather(torch.ones(2) * comm.rank, tuple(range(comm.world)), -1).wait()
+    assert scalar.shape == (2 * comm.world,)
+    comm.barrier()
+    comm.close()
+    return comm.rank
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_threads_compute_what_the_whole_tensors_do(world: int) -> None:
+    if world == 1:
+        assert run_ranks(1, lambda comm: check_collectives(comm, (0,))) == [None]
+    else:
+        assert run_ranks(world, check_everything) == list(range(world))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [3, 4])
+def test_gloo_computes_what_the_whole_tensors_do(world: int) -> None:
+    for rank, (code, text) in enumerate(run_processes(world, "check_everything")):
+        assert code == 0, f"rank {rank}:\n{text}"
+
+
+@pytest.mark.dist
+def test_gloo_names_the_operation_when_a_rank_is_gone() -> None:
+    started = time.monotonic()
+    (code, text), (gone, _) = run_processes(2, "leave")
+    assert gone == 7
+    assert code == 1
+    assert "PeerLost: rank 0: all_reduce over ranks (0, 1) failed, because another rank ended" in text
+    assert time.monotonic() - started < 30
+
+
+def run_processes(world: int, function: str) -> list[tuple[int, str]]:
+    """Run this file once a rank, warnings being errors; return exit codes and what was printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", __file__, function],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        texts = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(ranks, texts, strict=True)]
+
+
+def leave(comm: Communicator) -> None:
+    if comm.rank == 1:
+        os._exit(7)
+    comm.all_reduce(torch.ones(3), (0, 1)).wait()
+
+
+def fails(world: int, function: Callable[[Communicator], object]) -> str:
+    with pytest.raises(RuntimeFailure) as caught:
+        run_ranks(world, function, timeout=5)
+    return str(caught.value)
+
+
+def test_sums_have_the_same_bits_on_all_ranks() -> None:
+    def total(comm: Communicator) -> Tensor:
+        x = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank)) * 10.0**comm.rank
+        whole = comm.all_reduce(x, (2, 0, 3, 1)).wait()
+        pieces = comm.reduce_scatter(x, (2, 0, 3, 1), 0).wait()
+        assert torch.equal(comm.all_gather(pieces, (2, 0, 3, 1), 0).wait(), whole)
+        return whole
+
+    results = run_ranks(4, total)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_a_failing_rank_ends_the_others_and_is_named() -> None:
+    def fail(comm: Communicator) -> None:
+        if comm.rank == 2:
+            raise ValueError("out of cheese")
+        comm.barrier()
+
+    assert fails(3, fail) == "rank 2 failed: ValueError: out of cheese"
+
+
+def test_a_plan_error_keeps_its_class() -> None:
+    def fail(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise InputError("no such batch")
+        comm.recv((2,), torch.float32, 1, 0).wait()
+
+    with pytest.raises(InputError, match=r"^rank 1: no such batch$"):
+        run_ranks(2, fail)
+
+
+def test_a_deadlock_is_reported_at_once_with_what_each_rank_waits_for() -> None:
+    def wait(comm: Communicator) -> None:
+        if comm.rank < 2:
+            comm.recv((2,), torch.float32, 1 - comm.rank, 5).wait()
+
+    started = time.monotonic()
+    with pytest.raises(RuntimeFailure) as caught:
+        run_ranks(3, wait, timeout=60)
+    assert time.monotonic() - started < 5
+    assert "no rank can go on" in str(caught.value)
+    assert "rank 0 waits for recv from rank 1, message 0, tag 5" in str(caught.value)
+    assert "rank 1 waits for recv from rank 0, message 0, tag 5" in str(caught.value)
+    assert "rank 2 has ended" in str(caught.value)
+
+
+def test_a_slow_rank_is_a_timeout() -> None:
+    def wait(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(1)
+        comm.all_reduce(torch.ones(2), (0, 1)).wait()
+
+    with pytest.raises(RuntimeFailure, match=r"within 0.2 s:\n.*rank 0 waits for all_reduce(.|\n)*rank 1 computes"):
+        run_ranks(2, wait, timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda c: c.reduce_scatter(torch.ones(7), (0, 1), 0).wait(), "size 7, which 2 ranks do not divide"),
+        (lambda c: c.all_reduce(torch.ones(2), (0, 0)).wait(), "every rank once"),
+        (lambda c: c.all_reduce(torch.ones(2 + c.rank), (0, 1)).wait(), "of another rank"),
+        (lambda c: c.send(torch.ones(2), c.rank, 0), "must be another of the 2 ranks"),
+        (lambda c: c.broadcast(None, c.rank, (0, 1), (2,), torch.float32).wait(), "not nothing"),
+        (lambda c: c.prepare([(0, 1)] if c.rank else []), "meets prepare of"),
+    ],
+)
+def test_wrong_calls_are_refused(call: Callable[[Communicator], object], text: str) -> None:
+    assert text in fails(2, call)
+
+
+def test_a_message_that_does_not_match_is_refused() -> None:
+    def mismatch(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(torch.ones(2, 3), 1, 4)
+        else:
+            comm.recv((3, 2), torch.float32, 0, 4).wait()
+
+    assert "expected (3, 2) torch.float32, but (2, 3) torch.float32 with tag 4 came" in fails(2, mismatch)
+
+
+if __name__ == "__main__":
+    from superscaler.runtime.distributed import connect
+
+    globals()[sys.argv[1]](connect(timeout=60))

@@ -1,0 +1,129 @@
+"""The functions of emitted code against torch, and the random numbers against what chance allows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from superscaler.runtime.functional import attention_dropout, count_labels, cross_entropy, dropout, uniform
+
+EXTENTS = (64, 48, 32)
+WHOLE = [(0, size) for size in EXTENTS]
+
+
+def numbers(seed: int = 0, step: int = 0, op: int = 0) -> torch.Tensor:
+    return uniform(seed, step, op, WHOLE, EXTENTS, "cpu").double()
+
+
+def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1])
+
+
+@pytest.mark.parametrize("box", [[(0, 64), (0, 48), (0, 32)], [(3, 40), (47, 48), (5, 31)], [(2, 2), (0, 48), (1, 9)]])
+def test_uniform_depends_on_the_element_and_never_on_the_box(box: list[tuple[int, int]]) -> None:
+    whole = uniform(5, 6, 7, WHOLE, EXTENTS, "cpu")
+    part = uniform(5, 6, 7, box, EXTENTS, "cpu")
+    assert torch.equal(part, whole[tuple(slice(low, high) for low, high in box)])
+
+
+def test_uniform_blocks_do_not_show() -> None:
+    long = uniform(1, 2, 3, [(0, 300_000)], [300_000], "cpu")
+    assert torch.equal(long[131_000:131_200], uniform(1, 2, 3, [(131_000, 131_200)], [300_000], "cpu"))
+    assert uniform(1, 2, 3, [], [], "cpu").shape == ()
+    assert uniform(1, 2, 3, [], [], "cpu") == long[0]
+
+
+def test_uniform_is_what_splitmix64_computes() -> None:
+    """The same element by Python's integers, at an index that needs more than 32 bits."""
+    from superscaler.runtime.functional import _key
+
+    index, word = 2**40 + 12345, (1 << 64) - 1
+    z = (index * 0x9E3779B97F4A7C15 + _key(-1, 2**70, 3)) & word
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & word
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & word
+    z ^= z >> 31
+    assert float(uniform(-1, 2**70, 3, [(index, index + 1)], [2**41], "cpu")) == (z >> 40) * 2.0**-24
+
+
+def test_uniform_has_the_moments_of_a_uniform_distribution() -> None:
+    x = numbers()
+    deviation = 1 / math.sqrt(x.numel())
+    assert x.min() >= 0
+    assert x.max() < 1
+    assert abs(x.mean() - 0.5) < 5 * deviation * math.sqrt(1 / 12)
+    assert abs(x.var() - 1 / 12) < 5 * deviation * math.sqrt(1 / 180)
+    counts = torch.histc(x, 64, 0, 1)
+    expected = x.numel() / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 63 + 5 * math.sqrt(2 * 63)
+
+
+def test_neighbours_seeds_steps_and_ops_are_independent() -> None:
+    x = numbers()
+    limit = 5 / math.sqrt(x.numel())
+    for dim in range(3):
+        n = x.shape[dim]
+        assert abs(correlation(x.narrow(dim, 0, n - 1), x.narrow(dim, 1, n - 1))) < 1.1 * limit
+    for other in (numbers(seed=1), numbers(step=1), numbers(op=1)):
+        assert abs(correlation(x, other)) < limit
+    swapped = [numbers(1, 2, 3), numbers(3, 2, 1), numbers(2, 1, 3)]
+    assert all(abs(correlation(a, b)) < limit for a in swapped for b in swapped if a is not b)
+
+
+def test_dropout_keeps_what_it_should() -> None:
+    x = torch.randn(EXTENTS, dtype=torch.float64, requires_grad=True)
+    random = uniform(0, 0, 0, WHOLE, EXTENTS, "cpu").flatten()
+    kept = (random.reshape(EXTENTS) >= 0.3).double()
+    y = dropout(x, 0.3, random)
+    assert torch.allclose(y, x * kept / 0.7, rtol=1e-15)
+    assert torch.allclose(torch.autograd.grad(y.sum(), x)[0], kept / 0.7, rtol=1e-15)
+    assert abs(kept.mean() - 0.7) < 5 * math.sqrt(0.21 / kept.numel())
+    assert torch.equal(dropout(x, 0.0, random), x)
+    assert not dropout(x, 1.0, random).any()
+
+
+MASK = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(3)) > 0.5
+MASK[0, 0, 1] = False
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("mask", "is_causal", "scale"),
+    [(None, False, None), (None, True, 0.2), (MASK, False, None), (MASK.double().log(), False, None)],
+)
+def test_attention_without_dropout_is_torch_attention(
+    kv_heads: int, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, 4, 5, 8), (2, kv_heads, 7, 8), (2, kv_heads, 7, 6)]
+    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    ours = attention_dropout(q, k, v, mask, 0.0, is_causal, scale, torch.zeros(2, 4, 5, 7))
+    expected = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=True)
+    assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
+    weights = torch.randn_like(expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, (q, k, v), weights), torch.autograd.grad(expected, (q, k, v), weights), strict=True
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-11, atol=1e-13)
+
+
+def test_attention_drops_probabilities() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(3))
+    random = uniform(0, 0, 0, [(0, 2), (0, 3), (0, 5), (0, 5)], [2, 3, 5, 5], "cpu")
+    probabilities = (q @ k.transpose(-2, -1) / math.sqrt(8)).softmax(-1)
+    expected = (probabilities * (random >= 0.4) / 0.6) @ v
+    assert torch.allclose(attention_dropout(q, k, v, None, 0.4, False, None, random), expected, rtol=1e-12)
+
+
+def test_parts_of_the_loss_sum_to_the_mean() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(12, 9), torch.randint(0, 9, (12,))
+    labels[:5] = -100
+    count = count_labels(labels, -100, torch.float32)
+    assert count == 7
+    assert count.shape == ()
+    parts = sum(cross_entropy(x, y, count, -100) for x, y in zip(logits.chunk(3), labels.chunk(3), strict=True))
+    assert torch.allclose(parts, F.cross_entropy(logits, labels))
