@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -31,7 +32,7 @@ class TextBatches:
 
     def __init__(self, path: Path | None, batch: int, sequence: int, vocabulary: int, seed: int) -> None:
         if vocabulary < 256:
-            raise InputError(f"text is read as bytes, which needs a vocabulary of 256, but the model's is {vocabulary}.")
+            raise InputError(f"text is read as bytes: that needs a vocabulary of 256, but the model's is {vocabulary}.")
         _check_seed(seed)
         self.batch = batch
         self.sequence = sequence
@@ -64,7 +65,7 @@ def check_text(path: Path | None, sequence: int) -> None:
     if path is None:
         return
     if not path.is_file():
-        raise InputError(f"data file {path} does not exist or is not a file; give a text file, or none for the default.")
+        raise InputError(f"data file {path} does not exist or is not a file; give a text, or none for the default.")
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -78,14 +79,11 @@ def check_text(path: Path | None, sequence: int) -> None:
 
 
 def library_text(limit: int = _DEFAULT_BYTES) -> bytes:
-    """Return the .py files of Python's standard library, in the order of their paths, cut to `limit` bytes."""
+    """Return the .py files of Python's standard library, in a fixed order, cut to `limit` bytes."""
     root = Path(sysconfig.get_path("stdlib"))
-    # What is installed into it, and the tests, which not every system has, are left out.
-    left_out = {"site-packages", "dist-packages", "test", "tests"}
-    files = (f for f in root.rglob("*.py") if not left_out.intersection(f.relative_to(root).parts))
     pieces: list[bytes] = []
     total = 0
-    for file in sorted(files, key=lambda f: f.relative_to(root).as_posix()):
+    for file in _sources(root):
         if total >= limit:
             break
         pieces.append(file.read_bytes())
@@ -93,6 +91,14 @@ def library_text(limit: int = _DEFAULT_BYTES) -> bytes:
     if not total:
         raise InputError(f"the default text needs Python's .py files, but {root} has none; give a text with --data.")
     return b"".join(pieces)[:limit]
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """Yield the .py files: those of a folder by name, then those of its folders."""
+    for folder, folders, files in os.walk(root):
+        # What is installed into it, and the tests, which not every system has, are left out.
+        folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests"})
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def synthetic_batch(inputs: Shapes, step: int, seed: int, bounds: Mapping[str, int]) -> Batch:

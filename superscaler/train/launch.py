@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -44,7 +44,7 @@ def train(
     check_text(data, 1)
     with tempfile.TemporaryDirectory(prefix="superscaler-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        options = ["--launched", "--steps", str(steps), "--seed", str(seed), "--metrics", str(metrics)]
+        options = ["--launched", str(folder), "--steps", str(steps), "--seed", str(seed), "--metrics", str(metrics)]
         options += [] if clip is None else ["--clip", str(clip)]
         options += [] if data is None else ["--data", str(data.resolve())]
         launch(program, options, world, Path(folder))
@@ -69,10 +69,8 @@ def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:
 def launch(program: Path, options: list[str], world: int, folder: Path) -> None:
     """Run a Python program once a rank under torchrun's agent, on a free port, and wait until all ended.
 
-    The agent's files and the standard error of all ranks but 0 go into `folder`.
+    `folder` takes the agent's files; a program may write a rank's standard error to `rank<number>` there.
     """
-    logs = folder / "logs"
-    logs.mkdir()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -83,21 +81,32 @@ def launch(program: Path, options: list[str], world: int, folder: Path) -> None:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects={rank: Std.ERR for rank in range(1, world)}),
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
         with _agent_environment(max(1, _cores() // world)):
             elastic_launch(config, sys.executable)(str(program), *options)
     except ChildFailedError as error:
+        _end_line()
         rank, failure = first_failure(error.failures)
-        tail = _standard_error(logs, rank)
+        kind, _, text = _exception(failure).partition(": ")
+        if kind == InputError.__name__:
+            raise InputError(text) from None
+        tail = _standard_error(folder, rank)
         if tail:
             print(f"rank {rank}:\n{tail}", file=sys.stderr)
         raise RuntimeFailure(_describe(rank, failure, world, tail)) from None
     except SignalException as error:
+        _end_line()
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise RuntimeFailure(f"training was stopped by {error.sigval.name}; all {world} ranks have ended.") from None
+
+
+def _end_line() -> None:
+    """Leave the progress line, which rank 0 could not end."""
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -110,7 +119,9 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     def order(rank: int) -> tuple[int, int]:
         failure = failures[rank]
         text = _exception(failure)
-        is_consequence = 1 if text.startswith("PeerLost:") else 2 if not text and failure.exitcode == -signal.SIGTERM else 0
+        is_consequence = (
+            1 if text.startswith("PeerLost:") else 2 if not text and failure.exitcode == -signal.SIGTERM else 0
+        )
         return is_consequence, failure.timestamp
 
     rank = min(failures, key=order)
@@ -119,28 +130,27 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 def _exception(failure: ProcessFailure) -> str:
     """Return `Class: message` of the exception that ended a rank, or nothing if it recorded none."""
-    message = failure.error_file_data.get("message", "")
-    return str(message.get("message", "") if isinstance(message, dict) else message)
+    # A text instead of a dict is torch's placeholder for "nothing recorded".
+    message = failure.error_file_data.get("message")
+    return str(message.get("message", "")) if isinstance(message, dict) else ""
 
 
 def _describe(rank: int, failure: ProcessFailure, world: int, tail: str) -> str:
     text = _exception(failure)
-    if failure.exitcode < 0:
+    if failure.exitcode < 0 and not text:
         how = f"was killed by {failure.signal_name()}"
         how += " (the system does this when memory runs out)" if failure.exitcode == -signal.SIGKILL else ""
     else:
         how = f"failed with exit code {failure.exitcode}"
-    if not text and failure.exitcode > 0:
-        text = tail.splitlines()[-1] if tail else "see its last words above"
-    others = f" The other {world - 1} ranks were ended." if world > 1 else ""
+        text = text or (tail.splitlines()[-1] if tail else "see its last words above")
+    others = f" All {world} ranks have ended." if world > 1 else ""
     return f"rank {rank} of {world} {how}{': ' + text if text else ''}{'' if text.endswith('.') else '.'}{others}"
 
 
-def _standard_error(logs: Path, rank: int) -> str:
+def _standard_error(folder: Path, rank: int) -> str:
     """Return the last lines that a rank wrote, if they did not go to the terminal."""
-    for file in logs.glob(f"*/attempt_0/{rank}/stderr.log"):
-        return "\n".join(file.read_text(errors="replace").splitlines()[-_TAIL:])
-    return ""
+    file = folder / f"rank{rank}"
+    return "\n".join(file.read_text(errors="replace").splitlines()[-_TAIL:]) if file.is_file() else ""
 
 
 def _cores() -> int:
@@ -155,7 +165,7 @@ def _agent_environment(threads: int) -> Iterator[None]:
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in signals}
     logger = logging.getLogger("torch.distributed.elastic")
-    level, is_main = logger.level, signal.getsignal(signal.SIGINT) is not None
+    level = logger.level
     logger.setLevel(logging.CRITICAL)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
@@ -165,10 +175,11 @@ def _agent_environment(threads: int) -> Iterator[None]:
         for name, value in variables.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
-        _restore(handlers if is_main else {})
+        _restore(handlers)
 
 
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        if signal.getsignal(number) is not handler:
+        # Unchanged where this is not the main thread, which alone may set one; None was not set by Python.
+        if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TextIO
@@ -51,19 +54,25 @@ Load = Callable[[Path], Step]
 
 
 def main(argv: Sequence[str] | None = None, *, directory: Path | None = None, load: Load | None = None) -> None:
-    """Train the plan in `directory` (default: the folder of the program that runs) on this rank."""
-    options = _parser().parse_args(argv)
+    """Train the plan in `directory` (default: the folder of the program that runs), as this whole process."""
+    options = parser().parse_args(argv)
     folder = Path(sys.argv[0]).resolve().parent if directory is None else directory
-    run_rank(lambda: _train(options, folder, load or _load), is_reported=options.launched)
+    run_rank(lambda: train_rank(options, folder, load or _load), log=options.launched)
 
 
-def run_rank(function: Callable[[], None], *, is_reported: bool = False) -> None:
+def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
     """Call the function as the whole work of this process, and let the launcher know why it failed.
 
-    Errors that a user can cause end the process with one line, or none if `is_reported` by who started it.
+    Errors that a user can cause end the process with one line. With a folder `log`, its launcher says them instead,
+    and the standard error of all ranks but 0 goes into a file there.
     """
+    rank = os.environ.get("RANK", "0")
+    if log is not None and rank != "0":
+        file = os.open(log / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(file, sys.stderr.fileno())
+        os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.excepthook = _quiet if is_reported else _one_line
+    sys.excepthook = partial(_end, log is not None)
     record(lambda: _after_linger(function))()
 
 
@@ -75,27 +84,30 @@ def _after_linger(function: Callable[[], None]) -> None:
         raise
 
 
-def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, PlanError):
-        print(f"error: {error}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-def _quiet(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _end(is_said: bool, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End the process at once: taking down process groups whose peers are gone may abort or hang."""
+    # torch.distributed wraps this hook and holds back what goes to sys.stderr until it returns.
+    terminal = sys.__stderr__
     if not isinstance(error, PlanError):
-        sys.__excepthook__(kind, error, trace)
+        traceback.print_exception(kind, error, trace, file=terminal)
+    elif not is_said:
+        print(f"error: {error}", file=terminal)
+    sys.stdout.flush()
+    if terminal is not None:
+        terminal.flush()
+    os._exit(error.exit_code if isinstance(error, PlanError) else 1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train this plan; start it with torchrun.")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--clip", type=float, help="largest global norm of the gradients")
-    parser.add_argument("--data", type=Path, help="a text file, read as bytes; default: Python's standard library")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the batches")
-    parser.add_argument("--metrics", type=Path, help="file for one JSON object a step")
-    parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
-    return parser
+def parser() -> argparse.ArgumentParser:
+    """Return what understands the options of `main`."""
+    made = argparse.ArgumentParser(description="Train this plan; start it with torchrun.")
+    made.add_argument("--steps", type=int, default=20)
+    made.add_argument("--clip", type=float, help="largest global norm of the gradients")
+    made.add_argument("--data", type=Path, help="a text file, read as bytes; default: Python's standard library")
+    made.add_argument("--seed", type=int, default=0, help="seed of the batches")
+    made.add_argument("--metrics", type=Path, help="file for one JSON object a step")
+    made.add_argument("--launched", type=Path, help=argparse.SUPPRESS)
+    return made
 
 
 def _load(directory: Path) -> Step:
@@ -104,7 +116,8 @@ def _load(directory: Path) -> Step:
     return load(directory)
 
 
-def _train(options: argparse.Namespace, directory: Path, load: Load) -> None:
+def train_rank(options: argparse.Namespace, directory: Path, load: Load) -> None:
+    """Train on this rank; rank 0 reports."""
     check_options(options.steps, options.clip)
     step = load(directory)
     batches = choose_batches(step, options.data, options.seed)
@@ -156,7 +169,7 @@ def _count_tokens(batch: Batch) -> int:
 
 def peak_memory() -> int:
     """Return the bytes that this process used at most: on its GPU if it has one, else in main memory."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     # Kibibytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
@@ -176,7 +189,9 @@ class Reporter:
         if self._metrics is not None:
             entry = {"step": number, "loss": loss, "seconds": seconds, "tokens": tokens, "memory_bytes": memory}
             print(json.dumps(entry | {"gradient_norm": norm}), file=self._metrics, flush=True)
-        text = f"step {number + 1}/{self._steps}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
+        text = (
+            f"step {number + 1}/{self._steps}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
+        )
         self._show(text if norm is None else f"{text}  norm {norm:.3f}", is_last=number + 1 == self._steps)
 
     def _show(self, text: str, *, is_last: bool) -> None:

@@ -1,0 +1,220 @@
+"""Step time of our plans against their peers, interleaved in one run: median of the ratios ours / peer.
+
+    python benchmarks/step_time.py [--steps 12] [--only single,data_parallel]
+
+GPT-2 (Hugging Face) with 4 layers, hidden 512, sequence 256, vocabulary 8192, batch 8, dropout 0; float32, AdamW;
+2 processes x 1 thread on gloo (`single`: 1 x 1). Peers: the plain module (`single`), torch DDP (`data_parallel`),
+`torch.distributed.pipelining` 1F1B with 4 microbatches and the same cut between the stages (`pipeline_1f1b`; embeddings
+untied on both sides, because the peer cannot tie weights of two stages), DTensor `parallelize_module`
+(`tensor_parallel`; both sides a llama of the same size, because DTensor has no style for GPT-2's Conv1D).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH, MICROBATCHES = 4, 512, 8, 256, 8192, 8, 4
+PLANS = {
+    "single": (1, "single"),
+    "data_parallel": (2, "data_parallel"),
+    "tensor_parallel": (2, "tensor_parallel"),
+    "pipeline_1f1b": (2, f"pipeline_1f1b:stages=2,microbatches={MICROBATCHES}"),
+}
+
+
+def gpt2(tied: bool = True) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=LAYERS, n_embd=HIDDEN, n_head=HEADS, n_positions=SEQUENCE, vocab_size=VOCABULARY, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config).train()
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, max_position_embeddings=SEQUENCE, vocab_size=VOCABULARY, use_cache=False,
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).train()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "single": gpt2, "data_parallel": gpt2, "tensor_parallel": llama, "pipeline_1f1b": lambda: gpt2(tied=False),
+}  # fmt: skip
+
+
+def batch_at(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    shape = (BATCH, SEQUENCE)
+    return {n: torch.randint(0, VOCABULARY, shape, generator=generator) for n in ("input_ids", "labels")}
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-4)
+
+
+def local_step(module: nn.Module, share: Callable[[Tensor], Tensor] = lambda x: x) -> Callable[[dict[str, Tensor]], Any]:
+    optimizer = optimizer_of(module)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        loss = module(**{k: share(v) for k, v in batch.items()}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def peer_single(rank: int, cut: int) -> Callable[[dict[str, Tensor]], Any]:
+    return local_step(gpt2())
+
+
+def peer_data_parallel(rank: int, cut: int) -> Callable[[dict[str, Tensor]], Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return local_step(DistributedDataParallel(gpt2()), lambda x: x.chunk(2)[rank])
+
+
+def peer_tensor_parallel(rank: int, cut: int) -> Callable[[dict[str, Tensor]], Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    module = llama()
+    styles: dict[str, Any] = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        styles[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        styles[f"model.layers.*.{name}"] = RowwiseParallel()
+    return local_step(parallelize_module(module, init_device_mesh("cpu", (2,)), styles))
+
+
+class Stage(nn.Module):
+    """A contiguous part of GPT-2: blocks first to last, the embeddings before or the head after them."""
+
+    def __init__(self, model: Any, first: int, last: int) -> None:
+        super().__init__()
+        self.wte = model.transformer.wte if first == 0 else None
+        self.wpe = model.transformer.wpe if first == 0 else None
+        self.blocks = nn.ModuleList(model.transformer.h[first:last])
+        self.ln_f = model.transformer.ln_f if last == LAYERS else None
+        self.head = model.lm_head if last == LAYERS else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.wte is not None and self.wpe is not None:
+            x = self.wte(x) + self.wpe(torch.arange(SEQUENCE))
+        for block in self.blocks:
+            made = block(x)
+            x = made[0] if isinstance(made, tuple) else made
+        return self.head(self.ln_f(x)) if self.head is not None and self.ln_f is not None else x
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    return nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), shifted.reshape(-1))
+
+
+def peer_pipeline_1f1b(rank: int, cut: int) -> Callable[[dict[str, Tensor]], Any]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    module = Stage(gpt2(tied=False), *((0, cut), (cut, LAYERS))[rank])
+    schedule = Schedule1F1B(PipelineStage(module, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=next_token_loss)
+    optimizer = optimizer_of(module)
+
+    def step(batch: dict[str, Tensor]) -> None:
+        if rank == 0:
+            schedule.step(batch["input_ids"])
+        else:
+            schedule.step(target=batch["labels"], losses=[])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def worker(name: str, directory: str, steps: int, cut: int) -> None:
+    """Time ours and the peer's steps in turn on one rank; rank 0 writes the pairs of seconds."""
+    import torch.distributed as dist
+
+    import superscaler as ss
+
+    torch.set_num_threads(1)
+    ours = ss.load(directory)
+    peer = globals()[f"peer_{name}"](ours.rank, cut)
+    pairs = []
+    for number in range(steps + 2):
+        batch, seconds = batch_at(number), []
+        for step in (ours, peer) if number % 2 else (peer, ours):
+            if ours.world > 1:
+                dist.barrier()
+            start = time.perf_counter()
+            step(batch)
+            if ours.world > 1:
+                dist.barrier()
+            seconds.append(time.perf_counter() - start)
+        pairs.append(seconds if number % 2 else seconds[::-1])
+    if ours.rank == 0:
+        Path(directory, "pairs.txt").write_text("\n".join(f"{a} {b}" for a, b in pairs[2:]))
+    ours.close()
+
+
+def measure(name: str, steps: int) -> list[tuple[float, float]]:
+    import superscaler as ss
+    from superscaler.plans import resolve
+    from superscaler.train.launch import launch
+
+    world, spec = PLANS[name]
+    module = MODELS[name]()
+    graph = ss.capture(module, kwargs=batch_at(0), optimizer=optimizer_of(module))
+    plan = ss.compile(graph, resolve(spec), ss.Cluster.local(world))
+    print(plan.summary(), file=sys.stderr)
+    rows = plan.compiled.schedule.edges.rows
+    cut = sum(set(rows[block.ops[-1].name].device.tolist()) == {0} for block in graph.blocks)
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save(folder)
+        launch(Path(__file__), ["--worker", name, "--plan", folder, "--steps", str(steps), "--cut", str(cut)], world=world, threads=1)
+        lines = Path(folder, "pairs.txt").read_text().splitlines()
+    return [(float(a), float(b)) for a, b in (line.split() for line in lines)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", default=",".join(PLANS))
+    parser.add_argument("--worker")
+    parser.add_argument("--plan")
+    parser.add_argument("--cut", type=int, default=0)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.plan, options.steps, options.cut)
+        return
+    print(f"torch {torch.__version__}; seconds a step (median of {options.steps}), and the median of the ratios")
+    print(f"{'plan':18} {'ours':>8} {'peer':>8} {'ours/peer':>10} {'range':>15}")
+    for name in options.only.split(","):
+        pairs = measure(name, options.steps)
+        ratios = sorted(a / b for a, b in pairs)
+        ours, peer = statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+        spread = f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
+        print(f"{name:18} {ours:8.3f} {peer:8.3f} {statistics.median(ratios):10.3f} {spread:>15}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

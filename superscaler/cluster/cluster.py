@@ -1,0 +1,137 @@
+"""`Cluster`: the devices of a plan, and how one is written in text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from superscaler.cluster.presets import LOCAL, PRESETS, DeviceKind
+from superscaler.errors import InputError, unknown
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_SHAPE = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
+# More than any machine has; a device is an object, so a slip of the finger must not fill the memory.
+_MOST = 1_000_000
+_FORMS = "write local:N, PRESET:SERVERSxDEVICES (as v100:4x8), or the path of a YAML file"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A worker. `kind` is the name of a preset, or `local`."""
+
+    id: int
+    server: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Servers with equally many devices each, numbered server by server. `Cluster.parse(str(c)) == c`."""
+
+    name: str
+    devices: tuple[Device, ...]
+    devices_per_server: int
+
+    @classmethod
+    def local(cls, n: int) -> Cluster:
+        """Return `n` devices of this machine.
+
+        >>> str(Cluster.local(4))
+        'local:4'
+        """
+        return cls.of(LOCAL, LOCAL, 1, n)
+
+    @classmethod
+    def preset(cls, name: str, servers: int, devices_per_server: int) -> Cluster:
+        """Return a cluster of a known kind of device. Raises InputError for an unknown preset or a number below 1.
+
+        >>> str(Cluster.preset("v100", servers=4, devices_per_server=8))
+        'v100:4x8'
+        """
+        if name not in PRESETS:
+            raise InputError(unknown("preset", name, PRESETS))
+        return cls.of(name, name, servers, devices_per_server)
+
+    @classmethod
+    def of(cls, name: str, kind: str, servers: int, devices_per_server: int) -> Cluster:
+        """Return a cluster under a name of its own. `kind` is the name of a preset, or `local`."""
+        if kind != LOCAL and kind not in PRESETS:
+            raise InputError(f"cluster '{name}': {unknown('preset', kind, [*PRESETS, LOCAL])}")
+        if servers < 1 or devices_per_server < 1:
+            raise InputError(
+                f"cluster '{name}' would have {servers} servers with {devices_per_server} devices each; "
+                "both numbers must be 1 or more."
+            )
+        if servers * devices_per_server > _MOST:
+            raise InputError(f"cluster '{name}' would have {servers * devices_per_server} devices; at most {_MOST} fit.")
+        numbers = range(servers * devices_per_server)
+        return cls(name, tuple(Device(i, i // devices_per_server, kind) for i in numbers), devices_per_server)
+
+    @classmethod
+    def parse(cls, spec: str) -> Cluster:
+        """Return the cluster that `local:4`, `v100:4x8`, a YAML file or one line of YAML describes.
+
+        Raises InputError that says what is wrong with it.
+        """
+        if spec.endswith((".yaml", ".yml")):
+            return _from_file(Path(spec))
+        if spec.startswith("{"):
+            return _from_yaml(spec, "the cluster")
+        name, _, size = spec.partition(":")
+        if name == LOCAL:
+            if not _NUMBER.fullmatch(size):
+                raise InputError(f"cluster '{spec}' has no number of processes; write local:N, as local:4.")
+            return cls.local(int(size))
+        if name not in PRESETS:
+            raise InputError(f"{unknown('cluster', name, [*PRESETS, LOCAL])} Or {_FORMS}.")
+        found = _SHAPE.fullmatch(size)
+        if found is None:
+            raise InputError(f"cluster '{spec}' has no servers x devices; write {name}:SERVERSxDEVICES, as {name}:4x8.")
+        return cls.preset(name, int(found[1]), int(found[2]))
+
+    @property
+    def kind(self) -> str:
+        """The name of the preset, or `local`."""
+        return self.devices[0].kind
+
+    @property
+    def servers(self) -> int:
+        return len(self.devices) // self.devices_per_server
+
+    @property
+    def device_kind(self) -> DeviceKind | None:
+        """What is known about the devices; nothing about local ones."""
+        return PRESETS.get(self.kind)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone can run it as it is."""
+        return self.kind == LOCAL and self.servers == 1
+
+    def __str__(self) -> str:
+        if self.name == self.kind and self.is_local:
+            return f"{self.name}:{len(self.devices)}"
+        if self.name == self.kind and self.kind != LOCAL:
+            return f"{self.name}:{self.servers}x{self.devices_per_server}"
+        shape = f"servers: {self.servers}, devices_per_server: {self.devices_per_server}"
+        return f"{{name: {json.dumps(self.name, ensure_ascii=False)}, preset: {self.kind}, {shape}}}"
+
+
+def _from_file(path: Path) -> Cluster:
+    if not path.is_file():
+        raise InputError(f"there is no cluster file {path}; {_FORMS}.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cluster file {path} cannot be read: {error}.") from None
+    return _from_yaml(text, str(path))
+
+
+def _from_yaml(text: str, where: str) -> Cluster:
+    # YAML and its checks are needed by those only who write one.
+    from superscaler.cluster.file import read
+
+    found = read(text, where)
+    return Cluster.of(found.name, found.preset, found.servers, found.devices_per_server)

@@ -1,0 +1,104 @@
+"""Evaluate what depends on no input and no parameter, and simplify what its values allow (causal masks)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superscaler.frontend.trace import Call, Trace, Var, substitute, variables
+
+# These read only the shape of their operand.
+_SHAPE_ONLY = frozenset(
+    f"aten.{name}.default"
+    for name in ("new_ones", "new_zeros", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
+)
+
+
+def fold(trace: Trace, device: torch.device) -> None:
+    """Replace every call on constants by its value, computed on `device`; buffers without data stay in the graph."""
+    constants = {n: v for n, v in trace.values.items() if trace.kinds[n] in ("buffer", "constant")}
+    last = {name: k for k, call in enumerate(trace.calls) for name in call.reads()}
+    kept: list[Call] = []
+    needed: set[str] = {trace.loss}
+    for k, call in enumerate(trace.calls):
+        if _is_constant(call, constants):
+            results = _evaluate(trace, call, constants, device)
+            constants.update(zip(call.outputs, results, strict=True))
+        else:
+            kept.append(call)
+            needed.update(call.reads())
+        for name in call.reads():
+            if last[name] == k and name not in needed and name not in trace.kinds:
+                constants.pop(name, None)
+    trace.calls = kept
+    _store(trace, {n: v for n, v in constants.items() if n in needed and n not in trace.kinds})
+
+
+def _is_constant(call: Call, constants: dict[str, Tensor]) -> bool:
+    if torch.Tag.nondeterministic_seeded in call.function.tags:
+        return False
+    return call.target in _SHAPE_ONLY or all(name in constants for name in call.reads())
+
+
+def _evaluate(trace: Trace, call: Call, constants: dict[str, Tensor], device: torch.device) -> list[Tensor]:
+    def value(variable: Var) -> Tensor:
+        found = constants.get(variable.name)
+        if found is not None:
+            return found
+        spec = trace.specs[variable.name]
+        return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
+
+    kwargs = {k: device if isinstance(v, torch.device) else v for k, v in substitute(call.kwargs, value).items()}
+    with torch.no_grad(), device:
+        result = call.function(*substitute(call.args, value), **kwargs)
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _store(trace: Trace, constants: dict[str, Tensor]) -> None:
+    """Keep the constants that calls read, equal ones once."""
+    first: dict[Any, str] = {}
+    same: dict[str, str] = {}
+    for name, value in constants.items():
+        key = (value.dtype, tuple(value.shape), value.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        same[name] = first.setdefault(key, name)
+        if same[name] == name:
+            trace.kinds[name] = "constant"
+            trace.values[name] = value.contiguous()
+    trace.calls = [rename(call, same) for call in trace.calls]
+    trace.loss = same.get(trace.loss, trace.loss)
+
+
+def rename(call: Call, names: dict[str, str]) -> Call:
+    """Return the call with the tensors that it reads renamed."""
+    if not any(v.name in names for v in variables((call.args, call.kwargs))):
+        return call
+
+    def swap(variable: Var) -> Var:
+        return Var(names.get(variable.name, variable.name))
+
+    return replace(call, args=substitute(call.args, swap), kwargs=substitute(call.kwargs, swap))
+
+
+def is_causal(mask: Tensor) -> bool:
+    """Tell whether a mask [..., queries, keys] lets each query see the keys up to its own number, and no other."""
+    seen = _seen(mask)
+    return seen is not None and bool((seen == torch.ones_like(seen).tril()).all())
+
+
+def is_open(mask: Tensor) -> bool:
+    """Tell whether a mask hides nothing."""
+    seen = _seen(mask)
+    return seen is not None and bool(seen.all())
+
+
+def _seen(mask: Tensor) -> Tensor | None:
+    """Return which keys a query sees; None for a mask that is added and holds more than 0 and "minus infinity"."""
+    if mask.dim() < 2:
+        return None
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return ~hidden if bool((hidden | (mask == 0)).all()) else None

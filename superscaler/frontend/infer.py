@@ -1,0 +1,106 @@
+"""Unify indices along every edge of the graph, then read off each op's indices, marks and slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from superscaler.frontend.notation import Dim, Signature
+from superscaler.frontend.rules import Site, signature
+from superscaler.frontend.spans import Span, leaves, unify
+from superscaler.frontend.trace import Call, Trace
+from superscaler.ir.graph import Mark
+
+Slots = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """A call with its indices: for each the class that it belongs to and its mark; slots as `ir.Operand` has them."""
+
+    call: Call
+    classes: tuple[Span, ...]
+    marks: tuple[Mark, ...]
+    inputs: tuple[Slots, ...]
+    outputs: tuple[Slots, ...]
+
+
+@dataclass(slots=True)
+class Inference:
+    """The dims of every tensor as spans, the indexed calls, and how often an operator without a rule was met."""
+
+    dims: dict[str, list[list[Span]]] = field(default_factory=dict)
+    calls: list[Indexed] = field(default_factory=list)
+    unsupported: Counter[str] = field(default_factory=Counter)
+
+    def classes(self, tensor: str) -> list[list[Span]]:
+        """Return per dim of a tensor the classes of its slots."""
+        return [leaves(dim) for dim in self.dims[tensor]]
+
+
+def infer(trace: Trace) -> Inference:
+    """Return the indices of all calls of a trace. What does not fit is frozen where it does not fit, and only there."""
+    found = Inference()
+    for name in trace.specs:
+        if name in trace.kinds:
+            found.dims[name] = [[Span(size)] if size > 1 else [] for size in trace.specs[name].shape]
+    instances = [_instantiate(found, trace, call) for call in trace.calls]
+    found.calls = [_read_off(found, *instance) for instance in instances]
+    return found
+
+
+def _instantiate(found: Inference, trace: Trace, call: Call) -> tuple[Call, Signature, dict[str, Span]]:
+    """Give a call fresh indices, and unify them with what its operands already are."""
+    reads = call.reads()
+    shapes = tuple(trace.specs[name].shape for name in reads)
+    rule, is_known = signature(Site(call, shapes, tuple(trace.specs[name].shape for name in call.outputs)))
+    if not is_known:
+        found.unsupported[call.target] += 1
+    spans = {letter: Span(rule.sizes[letter]) for letter in rule.marks}
+    for name, dims in zip(reads, rule.inputs, strict=True):
+        for have, want in zip(found.dims[name], dims, strict=True):
+            if want is not None:
+                unify(have, [spans[letter] for letter in want])
+    for name, dims in zip(call.outputs, rule.outputs, strict=True):
+        found.dims[name] = [[spans[letter] for letter in dim or ()] for dim in dims]
+    return call, rule, spans
+
+
+def _read_off(found: Inference, call: Call, rule: Signature, spans: dict[str, Span]) -> Indexed:
+    """Expand each index into its classes; where an operand's slots and its indices disagree, freeze both."""
+    classes: list[Span] = []
+    marks: list[Mark] = []
+    numbers: dict[str, range] = {}
+    for letter, mark in rule.marks.items():
+        own = leaves([spans[letter]])
+        numbers[letter] = range(len(classes), len(classes) + len(own))
+        classes += own
+        marks += [mark] * len(own)
+
+    def slots(name: str, dims: Sequence[Dim]) -> Slots:
+        result: list[int | None] = []
+        for have, want in zip(found.classes(name), dims, strict=True):
+            indices = [] if want is None else [i for letter in want for i in numbers[letter]]
+            matched, left = _match(have, indices, classes)
+            result += matched
+            for i in left:
+                marks[i] = "frozen"
+        return tuple(result)
+
+    inputs = tuple(slots(name, dims) for name, dims in zip(call.reads(), rule.inputs, strict=True))
+    outputs = tuple(slots(name, dims) for name, dims in zip(call.outputs, rule.outputs, strict=True))
+    return Indexed(call, tuple(classes), tuple(marks), inputs, outputs)
+
+
+def _match(have: list[Span], indices: list[int], classes: list[Span]) -> tuple[list[int | None], list[int]]:
+    """Return for each slot of a dim the index that it is, from both ends, and the indices that match no slot."""
+    result: list[int | None] = [None] * len(have)
+    first, last = 0, 0
+    while first < min(len(have), len(indices)) and have[first] is classes[indices[first]]:
+        result[first] = indices[first]
+        first += 1
+    while last < min(len(have), len(indices)) - first and have[-1 - last] is classes[indices[-1 - last]]:
+        result[-1 - last] = indices[-1 - last]
+        last += 1
+    return result, indices[first : len(indices) - last]

@@ -1,0 +1,234 @@
+"""An exported program as a list of calls on named tensors: what the later steps of capture rewrite."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from superscaler.errors import CaptureError
+from superscaler.ir.graph import TensorKind
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """Stands for a tensor in the arguments of a call."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator call. `function` is None for the operators that torch does not have."""
+
+    name: str
+    target: str
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[str, ...]
+    module: str
+    source: str
+
+    def reads(self) -> list[str]:
+        """Return the tensors among the arguments, in order, repeated ones repeated."""
+        return [v.name for v in variables((self.args, self.kwargs))]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+
+@dataclass(slots=True)
+class Trace:
+    """Calls in execution order, the shape of every tensor, the kind of those that no call makes, and known values."""
+
+    calls: list[Call]
+    specs: dict[str, Spec]
+    kinds: dict[str, TensorKind]
+    values: dict[str, Tensor]
+    loss: str
+    taken: set[str] = field(default_factory=set)
+
+    def derive(self, name: str, word: str) -> str:
+        """Return a new name made of a call's name and a word: `addmm_3`, `product` -> `addmm_product_3`."""
+        stem, number = re.fullmatch(r"(.*?)(_\d+)?", name).groups(default="")  # type: ignore[union-attr]
+        return self.fresh(f"{stem}_{word}{number}")
+
+    def fresh(self, name: str) -> str:
+        unique, n = name, 1
+        while unique in self.taken:
+            n += 1
+            unique = f"{name}_{n}"
+        self.taken.add(unique)
+        return unique
+
+
+def variables(value: Any) -> Iterator[Var]:
+    """Yield the tensors in nested arguments, in order."""
+    if isinstance(value, Var):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from variables(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from variables(item)
+
+
+def substitute(value: Any, replace: Callable[[Var], Any]) -> Any:
+    """Return nested arguments with every tensor replaced; lists become tuples."""
+    if isinstance(value, Var):
+        return replace(value)
+    if isinstance(value, dict):
+        return {k: substitute(v, replace) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(substitute(v, replace) for v in value)
+    return value
+
+
+def read(exported: ExportedProgram, canonical: dict[str, str]) -> Trace:
+    """Return the calls of an exported program. `canonical` maps all parameter names to the one that is kept."""
+    reader = _Reader(exported, canonical)
+    for node in exported.graph.nodes:
+        if node.op == "call_function":
+            reader.call(node)
+    reader.trace.loss = reader.names[exported.graph.output_node().args[0][-1]]
+    return reader.trace
+
+
+class _Reader:
+    def __init__(self, exported: ExportedProgram, canonical: dict[str, str]) -> None:
+        self.names: dict[Node, str] = {}
+        self.parts: dict[Node, list[str]] = {}
+        self.trace = Trace([], {}, {}, {}, "")
+        nodes = {node.name: node for node in exported.graph.nodes}
+        _refuse_mutation(exported)
+        for spec in exported.graph_signature.input_specs:
+            node = nodes[getattr(spec.arg, "name", "")] if getattr(spec.arg, "name", "") in nodes else None
+            if node is None or not isinstance(node.meta.get("val"), Tensor):
+                continue
+            self._leaf(exported, spec.kind, spec.target, node, canonical)
+
+    def _leaf(
+        self, exported: ExportedProgram, kind: InputKind, target: str | None, node: Node, canonical: dict[str, str]
+    ) -> None:
+        trace = self.trace
+        name = canonical.get(target or node.name, target or node.name)
+        self.names[node] = name
+        if name in trace.specs:
+            return
+        trace.taken.add(name)
+        trace.specs[name] = _spec(node.meta["val"])
+        trace.kinds[name] = _KINDS[kind]
+        stored = exported.state_dict.get(target or "", exported.constants.get(target or ""))
+        if kind is not InputKind.USER_INPUT and isinstance(stored, Tensor) and not stored.is_meta:
+            trace.values[name] = stored.detach()
+
+    def call(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            source, k = node.args
+            self.names[node] = self.parts[source][k]  # type: ignore[index]
+            return
+        self._refuse_unknown(node)
+        value = node.meta.get("val")
+        if "_assert" in str(node.target) or value is None:
+            return
+        name = self.trace.fresh(node.name)
+        if isinstance(value, Tensor):
+            outputs = (name,)
+            self.names[node] = name
+        else:
+            outputs = tuple(self.trace.derive(name, str(k)) for k in range(len(value)))
+            self.parts[node] = list(outputs)
+        for output, v in zip(outputs, [value] if isinstance(value, Tensor) else value, strict=True):
+            self.trace.specs[output] = _spec(v)
+        args, kwargs = (_convert(a, self.names) for a in (node.args, node.kwargs))
+        module, source = _module(node), source_of(node.meta.get("stack_trace") or "")
+        self.trace.calls.append(Call(name, str(node.target), node.target, args, kwargs, outputs, module, source))
+
+    def _refuse_unknown(self, node: Node) -> None:
+        value = node.meta.get("val")
+        values = value if isinstance(value, list | tuple) else [value]
+        if isinstance(node.target, torch._ops.OpOverload) and all(v is None or isinstance(v, Tensor) for v in values):
+            return
+        where = source_of(node.meta.get("stack_trace") or "") or "an unknown line"
+        raise CaptureError(
+            f"{where} runs {node.target}, whose result decides what is computed (control flow on data); "
+            "a captured step must compute the same operators for every batch: take it out of the model."
+        )
+
+
+_KINDS: dict[InputKind, TensorKind] = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+
+
+def _spec(value: Tensor) -> Spec:
+    return Spec(tuple(int(s) for s in value.shape), value.dtype)
+
+
+def _refuse_mutation(exported: ExportedProgram) -> None:
+    signature = exported.graph_signature
+    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if changed:
+        raise CaptureError(
+            f"the model changes {len(changed)} of its buffers or inputs in its forward: {', '.join(changed)}; "
+            "this is not supported yet. Use layers without running statistics, or call .eval() on those layers."
+        )
+
+
+def _convert(value: Any, names: dict[Node, str]) -> Any:
+    """Return fx arguments with nodes as `Var`."""
+    if isinstance(value, Node):
+        return Var(names[value])
+    if isinstance(value, dict):
+        return {k: _convert(v, names) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_convert(v, names) for v in value)
+    return value
+
+
+def _module(node: Node) -> str:
+    """Return the path of the innermost module; a repeated call of a module has the suffix `@n`, which goes."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path: str = next(reversed(stack.values()))[0] if stack else ""
+    return path.split("@")[0]
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_NOT_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+def source_of(stack: str) -> str:
+    """Return `file:line` of the innermost frame of a stack trace that is neither torch's nor ours, or ''."""
+    frames = [(f, line) for f, line in _FRAME.findall(stack) if not f.startswith((*_NOT_MODEL, "<"))]
+    if not frames:
+        return ""
+    path, line = frames[-1]
+    return f"{_shorten(path)}:{line}"
+
+
+def _shorten(path: str) -> str:
+    """Leave out what differs between machines: up to site-packages, or the working directory."""
+    for root in ("site-packages" + os.sep, os.getcwd() + os.sep):
+        if root in path:
+            return path.split(root, 1)[1]
+    return path

@@ -1,0 +1,73 @@
+"""A model's spec -> the module, the example inputs of one training step, and a maker of batches."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superscaler.errors import InputError, unknown
+from superscaler.models import file
+from superscaler.models.options import Options, read_pairs, settle
+
+# name -> the file of this package that holds it. A file has OPTIONS (by size), DEFAULT and build(options).
+_HOMES = {"gpt2": "gpt2", "llama": "llama", "mlp": "mlp"}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A module in training mode whose `module(*args, **kwargs)` gives a scalar loss or an object with `.loss`.
+
+    `make_batch(step)` gives real tensors for the inputs by name, equal for equal steps, also when the module is on
+    the meta device; it is None for a model from a file, whose inputs only their author knows.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    make_batch: Callable[[int], dict[str, Tensor]] | None
+
+
+def names() -> list[str]:
+    """Return the names of the models that need no file."""
+    return sorted(_HOMES)
+
+
+def build(spec: str) -> BuiltModel:
+    """Return the model that `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]` describes.
+
+    Common keys of the named models: size, layers, hidden, batch, seed (default 0) and device (cpu or meta: shapes
+    only, no memory). Weights are random and depend on the seed only. Raises InputError for an unknown model, key,
+    file or function, and for a value of the wrong type.
+    """
+    name, _, rest = spec.partition(":")
+    if name.endswith(".py"):
+        function, _, rest = rest.partition(":")
+        module, args, kwargs = file.build(spec, name, function, rest)
+        return BuiltModel(spec, module, args, kwargs, None)
+    if name not in _HOMES:
+        raise InputError(f"{unknown('model', name, _HOMES)} Or give a file: path/to/file.py:function.")
+    home = importlib.import_module(f"superscaler.models.{_HOMES[name]}")
+    options = settle(spec, read_pairs(spec, rest), home.OPTIONS, home.DEFAULT)
+    with _seeded(options):
+        module = home.build(options).train()
+    return BuiltModel(spec, module, (), _example(home.make_batch, options), lambda step: home.make_batch(options, step))
+
+
+@contextmanager
+def _seeded(options: Options) -> Iterator[None]:
+    """Draw weights from the seed, on the device that was asked for, and leave the caller's generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options["seed"])
+        with torch.device(options["device"]):
+            yield
+
+
+def _example(make_batch: Callable[[Mapping[str, Any], int], dict[str, Tensor]], options: Options) -> dict[str, Any]:
+    return {name: tensor.to(options["device"]) for name, tensor in make_batch(options, 0).items()}

@@ -1,0 +1,58 @@
+"""Causal language models of the Hugging Face library, unmodified, from a config."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from superscaler.errors import InputError
+from superscaler.models import batch
+from superscaler.models.options import Options
+
+
+def library() -> ModuleType:
+    """Return the `transformers` module. Raises InputError when it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(
+            "this model comes from the Hugging Face library, which is not installed; "
+            "install it with: pip install 'superscaler[hf]'"
+        ) from None
+    return transformers
+
+
+def from_config(config: str, model: str, **values: Any) -> nn.Module:
+    """Return the model class of the library with random weights, for its config class with these values."""
+    transformers = library()
+    with _quiet():
+        built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(use_cache=False, **values))
+    return built
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back the library's advice about configs, which is for those who load trained weights."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def make_batch(options: Options, step: int) -> dict[str, Tensor]:
+    """Return `input_ids` and `labels` of shape (batch, seq); the library shifts the labels in its loss."""
+    return batch.tokens(options["seed"], step, options["batch"], options["seq"], options["vocab"])
+
+
+def check_sequence(model: str, options: Options) -> None:
+    """Raise InputError for sequences that leave nothing to predict after the shift of the labels."""
+    if options["seq"] < 2:
+        raise InputError(f"{model}: seq={options['seq']}, but predicting a next token needs a sequence of 2 or more.")

@@ -1,0 +1,46 @@
+"""Llama of the Hugging Face library, with the language-model loss.
+
+Sizes: 1b (the default: 1.24 billion parameters, the shape of Llama 3.2 1B: 16 layers, hidden 2048, 32 heads, 8
+key/value heads, MLP 8192, tied embeddings), 8b and 70b (the shapes of Llama 3.1): vocabulary 128256, sequence 2048,
+batch 8. tiny: 2 layers, hidden 64, 4 heads, 2 key/value heads, MLP 256, sequence 32, vocabulary 512, batch 8, untied.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from superscaler.models.huggingface import check_sequence, from_config, make_batch
+from superscaler.models.options import Options, check_divides
+
+__all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
+
+_FAMILY = {"seq": 2048, "batch": 8, "vocab": 128256}
+_TINY = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "seq": 32, "batch": 8, "vocab": 512}
+DEFAULT = "1b"
+OPTIONS = {
+    "tiny": {**_TINY, "mlp": 256, "tied": False},
+    "1b": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "mlp": 8192, "tied": True, **_FAMILY},
+    "8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "tied": False, **_FAMILY},
+    "70b": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672, "tied": False, **_FAMILY},
+}
+
+
+def build(options: Options) -> nn.Module:
+    """Return the module. Keys: size, layers, hidden, heads, kv_heads, mlp, tied, seq, batch, vocab, seed, device."""
+    check_divides("llama", "hidden", "heads", options)
+    check_divides("llama", "heads", "kv_heads", options)
+    check_sequence("llama", options)
+    return from_config(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        num_hidden_layers=options["layers"],
+        hidden_size=options["hidden"],
+        num_attention_heads=options["heads"],
+        num_key_value_heads=options["kv_heads"],
+        head_dim=options["hidden"] // options["heads"],
+        intermediate_size=options["mlp"],
+        tie_word_embeddings=options["tied"],
+        max_position_embeddings=options["seq"],
+        vocab_size=options["vocab"],
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )

@@ -1,0 +1,37 @@
+"""A multilayer perceptron that classifies vectors, with its loss inside."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from superscaler.models import batch
+from superscaler.models.options import Options
+
+DEFAULT = ""
+OPTIONS = {"": {"layers": 2, "hidden": 64, "inputs": 32, "classes": 10, "batch": 16}}
+
+
+class MLP(nn.Module):
+    """`layers` times linear and GELU, then a linear to the classes; `forward` gives the mean cross entropy."""
+
+    def __init__(self, layers: int, hidden: int, inputs: int, classes: int) -> None:
+        super().__init__()
+        widths = [inputs] + [hidden] * layers
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of `x` (batch, inputs) for `labels` (batch,), of which -100 is left out."""
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return F.cross_entropy(self.head(x), labels)
+
+
+def build(options: Options) -> nn.Module:
+    """Return the module. Keys: layers, hidden, inputs, classes, batch, seed, device."""
+    return MLP(options["layers"], options["hidden"], options["inputs"], options["classes"])
+
+
+def make_batch(options: Options, step: int) -> dict[str, Tensor]:
+    return batch.classes(options["seed"], step, options["batch"], options["inputs"], options["classes"])

@@ -1,0 +1,67 @@
+"""Random graphs under random nested cuts on random devices equal the unsplit graph, and their programs cannot deadlock."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from random_graphs import largest_error, random_model, random_plan
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.program import Collective, Send
+from superscaler.materialize.rendezvous import check_rendezvous
+from superscaler.schedule.conservation import check_conservation
+
+
+def check(seed: int, irregular: bool) -> None:
+    model, values = random_model(seed, 6)
+    compiled = random_plan(model, seed + 1, 1 + seed % 4, irregular)
+    check_conservation(compiled.schedule)
+    check_rendezvous(compiled.program)
+    error, where = largest_error(compiled, values)
+    assert error < 1e-9, (seed, where)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_regular_grids_equal_the_unsplit_graph(block: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        check(seed, irregular=False)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_nested_uneven_misaligned_trees_equal_the_unsplit_graph(block: int) -> None:
+    for seed in range(10_000 + 10 * block, 10_000 + 10 * block + 10):
+        check(seed, irregular=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(100))
+def test_many_more_random_plans(block: int) -> None:
+    for seed in range(20_000 + 20 * block, 20_000 + 20 * block + 20):
+        check(seed, irregular=True)
+
+
+def test_the_check_of_equality_can_fail() -> None:
+    model, values = random_model(3, 6)
+    compiled = random_plan(model, 4, 2, irregular=False)
+    text = compiled.emitted.files["segments.py"]
+    broken = text.replace("torch.tanh(", "torch.sin(").replace(" - ", " + ")
+    assert broken != text
+    files = {**compiled.emitted.files, "segments.py": broken}
+    wrong = dataclasses.replace(compiled, emitted=dataclasses.replace(compiled.emitted, files=files))
+    assert largest_error(wrong, values)[0] > 1e-9
+
+
+def test_a_program_whose_devices_disagree_about_order_is_refused() -> None:
+    for seed in range(200):
+        compiled = random_plan(random_model(seed, 6)[0], seed + 1, 2, irregular=False)
+        program = compiled.program
+        code = list(program.devices[0].instructions)
+        at = [k for k, i in enumerate(code) if isinstance(i, Collective | Send)]
+        if len(at) >= 2:
+            code[at[0]], code[at[-1]] = code[at[-1]], code[at[0]]
+            device = dataclasses.replace(program.devices[0], instructions=tuple(code))
+            with pytest.raises(ScheduleError, match="deadlocks"):
+                check_rendezvous(dataclasses.replace(program, devices=(device, *program.devices[1:])))
+            return
+    pytest.fail("no random program communicates twice")

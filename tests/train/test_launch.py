@@ -1,0 +1,160 @@
+"""Ranks as processes: they train, and when one dies the message names it and the others end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from superscaler.errors import InputError, RuntimeFailure
+from superscaler.train.launch import train
+
+ROOT = Path(__file__).parents[2]
+
+# A step whose loss is the sum over the ranks of their numbers, and what happens at the third one.
+RUN = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from superscaler.errors import RuntimeFailure
+from superscaler.runtime.distributed import connect
+from superscaler.train.loop import main
+
+class Step:
+    inputs = {{"input_ids": ((2, 8), "int64"), "labels": ((2, 8), "int64")}}
+    last_norm = None
+    count = 0
+
+    def __init__(self):
+        self.communicator = connect(timeout=60)
+        self.rank, self.world = self.communicator.rank, self.communicator.world
+        (Path(sys.argv[0]).parent / f"pid{{self.rank}}").write_text(str(os.getpid()))
+
+    def __call__(self, batch, clip=None):
+        self.count += 1
+        rank = self.rank
+        if self.count == 3:
+            {fault}
+        return self.communicator.all_reduce(torch.tensor(float(rank + 1)), tuple(range(self.world))).wait()
+
+    def close(self):
+        self.communicator.close()
+
+main(load=lambda directory: Step())
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def write(plan: Path, fault: str = "pass") -> Path:
+    (plan / "run.py").write_text(RUN.format(fault=fault))
+    return plan
+
+
+def has_ended(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def fail(plan: Path, fault: str, world: int = 2) -> str:
+    started = time.monotonic()
+    with pytest.raises(RuntimeFailure) as caught:
+        train(write(plan, fault), world=world, steps=5)
+    assert time.monotonic() - started < 30
+    assert all(has_ended(int(file.read_text())) for file in plan.glob("pid*"))
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_training_returns_the_losses(plan: Path) -> None:
+    handler, threads = signal.getsignal(signal.SIGINT), os.environ.get("OMP_NUM_THREADS")
+    report = train(write(plan, 'assert os.environ["OMP_NUM_THREADS"] >= "1"'), world=2, steps=4, seed=1)
+    assert report["losses"] == [3.0] * 4
+    assert report["world"] == 2
+    assert report["tokens_per_second"] > 0
+    assert report["seconds"] > 0
+    assert report["gradient_norms"] == []
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.dist
+def test_a_killed_rank_is_named(plan: Path) -> None:
+    message = fail(plan, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert message.startswith("rank 1 of 2 was killed by SIGKILL")
+
+
+@pytest.mark.dist
+def test_a_rank_that_raises_is_named_with_its_exception(plan: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    message = fail(plan, 'if rank == 1: raise ValueError("no cheese left")')
+    assert message == "rank 1 of 2 failed with exit code 1: ValueError: no cheese left. All 2 ranks have ended."
+    assert "in __call__" in capfd.readouterr().err
+
+
+@pytest.mark.dist
+def test_a_failure_that_is_explained_shows_no_traceback(plan: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    message = fail(plan, 'if rank == 0: raise RuntimeFailure("out of memory; use more ranks.")')
+    assert message == (
+        "rank 0 of 2 failed with exit code 1: RuntimeFailure: out of memory; use more ranks. All 2 ranks have ended."
+    )
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.dist
+def test_bad_input_that_only_the_ranks_see_is_bad_input(plan: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (plan / "text").write_bytes(b"short")
+    with pytest.raises(InputError, match="has 5 bytes, but one sequence needs 8"):
+        train(write(plan), world=2, steps=2, data=plan / "text")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.dist
+def test_a_rank_that_exits_is_named_although_it_said_nothing(plan: Path) -> None:
+    assert fail(plan, "if rank == 1: os._exit(3)").startswith("rank 1 of 2 failed with exit code 3")
+
+
+@pytest.mark.dist
+def test_interrupting_ends_all_ranks(plan: Path) -> None:
+    write(plan, "time.sleep(600)")
+    code = "import sys, pathlib; from superscaler.train.launch import train\n"
+    code += "train(pathlib.Path(sys.argv[1]), world=2, steps=5)"
+    with subprocess.Popen([sys.executable, "-c", code, str(plan)], stderr=subprocess.PIPE, text=True) as process:
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        deadline = time.monotonic() + 40
+        while len(list(plan.glob("pid*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        text = process.communicate()[1]
+        killer.cancel()
+    assert time.monotonic() - started < 30
+    assert "KeyboardInterrupt" in text
+    pids = [int(file.read_text()) for file in plan.glob("pid*")]
+    assert len(pids) == 2
+    assert all(map(has_ended, pids))
+
+
+def test_bad_arguments_start_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"it has no run.py"):
+        train(tmp_path, world=2, steps=3)
+    write(tmp_path)
+    for arguments, message in (
+        ({"world": 0, "steps": 3}, "not on 0"),
+        ({"world": 2, "steps": 0}, "0 steps"),
+        ({"world": 2, "steps": 3, "data": tmp_path / "none"}, "does not exist"),
+        ({"world": 2, "steps": 3, "clip": 0.0}, "norm of 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            train(tmp_path, **arguments)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""The loop of a rank on a step that is made here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from superscaler.errors import InputError
+from superscaler.train.loop import choose_batches, parser, peak_memory, train_rank
+
+
+class FakeStep:
+    """Its loss is the step number; it keeps the batches that it was given."""
+
+    def __init__(self, inputs: dict[str, tuple[tuple[int, ...], str]], rank: int = 0) -> None:
+        self.inputs = inputs
+        self.rank = rank
+        self.world = 2
+        self.last_norm: float | None = None
+        self.batches: list[Mapping[str, Tensor]] = []
+        self.is_closed = False
+
+    def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None) -> Tensor:
+        self.batches.append(batch)
+        self.last_norm = None if clip is None else 2 * clip
+        return torch.tensor(float(len(self.batches)))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+TEXT: dict[str, tuple[tuple[int, ...], str]] = {"input_ids": ((2, 8), "int64"), "labels": ((2, 8), "int64")}
+FLOATS: dict[str, tuple[tuple[int, ...], str]] = {"x": ((4, 8), "float32"), "labels": ((4,), "int64")}
+
+
+def train(arguments: list[str], step: FakeStep) -> None:
+    train_rank(parser().parse_args(arguments), Path(), lambda _: step)
+
+
+def test_a_rank_trains_and_writes_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step, metrics = FakeStep(TEXT), tmp_path / "metrics"
+    train(["--steps", "3", "--clip", "0.5", "--metrics", str(metrics)], step)
+    entries = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [entry["loss"] for entry in entries] == [1, 2, 3]
+    assert [entry["tokens"] for entry in entries] == [16, 16, 16]
+    assert [entry["gradient_norm"] for entry in entries] == [1.0, 1.0, 1.0]
+    assert entries[-1]["memory_bytes"] > 10_000_000
+    assert "step 3/3  loss 3.0000" in capsys.readouterr().err
+    assert step.is_closed
+
+
+def test_ranks_see_the_same_batches_and_only_rank_0_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    for inputs in (TEXT, FLOATS):
+        steps = [FakeStep(inputs, rank) for rank in (0, 1)]
+        for step in reversed(steps):
+            train(["--steps", "2", "--seed", "3"], step)
+            assert (capsys.readouterr().err == "") == (step.rank == 1)
+        for mine, theirs in zip(steps[0].batches, steps[1].batches, strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in inputs)
+
+
+def test_models_that_read_no_text_get_random_tensors_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = choose_batches(FakeStep(FLOATS), None, 0)(0)
+    assert batch["x"].dtype == torch.float32
+    assert "random tensors for x, labels" in capsys.readouterr().err
+    with pytest.raises(InputError, match="this one reads x, labels"):
+        choose_batches(FakeStep(FLOATS), Path("text"), 0)
+
+
+def test_the_vocabulary_of_the_plan_is_checked() -> None:
+    step = FakeStep(TEXT)
+    step.bounds = {"input_ids": 100}  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match="256, but the model's is 100"):
+        choose_batches(step, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("--steps=0", "0 steps"), ("--clip=-1", "norm of -1"), ("--clip=nan", "nan")]
+)
+def test_impossible_options_are_refused(option: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        train([option], FakeStep(TEXT))
+
+
+def test_memory_is_in_bytes() -> None:
+    assert 1e7 < peak_memory() < 1e12
