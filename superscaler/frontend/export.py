@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -139,7 +138,3 @@ def _explain(module: nn.Module, error: BaseException) -> CaptureError:
         "Run the module once on these arguments; where that works, the line branches on data or mutates state."
     )
 
-
-def signature_names(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that a forward takes."""
-    return list(inspect.signature(forward).parameters)

@@ -211,7 +211,11 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.cross_entropy_loss.default": _cross_entropy,
     **dict.fromkeys(
-        _names("l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        _names("l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        _mean_of_losses,
+    ),
+    **dict.fromkeys(
+        _names("binary_cross_entropy", "binary_cross_entropy_with_logits"),
         _mean_of_losses,
     ),
 }

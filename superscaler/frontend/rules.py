@@ -203,7 +203,7 @@ def reduced_loss(site: Site) -> str | None:
     """A loss of elements: none reduced, summed, or (mean squared error, whose mean the emitter divides) averaged."""
     operands = ", ".join(["d..+"] * len(site.ins))
     if site.outs[0] == ():
-        return f"{operands} -> "
+        return f"{operands} -> " if len(set(site.ins)) == 1 else None
     return elementwise(site)
 
 
@@ -237,7 +237,7 @@ def embedding(site: Site) -> str | None:
 
 def attention(site: Site) -> tuple[str, Mapping[str, int]] | str:
     """Batch and heads; queries unless causal (the mask is aligned at the first query); never keys."""
-    causal = bool(site.call.argument(5 if site.call.target.startswith("aten") else 5, "is_causal", False))
+    causal = bool(site.call.argument(5, "is_causal", False))
     query = "l^" if causal else "l"
     keys = ["b.. s^ e^", "b.. s^ v"]
     if len(site.ins[0]) < 4 or site.ins[0][-3] == site.ins[1][-3]:
@@ -360,7 +360,7 @@ RULES: Mapping[str, str | Recipe] = {
     **_aten(gather, "gather"),
     **_aten(reduction(None, "+"), "sum mean"),
     **_aten(reduction(1, "+"), "sum.dim_IntList mean.dim"),
-    **_aten(reduction(None), "max min amax_all any all prod var std argmax_all norm.Scalar"),
+    **_aten(reduction(None), "max min any all prod var std norm.Scalar"),
     **_aten(reduction(1), "amax amin max.dim min.dim any.dim all.dim prod.dim_int var.correction var.dim std.dim"),
     **_aten(reduction(1), "std.correction argmax argmin logsumexp any.dims all.dims"),
     **_aten(reduction(2), "linalg_vector_norm norm.ScalarOpt_dim"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import Queue
+from threading import Thread
 from typing import Any, NoReturn
 
 import torch
@@ -104,6 +106,65 @@ def _fail(what: str, error: RuntimeError) -> NoReturn:
     raise RuntimeFailure(f"{what} failed: {reason}") from error
 
 
+class _Sends:
+    """The started sends, whose buffers are freed as they end. Works of NCCL can be polled; a thread waits for gloo's.
+
+    An error of a send shows at the next one, or at the next `flush`.
+    """
+
+    def __init__(self, *, can_poll: bool) -> None:
+        self._can_poll = can_poll
+        self._queue: Queue[tuple[Any, Tensor, str] | None] = Queue()
+        self._polled: list[tuple[Any, Tensor, str]] = []
+        self._thread: Thread | None = None
+        self._error: RuntimeFailure | None = None
+
+    @property
+    def pending(self) -> int:
+        return self._queue.unfinished_tasks + len(self._polled)
+
+    def add(self, handle: Any, buffer: Tensor, what: str) -> None:
+        self._raise()
+        if self._can_poll:
+            self._polled = [entry for entry in self._polled if not entry[0].is_completed()]
+            self._polled.append((handle, buffer, what))
+            return
+        if self._thread is None:
+            self._thread = Thread(target=self._drain, name="sends", daemon=True)
+            self._thread.start()
+        self._queue.put((handle, buffer, what))
+
+    def flush(self) -> None:
+        self._queue.join()
+        for handle, _, what in self._polled:
+            _finish(handle, what)
+        self._polled.clear()
+        self._raise()
+
+    def close(self) -> None:
+        self.flush()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _drain(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            try:
+                _finish(entry[0], entry[2])
+            except RuntimeFailure as error:
+                self._error = self._error or error
+            finally:
+                # Before the buffer counts as sent, so that it is not held while this waits for the next one.
+                del entry
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
@@ -117,7 +178,7 @@ class DistributedCommunicator:
         self.device = device
         self._is_gloo = dist.get_backend() == "gloo"
         self._groups: dict[Group, Any] = {tuple(range(self.world)): dist.group.WORLD}
-        self._sends: list[tuple[Any, Tensor, str]] = []
+        self._sends = _Sends(can_poll=not self._is_gloo)
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Make a process group for each set of ranks that has none; the whole world is the default group."""
@@ -184,11 +245,8 @@ class DistributedCommunicator:
         what = f"rank {self.rank}: send to rank {peer}"
         self._check_peer(peer, what)
         buffer = x.detach().clone() if x.is_contiguous() and not owned else x.detach().contiguous()
-        # gloo works only report completion to who waits for them; those of NCCL can be polled.
-        if not self._is_gloo:
-            self._sends = [entry for entry in self._sends if not entry[0].is_completed()]
         handle = self._call(what, dist.isend, _bytes(buffer), peer, tag=self._tag(tag))
-        self._sends.append((handle, buffer, what))
+        self._sends.add(handle, buffer, what)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> Work:
         what = f"rank {self.rank}: recv from rank {peer}"
@@ -205,13 +263,11 @@ class DistributedCommunicator:
             _fail(what, error)
 
     def flush(self) -> None:
-        for handle, _, what in self._sends:
-            _finish(handle, what)
-        self._sends.clear()
+        self._sends.flush()
 
     def close(self) -> None:
         if dist.is_initialized():
-            self.flush()
+            self._sends.close()
             dist.destroy_process_group()
 
     def _enter(self, operation: str, group: Group) -> tuple[Any, str]:

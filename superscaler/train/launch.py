@@ -66,11 +66,16 @@ def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:
     }
 
 
-def launch(program: Path, options: list[str], world: int, folder: Path) -> None:
+def launch(program: Path, options: list[str], world: int, folder: Path | None = None) -> None:
     """Run a Python program once a rank under torchrun's agent, on a free port, and wait until all ended.
 
-    `folder` takes the agent's files; a program may write a rank's standard error to `rank<number>` there.
+    `folder` takes the agent's files (default: a temporary one); a program may write a rank's standard error to
+    `rank<number>` there. Raises RuntimeFailure naming the first rank that failed, or InputError if it raised that.
     """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="superscaler-") as made:
+            launch(program, options, world, Path(made))
+        return
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

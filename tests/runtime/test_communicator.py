@@ -20,6 +20,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.runtime.communicator import Communicator, Group
+from superscaler.runtime.distributed import DistributedCommunicator, connect
 from superscaler.runtime.threads import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
@@ -84,6 +85,11 @@ def check_messages(comm: Communicator) -> None:
             assert torch.equal(incoming[0].wait(), brought(source, dtype=dtype).t())
     comm.send(torch.empty(0, 3), (comm.rank + 1) % comm.world, 7)
     assert comm.recv((0, 3), torch.float32, (comm.rank - 1) % comm.world, 7).wait().shape == (0, 3)
+    if isinstance(comm, DistributedCommunicator):
+        deadline = time.monotonic() + 20
+        while comm._sends.pending and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert comm._sends.pending == 0
     comm.flush()
 
 
@@ -244,6 +250,4 @@ def test_a_message_that_does_not_match_is_refused() -> None:
 
 
 if __name__ == "__main__":
-    from superscaler.runtime.distributed import connect
-
     globals()[sys.argv[1]](connect(timeout=60))

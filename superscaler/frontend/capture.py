@@ -1,0 +1,219 @@
+"""Capture: an unmodified module and its example arguments -> the data-flow graph of one training iteration.
+
+    export -> read -> fold constants -> normalize -> infer indices -> name factors -> Model
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from superscaler.errors import CaptureError
+from superscaler.frontend.export import examples, export
+from superscaler.frontend.flops import FlopCounter
+from superscaler.frontend.fold import fold, rename
+from superscaler.frontend.gradients import depends, has_mirror, remove_idle_detaches, with_gradient
+from superscaler.frontend.infer import Indexed, Inference, infer
+from superscaler.frontend.naming import name_factors
+from superscaler.frontend.normalize import normalize, remove_dead
+from superscaler.frontend.optimizer import Training, read_optimizer
+from superscaler.frontend.trace import Trace, read, substitute
+from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured step: the model; its initial values and example batch by pTensor name; the program it came from.
+
+    `values` lacks what was built on the meta device. `seconds` has `export` (torch) and `capture` (the rest).
+    """
+
+    model: Model
+    values: dict[str, Tensor]
+    exported: ExportedProgram
+    seconds: dict[str, float]
+    batch: dict[str, Tensor]
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Captured:
+    """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`.
+
+    Raises CaptureError where the module gives no scalar loss, cannot be exported, changes buffers or inputs, or where
+    the optimizer is not supported.
+    """
+    training = read_optimizer(module, optimizer)
+    own_args, own_kwargs = examples(module, args, kwargs or {})
+    start = time.perf_counter()
+    exported = export(module, own_args, own_kwargs)
+    exported_at = time.perf_counter()
+    aliases = aliases_of(module)
+    trace = read(exported, aliases)
+    _require_values(module, trace)
+    remove_dead(trace)
+    fold(trace, _device(module))
+    normalize(trace)
+    model = _build(trace, training, aliases)
+    seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
+    return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs or {}))
+
+
+def aliases_of(module: nn.Module) -> dict[str, str]:
+    """Return for each further name of a tied parameter the name that is kept: the first of `named_parameters`."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            found[name] = first[id(parameter)]
+    return found
+
+
+def _require_values(module: nn.Module, trace: Trace) -> None:
+    """Add the parameters that the graph does not read, so that they are saved and loaded like the others."""
+    for name, parameter in module.named_parameters():
+        if name not in trace.specs:
+            raise CaptureError(f"parameter {name} of {type(module).__name__} is not in the exported graph; rename it.")
+        if not parameter.is_meta:
+            trace.values[name] = parameter.detach()
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Return where constants are computed: on the module's device, on the CPU for a module without data."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _batch(exported: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the example inputs by the names that export gave them, in its order."""
+    specs = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+    order = [k for k in exported.call_spec.in_spec.children()[1].context] if exported.call_spec.in_spec else []
+    given = {k: kwargs[k] for k in order}
+    flat = pytree.tree_leaves((args, given))
+    return {s.arg.name: v for s, v in zip(specs, flat, strict=True) if isinstance(v, Tensor)}
+
+
+def _build(trace: Trace, training: Training, aliases: dict[str, str]) -> Model:
+    trained = set(training.groups)
+    same = remove_idle_detaches(trace, trained)
+    trace.calls = [rename(call, same) for call in trace.calls if call.outputs[0] not in same]
+    trace.loss = same.get(trace.loss, trace.loss)
+    needed = with_gradient(trace, trained)
+    if trace.loss not in needed:
+        raise CaptureError(
+            f"the loss depends on none of the {len(trained)} parameters that the optimizer trains; "
+            "check requires_grad, torch.no_grad and .detach() in the model."
+        )
+    found = infer(trace)
+    builder = _Builder(trace, found, needed)
+    forward = builder.forward()
+    updates = [builder.update(name, group, training) for name, group in training.groups.items() if name in needed]
+    tensors = {name: builder.tensor(name) for name in _order(trace)}
+    inputs = tuple(name for name, kind in trace.kinds.items() if kind == "input")
+    ops, factors = (*forward, *updates), builder.factors()
+    return Model(tensors, ops, factors, inputs, trace.loss, training.optimizer, aliases, dict(found.unsupported))
+
+
+def _order(trace: Trace) -> list[str]:
+    kinds = ("parameter", "buffer", "input", "constant")
+    leaves = [name for kind in kinds for name, k in trace.kinds.items() if k == kind]
+    return leaves + [name for call in trace.calls for name in call.outputs]
+
+
+class _Builder:
+    """Writes the inferred graph down as frozen data."""
+
+    def __init__(self, trace: Trace, found: Inference, needed: set[str]) -> None:
+        self.trace = trace
+        self.found = found
+        self.needed = needed
+        self.names = name_factors(trace, found)
+        self.flops = FlopCounter()
+        self.from_weights = depends(trace, ("parameter",))
+        self.from_inputs = depends(trace, ("input",))
+
+    def factors(self) -> dict[str, Factor]:
+        spans = [s for name in self.found.dims for dim in self.found.classes(name) for s in dim]
+        spans += [s for indexed in self.found.calls for s in indexed.classes]
+        return {self.names[id(s)]: Factor(self.names[id(s)], s.size) for s in spans}
+
+    def tensor(self, name: str) -> PTensor:
+        spec, dims = self.trace.specs[name], self.found.classes(name)
+        slots = tuple(tuple(self.names[id(s)] for s in dim) for dim in dims)
+        extents = tuple(s.size for dim in dims for s in dim)
+        dtype, kind = str(spec.dtype).removeprefix("torch."), self.trace.kinds.get(name, "activation")
+        return PTensor(name, spec.shape, dtype, kind, slots, extents, name in self.needed)
+
+    def forward(self) -> list[Op]:
+        return [self._op(indexed) for indexed in self.found.calls]
+
+    def _op(self, indexed: Indexed) -> Op:
+        call = indexed.call
+        reads = call.reads()
+        numbers = iter(range(len(reads)))
+        args, kwargs = substitute((call.args, _options(call.kwargs)), lambda _: Ref(next(numbers)))
+        pairs = zip(indexed.classes, indexed.marks, strict=True)
+        return Op(
+            name=call.name,
+            target=call.target,
+            args=_literal(args),
+            kwargs=tuple((k, _literal(v)) for k, v in kwargs.items()),
+            inputs=tuple(Operand(n, s) for n, s in zip(reads, indexed.inputs, strict=True)),
+            outputs=tuple(Operand(n, s) for n, s in zip(call.outputs, indexed.outputs, strict=True)),
+            indices=tuple(Index(s.size, self.names[id(s)], mark) for s, mark in pairs),
+            has_mirror=has_mirror(call, self.needed),
+            module=call.module,
+            source=call.source,
+            flops=self.flops.count(call, self.trace.specs),
+            from_data=not self.from_weights.intersection(call.outputs),
+            from_weights=not self.from_inputs.intersection(call.outputs),
+        )
+
+    def update(self, name: str, group: int, training: Training) -> Op:
+        """Return the op that updates a parameter in place; each of its elements is updated apart."""
+        tensor = self.tensor(name)
+        factors = [factor for dim in tensor.slots for factor in dim]
+        operand = Operand(name, tuple(range(len(factors))))
+        indices = tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, factors, strict=True))
+        return Op(
+            name=f"update.{name}",
+            target=f"ss.{training.optimizer.name}",
+            args=(Ref(0),),
+            kwargs=(),
+            inputs=(operand,),
+            outputs=(operand,),
+            indices=indices,
+            kind="optimizer",
+            module=name.rpartition(".")[0],
+            from_weights=True,
+            group=group,
+        )
+
+
+_DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking"})
+
+
+def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _DROPPED}
+
+
+def _literal(value: Any) -> Any:
+    """Return an argument as a plain value: dtypes as text, nothing that names a device or a memory layout."""
+    if isinstance(value, tuple):
+        return tuple(_literal(v) for v in value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, torch.device | torch.layout | torch.memory_format | torch.Generator):
+        return None
+    return value

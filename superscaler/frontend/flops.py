@@ -1,0 +1,51 @@
+"""Floating-point operations of a call, counted by torch on tensors without data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from superscaler.frontend.trace import Call, Spec, Var, substitute
+
+_COUNTED = ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "dot", "conv", "scaled_dot_product", "einsum")
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+class FlopCounter:
+    """Counts each operator and shape once; operators that are no contraction count nothing."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, int] = {}
+
+    def count(self, call: Call, specs: dict[str, Spec]) -> int:
+        if call.target == "ss.attention_dropout":
+            q, k, v, mask, _, causal, scale = call.args
+            return self._cached(call, _ATTENTION, (q, k, v, mask, 0.0, causal), {"scale": scale}, specs)
+        if not any(word in call.target for word in _COUNTED):
+            return 0
+        return self._cached(call, _overload(call.target), call.args, call.kwargs, specs)
+
+    def _cached(
+        self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[str, Spec]
+    ) -> int:
+        key = (call.target, tuple((specs[n].shape, specs[n].dtype) for n in call.reads()), repr(call.kwargs))
+        if key not in self.known:
+            self.known[key] = _count(function, args, kwargs, specs)
+        return self.known[key]
+
+
+def _overload(target: str) -> Any:
+    namespace, name, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _count(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[str, Spec]) -> int:
+    def empty(variable: Var) -> torch.Tensor:
+        spec = specs[variable.name]
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+    with FlopCounterMode(display=False) as counter:
+        function(*substitute(args, empty), **substitute(kwargs, empty))
+    return int(counter.get_total_flops())

@@ -1,0 +1,62 @@
+"""A `torch.optim` optimizer as data: which parameters it trains, in which group, with which options."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superscaler.errors import CaptureError, unknown
+from superscaler.ir.graph import Optimizer
+
+_SUPPORTED = {c.__name__: c for c in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)}
+_DEFAULT = Optimizer("SGD", ((("lr", 1e-2),),))
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The optimizer, and the parameter group of each parameter that it updates, by canonical name."""
+
+    optimizer: Optimizer
+    groups: dict[str, int]
+
+
+def read_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Training:
+    """Return what an optimizer does. None means SGD with lr 1e-2 on all parameters that require gradients.
+
+    Raises CaptureError for another class than SGD, Adam, AdamW, and for parameters that are not the module's.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    if optimizer is None:
+        return Training(_DEFAULT, {name: 0 for name, p in module.named_parameters() if p.requires_grad})
+    kind = type(optimizer).__name__
+    if _SUPPORTED.get(kind) is not type(optimizer):
+        raise CaptureError(unknown("optimizer", kind, _SUPPORTED))
+    groups: dict[str, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CaptureError(
+                    f"parameter group {number} of {kind} holds a parameter of shape {tuple(parameter.shape)} that is "
+                    f"none of the {len(names)} of {type(module).__name__}; build the optimizer from module.parameters()."
+                )
+            if parameter.requires_grad:
+                groups[names[id(parameter)]] = number
+    return Training(Optimizer(kind, tuple(_options(type(optimizer), g) for g in optimizer.param_groups)), groups)
+
+
+def _options(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the options of a group that the constructor takes, as plain values."""
+    accepted = set(inspect.signature(kind).parameters) - {"params"}
+    return tuple((name, _plain(value)) for name, value in group.items() if name in accepted)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    return value
