@@ -153,7 +153,7 @@ class _Reader:
             outputs = (name,)
             self.names[node] = name
         else:
-            outputs = tuple(self.trace.derive(name, str(k)) for k in range(len(value)))
+            outputs = tuple(self.trace.derive(name, f"part{k}") for k in range(len(value)))
             self.parts[node] = list(outputs)
         for output, v in zip(outputs, [value] if isinstance(value, Tensor) else value, strict=True):
             self.trace.specs[output] = _spec(v)

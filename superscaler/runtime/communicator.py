@@ -124,6 +124,17 @@ def join(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
+def to_plan_order(rows: Tensor, group: Group) -> list[Tensor]:
+    """Return the rows, which lie in ascending order of the ranks, in the order of the group."""
+    ascending = sorted(group)
+    return [rows[ascending.index(rank)] for rank in group]
+
+
+def from_plan_order(chunks: Sequence[Tensor], group: Group) -> Tensor:
+    """Return the chunks, which lie in the order of the group, stacked in ascending order of the ranks."""
+    return torch.stack([chunks[group.index(rank)] for rank in sorted(group)])
+
+
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum, added from first to last, halves in float32: the same bits wherever it is computed."""
     dtype = parts[0].dtype

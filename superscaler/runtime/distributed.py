@@ -24,12 +24,14 @@ from superscaler.runtime.communicator import (
     PeerLost,
     Work,
     allocate,
+    from_plan_order,
     given,
     join,
     once,
     position,
     split,
     sum_in_order,
+    to_plan_order,
 )
 
 # Renamed in torch 2.13, where the old names warn.
@@ -203,7 +205,7 @@ class DistributedCommunicator:
         def finish() -> Tensor:
             if dim == 0 and group == tuple(sorted(group)) and x.dim():
                 return gathered.flatten(0, 1)
-            return join(_to_plan_order(gathered, group), dim)
+            return join(to_plan_order(gathered, group), dim)
 
         return self._start(what, _all_gather, finish, _bytes(gathered), _bytes(mine), group=process_group)
 
@@ -211,12 +213,12 @@ class DistributedCommunicator:
         if len(group) == 1:
             return Done(x)
         process_group, what = self._enter("reduce_scatter", group)
-        outgoing = _from_plan_order(split(x, len(group), dim, what), group)
+        outgoing = from_plan_order(split(x, len(group), dim, what), group)
         # gloo's own reduce_scatter is its slowest collective: moving the chunks and adding here is twice as fast.
         if self._is_gloo:
             incoming = torch.empty_like(outgoing)
             return self._start(
-                what, dist.all_to_all_single, lambda: sum_in_order(_to_plan_order(incoming, group)),
+                what, dist.all_to_all_single, lambda: sum_in_order(to_plan_order(incoming, group)),
                 _bytes(incoming), _bytes(outgoing), group=process_group,
             )  # fmt: skip
         chunk = torch.empty_like(outgoing[0])
@@ -226,10 +228,10 @@ class DistributedCommunicator:
         if len(group) == 1:
             return Done(x)
         process_group, what = self._enter("all_to_all", group)
-        outgoing = _from_plan_order(split(x, len(group), split_dim, what), group)
+        outgoing = from_plan_order(split(x, len(group), split_dim, what), group)
         incoming = torch.empty_like(outgoing)
         return self._start(
-            what, dist.all_to_all_single, lambda: join(_to_plan_order(incoming, group), concat_dim),
+            what, dist.all_to_all_single, lambda: join(to_plan_order(incoming, group), concat_dim),
             _bytes(incoming), _bytes(outgoing), group=process_group,
         )  # fmt: skip
 
@@ -295,14 +297,3 @@ class DistributedCommunicator:
 
     def _tag(self, tag: int) -> int:
         return tag if self._is_gloo else 0
-
-
-def _to_plan_order(rows: Tensor, group: Group) -> list[Tensor]:
-    """Return the rows, which lie in ascending order of the ranks, in the order of the group."""
-    ascending = sorted(group)
-    return [rows[ascending.index(rank)] for rank in group]
-
-
-def _from_plan_order(chunks: Sequence[Tensor], group: Group) -> Tensor:
-    """Return the chunks, which lie in the order of the group, stacked in ascending order of the ranks."""
-    return torch.stack([chunks[group.index(rank)] for rank in sorted(group)])

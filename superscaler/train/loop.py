@@ -53,11 +53,11 @@ class Step(Protocol):
 Load = Callable[[Path], Step]
 
 
-def main(argv: Sequence[str] | None = None, *, directory: Path | None = None, load: Load | None = None) -> None:
-    """Train the plan in `directory` (default: the folder of the program that runs), as this whole process."""
+def main(argv: Sequence[str] | None = None, *, load: Load | None = None) -> None:
+    """Train the plan in the directory that the options name (default: where this program is), as this whole process."""
     options = parser().parse_args(argv)
-    folder = Path(sys.argv[0]).resolve().parent if directory is None else directory
-    run_rank(lambda: train_rank(options, folder, load or _load), log=options.launched)
+    directory = options.directory or Path(sys.argv[0]).resolve().parent
+    run_rank(lambda: train_rank(options, directory, load or _load), log=options.launched)
 
 
 def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
@@ -101,6 +101,7 @@ def _end(is_said: bool, kind: type[BaseException], error: BaseException, trace: 
 def parser() -> argparse.ArgumentParser:
     """Return what understands the options of `main`."""
     made = argparse.ArgumentParser(description="Train this plan; start it with torchrun.")
+    made.add_argument("directory", nargs="?", type=Path, help="the plan; default: the folder of this program")
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--clip", type=float, help="largest global norm of the gradients")
     made.add_argument("--data", type=Path, help="a text file, read as bytes; default: Python's standard library")

@@ -46,7 +46,7 @@ class Step:
     def close(self):
         self.communicator.close()
 
-main(load=lambda directory: Step())
+main([str(Path(__file__).parent), *sys.argv[1:]], load=lambda directory: Step())
 """
 
 
