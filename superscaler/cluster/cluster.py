@@ -65,7 +65,9 @@ class Cluster:
                 "both numbers must be 1 or more."
             )
         if servers * devices_per_server > _MOST:
-            raise InputError(f"cluster '{name}' would have {servers * devices_per_server} devices; at most {_MOST} fit.")
+            raise InputError(
+                f"cluster '{name}' would have {servers * devices_per_server} devices; at most {_MOST} fit."
+            )
         numbers = range(servers * devices_per_server)
         return cls(name, tuple(Device(i, i // devices_per_server, kind) for i in numbers), devices_per_server)
 

@@ -87,11 +87,11 @@ class _Writer:
 
     def _line(self, op: Op, parameters: list[str]) -> str:
         producer = self._partner(op)
-        names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
         if producer is not None:
             inner = [self._name(producer, k, parameters) for k in range(len(producer.inputs))]
-            source = self._biased(producer, [*inner, names[1]])
+            source = self._biased(producer, [*inner, self._name(op, 1, parameters)])
         else:
+            names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
             draw = f"random({len(self.draws)})" if op.target in RANDOM else ""
             if draw:
                 self.draws.append(self._draw(op))

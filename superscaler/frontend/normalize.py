@@ -155,7 +155,7 @@ def _attention(trace: Trace, call: Call) -> list[Call]:
         return [replace(call, target="ss.attention_dropout", function=None, args=args, kwargs={})]
     options = {"scale": scale, "enable_gqa": call.kwargs.get("enable_gqa") or None}
     kwargs = {name: value for name, value in options.items() if value is not None}
-    return [replace(call, args=(q, k, v, mask, 0.0, causal), kwargs=kwargs)]
+    return [replace(call, function=None, args=(q, k, v, mask, 0.0, causal), kwargs=kwargs)]
 
 
 def _cross_entropy(trace: Trace, call: Call) -> list[Call]:

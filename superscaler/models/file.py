@@ -60,7 +60,9 @@ def _load(file: Path) -> ModuleType:
 def _call(spec: str, module: ModuleType, function: str, text: str) -> Any:
     own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
     if not function:
-        raise InputError(f"'{spec}' names no function; write {spec.rstrip(':')}:FUNCTION, one of {', '.join(own) or '-'}.")
+        raise InputError(
+            f"'{spec}' names no function; write {spec.rstrip(':')}:FUNCTION, one of {', '.join(own) or '-'}."
+        )
     found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):
         raise InputError(f"{module.__file__}: {unknown('function', function, own)}")

@@ -31,10 +31,11 @@ def from_config(config: str, model: str, **values: Any) -> nn.Module:
     """Return the model class of the library with random weights, for its config class with these values."""
     transformers = library()
     with _quiet():
-        # Without its name, the library says once per process that it takes this loss.
-        settings = getattr(transformers, config)(use_cache=False, loss_type="ForCausalLM", **values)
-        built: nn.Module = getattr(transformers, model)(settings)
-    return built
+        built: Any = getattr(transformers, model)(getattr(transformers, config)(use_cache=False, **values))
+    # Not every class of the library names its loss; it would say in the first step that it takes this one.
+    built.loss_type = "ForCausalLM"
+    module: nn.Module = built
+    return module
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from superscaler.errors import InputError
 from superscaler.models.huggingface import check_sequence, from_config, make_batch
 from superscaler.models.options import Options, check_divides
 
@@ -30,6 +31,12 @@ def build(options: Options) -> nn.Module:
     check_divides("llama", "hidden", "heads", options)
     check_divides("llama", "heads", "kv_heads", options)
     check_sequence("llama", options)
+    head = options["hidden"] // options["heads"]
+    if head % 2:
+        raise InputError(
+            f"llama: hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels, but its "
+            "rotary embedding turns pairs of them; give numbers that make heads of an even size."
+        )
     return from_config(
         "LlamaConfig",
         "LlamaForCausalLM",
@@ -37,7 +44,7 @@ def build(options: Options) -> nn.Module:
         hidden_size=options["hidden"],
         num_attention_heads=options["heads"],
         num_key_value_heads=options["kv_heads"],
-        head_dim=options["hidden"] // options["heads"],
+        head_dim=head,
         intermediate_size=options["mlp"],
         tie_word_embeddings=options["tied"],
         max_position_embeddings=options["seq"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,7 +20,7 @@ class MLP(nn.Module):
     def __init__(self, layers: int, hidden: int, inputs: int, classes: int) -> None:
         super().__init__()
         widths = [inputs] + [hidden] * layers
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def settle(spec: str, given: Mapping[str, str], sizes: Mapping[str, Options], de
 
     A model of one size only, called "", has no key `size`.
     """
-    size = given.get("size", default)
+    size = given.get("size", default) if default else ""
     if size not in sizes:
         raise InputError(f"'{spec}': {unknown('size', size, sizes)}")
     options = {**_COMMON, **sizes[size]}

@@ -1,0 +1,78 @@
+"""`superscaler compile`: a model, a plan and a cluster -> a plan directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from superscaler.cli.common import (
+    AsJson,
+    ClusterSpec,
+    LearningRate,
+    Model,
+    OptimizerName,
+    PlanSpec,
+    Request,
+    compile_plan,
+    printing,
+)
+from superscaler.errors import InputError
+
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Plan directory to write; an older plan there is replaced.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and of weights captured on meta.")]
+
+
+def compile_model(
+    model: Model,
+    plan: PlanSpec,
+    cluster: ClusterSpec,
+    out: Out = None,
+    optimizer: OptimizerName = "adamw",
+    lr: LearningRate = 1e-3,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compile MODEL under a plan for a cluster, and write what each device runs."""
+    with printing(as_json) as printer:
+        check_out(out)
+        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr))
+        if out is not None:
+            compiled.save(out, seed)
+        printer.show(compiled.summary(), told(compiled.seconds, compiled.counts), *saved(out))
+        printer.result = {
+            "model": built.name,
+            "plan": plan,
+            "cluster": str(compiled.compiled.cluster),
+            "out": None if out is None else str(out),
+            "seconds": compiled.seconds,
+            **compiled.counts,
+        }
+
+
+def check_out(out: Path | None) -> None:
+    """Raise InputError early, before the work, if the directory holds something else than a plan."""
+    if out is None or not out.exists():
+        return
+    if not out.is_dir():
+        raise InputError(f"--out {out} is a file; choose a directory.")
+    # The name is runtime's, which imports torch; a test holds the two together.
+    if any(out.iterdir()) and not (out / PLAN_FILE).is_file():
+        raise InputError(f"{out} is not empty and is not a plan directory; choose another --out.")
+
+
+PLAN_FILE = "plan.json"
+
+
+def saved(out: Path | None) -> list[str]:
+    return [] if out is None else [f"written to {out}; start it with: torchrun --nproc-per-node N {out}/run.py"]
+
+
+def told(seconds: dict[str, float], counts: dict[str, int]) -> str:
+    """Return the counts and the seconds per phase, in two lines."""
+    numbers: dict[str, Any] = {name.replace("_", " "): f"{count:,}" for name, count in counts.items()}
+    first = ", ".join(f"{value} {name}" for name, value in numbers.items())
+    return first + "\nseconds: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())

@@ -1,0 +1,174 @@
+"""`superscaler doctor`: what works on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from superscaler.cli.common import AsJson, printing
+
+# The supported versions of torch: from the first, below the second. The package's own requirement says the same.
+TORCH = ((2, 11), (2, 14))
+_PYTHON = (3, 11)
+_SECONDS = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was looked at and what was found. Without a required one that is ok, nothing can be trained."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+    required: bool = False
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Try out what SuperScaler needs on this machine. Exit code 1 when something required is missing."""
+    with printing(as_json) as printer:
+        checks = list(examine())
+        ready = all(c.ok for c in checks if c.required)
+        printer.show(_table(checks), "ready to train" if ready else "not ready: see the rows that are missing")
+        printer.result = {"ready": ready, "checks": [asdict(c) for c in checks]}
+    if not ready:
+        raise typer.Exit(1)
+
+
+def examine() -> Iterator[Check]:
+    """Yield the checks; what depends on torch only if it is there."""
+    yield _python()
+    torch = _torch()
+    yield torch
+    if torch.ok:
+        yield gloo()
+        yield from _cuda()
+    yield _transformers()
+    yield _cores()
+    yield _memory()
+
+
+def _python() -> Check:
+    wanted = ".".join(map(str, _PYTHON))
+    return Check(
+        "python", sys.version_info >= _PYTHON, platform.python_version(), f"install Python {wanted} or newer", True
+    )
+
+
+def _torch() -> Check:
+    low, high = (".".join(map(str, v)) for v in TORCH)
+    advice = f"pip install 'torch>={low},<{high}'"
+    version = _version("torch")
+    if version is None:
+        return Check("torch", False, "not installed", advice, True)
+    return Check("torch", TORCH[0] <= parse_version(version) < TORCH[1], version, advice, True)
+
+
+def parse_version(version: str) -> tuple[int, int]:
+    """Return the first two numbers.
+
+    >>> parse_version("2.13.0+cpu")
+    (2, 13)
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def gloo() -> Check:
+    """Run two processes that add their numbers up."""
+    trouble = _probe("gloo", 2)
+    advice = "allow processes to connect on this machine: check the firewall and that 'localhost' resolves"
+    return Check("gloo (CPU)", not trouble, trouble or "2 processes, all_reduce", advice, True)
+
+
+def _cuda() -> Iterator[Check]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        advice = "training runs on the CPU; for GPUs install a CUDA build of torch and the driver"
+        yield Check("CUDA", False, "no device", advice)
+        return
+    yield Check("CUDA", True, f"{count} x {torch.cuda.get_device_name(0)}")
+    world = min(count, 2)
+    trouble = _probe("nccl", world)
+    yield Check("nccl (GPU)", not trouble, trouble or f"{world} processes, all_reduce", "run with NCCL_DEBUG=INFO")
+
+
+def _probe(backend: str, world: int) -> str:
+    """Run an all_reduce on `world` processes; return nothing when it works, else the last line of what they said."""
+    with tempfile.TemporaryDirectory(prefix="superscaler-doctor-") as folder:
+        command = [sys.executable, "-m", "superscaler.cli.probe", backend, str(Path(folder) / "store")]
+        ranks = [
+            subprocess.Popen([*command, str(rank), str(world)], stderr=subprocess.PIPE, text=True)
+            for rank in range(world)
+        ]
+        try:
+            words = [rank.communicate(timeout=_SECONDS)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return f"no answer within {_SECONDS} s"
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    failed = [(r.returncode, w) for r, w in zip(ranks, words, strict=True) if r.returncode]
+    if not failed:
+        return ""
+    code, said = failed[0]
+    return said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"
+
+
+def _transformers() -> Check:
+    version = _version("transformers")
+    advice = "for gpt2 and llama: pip install 'superscaler[hf]'"
+    return Check("transformers", version is not None, version or "not installed", advice)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cores() -> Check:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Check("cores", count > 1, str(count), "more processes than cores take turns: use small models and local:2")
+
+
+def _memory() -> Check:
+    free = _free_memory()
+    if free is None:
+        return Check("memory", True, "unknown on this system")
+    advice = "training needs about 16 bytes a parameter beside the activations: take a smaller model"
+    return Check("memory", free > 2 * 10**9, f"{free / 10**9:.1f} GB free", advice)
+
+
+def _free_memory() -> int | None:
+    """Return the bytes that a new process may take without swapping, where the system tells."""
+    told = Path("/proc/meminfo")
+    if not told.is_file():
+        return None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", told.read_text())
+    return int(found[1]) * 1024 if found else None
+
+
+def _table(checks: list[Check]) -> Any:
+    from rich.table import Table
+
+    table = Table("check", "", "found", "what to do")
+    for check in checks:
+        state = "ok" if check.ok else "MISSING" if check.required else "missing"
+        table.add_row(check.name, state, check.found, "" if check.ok else check.advice)
+    return table

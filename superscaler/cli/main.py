@@ -1,0 +1,56 @@
+"""`superscaler`: the commands together, and how their errors end the process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import superscaler
+from superscaler.cli.capture import capture
+from superscaler.cli.compile import compile_model
+from superscaler.cli.doctor import doctor
+from superscaler.cli.train import train
+from superscaler.cli.validate import validate
+from superscaler.cli.verify import verify
+from superscaler.errors import PlanError
+
+app = typer.Typer(
+    name="superscaler",
+    help="Parallelize an unmodified PyTorch training step. Exit code 1: the plan does not hold; 2: wrong input.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("capture")(capture)
+app.command("compile")(compile_model)
+app.command("validate")(validate)
+app.command("verify")(verify)
+app.command("train")(train)
+app.command("doctor")(doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"superscaler {superscaler.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Run before every command; only the options of `superscaler` itself are here."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and end the process with the exit code of the command, or of its error."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="superscaler")
+    except PlanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

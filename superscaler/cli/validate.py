@@ -1,0 +1,31 @@
+"""`superscaler validate`: whether a plan can run, without running it."""
+
+from __future__ import annotations
+
+from superscaler.cli.common import (
+    AsJson,
+    ClusterSpec,
+    LearningRate,
+    Model,
+    OptimizerName,
+    PlanSpec,
+    Request,
+    compile_plan,
+    printing,
+)
+
+
+def validate(
+    model: Model,
+    plan: PlanSpec,
+    cluster: ClusterSpec,
+    optimizer: OptimizerName = "adamw",
+    lr: LearningRate = 1e-3,
+    as_json: AsJson = False,
+) -> None:
+    """Check that the plan covers the model and cannot deadlock. Exit code 1 and the reason when it does not hold."""
+    with printing(as_json) as printer:
+        compiled, _ = compile_plan(Request(model, plan, cluster, optimizer, lr))
+        found = compiled.validate()
+        printer.show(compiled.summary(), "the plan holds: every part is covered, and no device waits forever")
+        printer.result = found

@@ -1,0 +1,67 @@
+"""`superscaler verify`: whether a plan computes what the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from superscaler.cli.common import (
+    AsJson,
+    ClusterSpec,
+    LearningRate,
+    Model,
+    OptimizerName,
+    PlanSpec,
+    Request,
+    compile_plan,
+    printing,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from superscaler.models import BuiltModel
+
+
+def verify(
+    model: Model,
+    plan: PlanSpec,
+    cluster: ClusterSpec,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="Run each device as a process instead of a thread.")
+    ] = False,
+    optimizer: OptimizerName = "adamw",
+    lr: LearningRate = 1e-3,
+    as_json: AsJson = False,
+) -> None:
+    """Run one step of the plan and of the model in float64 and compare. Exit code 1 when they are not equal."""
+    with printing(as_json) as printer:
+        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr))
+        result = compiled.verify("processes" if processes else "threads", real_batch(built))
+        printer.show(_certificate(result))
+        printer.result = result
+    if not result["equal"]:
+        raise typer.Exit(1)
+
+
+def real_batch(built: BuiltModel) -> dict[str, Tensor] | None:
+    """Return real inputs for a model whose example inputs are shapes only; None when the examples themselves serve."""
+    import torch
+
+    values = [*built.args, *built.kwargs.values()]
+    if built.make_batch is None or not any(isinstance(v, torch.Tensor) and v.is_meta for v in values):
+        return None
+    return built.make_batch(0)
+
+
+def _certificate(result: Mapping[str, Any]) -> str:
+    verdict = "equal to one device" if result["equal"] else f"NOT equal; worst at {result['worst_tensor']}"
+    errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in _ERRORS)
+    checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
+    return f"{verdict} (one step in float64, dropout off){errors}{checks}"
+
+
+_ERRORS = ("loss_error", "gradient_error", "parameter_error")
+_CHECKS = ("conservation", "deadlock_free")
