@@ -23,6 +23,8 @@ from superscaler.errors import InputError
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Plan directory to write; an older plan there is replaced.")
 ]
+# The same name is in runtime, which imports torch; a test holds the two together.
+PLAN_FILE = "plan.json"
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and of weights captured on meta.")]
 
 
@@ -42,7 +44,7 @@ def compile_model(
         compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr))
         if out is not None:
             compiled.save(out, seed)
-        printer.show(compiled.summary(), told(compiled.seconds, compiled.counts), *saved(out))
+        printer.show(compiled.summary(), told(compiled.seconds, compiled.counts), *saved(out, compiled.compiled.program.world))
         printer.result = {
             "model": built.name,
             "plan": plan,
@@ -59,16 +61,12 @@ def check_out(out: Path | None) -> None:
         return
     if not out.is_dir():
         raise InputError(f"--out {out} is a file; choose a directory.")
-    # The name is runtime's, which imports torch; a test holds the two together.
     if any(out.iterdir()) and not (out / PLAN_FILE).is_file():
         raise InputError(f"{out} is not empty and is not a plan directory; choose another --out.")
 
 
-PLAN_FILE = "plan.json"
-
-
-def saved(out: Path | None) -> list[str]:
-    return [] if out is None else [f"written to {out}; start it with: torchrun --nproc-per-node N {out}/run.py"]
+def saved(out: Path | None, world: int) -> list[str]:
+    return [] if out is None else [f"written to {out}; start it with: torchrun --nproc-per-node {world} {out}/run.py"]
 
 
 def told(seconds: dict[str, float], counts: dict[str, int]) -> str:

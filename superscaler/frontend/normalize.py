@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ def normalize(trace: Trace) -> None:
     remove_dead(trace)
     same: dict[str, str] = {}
     calls: list[Call] = []
-    for old in trace.calls:
+    for old in _spread(trace):
         call = rename(old, same)
         result = _rewrite(trace, call)
         if isinstance(result, str):
@@ -33,6 +33,17 @@ def normalize(trace: Trace) -> None:
     trace.loss = same.get(trace.loss, trace.loss)
     remove_dead(trace)
     _refuse_random(trace)
+
+
+def _spread(trace: Trace) -> Iterator[Call]:
+    """Yield the calls, with one expansion per operand instead of `broadcast_tensors`."""
+    for call in trace.calls:
+        if call.target != "aten.broadcast_tensors.default":
+            yield call
+            continue
+        for output, operand in zip(call.outputs, call.args[0], strict=True):
+            args = (operand, trace.specs[output].shape)
+            yield replace(call, name=output, target="aten.expand.default", args=args, outputs=(output,))
 
 
 def remove_dead(trace: Trace) -> None:

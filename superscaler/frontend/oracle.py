@@ -13,6 +13,7 @@ from torch.fx import Interpreter
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
 
+_CONSTANT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -36,7 +37,7 @@ def reference_step(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        interpreter = _Retyped(captured.exported.graph_module, dtype, device, dropout)
+        interpreter = _Retyped(captured.exported, dtype, device, dropout)
         with torch.enable_grad():
             loss = interpreter.run(*inputs)[-1]
             found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -50,14 +51,14 @@ def _argument(
     captured: Captured, spec: Any, known: Mapping[str, Tensor], dtype: torch.dtype | None, device: torch.device
 ) -> Any:
     """Return the value of one placeholder: the given one, or what the program itself holds."""
+    exported = captured.exported
+    if spec.kind in _CONSTANT:
+        value = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
+        if value is not None and not value.is_meta:
+            return value.to(device)
     name = captured.model.aliases.get(spec.target, spec.target) if spec.target else getattr(spec.arg, "name", "")
     value = known.get(name)
-    if value is None and spec.kind is not InputKind.USER_INPUT:
-        exported = captured.exported
-        value = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
-    if value is None:
-        return getattr(spec.arg, "value", None)
-    return _retype(value.to(device), dtype)
+    return getattr(spec.arg, "value", None) if value is None else _retype(value.to(device), dtype)
 
 
 def _retype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -65,15 +66,32 @@ def _retype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class _Retyped(Interpreter):
-    """Runs a graph with other floating dtypes, on another device, without dropout."""
+    """Runs a graph with other floating dtypes, on another device, without dropout.
+
+    What depends on no input and no parameter is part of the model: it is computed in its own dtype, then retyped.
+    """
 
     def __init__(
-        self, graph_module: torch.fx.GraphModule, dtype: torch.dtype | None, device: torch.device, dropout: bool
+        self, exported: torch.export.ExportedProgram, dtype: torch.dtype | None, device: torch.device, dropout: bool
     ) -> None:
-        super().__init__(graph_module)
+        super().__init__(exported.graph_module)
+        constant = {s.arg.name for s in exported.graph_signature.input_specs if s.kind in _CONSTANT}
+        self.constants: set[torch.fx.Node] = set()
+        for node in exported.graph.nodes:
+            inner = node.op == "call_function" and all(n in self.constants for n in node.all_input_nodes)
+            if inner or (node.op == "placeholder" and node.name in constant):
+                self.constants.add(node)
         self.dtype = dtype
         self.device = device
         self.dropout = dropout
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        if node in self.constants and node.op == "call_function":
+            with torch.no_grad():
+                args, kwargs = self.fetch_args_kwargs_from_env(node)
+                moved = (self.device if isinstance(v, torch.device) else v for v in kwargs.values())
+                return None if "_assert" in str(node.target) else node.target(*args, **dict(zip(kwargs, moved, strict=True)))
+        return super().run_node(node)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(target)
@@ -89,6 +107,8 @@ class _Retyped(Interpreter):
         return target(*args, **kwargs)
 
     def _convert(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _retype(value, self.dtype)
         if isinstance(value, torch.device):
             return self.device
         if isinstance(value, torch.dtype):

@@ -1,0 +1,94 @@
+"""Every cut that an op's marks allow gives the whole result: each op is executed in parts, index by index."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.frontend.examples import Block, Mlp, Regrouped
+from torch import Tensor
+
+from superscaler.emit.expressions import Local, expression
+from superscaler.frontend.capture import Captured, capture
+from superscaler.frontend.oracle import reference_step
+from superscaler.ir.graph import Model, Op, Operand
+from superscaler.runtime import functional
+
+Box = tuple[tuple[int, int], ...]
+
+
+def cut(model: Model, operand: Operand, value: Tensor, box: Box) -> Tensor:
+    """Return the piece of a tensor that a part with this box reads."""
+    tensor = model.tensors[operand.tensor]
+    ranges = [(0, e) if i is None else box[i] for i, e in zip(operand.slots, tensor.extents, strict=True)]
+    piece = value.reshape(tensor.extents)[tuple(slice(lo, hi) for lo, hi in ranges)]
+    return piece.reshape(tensor.local_shape(tuple(hi - lo for lo, hi in ranges)))
+
+
+def run(model: Model, op: Op, values: dict[str, Tensor], box: Box) -> list[Tensor]:
+    """Execute the emitted expression of a part."""
+    pieces = [cut(model, o, values[o.tensor], box) for o in op.inputs]
+    names = [f"x{k}" for k in range(len(pieces))]
+    results = []
+    for operand in op.outputs:
+        tensor = model.tensors[operand.tensor]
+        sizes = (e if i is None else box[i][1] - box[i][0] for i, e in zip(operand.slots, tensor.extents, strict=True))
+        results.append(tensor.local_shape(tuple(sizes)))
+    local = Local(op, box, names, [tuple(p.shape) for p in pieces], results, model.tensors)
+    scope = {"torch": torch, "F": F, "functional": functional, **dict(zip(names, pieces, strict=True))}
+    found = eval(expression(local), scope)
+    found = [found] if isinstance(found, Tensor) else list(found)
+    assert [tuple(f.shape) for f in found] == results, f"{op.notation()} gives {[f.shape for f in found]}"
+    return found
+
+
+def check_cuts(captured: Captured) -> tuple[int, Tensor]:
+    """Cut each op on each index that may be cut, in uneven parts; return how many cuts were made, and the loss."""
+    model, done = captured.model, 0
+    values = {n: v.double() if v.is_floating_point() else v for n, v in {**captured.values, **captured.batch}.items()}
+    for op in (op for op in model.ops if op.is_forward):
+        whole: Box = tuple((0, i.size) for i in op.indices)
+        values.update(zip((o.tensor for o in op.outputs), run(model, op, values, whole), strict=True))
+        for number, index in enumerate(op.indices):
+            if index.mark == "frozen":
+                continue
+            at = (index.size + 1) // 2
+            boxes = [(*whole[:number], r, *whole[number + 1 :]) for r in ((0, at), (at, index.size))]
+            parts = [run(model, op, values, box) for box in boxes]
+            for k, operand in enumerate(op.outputs):
+                for box, part in zip(boxes, parts, strict=True):
+                    expected = cut(model, operand, values[operand.tensor], box)
+                    value = parts[0][k] + parts[1][k] if index.mark == "summed" else part[k]
+                    torch.testing.assert_close(value, expected, msg=lambda m, op=op, i=index: f"{op.notation()} {i}: {m}")
+            done += 1
+    return done, values[model.loss]
+
+
+@pytest.mark.parametrize("name", ["gpt2_captured", "llama_captured"])
+def test_cuts_of_hugging_face_models(name: str, request: pytest.FixtureRequest) -> None:
+    captured = request.getfixturevalue(name)
+    cuts, loss = check_cuts(captured)
+    assert cuts > 200
+    expected, _ = reference_step(captured, captured.batch, captured.values, torch.float64)
+    torch.testing.assert_close(loss, expected)
+
+
+def small_models() -> list[tuple[torch.nn.Module, tuple[Tensor, ...]]]:
+    torch.manual_seed(0)
+    ids, labels = torch.randint(0, 20, (4, 6)), torch.randint(0, 6, (4, 6))
+    return [
+        (Mlp(), (torch.randn(6, 12), torch.randn(6, 12))),
+        (Regrouped(), (torch.randn(6, 12),)),
+        (Block(), (ids, labels)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_cuts_of_small_models(number: int) -> None:
+    module, args = small_models()[number]
+    captured = capture(module, args)
+    assert not captured.model.unsupported
+    cuts, loss = check_cuts(captured)
+    assert cuts >= 10
+    expected, _ = reference_step(captured, captured.batch, captured.values, torch.float64)
+    torch.testing.assert_close(loss, expected)
