@@ -44,7 +44,9 @@ def compile_model(
         compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr))
         if out is not None:
             compiled.save(out, seed)
-        printer.show(compiled.summary(), told(compiled.seconds, compiled.counts), *saved(out, compiled.compiled.program.world))
+        printer.show(
+            compiled.summary(), told(compiled.seconds, compiled.counts), *saved(out, compiled.compiled.program.world)
+        )
         printer.result = {
             "model": built.name,
             "plan": plan,

@@ -59,6 +59,8 @@ class Cluster:
         """Return a cluster under a name of its own. `kind` is the name of a preset, or `local`."""
         if kind != LOCAL and kind not in PRESETS:
             raise InputError(f"cluster '{name}': {unknown('preset', kind, [*PRESETS, LOCAL])}")
+        if not name or not name.isprintable():
+            raise InputError(f"a cluster cannot be called {name!r}; give a name of printable characters.")
         if servers < 1 or devices_per_server < 1:
             raise InputError(
                 f"cluster '{name}' would have {servers} servers with {devices_per_server} devices each; "

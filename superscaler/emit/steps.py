@@ -12,7 +12,7 @@ from superscaler.ir.program import (
     Slice, Update, Wait,
 )  # fmt: skip
 
-HEAD = '''"""What {devices} do in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
+HEAD = '''"""What {devices} in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
 
 import {segments}
 
@@ -31,6 +31,7 @@ class Tables:
     messages: list[tuple[int, int]] = field(default_factory=list)
     boxes: list[Any] = field(default_factory=list)
     draws: list[list[dict[str, Any]]] = field(default_factory=list)
+    counted: list[tuple[bool, ...]] = field(default_factory=list)
 
     @staticmethod
     def number(table: list[Any], entry: Any) -> int:
@@ -61,8 +62,8 @@ def emit(program: Program) -> Emitted:
     for number, (body, ranks) in enumerate(groups.items()):
         name = f"program_{number}"
         shown = ", ".join(map(str, ranks[:16])) + (" ..." if len(ranks) > 16 else "")
-        plural = "devices" if len(ranks) > 1 else "device"
-        files[f"{name}.py"] = HEAD.format(devices=f"{plural} {shown}", segments="segments") + body
+        who = f"devices {shown} do" if len(ranks) > 1 else f"device {shown} does"
+        files[f"{name}.py"] = HEAD.format(devices=who, segments="segments") + body
         for rank in ranks:
             programs[rank] = name
     return Emitted(files, tuple(programs), tuple(tables))
@@ -135,7 +136,8 @@ class _Writer:
                 pairs = "".join(f"\n        ({self.name(w)!r}, {self.name(g)})," for w, g in i.pairs)
                 return f"rt.update([{pairs}\n    ])" if i.pairs else "rt.update([])"
             case Loss():
-                return f"return rt.loss({self.tuple_of(i.parts)})"
+                counted = Tables.number(self.tables.counted, i.counted)
+                return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"
             case Free():
                 return "del " + ", ".join(self.name(n) for n in i.names)
 

@@ -1,6 +1,6 @@
 """Capture: an unmodified module and its example arguments -> the data-flow graph of one training iteration.
 
-    export -> read -> fold constants -> normalize -> infer indices -> name factors -> Model
+export -> read -> fold constants -> normalize -> infer indices -> name factors -> Model
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _device(module: nn.Module) -> torch.device:
 def _batch(exported: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the example inputs by the names that export gave them, in its order."""
     specs = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
-    order = [k for k in exported.call_spec.in_spec.children()[1].context] if exported.call_spec.in_spec else []
+    order = list(exported.call_spec.in_spec.children()[1].context) if exported.call_spec.in_spec else []
     given = {k: kwargs[k] for k in order}
     flat = pytree.tree_leaves((args, given))
     return {s.arg.name: v for s, v in zip(specs, flat, strict=True) if isinstance(v, Tensor)}

@@ -137,4 +137,3 @@ def _explain(module: nn.Module, error: BaseException) -> CaptureError:
         f"torch.export cannot capture {type(module).__name__}{at}: {type(error).__name__}: {message} "
         "Run the module once on these arguments; where that works, the line branches on data or mutates state."
     )
-

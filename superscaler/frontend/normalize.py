@@ -181,10 +181,10 @@ def _cross_entropy(trace: Trace, call: Call) -> list[Call]:
     # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
     dtype = torch.promote_types(trace.specs[logits.name].dtype, torch.float32)
     trace.specs[count] = trace.specs[call.outputs[0]] = Spec((), dtype)
-    common = {"function": None, "kwargs": {}}
-    first = replace(call, name=count, target="ss.count_labels", args=(labels, ignore), outputs=(count,), **common)
+    call = replace(call, function=None, kwargs={})
+    first = replace(call, name=count, target="ss.count_labels", args=(labels, ignore), outputs=(count,))
     args = (logits, labels, Var(count), ignore)
-    return [first, replace(call, target="ss.cross_entropy", args=args, **common)]
+    return [first, replace(call, target="ss.cross_entropy", args=args)]
 
 
 def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:

@@ -23,7 +23,7 @@ _TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The letters of each dim of each operand (None: read whole) and result, with the marks and sizes of the letters."""
+    """The letters of each dim of each operand (None: read whole) and result, and their sizes and marks."""
 
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
@@ -109,9 +109,7 @@ class _Sizes:
         return tuple(letter for letter in dim if self.sizes.get(letter, 1) > 1)
 
 
-def _marks(
-    notation: str, inputs: tuple[tuple[Dim, ...], ...], outputs: tuple[tuple[Dim, ...], ...]
-) -> dict[str, Mark]:
+def _marks(notation: str, inputs: tuple[tuple[Dim, ...], ...], outputs: tuple[tuple[Dim, ...], ...]) -> dict[str, Mark]:
     written = {word.rstrip("+^"): word[-1] for word in re.split(r"[\s,()]+|->", notation) if word[-1:] in ("+", "^")}
     results = [{letter for dim in output for letter in dim or ()} for output in outputs]
     marks: dict[str, Mark] = {}

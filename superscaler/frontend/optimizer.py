@@ -41,7 +41,7 @@ def read_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer | None) -
             if id(parameter) not in names:
                 raise CaptureError(
                     f"parameter group {number} of {kind} holds a parameter of shape {tuple(parameter.shape)} that is "
-                    f"none of the {len(names)} of {type(module).__name__}; build the optimizer from module.parameters()."
+                    f"none of the {len(names)} of {type(module).__name__}; make the optimizer of module.parameters()."
                 )
             if parameter.requires_grad:
                 groups[names[id(parameter)]] = number

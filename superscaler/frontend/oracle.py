@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx import Interpreter
+from torch.fx import Interpreter, Node
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -37,7 +38,7 @@ def reference_step(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        interpreter = _Retyped(captured.exported, dtype, device, dropout)
+        interpreter = _Retyped(captured.exported, dtype, before, device, dropout)
         with torch.enable_grad():
             loss = interpreter.run(*inputs)[-1]
             found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -72,26 +73,39 @@ class _Retyped(Interpreter):
     """
 
     def __init__(
-        self, exported: torch.export.ExportedProgram, dtype: torch.dtype | None, device: torch.device, dropout: bool
+        self,
+        exported: ExportedProgram,
+        dtype: torch.dtype | None,
+        default: torch.dtype,
+        device: torch.device,
+        dropout: bool,
     ) -> None:
         super().__init__(exported.graph_module)
         constant = {s.arg.name for s in exported.graph_signature.input_specs if s.kind in _CONSTANT}
-        self.constants: set[torch.fx.Node] = set()
+        self.constants: set[Node] = set()
         for node in exported.graph.nodes:
             inner = node.op == "call_function" and all(n in self.constants for n in node.all_input_nodes)
             if inner or (node.op == "placeholder" and node.name in constant):
                 self.constants.add(node)
         self.dtype = dtype
+        self.default = default
         self.device = device
         self.dropout = dropout
 
-    def run_node(self, node: torch.fx.Node) -> Any:
-        if node in self.constants and node.op == "call_function":
+    def run_node(self, node: Node) -> Any:
+        if node not in self.constants or node.op != "call_function":
+            return super().run_node(node)
+        if "_assert" in str(node.target):
+            return None
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        kwargs = {k: self.device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+        retyped = torch.get_default_dtype()
+        torch.set_default_dtype(self.default)
+        try:
             with torch.no_grad():
-                args, kwargs = self.fetch_args_kwargs_from_env(node)
-                moved = (self.device if isinstance(v, torch.device) else v for v in kwargs.values())
-                return None if "_assert" in str(node.target) else node.target(*args, **dict(zip(kwargs, moved, strict=True)))
-        return super().run_node(node)
+                return super().call_function(node.target, args, kwargs)
+        finally:
+            torch.set_default_dtype(retyped)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(target)

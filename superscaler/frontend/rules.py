@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
+from itertools import accumulate, pairwise
 from typing import Any
 
 from superscaler.frontend.notation import Shape, Signature, frozen, resolve
@@ -95,7 +94,7 @@ def _groups(before: Shape, after: Shape) -> list[tuple[tuple[int, int], tuple[in
         if match is not None and first[k] != first[cuts[-1][0]]:
             cuts.append((k, match))
     cuts.append((len(before), len(after)))
-    return [((a, b), (c, d)) for (a, c), (b, d) in zip(cuts, cuts[1:], strict=False)]
+    return [((a, b), (c, d)) for (a, c), (b, d) in pairwise(cuts)]
 
 
 def permute(site: Site) -> str:

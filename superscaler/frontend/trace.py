@@ -119,7 +119,7 @@ class _Reader:
         nodes = {node.name: node for node in exported.graph.nodes}
         _refuse_mutation(exported)
         for spec in exported.graph_signature.input_specs:
-            node = nodes[getattr(spec.arg, "name", "")] if getattr(spec.arg, "name", "") in nodes else None
+            node = nodes.get(getattr(spec.arg, "name", ""))
             if node is None or not isinstance(node.meta.get("val"), Tensor):
                 continue
             self._leaf(exported, spec.kind, spec.target, node, canonical)
@@ -149,8 +149,8 @@ class _Reader:
         if "_assert" in str(node.target) or value is None:
             return
         name = self.trace.fresh(node.name)
+        outputs: tuple[str, ...] = (name,)
         if isinstance(value, Tensor):
-            outputs = (name,)
             self.names[node] = name
         else:
             outputs = tuple(self.trace.derive(name, f"part{k}") for k in range(len(value)))

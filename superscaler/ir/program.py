@@ -135,9 +135,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of the step is the sum of `parts` over all devices."""
+    """The loss of the step is the sum of the `counted` parts over all devices; the others are replicas."""
 
     parts: tuple[str, ...]
+    counted: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)

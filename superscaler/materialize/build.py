@@ -57,7 +57,7 @@ class _Builder:
         self.made: list[Function] = []
         self.messages = 0
         self.loss_places = self._loss_places()
-        self.loss_parts: list[list[str]] = [[] for _ in range(world)]
+        self.loss_parts: list[list[tuple[str, bool]]] = [[] for _ in range(world)]
         self.matches: dict[int, Match | None] = {}
 
     def build(self) -> Program:
@@ -72,7 +72,8 @@ class _Builder:
             else:
                 self._update(node.number)
         for rank, code in enumerate(self.code):
-            code.append(Loss(tuple(self.loss_parts[rank])))
+            parts = self.loss_parts[rank]
+            code.append(Loss(tuple(name for name, _ in parts), tuple(counted for _, counted in parts)))
         devices = tuple(
             Device(rank, tuple(self.weights[rank].values()), tuple(_with_frees(code)))
             for rank, code in enumerate(self.code)
@@ -233,8 +234,8 @@ class _Builder:
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
             self._made(place, name, rank)
-            if place in self.loss_places:
-                self.loss_parts[rank].append(name)
+            if output.tensor == self.model.loss:
+                self.loss_parts[rank].append((name, place in self.loss_places))
 
     def _function(self, segment: Segment, at: int) -> int:
         rows = self.schedule.edges.rows

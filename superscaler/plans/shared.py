@@ -105,24 +105,26 @@ def stages(graph: Graph, count: int) -> list[list[Op]]:
             units[-1].append(op)
         else:
             units.append([op])
-    costs = np.array([sum(op.flops for op in unit) for unit in units], dtype=float)
-    working = int((costs > 0).sum())
-    if not 1 <= count <= working:
-        raise InputError(f"{count} stages do not fit a model of {working} blocks and products; choose 1 to {working}.")
-    bounds = _balance(costs, count)
+    flops = np.array([sum(op.flops for op in unit) for unit in units], dtype=float)
+    trained = np.array([sum(op.has_mirror for op in unit) for unit in units], dtype=float)
+    most = int((trained > 0).sum())
+    if not 1 <= count <= most:
+        raise InputError(f"{count} stages do not fit a model of {most} blocks and single ops; choose 1 to {most}.")
+    # Every stage gets products to compute; with more stages than that allows, at least something to train.
+    bounds = _balance(flops, flops if count <= int((flops > 0).sum()) else trained, count)
     return [[op for unit in units[a:b] for op in unit] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def _balance(costs: np.ndarray, count: int) -> list[int]:  # type: ignore[type-arg]
-    """Return the bounds of `count` contiguous groups whose largest sum is smallest; no group is without work."""
-    total = np.concatenate([[0.0], np.cumsum(costs)])
+def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:  # type: ignore[type-arg]
+    """Return the bounds of `count` contiguous groups whose largest cost is smallest, each with something needed."""
+    total, present = (np.concatenate([[0.0], np.cumsum(x)]) for x in (costs, needed))
     best = np.full((count + 1, len(total)), np.inf)
     best[0, 0] = 0.0
     cut = np.zeros((count + 1, len(total)), dtype=int)
     for k in range(1, count + 1):
         for end in range(1, len(total)):
-            sums = total[end] - total[:end]
-            worst = np.where(sums > 0, np.maximum(best[k - 1, :end], sums), np.inf)
+            worst = np.maximum(best[k - 1, :end], total[end] - total[:end])
+            worst = np.where(present[end] > present[:end], worst, np.inf)
             cut[k, end] = int(worst.argmin())
             best[k, end] = worst[cut[k, end]]
     bounds = [len(costs)]

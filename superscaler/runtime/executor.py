@@ -169,9 +169,10 @@ class Rank:
             if gradient is not None and scale < 1.0:
                 weight.grad = gradient * scale
 
-    def loss(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the loss of the step: the sum of the parts of all devices, equal on all of them."""
-        here = torch.stack([p.reshape(()) for p in parts]).sum() if parts else torch.zeros_like(self.one)
+    def loss(self, parts: Sequence[Tensor], counted: int) -> Tensor:
+        """Return the loss of the step: the sum of the parts of all devices that count, equal on all of them."""
+        kept = [p.reshape(()) for p, counts in zip(parts, self.tables["counted"][counted], strict=True) if counts]
+        here = torch.stack(kept).sum() if kept else torch.zeros_like(self.one)
         self.steps += 1
         return self._world_sum(here.to(self.dtype))
 

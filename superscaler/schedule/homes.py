@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from superscaler.ir.graph import Op, PTensor
-from superscaler.ir.mask import Box
+from superscaler.ir.mask import Box, extents
 from superscaler.ir.parts import Axis, Grid
 
 Place = tuple[int, Box]
@@ -16,15 +16,21 @@ Place = tuple[int, Box]
 def follow(op: Op, tensor: PTensor, readers: Iterable[Place]) -> Grid:
     """Return the grid of an optimizer op that lives where its weight is read, as (device, box) pairs.
 
-    A device keeps the largest boxes that it reads. Where these do not tile the weight evenly, every reading device
-    keeps all of it, which is always right.
+    A device keeps the largest boxes that it reads: devices with boxes of one size share the weight out between them.
+    Where these do not tile the weight evenly, every reading device keeps all of it, which is always right.
     """
     kept = _maximal(readers)
-    grid = _regular(op, tensor, kept)
-    if grid is not None:
-        return grid
-    devices = sorted({device for device, _ in kept})
-    return Grid((Axis(None, (1,) * len(devices)),), np.array(devices))
+    by_size: dict[tuple[int, ...], list[Place]] = {}
+    for device, box in kept:
+        by_size.setdefault(extents(box), []).append((device, box))
+    grids = [_regular(op, tensor, places) for places in by_size.values()]
+    found = [grid for grid in grids if grid is not None]
+    if len(found) < len(grids):
+        devices = sorted({device for device, _ in kept})
+        return Grid((Axis(None, (1,) * len(devices)),), np.array(devices))
+    if len(found) == 1:
+        return found[0]
+    return Grid((Axis(None, (1,) * len(found)),), np.full(len(found), -1), dict(enumerate(found)))
 
 
 def _maximal(readers: Iterable[Place]) -> list[Place]:

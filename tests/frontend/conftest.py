@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.frontend.examples import gpt2, llama, tokens
 
 from superscaler.frontend.capture import Captured, capture
+from tests.frontend.examples import gpt2, llama, tokens
 
 
 @pytest.fixture(scope="session")

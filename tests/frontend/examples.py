@@ -67,7 +67,7 @@ class Regrouped(nn.Module):
 
 
 class Block(nn.Module):
-    """One of each kind of operator that a cut must get right: attention, packed weights, slices, reductions, lookups."""
+    """One of each kind of operator: attention, packed weights, slices, reductions, lookups, a convolution."""
 
     def __init__(self) -> None:
         super().__init__()

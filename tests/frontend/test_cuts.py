@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.frontend.examples import Block, Mlp, Regrouped
 from torch import Tensor
 
 from superscaler.emit.expressions import Local, expression
@@ -13,6 +12,7 @@ from superscaler.frontend.capture import Captured, capture
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model, Op, Operand
 from superscaler.runtime import functional
+from tests.frontend.examples import Block, Mlp, Regrouped
 
 Box = tuple[tuple[int, int], ...]
 
@@ -59,7 +59,9 @@ def check_cuts(captured: Captured) -> tuple[int, Tensor]:
                 for box, part in zip(boxes, parts, strict=True):
                     expected = cut(model, operand, values[operand.tensor], box)
                     value = parts[0][k] + parts[1][k] if index.mark == "summed" else part[k]
-                    torch.testing.assert_close(value, expected, msg=lambda m, op=op, i=index: f"{op.notation()} {i}: {m}")
+                    torch.testing.assert_close(
+                        value, expected, msg=lambda m, op=op, i=index: f"{op.notation()} {i}: {m}"
+                    )
             done += 1
     return done, values[model.loss]
 

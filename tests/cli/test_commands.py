@@ -1,0 +1,171 @@
+"""Each command on a small model: what it prints, what its JSON holds, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from superscaler.cli.compile import PLAN_FILE
+from superscaler.cli.main import main
+from superscaler.runtime import step
+
+MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
+TWO = ["--plan", "data_parallel", "--cluster", "local:2"]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+def last(out: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def test_capture_counts_operators_parameters_and_factors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("capture", MODEL, "--json") == 0
+    out, err = capsys.readouterr()
+    found = last(out)
+    # Two hidden linears and the head.
+    assert found["parameters"] == (4 * 8 + 8) + (8 * 8 + 8) + (8 * 4 + 4)
+    assert found["trained_parameters"] == found["parameters"]
+    assert found["ops"]["aten.gelu.default"] == 2
+    assert found["updates"] == 6
+    # A product of (8, k) and (k, n) is 2 * 8 * k * n FLOPs.
+    assert found["flops"] == 2 * 8 * (4 * 8 + 8 * 8 + 8 * 4)
+    assert found["unsupported"] == {}
+    batch = next(f for f in found["factors"] if f["name"] == "batch")
+    assert batch["size"] == 8
+    assert set(batch["where"]) == {"x.0", "labels.0"}
+    assert "aten.gelu.default" in err
+
+
+def test_capture_names_an_operator_without_a_rule_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "odd.py"
+    source.write_text(
+        "import torch\n\n\n"
+        "class Odd(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.weight = torch.nn.Parameter(torch.eye(3))\n\n"
+        "    def forward(self, x):\n"
+        "        y = torch.linalg.matrix_exp(self.weight)\n"
+        "        return (torch.linalg.matrix_exp(y) @ x).sum()\n\n\n"
+        "def odd():\n    return Odd(), (torch.ones(3, 2),)\n"
+    )
+    assert run("capture", f"{source}:odd") == 0
+    out = capsys.readouterr().out
+    named = [line for line in out.splitlines() if line.startswith("operators without a rule")]
+    assert len(named) == 1
+    assert named[0].count("matrix_exp") == 1
+    assert "(2)" in named[0]
+
+
+def test_a_model_without_trained_parameters_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "frozen.py"
+    source.write_text("import torch\n\n\ndef f():\n    return torch.nn.Identity(), (torch.ones(()),)\n")
+    assert run("capture", f"{source}:f") == 2
+    assert "no parameter that requires a gradient" in capsys.readouterr().err
+
+
+def test_compile_writes_a_plan_directory_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out_dir = tmp_path / "plan"
+    assert run("compile", MODEL, *TWO, "--out", str(out_dir), "--json") == 0
+    found = last(capsys.readouterr().out)
+    assert {"export", "total"} <= found["seconds"].keys()
+    assert found["distinct_programs"] == 1
+    assert found["parts"] > 0
+    assert found["instructions"] > 0
+    assert found["bytes_moved"] > 0
+    assert found["cluster"] == "local:2"
+    plan = json.loads((out_dir / PLAN_FILE).read_text())
+    assert plan["world"] == 2
+    assert (out_dir / "run.py").is_file()
+
+
+def test_compile_replaces_a_plan_but_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out_dir = tmp_path / "plan"
+    assert run("compile", MODEL, *TWO, "--out", str(out_dir)) == 0
+    assert "start it with: torchrun --nproc-per-node 2 " in capsys.readouterr().out
+    assert run("compile", MODEL, "--plan", "single", "--cluster", "local:1", "--out", str(out_dir)) == 0
+    assert json.loads((out_dir / PLAN_FILE).read_text())["world"] == 1
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("keep")
+    assert run("compile", MODEL, *TWO, "--out", str(tmp_path / "notes")) == 2
+    assert run("compile", MODEL, *TWO, "--out", str(tmp_path / "notes" / "mine.txt")) == 2
+    assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
+
+
+def test_the_plan_file_has_the_runtimes_name() -> None:
+    assert PLAN_FILE == step.PLAN_FILE
+
+
+def test_validate_tells_that_a_plan_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("validate", MODEL, *TWO, "--json") == 0
+    found = last(capsys.readouterr().out)
+    assert found["conservation"] is True
+    assert found["deadlock_free"] is True
+
+
+def test_validate_ends_with_1_when_something_is_unassigned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import superscaler as ss\n\n\n"
+        "@ss.sprogram\n"
+        "def forgetful(graph, cluster):\n"
+        "    for op in graph.ops[1:]:\n"
+        "        ss.op_assign(graph, op, cluster.devices[0])\n"
+    )
+    assert run("validate", MODEL, "--plan", f"{source}:forgetful", "--cluster", "local:1") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+
+
+def test_verify_gives_the_certificate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", MODEL, *TWO, "--json") == 0
+    out, err = capsys.readouterr()
+    found = last(out)
+    assert found["equal"] is True
+    assert found["conservation"] is True
+    assert found["deadlock_free"] is True
+    assert max(found[k] for k in ("loss_error", "gradient_error", "parameter_error")) < 1e-12
+    assert "equal to one device" in err
+
+
+def test_verify_of_shapes_only_draws_weights_and_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", MODEL + ",device=meta", *TWO, "--json") == 0
+    assert last(capsys.readouterr().out)["equal"] is True
+
+
+def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    result = {
+        **{"equal": False, "loss_error": 0.5, "gradient_error": float("nan"), "parameter_error": 0.0},
+        **{"conservation": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
+    }
+    monkeypatch.setattr("superscaler.plan.Plan.verify", lambda *_: result)
+    assert run("verify", MODEL, *TWO, "--json") == 1
+    out, err = capsys.readouterr()
+    assert last(out) == {**result, "gradient_error": None}
+    assert "NOT equal; worst at head.weight on device 1" in err
+    assert "deadlock free: NO" in err
+
+
+@pytest.mark.dist
+def test_train_starts_processes_and_the_loss_falls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = "gpt2:size=tiny,layers=1,batch=4"
+    out_dir = tmp_path / "plan"
+    assert (
+        run("train", model, *TWO, "--steps", "6", "--lr", "1e-2", "--clip", "1", "--out", str(out_dir), "--json") == 0
+    )
+    found = last(capfd.readouterr().out)
+    assert len(found["losses"]) == 6
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["world"] == 2
+    assert found["tokens_per_second"] > 0
+    assert (out_dir / PLAN_FILE).is_file()

@@ -1,0 +1,140 @@
+"""The command line's frame: help without torch, options that stay what they are, exit codes, where output goes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import superscaler
+from superscaler.cli import common
+from superscaler.cli.main import app, main
+from superscaler.errors import InputError, ScheduleError
+
+COMPILED = ["--plan", "single", "--cluster", "local:1"]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from superscaler.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_package_loads_its_names_when_they_are_used() -> None:
+    code = (
+        "import sys, superscaler as ss\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "ss.Cluster.local(2); assert 'torch' not in sys.modules\n"
+        "print([getattr(ss, name) is not None for name in ss.__all__].count(True), len(dir(ss)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(len(superscaler.__all__))] * 2
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Splitt'"):
+        superscaler.Splitt  # noqa: B018
+
+
+def test_the_options_of_every_command() -> None:
+    """A changed option breaks somebody's script: this list is changed on purpose or not at all."""
+    import typer
+
+    command = typer.main.get_command(app)
+    found = {name: sorted(o for p in c.params for o in p.opts) for name, c in command.commands.items()}  # type: ignore[attr-defined]
+    compiling = ["--cluster", "--json", "--lr", "--optimizer", "--plan"]
+    assert found == {
+        "capture": ["--json", "--lr", "--optimizer", "model"],
+        "compile": sorted([*compiling, "--out", "--seed", "model"]),
+        "validate": [*compiling, "model"],
+        "verify": sorted([*compiling, "--processes", "model"]),
+        "train": sorted([*compiling, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
+        "doctor": ["--json"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["capture", "gtp2"], "error: unknown model 'gtp2'; did you mean 'gpt2'?"),
+        (["capture", "mlp:layers=x"], "error: 'mlp:layers=x': layers is 'x', but it must be a whole number, as 4."),
+        (["capture", "mlp", "--optimizer", "adma"], "error: unknown optimizer 'adma'; did you mean 'adam'?"),
+        (["capture", "mlp", "--lr", "0"], "error: --lr is 0.0, but a learning rate is a finite number above 0."),
+        (["compile", "mlp", "--plan", "singel", "--cluster", "local:1"], "error: unknown plan 'singel'"),
+        (["verify", "mlp", "--plan", "single", "--cluster", "locl:1"], "error: unknown cluster 'locl'"),
+        (["validate", "no.py:f", *COMPILED], "error: there is no model file no.py"),
+        (["train", "mlp", "--plan", "single", "--cluster", "v100:1x2"], "write local:N, or compile with --out"),
+        (["train", "mlp", *COMPILED, "--clip", "0"], "error: --clip is 0.0"),
+        (["train", "mlp", *COMPILED, "--data", "nowhere.txt"], "error: --data nowhere.txt is not a file"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["capture"], ["verify", "mlp"], ["trian"], ["train", "mlp", "--steps", "0"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    assert run(*arguments) == 2
+
+
+@pytest.mark.parametrize(("error", "code"), [(ScheduleError("it makes a cycle."), 1), (InputError("bad."), 2)])
+def test_an_error_ends_with_its_own_exit_code(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("superscaler.cli.capture.capture_model", fails)
+    assert run("capture", "mlp", "--json") == code
+    assert capsys.readouterr() == ("", f"error: {error}\n")
+
+
+def test_with_json_only_the_object_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with common.printing(as_json=True) as printer:
+        print("said by a library")
+        printer.show("said to people")
+        printer.result = {"losses": [1.0, float("nan")], "size": (2, 3), "out": None}
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"losses": [1.0, None], "size": [2, 3], "out": None}
+    assert out.count("\n") == 1
+    assert "said by a library" in err
+    assert "said to people" in err
+
+
+def test_without_json_people_read_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with common.printing(as_json=False) as printer:
+        printer.show("h.0.attn [bold]is no markup")
+        printer.result = {"a": 1}
+    assert capsys.readouterr() == ("h.0.attn [bold]is no markup\n", "")
+
+
+def test_python_m_is_the_same_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "superscaler", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(superscaler.__file__).parents[1],
+    )
+    assert done.stdout == f"superscaler {superscaler.__version__}\n"

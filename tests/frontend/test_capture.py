@@ -1,0 +1,293 @@
+"""What capture finds on unmodified models."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superscaler.errors import CaptureError
+from superscaler.frontend.capture import Captured, capture
+from superscaler.ir.graph import Model, Op
+from tests.frontend.examples import Block, Mlp, Regrouped, gpt2, tokens
+
+
+def op_named(model: Model, target: str, module: str = "") -> Op:
+    return next(op for op in model.ops if op.target == target and op.module.endswith(module))
+
+
+def marks(op: Op) -> dict[str, str]:
+    return {index.factor: index.mark for index in op.indices}
+
+
+@pytest.mark.parametrize("name", ["gpt2_captured", "llama_captured"])
+def test_batch_cuts_everything_between_embedding_and_loss(name: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(name).model
+    assert not model.unsupported
+    assert model.inputs == ("input_ids", "labels")
+    for op in model.ops:
+        if op.is_forward and not op.from_weights:
+            index = op.find("batch")
+            assert index is not None, op.notation()
+            expected = "summed" if op.target in ("ss.count_labels", "ss.cross_entropy") else "spatial"
+            assert op.indices[index].mark == expected
+
+
+def test_heads_of_packed_projection_are_one_factor(gpt2_captured: Captured) -> None:
+    model = gpt2_captured.model
+    for layer in ("transformer.h.0", "transformer.h.1"):
+        weight = model.tensors[f"{layer}.attn.c_attn.weight"]
+        assert weight.extents == (32, 3, 4, 8)
+        heads, hidden = weight.slots[1][1], weight.slots[0][0]
+        assert model.tensors[f"{layer}.attn.c_attn.bias"].slots == (weight.slots[1],)
+        assert model.tensors[f"{layer}.attn.c_proj.weight"].slots == (weight.slots[1][1:], (hidden,))
+        assert marks(op_named(model, "aten.mm.default", f"{layer}.attn.c_attn"))[heads] == "spatial"
+        assert marks(op_named(model, "aten.split.Tensor", f"{layer}.attn"))[heads] == "spatial"
+        attention = op_named(model, "aten.scaled_dot_product_attention.default", f"{layer}.attn")
+        assert marks(attention)[heads] == "spatial"
+        assert attention.args[3:6] == (None, 0.0, True)
+        assert marks(op_named(model, "aten.mm.default", f"{layer}.attn.c_proj"))[heads] == "summed"
+    assert model.tensors["transformer.h.0.attn.c_attn.weight"].slots[1][1] != heads
+
+
+def test_grouped_heads_are_key_value_heads_and_groups(llama_captured: Captured) -> None:
+    model = llama_captured.model
+    for layer in ("model.layers.0", "model.layers.1"):
+        attention = f"{layer}.self_attn"
+        query = model.tensors[f"{attention}.q_proj.weight"]
+        assert query.extents == (2, 2, 8, 32)
+        key_value_heads, groups, _ = query.slots[0]
+        assert model.tensors[f"{attention}.k_proj.weight"].slots[0][0] == key_value_heads
+        assert model.tensors[f"{attention}.v_proj.weight"].slots[0][0] == key_value_heads
+        assert model.tensors[f"{attention}.o_proj.weight"].slots[1][:2] == (key_value_heads, groups)
+        found = marks(op_named(model, "aten.scaled_dot_product_attention.default", attention))
+        assert found[key_value_heads] == found[groups] == "spatial"
+        output = marks(op_named(model, "aten.linear.default", f"{attention}.o_proj"))
+        assert output[key_value_heads] == output[groups] == "summed"
+
+
+def test_tied_weights_are_one_tensor(gpt2_captured: Captured) -> None:
+    model = gpt2_captured.model
+    assert model.aliases == {"lm_head.weight": "transformer.wte.weight"}
+    assert "lm_head.weight" not in model.tensors
+    assert [op.module for op, _ in model.uses()["transformer.wte.weight"]] == ["transformer.wte", "lm_head"]
+    assert [op.name for op in model.ops].count("update.transformer.wte.weight") == 1
+
+
+def test_square_weights_and_self_attention_keep_two_indices() -> None:
+    model = capture(Mlp(), (torch.randn(6, 12), torch.randn(6, 12))).model
+    linear = op_named(model, "aten.linear.default", "second")
+    assert len(linear.indices) == 3
+    assert linear.inputs[1].slots[0] != linear.inputs[1].slots[1]
+    model = capture(Block(), (torch.zeros(4, 6, dtype=torch.long), torch.zeros(4, 6, dtype=torch.long))).model
+    scores = op_named(model, "aten.matmul.default")
+    queries, keys = scores.outputs[0].slots[-2:]
+    assert queries is not None
+    assert keys is not None
+    assert queries != keys
+    assert scores.indices[queries].factor == scores.indices[keys].factor
+
+
+def test_conflicting_view_freezes_its_dim_only() -> None:
+    model = capture(Regrouped(), (torch.randn(6, 12),)).model
+    view = next(op for op in model.ops if op.target == "aten.view.default" and None in op.inputs[0].slots)
+    batch = view.find("batch")
+    assert batch is not None
+    assert [i.mark for k, i in enumerate(view.indices) if k != batch] == ["frozen"] * (len(view.indices) - 1)
+    assert view.inputs[0].slots[0] == batch
+    assert all(op.find("batch") is not None for op in model.ops if op.is_forward)
+    # The product before it is still cut on what it computes.
+    assert "spatial" in {i.mark for i in op_named(model, "aten.linear.default").indices if i.factor != "batch"}
+
+
+def test_operator_without_rule_is_frozen_and_counted() -> None:
+    class Inverse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cholesky_inverse(self.linear(x)).sum()
+
+    model = capture(Inverse(), (torch.randn(4, 4),)).model
+    assert model.unsupported
+    for op in model.ops:
+        if op.target in model.unsupported:
+            assert {i.mark for i in op.indices} <= {"frozen"}
+            assert all(slot is None for operand in op.inputs for slot in operand.slots)
+
+
+def test_mean_losses_become_sums_and_counts(gpt2_captured: Captured) -> None:
+    model = gpt2_captured.model
+    count, loss = op_named(model, "ss.count_labels"), op_named(model, "ss.cross_entropy")
+    assert {i.mark for i in count.indices} == {"summed"}
+    assert (count.from_data, count.has_mirror) == (True, False)
+    assert model.tensors[count.outputs[0].tensor].dtype == "float32"
+    assert loss.args[-1] == -100
+    assert loss.outputs[0].tensor == model.loss
+
+
+def test_bias_is_never_on_an_op_with_a_contracted_index(gpt2_captured: Captured) -> None:
+    model = gpt2_captured.model
+    for op in model.ops:
+        reads_bias = any(o.tensor.endswith("bias") for o in op.inputs)
+        assert not (op.is_forward and reads_bias and any(i.mark == "summed" for i in op.indices)), op.notation()
+
+
+def test_constants_fold_and_equal_ones_are_stored_once(llama_captured: Captured) -> None:
+    model = llama_captured.model
+    constants = [t for t in model.tensors.values() if t.kind == "constant"]
+    assert [t.shape for t in constants] == [(1, 1, 16, 8), (1, 1, 16, 8)]
+    assert all(t.name in llama_captured.values for t in constants)
+    assert not [t for t in model.tensors.values() if t.kind == "buffer"]
+
+
+def test_weights_only_ops_and_no_grad_regions() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+            self.scale = nn.Parameter(torch.ones(4))
+            self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.unused = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                offset = x @ self.weight
+            return (x @ (self.weight * self.scale[:, None]) * self.fixed + offset).mean()
+
+    module, x = Scaled(), torch.randn(6, 4)
+    captured = capture(module, (x,))
+    model = captured.model
+    scaled = next(op for op in model.ops if op.target == "aten.mul.Tensor" and op.from_weights)
+    assert scaled.has_mirror
+    products = [op for op in model.ops if op.target == "aten.matmul.default"]
+    assert [op.has_mirror for op in products] == [False, True]
+    assert [t.name for t in model.parameters() if t.requires_grad] == ["weight", "scale"]
+    assert [op.name for op in model.ops if not op.is_forward] == ["update.weight", "update.scale"]
+    assert set(captured.values) == {"weight", "scale", "fixed", "unused"}
+
+
+def test_dropout_has_one_op_and_vanishes_at_zero(gpt2_captured: Captured) -> None:
+    with_dropout = capture(gpt2(layers=1, dropout=0.1), (), tokens()).model
+    targets = [op.target for op in with_dropout.ops]
+    assert targets.count("ss.dropout") == 3
+    assert targets.count("ss.attention_dropout") == 1
+    assert not [op for op in gpt2_captured.model.ops if "dropout" in op.target]
+
+
+def test_each_op_says_where_it_comes_from(gpt2_captured: Captured) -> None:
+    op = op_named(gpt2_captured.model, "aten.mm.default", "h.0.attn.c_attn")
+    assert op.module == "transformer.h.0.attn.c_attn"
+    assert re.fullmatch(r"transformers/pytorch_utils\.py:\d+", op.source)
+    # Two per multiply and add: 64 tokens, 32 wide, 96 results.
+    assert op.flops == 2 * 64 * 32 * 96
+
+
+def test_arguments_are_plain_and_names_unique(gpt2_captured: Captured) -> None:
+    model = gpt2_captured.model
+    names = [op.name for op in model.ops]
+    assert len(set(names)) == len(names)
+    assert not [f for f in model.factors if " " in f]
+    used = {i.factor for op in model.ops for i in op.indices} | {
+        f for t in model.tensors.values() for d in t.slots for f in d
+    }
+    assert used == set(model.factors)
+    for op in model.ops:
+        for operand in (*op.inputs, *op.outputs):
+            extents = model.tensors[operand.tensor].extents
+            assert all(s is None or op.indices[s].size == e for s, e in zip(operand.slots, extents, strict=True))
+
+
+def test_large_models_without_memory() -> None:
+    seconds = []
+    for layers in (6, 24):
+        with torch.device("meta"):
+            module = gpt2(layers)
+        captured = capture(module, (), tokens())
+        assert not [name for name in captured.values if name.startswith("transformer")]
+        assert len([op for op in captured.model.ops if "dot_product" in op.target]) == layers
+        seconds.append(captured.seconds["capture"])
+    # Four times the layers; the factor of two more is for noise.
+    assert seconds[1] < 8 * max(seconds[0], 0.05)
+
+
+def test_same_tensor_twice_is_two_inputs() -> None:
+    ids = tokens()["input_ids"]
+    captured = capture(gpt2(layers=1), (), {"input_ids": ids, "labels": ids})
+    assert op_named(captured.model, "aten.embedding.default", "wte").inputs[1].tensor == "input_ids"
+    assert set(captured.batch) == {"input_ids", "labels"}
+
+
+def test_optimizer_groups() -> None:
+    module = Mlp()
+    groups = [{"params": module.first.parameters(), "lr": torch.tensor(0.5)}, {"params": [module.second.weight]}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.8, 0.9))
+    model = capture(module, (torch.randn(6, 12), torch.randn(6, 12)), optimizer=optimizer).model
+    assert model.optimizer.name == "AdamW"
+    assert [dict(g)["lr"] for g in model.optimizer.groups] == [0.5, 1e-3]
+    assert dict(model.optimizer.groups[1])["betas"] == (0.8, 0.9)
+    updates = {op.name: op.group for op in model.ops if op.kind == "optimizer"}
+    assert updates == {"update.first.weight": 0, "update.first.bias": 0, "update.second.weight": 1}
+    assert not model.tensors["second.bias"].requires_grad
+
+
+class Wrong(nn.Module):
+    """Does one wrong thing, named by its second argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, what: str) -> object:
+        y = self.linear(x)
+        if what == "branch":
+            return y.sum() if y.sum() > 0 else y.mean()
+        results = {
+            "vector": lambda: y,
+            "no loss": lambda: {"logits": y},
+            "integer": lambda: y.sum().long(),
+            "item": lambda: y.sum() * y[0, 0].item(),
+            "buffers": lambda: self.norm(y).sum(),
+            "random": lambda: (y * torch.rand(4)).sum(),
+            "detached": lambda: y.detach().sum(),
+            "attribute": lambda: y.summ(),
+        }
+        return results[what]()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("vector", r"Wrong returns a loss of shape \(3, 4\) and dtype float32; it must be a floating-point scalar"),
+        ("no loss", r"Wrong returns dict without a loss"),
+        ("integer", r"shape \(\) and dtype int64"),
+        ("item", r"test_capture\.py:\d+ runs aten\.item\.default"),
+        ("branch", r"cannot capture Wrong at .*test_capture\.py:\d+: GuardOnDataDependent"),
+        ("buffers", r"changes 3 of its buffers or inputs in its forward: norm\.running_mean, norm\.running_var"),
+        ("random", r"test_capture\.py:\d+ draws random numbers by aten\.rand\.default"),
+        ("detached", r"depends on none of the 4 parameters"),
+        ("attribute", r"cannot capture Wrong at .*test_capture\.py:\d+: AttributeError: .*summ"),
+    ],
+)
+def test_what_cannot_be_captured_is_said(what: str, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Wrong(), (torch.randn(3, 4), what))
+
+
+def test_optimizers_that_cannot_be_captured() -> None:
+    module, x = Mlp(), torch.randn(6, 12)
+    with pytest.raises(CaptureError, match=r"unknown optimizer 'RAdam'; did you mean 'Adam'"):
+        capture(module, (x, x), optimizer=torch.optim.RAdam(module.parameters()))
+    with pytest.raises(CaptureError, match=r"group 0 of SGD holds a parameter of shape \(5, 5\) that is none of the 4"):
+        capture(module, (x, x), optimizer=torch.optim.SGD(Mlp(5).parameters()))
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module, x = Mlp(), torch.randn(6, 12)
+    capture(module, (x, x))
+    assert "forward" not in module.__dict__
+    assert not [p for p in module.parameters() if p.grad is not None]
