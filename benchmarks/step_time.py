@@ -190,7 +190,7 @@ def measure(name: str, steps: int) -> list[tuple[float, float]]:
     cut = sum(set(rows[block.ops[-1].name].device.tolist()) == {0} for block in graph.blocks)
     with tempfile.TemporaryDirectory() as folder:
         plan.save(folder)
-        launch(Path(__file__), ["--worker", name, "--plan", folder, "--steps", str(steps), "--cut", str(cut)], world=world, threads=1)
+        launch(Path(__file__), ["--worker", name, "--plan", folder, "--steps", str(steps), "--cut", str(cut)], world)
         lines = Path(folder, "pairs.txt").read_text().splitlines()
     return [(float(a), float(b)) for a, b in (line.split() for line in lines)]
 

@@ -161,7 +161,7 @@ def _processes(compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[
         write(compiled, path, values)
         torch.save(dict(batch), path / "batch.pt")
         (path / "verify.py").write_text(RUN)
-        launch(path / "verify.py", [folder], world=compiled.program.world)
+        launch(path / "verify.py", [folder], compiled.program.world)
         found = [torch.load(path / f"rank_{r}.pt") for r in range(compiled.program.world)]
     return [Result(f["loss"], f["gradients"], f["weights"]) for f in found]
 
