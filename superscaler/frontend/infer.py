@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from superscaler.frontend.notation import Dim, Signature
-from superscaler.frontend.rules import Site, signature
+from superscaler.frontend.recipes import Site
+from superscaler.frontend.rules import signature
 from superscaler.frontend.spans import Span, leaves, unify
 from superscaler.frontend.trace import Call, Trace
 from superscaler.ir.graph import Mark

@@ -120,6 +120,31 @@ def _reshape(trace: Trace, call: Call) -> list[Call] | str:
     return [replace(call, target="aten.view.default", args=(call.args[0], shape), kwargs={})]
 
 
+def _concatenate(trace: Trace, call: Call) -> list[Call] | str:
+    """Leave out operands without elements, such as the rest of a rotary embedding over all of a head."""
+    operands = tuple(v for v in call.args[0] if 0 not in trace.specs[v.name].shape)
+    if len(operands) == 1 and trace.specs[operands[0].name] == trace.specs[call.outputs[0]]:
+        return str(operands[0].name)
+    return [replace(call, args=(operands, *call.args[1:]))] if operands else [call]
+
+
+def _lookup(trace: Trace, call: Call) -> list[Call]:
+    """x[rows, columns] with constants that name every row and column once, in order (as masks are read), is a view."""
+    operand, indices = call.args[0], call.args[1]
+    known = [trace.values.get(v.name) for v in indices if isinstance(v, Var) and trace.kinds.get(v.name) == "constant"]
+    shape = trace.specs[operand.name].shape
+    if len(known) != len(shape) or len(indices) != len(shape):
+        return [call]
+    last = -len(trace.specs[call.outputs[0]].shape) - 1
+    for value, size in zip(known, shape, strict=True):
+        assert value is not None
+        at = next((d for d in range(-value.dim(), 0) if value.shape[d] > 1), last + 1)
+        if value.numel() != size or at <= last or value.flatten().tolist() != list(range(size)):
+            return [call]
+        last = at
+    return [replace(call, target="aten.view.default", args=(operand, trace.specs[call.outputs[0]].shape))]
+
+
 def _linear(trace: Trace, call: Call) -> list[Call]:
     """linear(x, w, b) -> add(linear(x, w), b): a bias is added once, however the product is cut."""
     x, weight, bias = call.args[0], call.args[1], call.argument(2, "bias")
@@ -215,6 +240,8 @@ TABLE: Mapping[str, Rewrite] = {
         _names("squeeze", "squeeze.dim", "squeeze.dims", "flatten.using_ints", "unflatten.int", "view_as"), _reshape
     ),
     "aten.copy.default": _copy,
+    "aten.cat.default": _concatenate,
+    "aten.index.Tensor": _lookup,
     "aten.linear.default": _linear,
     "aten.addmm.default": _addmm,
     "aten.native_dropout.default": _dropout,

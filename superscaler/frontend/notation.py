@@ -105,7 +105,7 @@ class _Sizes:
     def strip(self, size: int, dim: Dim) -> Dim:
         """Leave out letters of size 1, and all of a dim of size 1, which is broadcast or has no slot."""
         if dim is None or size == 1:
-            return ()
+            return None if dim is None else ()
         return tuple(letter for letter in dim if self.sizes.get(letter, 1) > 1)
 
 

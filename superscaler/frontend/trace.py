@@ -130,6 +130,10 @@ class _Reader:
         trace = self.trace
         name = canonical.get(target or node.name, target or node.name)
         self.names[node] = name
+        if name in trace.specs and kind is InputKind.USER_INPUT:
+            raise CaptureError(
+                f"the input {name} has the name of a {trace.kinds[name]} of the model; rename one of them."
+            )
         if name in trace.specs:
             return
         trace.taken.add(name)

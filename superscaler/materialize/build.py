@@ -85,13 +85,12 @@ class _Builder:
     def _place_weights(self) -> None:
         for tensor, op in self.schedule.edges.homes.items():
             rows = self.schedule.edges.rows[op.name]
-            wanted = self.schedule.edges.wanted(rows, op.outputs[0])
-            seen: set[Box] = set()
+            held = self.schedule.edges.held(rows, op.outputs[0])
+            counted = set(self.schedule.edges.whole(held))
             for row, key in enumerate(rows.keys):
-                box = wanted.box(row)
+                box = held.box(row)
                 name = identifier(tensor) + (f"_p{key[2]}" if key[2] else "")
-                self.weights[key[0]][name] = Weight(name, tensor, box, True, box not in seen, op.group)
-                seen.add(box)
+                self.weights[key[0]][name] = Weight(name, tensor, box, True, row in counted, op.group)
                 self._load(key[0], name, tensor, box)
                 place = self._weight_place(tensor, key)
                 self.place_of[key[0], name] = place

@@ -84,7 +84,7 @@ class Communicator(Protocol):
         """Wait until all sends of this rank are done, and free their buffers."""
 
     def close(self) -> None:
-        """Flush, then leave. The communicator cannot be used afterwards."""
+        """Flush, wait for all ranks to do so, and leave. The communicator cannot be used afterwards."""
 
 
 def position(rank: int, group: Group, operation: str) -> int:

@@ -258,11 +258,7 @@ class DistributedCommunicator:
         return _Pending(handle, lambda: buffer, what)
 
     def barrier(self) -> None:
-        what = f"rank {self.rank}: barrier"
-        try:
-            dist.barrier()
-        except RuntimeError as error:
-            _fail(what, error)
+        self._call(f"rank {self.rank}: barrier", dist.barrier)
 
     def flush(self) -> None:
         self._sends.flush()
@@ -270,6 +266,9 @@ class DistributedCommunicator:
     def close(self) -> None:
         if dist.is_initialized():
             self._sends.close()
+            # No rank may take its connections down while another still reads from them.
+            self.barrier()
+            self._groups.clear()
             dist.destroy_process_group()
 
     def _enter(self, operation: str, group: Group) -> tuple[Any, str]:

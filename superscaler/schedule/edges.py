@@ -171,10 +171,15 @@ class Edges:
     def loss_rows(self) -> list[int]:
         """Return the parts of the loss that together are its value: one replica of each addend."""
         op, j = self.producers[self.model.loss]
-        held = self.held(self.rows[op.name], op.outputs[j])
-        extents = self.model.tensors[self.model.loss].extents
-        lo, nowhere = np.zeros((1, len(extents)), dtype=np.int64), np.full(1, -1, dtype=np.int64)
-        return join(held, Wanted(lo, np.array([extents], dtype=np.int64), nowhere, nowhere))[0]
+        return self.whole(self.held(self.rows[op.name], op.outputs[j]))
+
+    @staticmethod
+    def whole(held: Held) -> list[int]:
+        """Return rows that together are the whole tensor, each element once."""
+        nowhere = np.full(1, -1, dtype=np.int64)
+        slots = held.lo.shape[1]
+        lo, hi = (np.array([f(side[:, s]) for s in range(slots)], dtype=np.int64) for f, side in ((min, held.lo), (max, held.hi)))
+        return join(held, Wanted(lo.reshape(1, slots), hi.reshape(1, slots), nowhere, nowhere))[0]
 
     def seeds_gradient(self, row: int) -> bool:
         """Tell whether the mirror of a part of the loss starts from one: all do, but of routing replicas one."""

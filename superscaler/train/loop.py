@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import NoReturn, Protocol, TextIO
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, *, load: Load | None = None) -> None
 
 
 def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
-    """Call the function as the whole work of this process, and let the launcher know why it failed.
+    """Call the function as the whole work of this process, then end it; let the launcher know why it failed.
 
     Errors that a user can cause end the process with one line. With a folder `log`, its launcher says them instead,
     and the standard error of all ranks but 0 goes into a file there.
@@ -74,6 +74,7 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = partial(_end, log is not None)
     record(lambda: _after_linger(function))()
+    _exit(0)
 
 
 def _after_linger(function: Callable[[], None]) -> None:
@@ -92,10 +93,15 @@ def _end(is_said: bool, kind: type[BaseException], error: BaseException, trace: 
         traceback.print_exception(kind, error, trace, file=terminal)
     elif not is_said:
         print(f"error: {error}", file=terminal)
-    sys.stdout.flush()
-    if terminal is not None:
-        terminal.flush()
-    os._exit(error.exit_code if isinstance(error, PlanError) else 1)
+    _exit(error.exit_code if isinstance(error, PlanError) else 1)
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process without the interpreter's own teardown, in which threads of torch may abort it."""
+    for stream in (sys.stdout, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -234,6 +234,34 @@ def test_optimizer_groups() -> None:
     assert not model.tensors["second.bias"].requires_grad
 
 
+def test_lookup_of_every_element_is_a_view() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            rows, columns = torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1])[None, :]
+            return (x * self.weight * mask[rows, columns]).sum()
+
+    model = capture(Masked(), (torch.randn(4, 6), torch.ones(4, 6))).model
+    assert not [op for op in model.ops if op.target == "aten.index.Tensor"]
+    assert model.tensors["mask"].slots == model.tensors["x"].slots == (("batch",), ("x.1",))
+
+
+def test_input_with_the_name_of_a_parameter_is_refused() -> None:
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6))
+
+        def forward(self, weight: Tensor) -> Tensor:
+            return (self.weight * weight).sum()
+
+    with pytest.raises(CaptureError, match="the input weight has the name of a parameter"):
+        capture(Same(), (torch.randn(6),))
+
+
 class Wrong(nn.Module):
     """Does one wrong thing, named by its second argument."""
 

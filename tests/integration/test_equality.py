@@ -1,0 +1,153 @@
+"""Every plan of the library equals one device, on unmodified Hugging Face models: one step in float64, 20 in float32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from superscaler.cluster import Cluster
+from superscaler.models import build
+from superscaler.package import describe, initial_values
+from superscaler.plan import Graph, Plan, capture, compile
+from superscaler.plans import resolve
+from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.threads import run_ranks
+
+MODELS = ["gpt2:size=tiny", "gpt2:size=tiny,layers=4", "llama:size=tiny", "llama:size=tiny,layers=4"]
+PLANS = [
+    ("single", 1),
+    ("data_parallel", 2),
+    ("data_parallel", 4),
+    ("tensor_parallel", 2),
+    ("tensor_parallel", 4),
+    *((f"pipeline_1f1b:stages={s},microbatches={m}", s) for s in (2, 4) for m in (4, 8)),
+    ("hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
+    ("hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
+]
+
+
+@functools.cache
+def graph_of(spec: str) -> Graph:
+    built = build(spec)
+    return capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
+
+
+def plan_of(model: str, spec: str, world: int) -> Plan:
+    return compile(graph_of(model), resolve(spec), Cluster.local(world))
+
+
+@pytest.mark.parametrize("model", [*MODELS, "mlp"])
+@pytest.mark.parametrize(("spec", "world"), PLANS)
+def test_a_step_equals_the_exported_model(model: str, spec: str, world: int) -> None:
+    result = plan_of(model, spec, world).verify()
+    assert result["equal"], result
+    assert max(result["loss_error"], result["gradient_error"], result["parameter_error"]) <= 1e-9
+
+
+def test_labels_are_unevenly_ignored_so_that_a_mean_of_means_would_fail() -> None:
+    labels = graph_of("gpt2:size=tiny").captured.batch["labels"]
+    kept = (labels != -100).sum(dim=1)
+    assert len(set(kept.tolist())) > 2
+
+
+def test_verify_fails_on_a_plan_that_is_wrong() -> None:
+    plan = plan_of("gpt2:size=tiny", "data_parallel", 2)
+    graph = plan.compiled.graph
+    op = next(o for o in graph.ops if o.target == "aten.layer_norm.default")
+    broken = graph.copy()
+    broken.model = type(graph.model)(
+        **{
+            **{f: getattr(graph.model, f) for f in graph.model.__dataclass_fields__},
+            "ops": tuple(
+                o if o is not op else type(o)(**{**{f: getattr(o, f) for f in o.__dataclass_fields__}, "args": (*o.args[:4], 0.5)})
+                for o in graph.model.ops
+            ),
+        }
+    )
+    result = compile(broken, resolve("data_parallel"), Cluster.local(2)).verify()
+    assert not result["equal"]
+    assert result["gradient_error"] > 1e-6
+    assert result["worst_tensor"]
+
+
+def losses(plan: Plan, steps: int, batches: list[Mapping[str, Tensor]], clip: float | None = None) -> list[list[float]]:
+    """Train in this process; return the losses of every rank."""
+    values = initial_values(plan.compiled.graph.model, plan.compiled.graph.captured.values)
+    described, code = describe(plan.compiled), modules(plan.compiled.emitted.files)
+
+    def run(communicator):  # type: ignore[no-untyped-def]
+        step = build_step(described, code, values, communicator)
+        return [float(step(batches[k % len(batches)], clip)) for k in range(steps)]
+
+    return run_ranks(plan.compiled.program.world, run, timeout=120)
+
+
+@functools.cache
+def reference(model: str, clip: float | None) -> list[float]:
+    """Train the module itself, by hand."""
+    built = build(model)
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
+    found = []
+    for batch in batches_of(model):
+        out = built.module(**batch)
+        loss = getattr(out, "loss", out)
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(built.module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def batches_of(model: str) -> list[dict[str, Tensor]]:
+    shapes = graph_of(model).captured.batch
+    made = []
+    for step in range(20):
+        generator = torch.Generator().manual_seed(step)
+        made.append({n: torch.randint(0, 500, x.shape, generator=generator) for n, x in shapes.items()})
+    return made
+
+
+@pytest.mark.parametrize("model", ["gpt2:size=tiny", "llama:size=tiny"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("spec", "world"),
+    [("single", 1), ("data_parallel", 2), ("tensor_parallel", 2), ("pipeline_1f1b:stages=2,microbatches=4", 2),
+     ("hybrid:dp=2,tp=2,pp=2,microbatches=2", 8)],
+)  # fmt: skip
+def test_twenty_steps_follow_the_module(model: str, clip: float | None, spec: str, world: int) -> None:
+    if clip is not None and (model, world) not in (("gpt2:size=tiny", 1), ("gpt2:size=tiny", 8)):
+        pytest.skip("clipping is checked on one device and on eight")
+    expected = reference(model, clip)
+    for found in losses(plan_of(model, spec, world), 20, batches_of(model), clip):
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("spec", "world"), [("tensor_parallel", 2), ("hybrid:dp=2,tp=2,pp=2,microbatches=2", 8)])
+def test_dropout_draws_the_same_numbers_under_every_plan(spec: str, world: int) -> None:
+    model = "gpt2:size=tiny,dropout=0.1"
+    batches = batches_of(model)
+    alone = losses(plan_of(model, "single", 1), 5, batches)[0]
+    assert alone != pytest.approx(reference("gpt2:size=tiny", None)[:5], abs=1e-5)
+    for found in losses(plan_of(model, spec, world), 5, batches):
+        assert found == pytest.approx(alone, abs=1e-5)
+
+
+def test_the_loss_is_bit_for_bit_the_same_on_all_ranks() -> None:
+    found = losses(plan_of("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8), 3, batches_of("gpt2:size=tiny"))
+    assert all(rank == found[0] for rank in found)
+
+
+def test_tensor_parallelism_issues_two_all_reduces_per_layer_and_direction() -> None:
+    from superscaler.ir.program import Collective
+
+    counts = []
+    for layers in (2, 4):
+        code = plan_of(f"gpt2:size=tiny,layers={layers}", "tensor_parallel", 2).compiled.program.devices[0].instructions
+        counts.append(sum(isinstance(i, Collective) and i.kind == "all_reduce" for i in code))
+    assert counts[1] - counts[0] == 2 * (2 + 2)
