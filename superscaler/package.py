@@ -42,9 +42,31 @@ def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
         "devices": [asdict(t) for t in compiled.emitted.tables],
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "slots": {name: _slots(model, name) for name in sorted(resident)},
+        "bounds": _bounds(model),
         "loss_dtype": model.tensors[model.loss].dtype,
         "optimizer": {"name": model.optimizer.name, "groups": [dict(g) for g in model.optimizer.groups]},
     }
+
+
+def _bounds(model: Model) -> dict[str, int]:
+    """Return for each integer input below which number its values must be: the rows or classes that they select."""
+    producers = model.producers()
+    found: dict[str, int] = {}
+    for op in model.ops:
+        if op.target == "aten.embedding.default":
+            selecting, bound = op.inputs[1].tensor, model.tensors[op.inputs[0].tensor].shape[0]
+        elif op.target in ("ss.cross_entropy", "aten.cross_entropy_loss.default"):
+            selecting, bound = op.inputs[1].tensor, model.tensors[op.inputs[0].tensor].shape[1]
+        else:
+            continue
+        left = [selecting]
+        while left:
+            name = left.pop()
+            if name in model.inputs:
+                found[name] = min(bound, found.get(name, bound))
+            elif name in producers and producers[name][0].from_data:
+                left += [o.tensor for o in producers[name][0].inputs]
+    return found
 
 
 def _slots(model: Model, name: str) -> list[list[int]]:

@@ -147,9 +147,10 @@ RUN = '''"""One step of a plan on one rank; writes what it found beside the plan
 import sys
 from pathlib import Path
 
+from superscaler.train.loop import run_rank
 from superscaler.verify import rank_main
 
-rank_main(Path(sys.argv[1]))
+run_rank(lambda: rank_main(Path(sys.argv[1])))
 '''
 
 

@@ -72,6 +72,9 @@ class _Builder:
             else:
                 self._update(node.number)
         for rank, code in enumerate(self.code):
+            # Global norms are sums over all devices, so devices without weights take part in the update too.
+            if not any(isinstance(i, Update) for i in code):
+                code.append(Update(()))
             parts = self.loss_parts[rank]
             code.append(Loss(tuple(name for name, _ in parts), tuple(counted for _, counted in parts)))
         devices = tuple(

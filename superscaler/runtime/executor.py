@@ -134,7 +134,8 @@ class Rank:
 
     def send(self, x: Tensor, message: int) -> None:
         peer, tag = self.tables["messages"][message]
-        self.communicator.send(x, peer, tag)
+        # Emitted code never changes a tensor in place once it was sent.
+        self.communicator.send(x, peer, tag, owned=True)
 
     def recv(self, message: int, shape: Sequence[int], dtype: str) -> Work:
         peer, tag = self.tables["messages"][message]

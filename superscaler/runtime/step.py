@@ -23,7 +23,7 @@ PLAN_FILE, WEIGHTS_FILE = "plan.json", "initial.safetensors"
 class Step:
     """One rank of a plan. `step(batch)` runs one iteration on the global batch and returns the loss.
 
-    `batch`: a tensor per input, of the shapes in `inputs`. The loss is a scalar, equal on all ranks. With `clip`, the
+    `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar, equal on all ranks. With `clip`, the
     gradients are scaled so that their global norm is at most `clip`, and `last_norm` is the norm before.
     """
 
@@ -35,6 +35,7 @@ class Step:
         self.inputs: dict[str, tuple[tuple[int, ...], str]] = {
             name: (tuple(shape), dtype) for name, (shape, dtype) in plan["inputs"].items()
         }
+        self.bounds: dict[str, int] = dict(plan["bounds"])
         self._function = programs[plan["programs"][self.rank]].step
 
     def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None) -> Tensor:
