@@ -13,7 +13,7 @@ import torch
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.frontend.capture import capture as capture_model
-from superscaler.ir.program import Backward, Collective, Forward, Send
+from superscaler.ir.program import Backward, Bucket, Collective, Forward, Send
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import initial_values, write
@@ -62,7 +62,7 @@ class Plan:
         lines = [f"{len(groups)} distinct programs for {self.compiled.cluster}"]
         for name, ranks in groups.items():
             code = self.compiled.program.devices[ranks[0]].instructions
-            kinds = Counter(i.kind for i in code if isinstance(i, Collective))
+            kinds = Counter(i.kind for i in code if isinstance(i, Collective | Bucket))
             kinds["send"] = sum(isinstance(i, Send) for i in code)
             work = f"{sum(isinstance(i, Forward) for i in code)} F, {sum(isinstance(i, Backward) for i in code)} B"
             told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"

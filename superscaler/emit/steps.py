@@ -8,7 +8,7 @@ from typing import Any
 
 from superscaler.emit.segments import Draw, emit_segments
 from superscaler.ir.program import (
-    Accumulate, Backward, Collective, Combine, Device, Forward, Free, Instruction, Load, Loss, Program, Recv, Send,
+    Accumulate, Backward, Bucket, Collective, Combine, Device, Forward, Free, Instruction, Load, Loss, Program, Recv, Send,
     Slice, Update, Wait,
 )  # fmt: skip
 
@@ -126,6 +126,9 @@ class _Writer:
                 return f"{self.name(i.out)} = {self.name(i.into)} + {self.name(i.value)}"
             case Collective():
                 return self._collective(i)
+            case Bucket():
+                group = Tables.number(self.tables.groups, i.group)
+                return f"{self.tuple_of(i.works)} = rt.all_reduce_bucket({self.tuple_of(i.sources)}, {group})"
             case Send():
                 return f"rt.send({self.name(i.source)}, {self._message(i.peer, i.message)})"
             case Recv():

@@ -101,6 +101,19 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Bucket:
+    """Start one all_reduce of several tensors, flattened and joined; `works` become their handles."""
+
+    works: tuple[str, ...]
+    sources: tuple[str, ...]
+    group: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+    kind = "all_reduce"
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     source: str
     peer: int
@@ -147,7 +160,8 @@ class Free:
 
 
 Instruction = (
-    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Send | Recv | Wait | Update | Loss | Free
+    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Bucket | Send | Recv | Wait | Update | Loss
+    | Free
 )
 
 
@@ -203,7 +217,7 @@ class Program:
 def _moved(instruction: Instruction) -> int:
     if isinstance(instruction, Send):
         return instruction.bytes
-    if not isinstance(instruction, Collective):
+    if not isinstance(instruction, Collective | Bucket):
         return 0
     p = len(instruction.group)
     share = {"all_reduce": 2 * (p - 1) / p, "all_gather": p - 1, "broadcast": (p - 1) / p}

@@ -7,12 +7,13 @@ communication has the time in between.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import groupby
 from math import prod
 
 from superscaler.ir.graph import PTensor
 from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.program import (
-    Accumulate, Backward, Collective, Combine, Device, Forward, Free, Function, Instruction, Load, Loss, Program, Recv,
+    Accumulate, Backward, Bucket, Collective, Combine, Device, Forward, Free, Function, Instruction, Load, Loss, Program, Recv,
     Send, Slice, Update, Wait, Weight,
 )  # fmt: skip
 from superscaler.materialize.collectives import Match, match
@@ -22,6 +23,8 @@ from superscaler.schedule.order import Node, Schedule
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, Place, Transfer
 
+# As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
+BUCKET_BYTES = 25 * 2**20
 DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "bool": 1}
 
 
@@ -47,7 +50,7 @@ class _Builder:
         self.piece_name: dict[tuple[int, int], str] = {}
         self.sums: set[tuple[int, str]] = set()
         self.incoming: dict[tuple[int, int], list[tuple[str, Box, str | None]]] = {}
-        self.arrived: dict[tuple[int, int], tuple[str, bool]] = {}
+        self.arrived: dict[tuple[int, int], str] = {}
         self.ready: dict[tuple[int, int], str] = {}
         self.totals: dict[tuple[tuple[int, int], ...], str] = {}
         self.loaded: dict[tuple[int, str, Box], str] = {}
@@ -62,15 +65,16 @@ class _Builder:
 
     def build(self) -> Program:
         self._place_weights()
-        for node in self.schedule.order:
-            if node.kind == "F":
-                self._forward(self.schedule.segments[node.number], node.key)
-            elif node.kind == "B":
-                self._backward(self.schedule.segments[node.number], node.key)
-            elif node.kind == "C":
-                self._communicate(node)
-            else:
-                self._update(node.number)
+        for kind, run in groupby(self.schedule.order, key=lambda node: node.kind):
+            if kind == "C":
+                self._communicate(list(run))
+                continue
+            for node in run:
+                if kind == "U":
+                    self._update(node.number)
+                else:
+                    work = self._forward if kind == "F" else self._backward
+                    work(self.schedule.segments[node.number], node.key)
         for rank, code in enumerate(self.code):
             # Global norms are sums over all devices, so devices without weights take part in the update too.
             if not any(isinstance(i, Update) for i in code):
@@ -171,8 +175,7 @@ class _Builder:
         base = f"{self._base(transfer)}~r{number}_{r}"
         shape = tensor.local_shape(extents(reader.box))
         if owner in self.arrived:
-            work, _ = self.arrived[owner]
-            code.append(Wait(base, work, shape))
+            code.append(Wait(base, self.arrived[owner], shape))
             return base
         parts: list[tuple[str, Box]] = []
         for p, other in transfer.links:
@@ -297,19 +300,59 @@ class _Builder:
 
     # Communication.
 
-    def _communicate(self, node: Node) -> None:
-        transfer = self.schedule.transfers[node.number]
-        if node.link >= 0:
-            self._message(node.number, transfer, node.link)
+    def _communicate(self, run: Sequence[Node]) -> None:
+        """Start the communication that is ready at one point of the order; all_reduces of one group share buckets."""
+        reductions: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        for node in run:
+            transfer = self.schedule.transfers[node.number]
+            if node.link >= 0:
+                self._message(node.number, transfer, node.link)
+                continue
+            found = None if transfer.is_local else match(transfer)
+            if found is not None and found.kind == "all_reduce":
+                dtype = self.model.tensors[transfer.tensor].dtype
+                reductions.setdefault((found.group, dtype), []).append(node.number)
+            elif found is not None:
+                self._collective(node.number, transfer, found)
+            elif not transfer.is_local:
+                for link in range(len(transfer.links)):
+                    self._message(node.number, transfer, link)
+        for (group, dtype), numbers in reductions.items():
+            for bucket in self._buckets(numbers):
+                self._reduce(bucket, group, dtype)
+
+    def _bytes(self, number: int) -> int:
+        transfer = self.schedule.transfers[number]
+        return prod(extents(transfer.pieces[0].box)) * DTYPE_BYTES[self.model.tensors[transfer.tensor].dtype]
+
+    def _buckets(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the transfers in runs that fill a bucket each; a tensor larger than a bucket goes alone."""
+        buckets: list[list[int]] = []
+        room = 0
+        for number in numbers:
+            size = self._bytes(number)
+            if size > room:
+                buckets.append([])
+                room = BUCKET_BYTES
+            buckets[-1].append(number)
+            room -= size
+        return buckets
+
+    def _reduce(self, numbers: Sequence[int], group: tuple[int, ...], dtype: str) -> None:
+        transfers = self.schedule.transfers
+        if len(numbers) == 1:
+            self._collective(numbers[0], transfers[numbers[0]], Match("all_reduce", group))
             return
-        if transfer.is_local:
-            return
-        found = match(transfer)
-        if found is None:
-            for link in range(len(transfer.links)):
-                self._message(node.number, transfer, link)
-        else:
-            self._collective(node.number, transfer, found)
+        for rank in group:
+            works, sources = [], []
+            for number in numbers:
+                at = {piece.device: p for p, piece in enumerate(transfers[number].pieces)}
+                reader = {reader.device: r for r, reader in enumerate(transfers[number].readers)}
+                sources.append(self.piece_name[number, at[rank]])
+                works.append(f"{self._base(transfers[number])}~c{number}w")
+                self.arrived[number, reader[rank]] = works[-1]
+            weight = sum(self._bytes(number) for number in numbers)
+            self.code[rank].append(Bucket(tuple(works), tuple(sources), group, dtype, weight))
 
     def _message(self, number: int, transfer: Transfer, link: int) -> None:
         p, r = transfer.links[link]
@@ -345,7 +388,7 @@ class _Builder:
                 Collective(found.kind, work, source, found.group, view, found.take, found.give, local, shape, tensor.dtype, weight)
             )
             if rank in readers and not (found.kind == "broadcast" and rank in held):
-                self.arrived[number, readers[rank][0]] = (work, True)
+                self.arrived[number, readers[rank][0]] = work
 
 
 def _with_frees(code: Sequence[Instruction]) -> list[Instruction]:

@@ -6,7 +6,7 @@ import keyword
 import re
 
 from superscaler.ir.program import (
-    Accumulate, Backward, Collective, Combine, Forward, Instruction, Load, Loss, Recv, Send, Slice, Update, Wait,
+    Accumulate, Backward, Bucket, Collective, Combine, Forward, Instruction, Load, Loss, Recv, Send, Slice, Update, Wait,
 )  # fmt: skip
 
 
@@ -34,6 +34,8 @@ def reads(i: Instruction) -> tuple[str, ...]:
             return (i.into, i.value)
         case Collective():
             return (i.source,) if i.source else ()
+        case Bucket():
+            return i.sources
         case Wait():
             return (i.work,)
         case Update():
@@ -50,6 +52,8 @@ def writes(i: Instruction) -> tuple[str, ...]:
             return (i.out,)
         case Forward() | Backward():
             return i.outputs
+        case Bucket():
+            return i.works
         case Collective() | Recv():
             return (i.work,)
         case _:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.program import Collective, Program, Recv, Send
+from superscaler.ir.program import Bucket, Collective, Program, Recv, Send
 
 Meeting = tuple[object, ...]
 
@@ -17,7 +17,7 @@ def meetings(program: Program) -> list[list[tuple[Meeting, frozenset[int]]]]:
         mine: list[tuple[Meeting, frozenset[int]]] = []
         count: dict[tuple[int, ...], int] = defaultdict(int)
         for i in device.instructions:
-            if isinstance(i, Collective):
+            if isinstance(i, Collective | Bucket):
                 mine.append(((i.kind, i.group, count[i.group]), frozenset(i.group)))
                 count[i.group] += 1
             elif isinstance(i, Send):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -119,6 +120,13 @@ class Rank:
     def all_reduce(self, x: Tensor, group: int) -> Work:
         return self.communicator.all_reduce(x, self._group(group))
 
+    def all_reduce_bucket(self, tensors: Sequence[Tensor], group: int) -> tuple[Work, ...]:
+        """Reduce several tensors as one; the results are views of what came back."""
+        joined = torch.cat([x.reshape(-1) for x in tensors])
+        work = self.communicator.all_reduce(joined, self._group(group), owned=True)
+        ends = list(accumulate(x.numel() for x in tensors))
+        return tuple(_View(work, end - x.numel(), end) for x, end in zip(tensors, ends, strict=True))
+
     def all_gather(self, x: Tensor, group: int, dim: int) -> Work:
         return self.communicator.all_gather(x, self._group(group), dim)
 
@@ -180,6 +188,16 @@ class Rank:
     def _world_sum(self, x: Tensor) -> Tensor:
         world = self.communicator.world
         return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world))).wait()
+
+
+class _View:
+    """A range of the flat result of another operation."""
+
+    def __init__(self, work: Work, start: int, end: int) -> None:
+        self._work, self._range = work, slice(start, end)
+
+    def wait(self) -> Tensor:
+        return self._work.wait()[self._range]
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:
