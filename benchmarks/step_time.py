@@ -70,7 +70,9 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4)
 
 
-def local_step(module: nn.Module, share: Callable[[Tensor], Tensor] = lambda x: x) -> Callable[[dict[str, Tensor]], Any]:
+def local_step(
+    module: nn.Module, share: Callable[[Tensor], Tensor] = lambda x: x
+) -> Callable[[dict[str, Tensor]], Any]:
     optimizer = optimizer_of(module)
 
     def step(batch: dict[str, Tensor]) -> Tensor:
@@ -179,7 +181,7 @@ def worker(name: str, directory: str, steps: int, cut: int) -> None:
 def measure(name: str, steps: int) -> list[tuple[float, float]]:
     import superscaler as ss
     from superscaler.plans import resolve
-    from superscaler.train.launch import launch
+    from superscaler.runtime.launch import launch
 
     world, spec = PLANS[name]
     module = MODELS[name]()

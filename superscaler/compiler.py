@@ -59,7 +59,7 @@ def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compile
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Compiling makes many small objects that all live until its end: looking for garbage among them doubles its time."""
+    """Compiling makes many small objects that live until its end; looking for garbage among them doubles its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -92,7 +92,9 @@ def check_devices(graph: Graph, cluster: Cluster) -> None:
     for op in graph.ops:
         for device in set(graph.rows(op).device.tolist()) - {-1}:
             if device not in known:
-                raise PlanError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {max(known)}.")
+                raise PlanError(
+                    f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {max(known)}."
+                )
 
 
 FLOATS = ("float32", "bfloat16", "float16")

@@ -1,4 +1,4 @@
-"""What can go wrong, one class per phase. Every message names the thing, the numbers, where it came from, what to do."""
+"""What can go wrong, one class per phase. A message names the thing, the numbers, the place, and what to do."""
 
 from __future__ import annotations
 

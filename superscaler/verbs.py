@@ -1,10 +1,10 @@
-"""The three verbs, `op_trans`, `op_assign` and `op_order`, and the algorithms of `op_trans`: all that a plan imports."""
+"""The verbs `op_trans`, `op_assign` and `op_order`, and the algorithms of `op_trans`: all that a plan imports."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import numpy as np
 
@@ -31,6 +31,14 @@ def sprogram(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+@overload
+def op_trans(graph: Graph, target: Op | Parts, algorithm: Algorithm) -> Parts: ...
+
+
+@overload
+def op_trans(graph: Graph, target: Sequence[Op | Parts], algorithm: Algorithm) -> list[Parts]: ...
+
+
 def op_trans(graph: Graph, target: Target, algorithm: Algorithm) -> Parts | list[Parts]:
     """Replace ops or parts by the parts that `algorithm` makes of each, and of their mirrors.
 
@@ -40,14 +48,13 @@ def op_trans(graph: Graph, target: Target, algorithm: Algorithm) -> Parts | list
     the paper) when a split does not divide, a required factor is missing, or a part was already replaced.
     """
     where = caller()
-    if isinstance(target, Op | Parts):
+    if isinstance(target, Parts | Op):
         return cut(graph, graph.parts(target) if isinstance(target, Op) else target, algorithm, where)
     return [part for item in target for part in _each(graph, item, algorithm, where)]
 
 
 def _each(graph: Graph, item: Op | Parts, algorithm: Algorithm, where: str) -> list[Parts]:
-    made = cut(graph, graph.parts(item) if isinstance(item, Op) else item, algorithm, where)
-    return made if isinstance(made, list) else list(made.flat())
+    return list(cut(graph, graph.parts(item) if isinstance(item, Op) else item, algorithm, where).flat())
 
 
 def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Device | int] | Any) -> None:

@@ -17,12 +17,13 @@ from superscaler.errors import PlanError
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model
 from superscaler.ir.program import Program
+from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import describe, initial_values, write
 from superscaler.runtime.executor import take
+from superscaler.runtime.launch import launch
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.threads import run_ranks
 from superscaler.schedule.conservation import check_conservation
-from superscaler.materialize.rendezvous import check_rendezvous
 
 TOLERANCE = 1e-9
 # Some true gradients are zero (the bias of a key projection); their rounding noise is measured against the model's.
@@ -147,7 +148,7 @@ RUN = '''"""One step of a plan on one rank; writes what it found beside the plan
 import sys
 from pathlib import Path
 
-from superscaler.train.loop import run_rank
+from superscaler.runtime.process import run_rank
 from superscaler.verify import rank_main
 
 run_rank(lambda: rank_main(Path(sys.argv[1])))
@@ -155,8 +156,6 @@ run_rank(lambda: rank_main(Path(sys.argv[1])))
 
 
 def _processes(compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> list[Result]:
-    from superscaler.train.launch import launch
-
     with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as folder:
         path = Path(folder)
         write(compiled, path, values)

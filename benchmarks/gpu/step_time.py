@@ -53,7 +53,13 @@ def ours() -> Callable[[dict[str, Tensor]], Any]:
     module = build()
     graph = ss.capture(module, kwargs=batch_at(0, "cpu"), optimizer=torch.optim.AdamW(module.parameters(), lr=1e-4))
     plan = ss.compile(graph, resolve("single"), ss.Cluster.local(1))
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29533",
+    }
     with tempfile.TemporaryDirectory() as folder:
         plan.save(folder)
         return ss.load(folder)

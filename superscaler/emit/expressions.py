@@ -126,11 +126,17 @@ def _to_copy(x: Local) -> str:
 
 
 def _attention(x: Local) -> str:
-    mask, dropout, causal = x.argument(3, "attn_mask"), x.argument(4, "dropout_p", 0.0), x.argument(5, "is_causal", False)
+    mask, dropout, causal = (
+        x.argument(3, "attn_mask"),
+        x.argument(4, "dropout_p", 0.0),
+        x.argument(5, "is_causal", False),
+    )
     options = [f"attn_mask={x.literal(mask)}"] if mask is not None else []
     options += [f"dropout_p={dropout}"] if dropout else []
     options += ["is_causal=True"] if causal else []
-    options += [f"{k}={x.literal(v)}" for k, v in x.op.kwargs if k in ("scale", "enable_gqa") and v not in (None, False)]
+    options += [
+        f"{k}={x.literal(v)}" for k, v in x.op.kwargs if k in ("scale", "enable_gqa") and v not in (None, False)
+    ]
     return f"F.scaled_dot_product_attention({', '.join([*(x.literal(a) for a in x.op.args[:3]), *options])})"
 
 
@@ -159,7 +165,9 @@ def _count_labels(x: Local) -> str:
 
 
 TABLE: Mapping[str, Callable[[Local], str]] = {
-    **{f"aten.{n}": _reshape for n in ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints")},
+    **{
+        f"aten.{n}": _reshape for n in ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints")
+    },
     "aten.unsqueeze.default": _method("unsqueeze"),
     "aten.transpose.int": _method("transpose"),
     "aten.permute.default": _method("permute"),
@@ -169,7 +177,10 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
     "aten.detach.default": _method("detach"),
     "aten.expand.default": _expand,
     **{f"aten.{n}.Tensor": _infix(s) for n, s in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
-    **{f"aten.{n}.default": _call(f"torch.{n}") for n in ("tanh", "rsqrt", "neg", "exp", "log", "sigmoid", "cos", "sin")},
+    **{
+        f"aten.{n}.default": _call(f"torch.{n}")
+        for n in ("tanh", "rsqrt", "neg", "exp", "log", "sigmoid", "cos", "sin")
+    },
     **{f"aten.{n}.default": _call(f"torch.{n}") for n in ("mm", "matmul", "bmm", "abs", "sqrt", "cat", "relu")},
     **{f"aten.{n}.default": _call(f"F.{n}") for n in ("linear", "silu", "gelu")},
     "aten.pow.Tensor_Scalar": _call("torch.pow"),

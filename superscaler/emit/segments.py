@@ -158,7 +158,9 @@ class _Writer:
 
     def _biased(self, product: Op, names: list[str]) -> str:
         x, weight, bias = names
-        return f"F.linear({x}, {weight}, {bias})" if "linear" in product.target else f"torch.addmm({bias}, {x}, {weight})"
+        return (
+            f"F.linear({x}, {weight}, {bias})" if "linear" in product.target else f"torch.addmm({bias}, {x}, {weight})"
+        )
 
 
 BIASED = ("aten.linear.default", "aten.mm.default")

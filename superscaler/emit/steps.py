@@ -8,8 +8,23 @@ from typing import Any
 
 from superscaler.emit.segments import Draw, emit_segments
 from superscaler.ir.program import (
-    Accumulate, Backward, Bucket, Collective, Combine, Device, Forward, Free, Instruction, Load, Loss, Program, Recv, Send,
-    Slice, Update, Wait,
+    Accumulate,
+    Backward,
+    Bucket,
+    Collective,
+    Combine,
+    Device,
+    Forward,
+    Free,
+    Instruction,
+    Load,
+    Loss,
+    Program,
+    Recv,
+    Send,
+    Slice,
+    Update,
+    Wait,
 )  # fmt: skip
 
 HEAD = '''"""What {devices} in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
@@ -77,7 +92,14 @@ class _Writer:
         self.draws = draws
         self.tables = Tables(
             [
-                {"name": w.name, "tensor": w.tensor, "box": w.box, "trained": w.trained, "counted": w.counted, "group": w.group}
+                {
+                    "name": w.name,
+                    "tensor": w.tensor,
+                    "box": w.box,
+                    "trained": w.trained,
+                    "counted": w.counted,
+                    "group": w.group,
+                }
                 for w in device.weights
             ]
         )
@@ -146,7 +168,9 @@ class _Writer:
 
     def _load(self, i: Load) -> str:
         if self.model.tensors[i.tensor].kind == "input":
-            return f"{self.name(i.out)} = rt.input({Tables.number(self.tables.inputs, (i.tensor, i.box))})  # {i.tensor}"
+            return (
+                f"{self.name(i.out)} = rt.input({Tables.number(self.tables.inputs, (i.tensor, i.box))})  # {i.tensor}"
+            )
         return f'{self.name(i.out)} = rt.weight("{i.out}")'
 
     def _forward(self, i: Forward) -> str:

@@ -64,7 +64,7 @@ def layout_of(grid: Grid, operand: Operand, output: bool) -> Layout | None:
         return None
     devices, axes = grid.devices, list(grid.axes)
     for at in [k for k, axis in enumerate(axes) if axis.is_microbatch][::-1]:
-        devices, axes = devices.take(0, axis=at), axes[:at] + axes[at + 1 :]
+        devices, axes = np.asarray(devices.take(0, axis=at)), axes[:at] + axes[at + 1 :]
     places: list[list[int]] = [[] for _ in range(2 + len(operand.slots))]
     for at, axis in enumerate(axes):
         if axis.index is not None and axis.index in operand.slots:

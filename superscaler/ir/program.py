@@ -160,7 +160,19 @@ class Free:
 
 
 Instruction = (
-    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Bucket | Send | Recv | Wait | Update | Loss
+    Load
+    | Forward
+    | Backward
+    | Slice
+    | Combine
+    | Accumulate
+    | Collective
+    | Bucket
+    | Send
+    | Recv
+    | Wait
+    | Update
+    | Loss
     | Free
 )
 
@@ -179,7 +191,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight at rest on a device. `counted`: this device counts its elements in global norms. `group`: optimizer's."""
+    """A weight at rest on a device. `counted`: its elements count here in global norms. `group`: the optimizer's."""
 
     name: str
     tensor: str

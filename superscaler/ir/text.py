@@ -87,7 +87,14 @@ def parse_model(text: str) -> Model:
     factors = {k: Factor(k, size) for k, size in head["factors"].items()}
     optimizer = Optimizer(name, tuple(tuple(g.items()) for g in groups))
     return Model(
-        tensors, tuple(ops), factors, tuple(head["inputs"]), head["loss"], optimizer, head["aliases"], head["unsupported"]
+        tensors,
+        tuple(ops),
+        factors,
+        tuple(head["inputs"]),
+        head["loss"],
+        optimizer,
+        head["aliases"],
+        head["unsupported"],
     )
 
 

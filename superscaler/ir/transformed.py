@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ Path = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts(Sequence["Parts"]):
+class Parts:
     """A light handle on parts of one op: cells of one grid of its tree, in any shape. Indexing works as in numpy."""
 
     op: Op
@@ -56,7 +56,9 @@ class Parts(Sequence["Parts"]):
         nested = [self.grid.children[int(c)] for c in self.cells.reshape(-1) if int(c) in self.grid.children]
         if replaced or nested:
             where = self.grid.replaced_at if replaced else nested[0].replaced_at
-            raise TransformError(f"this part of {self.op.name} was replaced by the op_trans at {where}; use its result.")
+            raise TransformError(
+                f"this part of {self.op.name} was replaced by the op_trans at {where}; use its result."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,25 @@ from math import prod
 from superscaler.ir.graph import PTensor
 from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.program import (
-    Accumulate, Backward, Bucket, Collective, Combine, Device, Forward, Free, Function, Instruction, Load, Loss, Program, Recv,
-    Send, Slice, Update, Wait, Weight,
+    Accumulate,
+    Backward,
+    Bucket,
+    Collective,
+    Combine,
+    Device,
+    Forward,
+    Free,
+    Function,
+    Instruction,
+    Load,
+    Loss,
+    Program,
+    Recv,
+    Send,
+    Slice,
+    Update,
+    Wait,
+    Weight,
 )  # fmt: skip
 from superscaler.materialize.collectives import Match, match
 from superscaler.materialize.names import identifier, reads, writes
@@ -227,7 +244,11 @@ class _Builder:
         for number, alias in enumerate(segment.aliases):
             place = Place(FORWARD, segment.number, key, number)
             box = tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
-            name = self._value(place) if place in self.readers_of else self._resident(rank, self.model.tensors[alias.tensor], box)
+            name = (
+                self._value(place)
+                if place in self.readers_of
+                else self._resident(rank, self.model.tensors[alias.tensor], box)
+            )
             assert name is not None, (alias.tensor, key)
             inputs.append(name)
         outputs = tuple(f"{identifier(o.tensor)}{self._suffix(key)}" for o in segment.outputs)
@@ -385,7 +406,19 @@ class _Builder:
             local, shape = tensor.local_shape(view), tensor.local_shape(extents(box))
             weight = prod(view) * DTYPE_BYTES[tensor.dtype]
             self.code[rank].append(
-                Collective(found.kind, work, source, found.group, view, found.take, found.give, local, shape, tensor.dtype, weight)
+                Collective(
+                    found.kind,
+                    work,
+                    source,
+                    found.group,
+                    view,
+                    found.take,
+                    found.give,
+                    local,
+                    shape,
+                    tensor.dtype,
+                    weight,
+                )
             )
             if rank in readers and not (found.kind == "broadcast" and rank in held):
                 self.arrived[number, readers[rank][0]] = work

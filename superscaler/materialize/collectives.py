@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ def _tiling(boxes: dict[int, Box]) -> _Tiling | None:
     ordered = sorted(boxes, key=lambda device: boxes[device][slot])
     ranges: Sequence[tuple[int, int]] = [boxes[device][slot] for device in ordered]
     sizes = {hi - lo for lo, hi in ranges}
-    follows = all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    follows = all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
     if len(sizes) != 1 or not follows:
         return None
     whole = tuple((ranges[0][0], ranges[-1][1]) if s == slot else r for s, r in enumerate(distinct[0]))

@@ -6,7 +6,20 @@ import keyword
 import re
 
 from superscaler.ir.program import (
-    Accumulate, Backward, Bucket, Collective, Combine, Forward, Instruction, Load, Loss, Recv, Send, Slice, Update, Wait,
+    Accumulate,
+    Backward,
+    Bucket,
+    Collective,
+    Combine,
+    Forward,
+    Instruction,
+    Load,
+    Loss,
+    Recv,
+    Send,
+    Slice,
+    Update,
+    Wait,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import gcd
 
 import numpy as np
@@ -112,10 +113,10 @@ def stages(graph: Graph, count: int) -> list[list[Op]]:
         raise InputError(f"{count} stages do not fit a model of {most} blocks and single ops; choose 1 to {most}.")
     # Every stage gets products to compute; with more stages than that allows, at least something to train.
     bounds = _balance(flops, flops if count <= int((flops > 0).sum()) else trained, count)
-    return [[op for unit in units[a:b] for op in unit] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [[op for unit in units[a:b] for op in unit] for a, b in itertools.pairwise(bounds)]
 
 
-def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:  # type: ignore[type-arg]
+def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:
     """Return the bounds of `count` contiguous groups whose largest cost is smallest, each with something needed."""
     total, present = (np.concatenate([[0.0], np.cumsum(x)]) for x in (costs, needed))
     best = np.full((count + 1, len(total)), np.inf)
@@ -142,5 +143,5 @@ def order_1f1b(graph: Graph, parts: list[list[Op]], microbatches: int) -> None:
             work += [("F", warm + m), ("B", m)]
         work += [("B", m) for m in range(microbatches - warm, microbatches)]
         groups = [graph.select(ops=ops, microbatch=m, kind=kind, label=f"{number}{kind}{m}") for kind, m in work]
-        for before, after in zip(groups, groups[1:], strict=False):
+        for before, after in itertools.pairwise(groups):
             op_order(graph, before, after)

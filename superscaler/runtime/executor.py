@@ -161,7 +161,8 @@ class Rank:
         if self.clip is not None:
             self._clip(self.clip)
         if self.keep_gradients:
-            self.gradients = {name: self.weights[name].grad for name, _ in pairs}
+            kept = ((name, self.weights[name].grad) for name, _ in pairs)
+            self.gradients = {name: gradient for name, gradient in kept if gradient is not None}
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

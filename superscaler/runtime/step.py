@@ -23,8 +23,9 @@ PLAN_FILE, WEIGHTS_FILE = "plan.json", "initial.safetensors"
 class Step:
     """One rank of a plan. `step(batch)` runs one iteration on the global batch and returns the loss.
 
-    `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar, equal on all ranks. With `clip`, the
-    gradients are scaled so that their global norm is at most `clip`, and `last_norm` is the norm before.
+    `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar, equal
+    on all ranks. With `clip`, the gradients are scaled so that their global norm is at most `clip`, and `last_norm` is
+    the norm before.
     """
 
     def __init__(self, plan: Mapping[str, Any], programs: Mapping[str, ModuleType], rank: Rank) -> None:
@@ -87,7 +88,9 @@ def build_step(
         local[entry["name"]] = piece.clone().to(communicator.device).requires_grad_(entry["trained"])
     optimizer = plan["optimizer"]["name"], plan["optimizer"]["groups"]
     dtype = getattr(torch, plan["loss_dtype"])
-    communicator.prepare(sorted({tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))}))
+    communicator.prepare(
+        sorted({tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))})
+    )
     return Step(plan, programs, Rank(communicator, tables, local, optimizer, dtype, plan["seed"]))
 
 
@@ -110,7 +113,9 @@ def load(directory: str | Path) -> Step:
 
     path = Path(directory)
     if not (path / PLAN_FILE).is_file():
-        raise InputError(f"{path} is not a plan directory (it has no {PLAN_FILE}); write one with superscaler compile --out.")
+        raise InputError(
+            f"{path} is not a plan directory (it has no {PLAN_FILE}); write one with superscaler compile --out."
+        )
     plan = json.loads((path / PLAN_FILE).read_text())
     world, needed = int(os.environ.get("WORLD_SIZE", "1")), len(plan["devices"])
     if world != needed:
@@ -124,5 +129,3 @@ def load(directory: str | Path) -> Step:
         names = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}
         weights = {name: stored.get_tensor(name) for name in sorted(names)}
     return build_step(plan, code, weights, communicator)
-
-

@@ -68,7 +68,9 @@ def _check_branch(edges: Edges, op: Op) -> None:
     whole = prod(i.size for i in op.indices)
     found = sum(prod(b[count + i] - b[i] for i in range(count)) for b in set(labels))
     if found != whole:
-        raise ScheduleError(f"the parts of {op.name} cover {found} of its {whole} iterations; some are missing or double.")
+        raise ScheduleError(
+            f"the parts of {op.name} cover {found} of its {whole} iterations; some are missing or double."
+        )
     assert len(held) == len(rows)
 
 

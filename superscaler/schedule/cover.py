@@ -70,7 +70,8 @@ def join(held: Held, wanted: Wanted) -> list[list[int]]:
 
 def _overlapping(held: Held, wanted: Wanted, row: int, rows: Ints) -> Ints:
     common = np.maximum(held.lo[rows], wanted.lo[row]) < np.minimum(held.hi[rows], wanted.hi[row])
-    return rows[common.all(axis=1)]
+    chosen: Ints = rows[common.all(axis=1)]
+    return chosen
 
 
 def _join_labels(held: Held, wanted: Wanted, rows: list[int]) -> list[list[int]]:

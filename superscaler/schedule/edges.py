@@ -178,7 +178,10 @@ class Edges:
         """Return rows that together are the whole tensor, each element once."""
         nowhere = np.full(1, -1, dtype=np.int64)
         slots = held.lo.shape[1]
-        lo, hi = (np.array([f(side[:, s]) for s in range(slots)], dtype=np.int64) for f, side in ((min, held.lo), (max, held.hi)))
+        lo, hi = (
+            np.array([f(side[:, s]) for s in range(slots)], dtype=np.int64)
+            for f, side in ((min, held.lo), (max, held.hi))
+        )
         return join(held, Wanted(lo.reshape(1, slots), hi.reshape(1, slots), nowhere, nowhere))[0]
 
     def seeds_gradient(self, row: int) -> bool:

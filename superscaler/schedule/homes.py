@@ -1,4 +1,4 @@
-"""Where weights live at rest: with their optimizer op, which by default follows the forward ops that read the weight."""
+"""Where weights live at rest: with their optimizer op, which by default follows the ops that read the weight."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ def _regular(op: Op, tensor: PTensor, kept: list[Place]) -> Grid | None:
     shape = [len(a.sizes) for a in axes]
     devices = np.empty([*shape, copies], dtype=np.int64)
     for where in np.ndindex(*shape):
-        box = list((cuts[0][0], cuts[-1][1]) for cuts in ranges)
-        for slot, k in zip(cut, where, strict=True):
-            box[slot] = ranges[slot][k]
-        devices[where] = owners[tuple(box)]
+        place = dict(zip(cut, where, strict=True))
+        box = tuple(cuts[place.get(slot, 0)] for slot, cuts in enumerate(ranges))
+        devices[where] = owners[box]
     return Grid((*axes, Axis(None, (1,) * copies)), devices)

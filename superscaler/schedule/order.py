@@ -210,7 +210,7 @@ class _Nodes:
             best = path or best
         return [self.names[n] for n in best]
 
-    def _cycle_from(self, start: int, done: np.ndarray, limit: int) -> list[int]:  # type: ignore[type-arg]
+    def _cycle_from(self, start: int, done: np.ndarray, limit: int) -> list[int]:
         came = {start: -1}
         depth = {start: 1}
         queue = deque([start])
@@ -263,8 +263,6 @@ class _Nodes:
         number = f"microbatch {micro}, " if micro >= 0 else ""
         part = f", part {ordinal}" if ordinal else ""
         return f"{node.kind} of {where} ({names}), {number}device {device}{part}"
-
-
 
 
 __all__ = ["BACKWARD", "Node", "Schedule", "check_assigned", "complete"]

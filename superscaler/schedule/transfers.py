@@ -201,8 +201,10 @@ def _stack(sides: Sequence[Wanted]) -> Held:
     labels: list[Hashable] = []
     for side in sides:
         labels += side.labels if isinstance(side, Held) else [None] * len(side)
-    arrays = [np.concatenate([getattr(s, name) for s in sides]) for name in ("lo", "hi", "device", "microbatch")]
-    return Held(*arrays, tuple(labels))
+    lo, hi, device, micro = (
+        np.concatenate([getattr(s, name) for s in sides]) for name in ("lo", "hi", "device", "microbatch")
+    )
+    return Held(lo, hi, device, micro, tuple(labels))
 
 
 def _group(
@@ -224,11 +226,13 @@ def _group(
         for source in pairs[rows[0]]:
             readers_of.setdefault(source, []).append(r)
     by_piece: dict[Hashable, list[int]] = {}
-    for source, readers in sorted(readers_of.items()):
+    for source, reading in sorted(readers_of.items()):
         box = (held.lo[source].tobytes(), held.hi[source].tobytes())
-        by_piece.setdefault((int(held.device[source]), box, tuple(readers)), []).append(source)
+        by_piece.setdefault((int(held.device[source]), box, tuple(reading)), []).append(source)
     pieces = [Piece(int(held.device[s[0]]), held.box(s[0]), _places(sources, s)) for s in by_piece.values()]
-    readers = [Reader(int(wanted.device[w[0]]), wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()]
+    readers = [
+        Reader(int(wanted.device[w[0]]), wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()
+    ]
     links = [(p, r) for p, s in enumerate(by_piece.values()) for r in readers_of[s[0]]]
     return [Transfer(tensor, kind, *part) for part in _components(pieces, readers, links)]
 

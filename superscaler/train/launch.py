@@ -1,29 +1,16 @@
-"""Start all ranks of a plan on this machine, watch them, and say which one failed and why."""
+"""Train a plan directory with processes of this machine."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import signal
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from superscaler.errors import InputError, RuntimeFailure
+from superscaler.runtime.launch import launch
 from superscaler.train.data import check_text
 from superscaler.train.loop import check_options
-
-# Lines of a failed rank's standard error that are shown, of the ranks that do not write to the terminal.
-_TAIL = 40
 
 
 def train(
@@ -64,127 +51,3 @@ def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:
         "memory_bytes": max(entry["memory_bytes"] for entry in entries),
         "world": world,
     }
-
-
-def launch(program: Path, options: list[str], world: int, folder: Path | None = None) -> None:
-    """Run a Python program once a rank under torchrun's agent, on a free port, and wait until all ended.
-
-    `folder` takes the agent's files (default: a temporary one); a program may write a rank's standard error to
-    `rank<number>` there. Raises RuntimeFailure naming the first rank that failed, or InputError if it raised that.
-    """
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="superscaler-") as made:
-            launch(program, options, world, Path(made))
-        return
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-    )
-    try:
-        with _agent_environment(max(1, _cores() // world)):
-            elastic_launch(config, sys.executable)(str(program), *options)
-    except ChildFailedError as error:
-        _end_line()
-        rank, failure = first_failure(error.failures)
-        kind, _, text = _exception(failure).partition(": ")
-        if kind == InputError.__name__:
-            raise InputError(text) from None
-        tail = _standard_error(folder, rank)
-        if tail:
-            print(f"rank {rank}:\n{tail}", file=sys.stderr)
-        raise RuntimeFailure(_describe(rank, failure, world, tail)) from None
-    except SignalException as error:
-        _end_line()
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise RuntimeFailure(f"training was stopped by {error.sigval.name}; all {world} ranks have ended.") from None
-
-
-def _end_line() -> None:
-    """Leave the progress line, which rank 0 could not end."""
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-
-
-def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed by itself, not because of the others.
-
-    Failures come in the order in which they were seen. The agent ends the others by SIGTERM; a rank that says that
-    it lost a peer is a consequence too.
-    """
-
-    def order(rank: int) -> tuple[int, int]:
-        failure = failures[rank]
-        text = _exception(failure)
-        is_consequence = (
-            1 if text.startswith("PeerLost:") else 2 if not text and failure.exitcode == -signal.SIGTERM else 0
-        )
-        return is_consequence, failure.timestamp
-
-    rank = min(failures, key=order)
-    return rank, failures[rank]
-
-
-def _exception(failure: ProcessFailure) -> str:
-    """Return `Class: message` of the exception that ended a rank, or nothing if it recorded none."""
-    # A text instead of a dict is torch's placeholder for "nothing recorded".
-    message = failure.error_file_data.get("message")
-    return str(message.get("message", "")) if isinstance(message, dict) else ""
-
-
-def _describe(rank: int, failure: ProcessFailure, world: int, tail: str) -> str:
-    text = _exception(failure)
-    if failure.exitcode < 0 and not text:
-        how = f"was killed by {failure.signal_name()}"
-        how += " (the system does this when memory runs out)" if failure.exitcode == -signal.SIGKILL else ""
-    else:
-        how = f"failed with exit code {failure.exitcode}"
-        text = text or (tail.splitlines()[-1] if tail else "see its last words above")
-    others = f" All {world} ranks have ended." if world > 1 else ""
-    return f"rank {rank} of {world} {how}{': ' + text if text else ''}{'' if text.endswith('.') else '.'}{others}"
-
-
-def _standard_error(folder: Path, rank: int) -> str:
-    """Return the last lines that a rank wrote, if they did not go to the terminal."""
-    file = folder / f"rank{rank}"
-    return "\n".join(file.read_text(errors="replace").splitlines()[-_TAIL:]) if file.is_file() else ""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _agent_environment(threads: int) -> Iterator[None]:
-    """Give the ranks their number of threads, and undo what the agent changes in this process: it is made to own it."""
-    names = ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE")
-    variables = {name: os.environ.get(name) for name in names}
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in signals}
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        for name, value in variables.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
-        _restore(handlers)
-
-
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    for number, handler in handlers.items():
-        # Unchanged where this is not the main thread, which alone may set one; None was not set by Python.
-        if handler is not None and signal.getsignal(number) is not handler:
-            signal.signal(number, handler)

@@ -6,15 +6,15 @@ from math import prod
 
 import numpy as np
 
+from superscaler.errors import TransformError
+from superscaler.ir.graph import Op
 from superscaler.ir.parts import Axis, Grid, flat_cells
 from superscaler.ir.transformed import Entry, Graph, Parts, Path
 from superscaler.transform.algorithms import Algorithm, Box
 
 
-def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts | list[Parts]:
-    """Apply an algorithm to parts of one op. Returns the new parts with one more axis, shape (*parts, new); where some
-    cells are cut and others not, or not alike, a flat list of single parts.
-    """
+def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
+    """Apply an algorithm to all cells of a grid, or to one. Returns the new parts with one more axis, (*parts, new)."""
     op, grid = parts.op, parts.grid
     parts.check()
     factor = getattr(algorithm, "factor", None)
@@ -30,8 +30,10 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts |
         return _append(grid, parts, axis, where)
     if parts.cells.size == 1:
         return _child(parts, axis, where)
-    flat = Parts(op, grid, parts.prefix, chosen, parts.level)
-    return [part for one in flat for part in _child(one, axes[int(one.cells)], where)]
+    raise TransformError(
+        f"op_trans at {where} cuts {len(axes)} of the {len(boxes)} parts of {op.name}, or cuts them differently; "
+        "transform these one by one: op_trans(graph, list(parts), ...)."
+    )
 
 
 def _append(grid: Grid, parts: Parts, axis: Axis, where: str) -> Parts:

@@ -1,4 +1,4 @@
-"""Every plan of the library equals one device, on unmodified Hugging Face models: one step in float64, 20 in float32."""
+"""Every plan equals one device, on unmodified Hugging Face models: one step in float64, 20 in float32."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_verify_fails_on_a_plan_that_is_wrong() -> None:
         **{
             **{f: getattr(graph.model, f) for f in graph.model.__dataclass_fields__},
             "ops": tuple(
-                o if o is not op else type(o)(**{**{f: getattr(o, f) for f in o.__dataclass_fields__}, "args": (*o.args[:4], 0.5)})
+                o
+                if o is not op
+                else type(o)(**{**{f: getattr(o, f) for f in o.__dataclass_fields__}, "args": (*o.args[:4], 0.5)})
                 for o in graph.model.ops
             ),
         }
@@ -139,7 +141,9 @@ def test_dropout_draws_the_same_numbers_under_every_plan(spec: str, world: int) 
 
 
 def test_the_loss_is_bit_for_bit_the_same_on_all_ranks() -> None:
-    found = losses(plan_of("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8), 3, batches_of("gpt2:size=tiny"))
+    found = losses(
+        plan_of("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8), 3, batches_of("gpt2:size=tiny")
+    )
     assert all(rank == found[0] for rank in found)
 
 

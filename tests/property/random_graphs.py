@@ -41,7 +41,9 @@ class Builder:
             self.weights_only.add(name)
         return name
 
-    def op(self, target: str, args: tuple, inputs: list[tuple[str, tuple]], sizes: list[int], marks: list[str], out: tuple):  # type: ignore[type-arg]
+    def op(
+        self, target: str, args: tuple, inputs: list[tuple[str, tuple]], sizes: list[int], marks: list[str], out: tuple
+    ):  # type: ignore[type-arg]
         name = f"op{len(self.ops)}"
         indices = []
         for i, (size, mark) in enumerate(zip(sizes, marks, strict=True)):
@@ -55,7 +57,17 @@ class Builder:
             self.weights_only.add(made)
         operands = tuple(Operand(t, slots) for t, slots in inputs)
         self.ops.append(
-            Op(name, target, args, (), operands, (Operand(made, out),), tuple(indices), has_mirror=grad, from_weights=only)
+            Op(
+                name,
+                target,
+                args,
+                (),
+                operands,
+                (Operand(made, out),),
+                tuple(indices),
+                has_mirror=grad,
+                from_weights=only,
+            )
         )
         return made
 
@@ -89,9 +101,13 @@ class Builder:
         elif kind == "tanh":
             self.op("aten.tanh.default", (Ref(0),), [(a, (0, 1))], list(shape), free, (0, 1))
         elif kind == "softmax":
-            self.op("aten._softmax.default", (Ref(0), 1, False), [(a, (0, 1))], list(shape), ["spatial", "frozen"], (0, 1))
+            self.op(
+                "aten._softmax.default", (Ref(0), 1, False), [(a, (0, 1))], list(shape), ["spatial", "frozen"], (0, 1)
+            )
         elif kind == "slice" and shape[0] == 4:
-            self.op("aten.slice.Tensor", (Ref(0), 0, 1, 4), [(a, (None, 1))], [3, shape[1]], ["frozen", "spatial"], (0, 1))
+            self.op(
+                "aten.slice.Tensor", (Ref(0), 0, 1, 4), [(a, (None, 1))], [3, shape[1]], ["frozen", "spatial"], (0, 1)
+            )
         else:
             b = self.draw.choice([n for n, t in self.tensors.items() if t.shape == shape])
             self.op("aten.sub.Tensor", (Ref(0), Ref(1)), [(a, (0, 1)), (b, (0, 1))], list(shape), free, (0, 1))
@@ -106,7 +122,11 @@ class Builder:
             args = ("ab,ab->", (Ref(0), Ref(1)))
             marks = ["summed", "summed"]
             one = self.op("aten.einsum.default", args, [(name, (0, 1)), (weight, (0, 1))], list(shape), marks, ())
-            total = one if total is None else self.op("aten.add.Tensor", (Ref(0), Ref(1)), [(total, ()), (one, ())], [], [], ())
+            total = (
+                one
+                if total is None
+                else self.op("aten.add.Tensor", (Ref(0), Ref(1)), [(total, ()), (one, ())], [], [], ())
+            )
         assert total is not None
         updates = []
         for name, t in self.tensors.items():

@@ -1,4 +1,4 @@
-"""Random graphs under random nested cuts on random devices equal the unsplit graph, and their programs cannot deadlock."""
+"""Random graphs under random nested cuts on random devices equal the unsplit graph, and cannot deadlock."""
 
 from __future__ import annotations
 

@@ -33,7 +33,16 @@ def chain(length: int = 3, size: int = 8) -> Graph:
     tensors["loss"] = PTensor("loss", (), "float64", "activation", (), (), True)
     summed = (Index(size, "batch", "summed"), Index(6, "hidden", "summed"))
     ops.append(
-        Op("sum", "aten.sum.default", (Ref(0),), (), (Operand(last, (0, 1)),), (Operand("loss", ()),), summed, has_mirror=True)
+        Op(
+            "sum",
+            "aten.sum.default",
+            (Ref(0),),
+            (),
+            (Operand(last, (0, 1)),),
+            (Operand("loss", ()),),
+            summed,
+            has_mirror=True,
+        )
     )
     weight = (Operand("w", (0,)),)
     ops.append(Op("update.w", "ss.SGD", (), (), weight, weight, (Index(6, "hidden", "spatial"),), kind="optimizer"))
