@@ -99,8 +99,10 @@ def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]
     made: dict[str, ModuleType] = {}
     for name in sorted(files, key=lambda n: n != "segments.py"):
         module = ModuleType(name.removesuffix(".py"))
-        text = files[name].replace("import segments\n", "", 1) if name != "segments.py" else files[name]
-        if name != "segments.py":
+        text = files[name]
+        if made:
+            # A plan is not on the path of modules; the line stays, so that tracebacks show the right one.
+            text = text.replace("import segments\n", "\n", 1)
             module.__dict__["segments"] = made["segments"]
         exec(compile(text, prefix + name, "exec"), module.__dict__)
         made[module.__name__] = module
@@ -124,8 +126,9 @@ def load(directory: str | Path) -> Step:
             f"start it with torchrun --nproc-per-node {needed} {path}/run.py."
         )
     communicator = connect()
-    code = modules({f.name: f.read_text() for f in sorted(path.glob("*.py")) if f.name != "run.py"}, f"{path}/")
+    names = ("segments", *sorted(set(plan["programs"])))
+    code = modules({f"{n}.py": (path / f"{n}.py").read_text() for n in names}, f"{path}/")
     with safe_open(path / WEIGHTS_FILE, framework="pt") as stored:
-        names = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}
-        weights = {name: stored.get_tensor(name) for name in sorted(names)}
+        tensors = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}
+        weights = {name: stored.get_tensor(name) for name in sorted(tensors)}
     return build_step(plan, code, weights, communicator)
