@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.frontend.capture import capture as capture_model
-from superscaler.ir.program import Backward, Bucket, Collective, Forward, Send
+from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Send
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import initial_values, write
@@ -68,8 +69,19 @@ class Plan:
             told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
             modules = list(dict.fromkeys(i.module for i in code if isinstance(i, Forward) and i.module))
             shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
+            order = _microbatches(code)
             lines.append(f"  {name}: devices {_ranges(ranks)}: {work}; {told}; {shown}")
+            lines += [f"    {order}"] if order else []
         return "\n".join(lines)
+
+
+def _microbatches(code: Sequence[Instruction]) -> str:
+    """Return the order of a device's forwards and backwards of microbatches, as F0 F1 B0 ...; empty without them."""
+    kinds = ((i, "F" if isinstance(i, Forward) else "B") for i in code if isinstance(i, Forward | Backward))
+    # Forwards without a gradient prepare data, whenever it suits.
+    work = [(i.tag, kind) for i, kind in kinds if isinstance(i, Backward) or any(i.grads)]
+    numbered = [kind + tag.split("_m")[1].split("_")[0] for tag, kind in work if "_m" in tag]
+    return " ".join(word for word, _ in groupby(numbered))
 
 
 def _ranges(ranks: list[int]) -> str:

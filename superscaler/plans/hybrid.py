@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from superscaler.plans.shared import check_divides, order_1f1b, stages, tensor_splits
+from superscaler.plans.shared import check_divides, order_stages, schedule_1f1b, stages, tensor_splits
 from superscaler.verbs import Cluster, Graph, Microbatch, Replicate, Split, op_assign, op_trans, sprogram
 
 
@@ -20,4 +20,4 @@ def hybrid(graph: Graph, cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1
             for algorithm in algorithms:
                 made = op_trans(graph, made, algorithm)
             op_assign(graph, made, stage * dp * tp + np.arange(dp * tp).reshape(made.cells.shape[1:]))
-    order_1f1b(graph, parts, microbatches)
+    order_stages(graph, parts, schedule_1f1b(pp, microbatches))

@@ -13,4 +13,4 @@ def pipeline_1f1b(graph: Graph, cluster: Cluster, stages: int = 0, microbatches:
     parts = shared.stages(graph, count)
     for device, ops in zip(cluster.devices, parts, strict=True):
         op_assign(graph, op_trans(graph, ops, Microbatch(microbatches)), device)
-    shared.order_1f1b(graph, parts, microbatches)
+    shared.order_stages(graph, parts, shared.schedule_1f1b(count, microbatches))

@@ -7,7 +7,7 @@ from math import gcd
 
 import numpy as np
 
-from superscaler.verbs import Graph, InputError, Op, Split, op_order
+from superscaler.verbs import Graph, InputError, Op, Split, Work, op_order
 
 
 def check_divides(what: str, number: int, devices: int) -> None:
@@ -134,14 +134,20 @@ def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:
     return bounds[::-1]
 
 
-def order_1f1b(graph: Graph, parts: list[list[Op]], microbatches: int) -> None:
-    """Order the work of each stage as one forward, one backward, after a warm-up that fills the pipeline."""
-    for number, ops in enumerate(parts):
-        warm = min(len(parts) - number - 1, microbatches)
-        work = [("F", m) for m in range(warm)]
-        for m in range(microbatches - warm):
-            work += [("F", warm + m), ("B", m)]
-        work += [("B", m) for m in range(microbatches - warm, microbatches)]
-        groups = [graph.select(ops=ops, microbatch=m, kind=kind, label=f"{number}{kind}{m}") for kind, m in work]
+def schedule_1f1b(count: int, microbatches: int) -> list[list[Work]]:
+    """Return per stage one forward, one backward in turn, after a warm-up that fills the pipeline."""
+    rows = []
+    for stage in range(count):
+        warm = min(count - stage - 1, microbatches)
+        kinds = "F" * warm + "FB" * (microbatches - warm) + "B" * warm
+        numbers = {"F": itertools.count(), "B": itertools.count()}
+        rows.append([Work(stage, kind, next(numbers[kind])) for kind in kinds])
+    return rows
+
+
+def order_stages(graph: Graph, parts: list[list[Op]], schedule: list[list[Work]]) -> None:
+    """Order the work of each stage as its row of the schedule says."""
+    for row in schedule:
+        groups = [graph.select(ops=parts[w.stage], microbatch=w.microbatch, kind=w.kind, label=str(w)) for w in row]
         for before, after in itertools.pairwise(groups):
             op_order(graph, before, after)

@@ -23,8 +23,8 @@ PLAN_FILE, WEIGHTS_FILE = "plan.json", "initial.safetensors"
 class Step:
     """One rank of a plan. `step(batch)` runs one iteration on the global batch and returns the loss.
 
-    `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar, equal
-    on all ranks. With `clip`, the gradients are scaled so that their global norm is at most `clip`, and `last_norm` is
+    `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar,
+    equal on all ranks. With `clip`, the gradients are scaled so that their global norm is at most `clip`, and `last_norm` is
     the norm before.
     """
 

@@ -12,6 +12,8 @@ from superscaler.ir.layout import Layout, layout_of
 from superscaler.ir.mask import Mask, inside, intersect
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.text import parse_model, print_model
+from superscaler.ir.work import parse_schedule, print_schedule
+from superscaler.plans.shared import schedule_1f1b
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -47,6 +49,16 @@ def test_a_grid_gives_layouts_of_its_operands() -> None:
     assert str(layout_of(grid, Operand("y", (0, 1)), output=True)) == "R(1)V(2)D(2,1) @ [[[[3], [1]], [[2], [0]]]]"
     assert str(layout_of(grid, Operand("x", (0, 2)), output=False)) == "R(1)V(1)D(2,2) @ [[[[3, 2], [1, 0]]]]"
     assert str(layout_of(grid, Operand("w", (2, 1)), output=False)) == "R(2)V(1)D(2,1) @ [[[[3], [2]]], [[[1], [0]]]]"
+
+
+def test_a_schedule_parses_back() -> None:
+    rows = schedule_1f1b(3, 4)
+    text = print_schedule(rows)
+    assert text.splitlines()[0] == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
+    assert text.splitlines()[2] == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+    assert parse_schedule(text) == rows
+    with pytest.raises(InputError, match="as 2F0"):
+        parse_schedule("F0")
 
 
 def test_boxes_intersect_and_move() -> None:
