@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -86,12 +86,41 @@ def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) ->
 
 
 def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0) -> None:
-    """Write a plan directory. An older plan there is replaced; any other non-empty directory is refused."""
-    if directory.exists() and any(directory.iterdir()):
-        if not (directory / PLAN_FILE).is_file():
-            raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write a plan directory. An older plan there is replaced; any other non-empty directory is refused.
+
+    Files that are not of the older plan stay. Raises InputError for a directory that cannot be written.
+    """
+    check_directory(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _remove_plan(directory)
+        _write_files(compiled, directory, values, seed)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{directory} cannot be written: {reason}; choose another directory.") from error
+
+
+def check_directory(directory: Path) -> None:
+    """Raise InputError for a file, and for a directory that holds something else than a plan."""
+    try:
+        if directory.is_dir():
+            if any(directory.iterdir()) and not (directory / PLAN_FILE).is_file():
+                raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
+        elif directory.exists():
+            raise InputError(f"{directory} is a file; choose a directory.")
+    except OSError as error:
+        raise InputError(f"{directory} cannot be read: {error.strerror}; choose another directory.") from error
+
+
+def _remove_plan(directory: Path) -> None:
+    # First what says that the plan is whole; what a user keeps beside a plan is not ours to remove.
+    for name in (PLAN_FILE, WEIGHTS_FILE, "run.py", "journal.txt", "segments.py"):
+        (directory / name).unlink(missing_ok=True)
+    for file in directory.glob("program_*.py"):
+        file.unlink()
+
+
+def _write_files(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int) -> None:
     for name, text in compiled.emitted.files.items():
         (directory / name).write_text(text)
     model = compiled.graph.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,13 +59,21 @@ def compile_model(
 
 
 def check_out(out: Path | None) -> None:
-    """Raise InputError early, before the work, if the directory holds something else than a plan."""
-    if out is None or not out.exists():
+    """Raise InputError early, before the work, if the directory holds something else than a plan, or cannot be made."""
+    if out is None:
         return
-    if not out.is_dir():
-        raise InputError(f"--out {out} is a file; choose a directory.")
-    if any(out.iterdir()) and not (out / PLAN_FILE).is_file():
+    # The nearest folder above that is there: the rest will be made in it.
+    above = next((p for p in (out, *out.parents) if os.path.lexists(p)), Path())
+    if not above.is_dir():
+        raise InputError(f"--out {out}: {above} is {_kind(above)}; choose a directory.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"--out {out}: nothing can be written into {above}; choose another directory.")
+    if above == out and any(out.iterdir()) and not (out / PLAN_FILE).is_file():
         raise InputError(f"{out} is not empty and is not a plan directory; choose another --out.")
+
+
+def _kind(path: Path) -> str:
+    return "a file" if path.exists() else "a link to nothing"
 
 
 def saved(out: Path | None, world: int) -> list[str]:

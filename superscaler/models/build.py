@@ -55,9 +55,15 @@ def build(spec: str) -> BuiltModel:
         raise InputError(f"{unknown('model', name, _HOMES)} Or give a file: path/to/file.py:function.")
     home = importlib.import_module(f"superscaler.models.{_HOMES[name]}")
     options = settle(spec, read_pairs(spec, rest), home.OPTIONS, home.DEFAULT)
-    with _seeded(options):
-        module = home.build(options).train()
-    return BuiltModel(spec, module, (), _example(home.make_batch, options), lambda step: home.make_batch(options, step))
+    try:
+        with _seeded(options):
+            module = home.build(options).train()
+        example = _example(home.make_batch, options)
+    except RuntimeError as error:
+        # The options were checked: what is left is the size of the memory, or of a 64-bit number.
+        told = str(error).splitlines()[0].rstrip(".")
+        raise InputError(f"'{spec}' is too large for this machine: {told}; choose smaller sizes.") from error
+    return BuiltModel(spec, module, (), example, lambda step: home.make_batch(options, step))
 
 
 @contextmanager

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +12,7 @@ from torch import nn
 
 from superscaler.errors import InputError, unknown
 from superscaler.models.options import for_function, read_pairs
+from superscaler.usercode import load_file, running
 
 _SHAPE = "(module, args) or (module, args, kwargs)"
 
@@ -23,38 +21,13 @@ def build(spec: str, path: str, function: str, text: str) -> tuple[nn.Module, tu
     """Call the function of the file and return its module, args and kwargs.
 
     The file's folder can be imported from meanwhile, as when Python runs the file. Raises InputError for a missing
-    file or function, a file that cannot be imported, a bad key, and a result of another shape.
+    file or function, a file or function that fails, a bad key, and a result of another shape.
     """
     file = Path(path)
     if not file.is_file():
         raise InputError(f"there is no model file {path}; write NAME or path/to/file.py:function.")
-    with _on_path(file.resolve().parent):
-        made = _call(spec, _load(file), function, text)
+    made = _call(spec, load_file(file), function, text)
     return _checked(f"{path}:{function}", made)
-
-
-@contextmanager
-def _on_path(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-
-
-def _load(file: Path) -> ModuleType:
-    name = f"superscaler_user_{file.stem}"
-    found = importlib.util.spec_from_file_location(name, file)
-    if found is None or found.loader is None:
-        raise InputError(f"{file} cannot be loaded as Python.")
-    module = importlib.util.module_from_spec(found)
-    # Dataclasses and export look their module up by name.
-    sys.modules[name] = module
-    try:
-        found.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise InputError(f"{file} cannot be imported: {type(error).__name__}: {error}.") from error
-    return module
 
 
 def _call(spec: str, module: ModuleType, function: str, text: str) -> Any:
@@ -66,7 +39,9 @@ def _call(spec: str, module: ModuleType, function: str, text: str) -> Any:
     found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):
         raise InputError(f"{module.__file__}: {unknown('function', function, own)}")
-    return found(**for_function(spec, read_pairs(spec, text), found))
+    options = for_function(spec, read_pairs(spec, text), found)
+    with running(Path(str(module.__file__)), "failed"):
+        return found(**options)
 
 
 def _checked(where: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

@@ -89,9 +89,9 @@ def check_divides(model: str, whole: str, part: str, options: Options) -> None:
         )
 
 
-def for_function(spec: str, given: Mapping[str, str], function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a user's function, typed by its annotations and defaults."""
-    parameters = inspect.signature(function).parameters
+def for_function(spec: str, given: Mapping[str, str], function: Callable[..., Any], skip: int = 0) -> dict[str, Any]:
+    """Return the keyword arguments of a function after its first `skip`, typed by its annotations and defaults."""
+    parameters = dict(list(inspect.signature(function).parameters.items())[skip:])
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {k: p for k, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     options: dict[str, Any] = {}

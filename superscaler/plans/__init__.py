@@ -6,12 +6,12 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from superscaler.errors import InputError, unknown
+from superscaler.usercode import load_file, running
 from superscaler.verbs import Cluster, Graph
 
 SProgram = Callable[[Graph, Cluster], None]
@@ -26,50 +26,59 @@ def names() -> list[str]:
 def resolve(spec: str) -> SProgram:
     """Return the sProgram that `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]` names.
 
-    Raises InputError for an unknown plan, function or key, or a value of the wrong type.
+    Raises InputError for an unknown plan, function or key, a value of the wrong type, or a file that cannot be run.
+    What an sProgram of a file raises becomes an InputError that names its line.
     """
     name, _, rest = spec.partition(":")
-    if name.endswith(".py"):
-        function_name, _, rest = rest.partition(":")
-        function = _from_file(name, function_name)
-    elif name in names():
+    if not name.endswith(".py"):
+        if name not in names():
+            raise InputError(f"{unknown('plan', name, names())} Or give a file: path/to/file.py:function.")
         function = getattr(importlib.import_module(f"{__name__}.{name}"), name)
-    else:
-        raise InputError(unknown("plan", name, names()))
-    return functools.partial(function, **_options(spec, function, rest))
+        return functools.partial(function, **_options(spec, function, rest))
+    function_name, _, rest = rest.partition(":")
+    function = _from_file(name, function_name)
+    _check_signature(name, function)
+    return _told_by_line(Path(name), functools.partial(function, **_options(spec, function, rest)))
 
 
 def _from_file(path: str, function: str) -> Callable[..., Any]:
     if not Path(path).is_file():
         raise InputError(f"there is no plan file {path}; write NAME or path/to/file.py:function.")
-    found = {k: v for k, v in runpy.run_path(path).items() if inspect.isfunction(v)}
+    found = {k: v for k, v in vars(load_file(Path(path))).items() if inspect.isfunction(v)}
     marked = {k: v for k, v in found.items() if getattr(v, "is_sprogram", False)}
     if not function and len(marked) == 1:
         return next(iter(marked.values()))
+    if not found:
+        raise InputError(f"{path} has no function; a plan is a function f(graph, cluster, **options).")
+    if not function:
+        raise InputError(f"'{path}' names no function; write {path}:FUNCTION, one of {', '.join(marked or found)}.")
     if function not in found:
         raise InputError(f"{path}: {unknown('function', function, marked or found)}")
     return found[function]
 
 
+def _check_signature(path: str, function: Callable[..., Any]) -> None:
+    """Raise InputError unless the function takes a graph and a cluster first."""
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2:
+        raise InputError(
+            f"{path}: {function.__name__}{inspect.signature(function)} takes {len(positional)} positional arguments, "
+            f"but an sProgram takes 2 and its keys; write {function.__name__}(graph, cluster, ...)."
+        )
+
+
+def _told_by_line(file: Path, function: SProgram) -> SProgram:
+    def run(graph: Graph, cluster: Cluster) -> None:
+        with running(file, "failed"):
+            function(graph, cluster)
+
+    return run
+
+
 def _options(spec: str, function: Callable[..., Any], text: str) -> dict[str, Any]:
-    parameters = dict(list(inspect.signature(function).parameters.items())[2:])
-    options: dict[str, Any] = {}
-    for pair in filter(None, text.split(",")):
-        key, equals, value = pair.partition("=")
-        if key not in parameters:
-            raise InputError(f"plan '{spec}': {unknown('key', key, parameters)}")
-        if not equals:
-            raise InputError(f"plan '{spec}': the key '{key}' has no value; write {key}=VALUE.")
-        options[key] = _value(spec, key, value, parameters[key])
-    missing = [k for k, p in parameters.items() if p.default is inspect.Parameter.empty and k not in options]
-    if missing:
-        raise InputError(f"plan '{spec}' needs {', '.join(missing)}; write {spec.split(':')[0]}:{missing[0]}=VALUE.")
-    return options
+    # Models need torch; a misspelled plan does not wait for it.
+    from superscaler.models.options import for_function, read_pairs
 
-
-def _value(spec: str, key: str, text: str, parameter: inspect.Parameter) -> Any:
-    kind = {"int": int, "float": float, "str": str}.get(str(parameter.annotation), str)
-    try:
-        return kind(text)
-    except ValueError:
-        raise InputError(f"plan '{spec}': {key}={text} is not of type {kind.__name__}.") from None
+    where = f"plan {spec}"
+    return for_function(where, read_pairs(where, text), function, skip=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,9 +104,10 @@ class _Nodes:
         for order_number, order in enumerate(self.graph.orders):
             hub = Node("O", order_number)
             self._add(hub)
-            for node in self._members(order.before):
+            before, after = (self._members(group, order.where) for group in (order.before, order.after))
+            for node in before:
                 self._edge(node, hub, f"op_order, {order.where}")
-            for node in self._members(order.after):
+            for node in after:
                 self._edge(hub, node, f"op_order, {order.where}")
 
     def _add(self, node: Node) -> int:
@@ -156,7 +157,7 @@ class _Nodes:
             if transfer.kind == FORWARD and transfer.pieces[p].places[0].kind == UPDATE:
                 self._edge(node, Node("U", transfer.pieces[p].device), "sent before update")
 
-    def _members(self, group: Group) -> Iterator[Node]:
+    def _members(self, group: Group, where: str) -> list[Node]:
         found: dict[Node, None] = {}
         segment_of = {op.name: s for s in self.schedule.segments for op in s.ops}
         for name, paths in group.members:
@@ -169,7 +170,13 @@ class _Nodes:
                     found[Node("U", key[0])] = None
                 elif group.microbatch is None or key[1] == group.microbatch:
                     found[Node(group.kind, segment.number, key)] = None
-        return iter(n for n in found if n in self.number)
+        members = [n for n in found if n in self.number]
+        if not members:
+            raise ScheduleError(
+                f"op_order at {where}: no part of {group} exists, so there is nothing to order; "
+                "choose a microbatch that Microbatch made, and for B ops that have a backward."
+            )
+        return members
 
     def _span(self, name: str, path: tuple[tuple[int, int], ...]) -> range:
         return range(*rows_under(self.graph.grids[name], path))

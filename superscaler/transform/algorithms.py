@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol
 
-from superscaler.errors import TransformError
+from superscaler.errors import TransformError, unknown
 from superscaler.ir.graph import Op
 from superscaler.ir.parts import Axis, Mirror
 
@@ -29,6 +30,8 @@ class Replicate:
 
     def axis(self, op: Op, box: Box) -> Axis:
         check_parts(self.parts, op)
+        if self.mirror not in (None, "copy", "route"):
+            raise TransformError(f"Replicate of {op.name}: {unknown('mirror', str(self.mirror), ['copy', 'route'])}")
         return Axis(None, (1,) * self.parts, self.mirror or ("route" if op.from_weights else "copy"))
 
 
@@ -48,6 +51,11 @@ class Split:
         index = op.find(self.factor)
         count = self.parts or len(self.sizes)
         check_parts(count, op)
+        if self.sizes and count != len(self.sizes):
+            raise TransformError(
+                f"Split('{self.factor}') of {op.name} asks for {count} parts, but gives {len(self.sizes)} sizes; "
+                "give the number of parts, or the sizes."
+            )
         if index is None:
             if self.required:
                 held = any(i.factor == self.factor for i in op.indices)
@@ -60,12 +68,13 @@ class Split:
     def _sizes(self, op: Op, extent: int) -> tuple[int, ...]:
         where = f"{op.name} ({op.module or op.target})"
         if self.sizes:
-            if sum(self.sizes) != extent or min(self.sizes) < 1:
+            whole = all(isinstance(size, Integral) and size >= 1 for size in self.sizes)
+            if not whole or sum(self.sizes) != extent:
                 raise TransformError(
                     f"Split('{self.factor}', sizes={self.sizes}) covers {sum(self.sizes)} elements, but {where} has "
-                    f"{extent} there; every size must be at least 1 and their sum {extent}."
+                    f"{extent} there; every size must be an integer of at least 1 and their sum {extent}."
                 )
-            return self.sizes
+            return tuple(int(size) for size in self.sizes)
         if extent % self.parts:
             raise TransformError(
                 f"Split('{self.factor}', {self.parts}) does not divide: {where} has {extent} elements there, and "
@@ -87,5 +96,7 @@ class Microbatch:
 
 
 def check_parts(parts: int, op: Op) -> None:
-    if parts < 1:
-        raise TransformError(f"{op.name} cannot be made into {parts} parts; the number of parts must be at least 1.")
+    if not isinstance(parts, Integral) or parts < 1:
+        raise TransformError(
+            f"{op.name} cannot be made into {parts!r} parts; the number of parts must be an integer of at least 1."
+        )

@@ -17,6 +17,8 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     """Apply an algorithm to all cells of a grid, or to one. Returns the new parts with one more axis, (*parts, new)."""
     op, grid = parts.op, parts.grid
     parts.check()
+    if not parts.cells.size:
+        raise TransformError(f"op_trans at {where} selects none of the parts of {op.name}; select at least one.")
     factor = getattr(algorithm, "factor", None)
     if factor is not None:
         graph.check_factor(factor)

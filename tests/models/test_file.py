@@ -118,7 +118,7 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         build("nowhere.py:f")
     broken = tmp_path / "broken.py"
     broken.write_text("def f(:\n")
-    with pytest.raises(InputError, match=r"broken\.py cannot be imported: SyntaxError"):
+    with pytest.raises(InputError, match=r"broken\.py:1 cannot be imported: SyntaxError"):
         build(f"{broken}:f")
     broken.write_text("import there_is_no_such_module\n")
     with pytest.raises(InputError, match="No module named 'there_is_no_such_module'"):

@@ -1,0 +1,63 @@
+"""Code of the user's own files: loading it, running it, and saying where in it something went wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from superscaler.errors import InputError, PlanError
+
+
+def load_file(file: Path) -> ModuleType:
+    """Run a Python file as a module of its own. Raises InputError that names its line when it cannot be run."""
+    name = f"superscaler_user_{file.stem}"
+    found = importlib.util.spec_from_file_location(name, file)
+    if found is None or found.loader is None:
+        raise InputError(f"{file} cannot be loaded as Python.")
+    module = importlib.util.module_from_spec(found)
+    # Dataclasses and export look their module up by name.
+    sys.modules[name] = module
+    with running(file, "cannot be imported"):
+        found.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def running(file: Path, trouble: str) -> Iterator[None]:
+    """Run code of the user's file, whose folder can be imported from, as when Python runs the file.
+
+    What it raises becomes an InputError that says `trouble` and the line of the file; a PlanError stays what it is.
+    """
+    folder = str(file.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except PlanError:
+        raise
+    except SystemExit as error:
+        raise InputError(f"{_place(file, error)} {trouble}: it ends the process with sys.exit({error.code}).") from None
+    except Exception as error:
+        # Anything may come out of code that is not ours, and its author needs the line, not our frames.
+        raise InputError(f"{_place(file, error)} {trouble}: {_said(error)}") from error
+    finally:
+        sys.path.remove(folder)
+
+
+def _place(file: Path, error: BaseException) -> str:
+    """Return file:line of the last frame in the user's folder, or of the syntax error in it, or the file alone."""
+    folder = file.resolve().parent
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{error.filename}:{error.lineno}"
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in trace if not f.filename.startswith("<") and Path(f.filename).resolve().parent == folder]
+    return f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})" if frames else str(file)
+
+
+def _said(error: BaseException) -> str:
+    lines = traceback.format_exception_only(error)[-1].strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".") + "."

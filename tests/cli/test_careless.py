@@ -1,0 +1,121 @@
+"""What a careless user does with files: one message that names the thing, and nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from superscaler.cli.main import main
+
+MODEL = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
+ONE = ["--plan", "single", "--cluster", "local:1"]
+PLANS = """import sys
+import superscaler as ss
+
+
+def crash(graph, cluster):
+    return {}["nope"]
+
+
+def leave(graph, cluster):
+    sys.exit(3)
+
+
+def narrow(graph):
+    return None
+
+
+def typed(graph, cluster, n: int, flag=False):
+    import beside
+    assert (n, flag, beside.DEVICE) == (2, True, 0)
+    ss.op_assign(graph, graph.ops, beside.DEVICE)
+"""
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def plans(tmp_path: Path) -> Path:
+    file = tmp_path / "plans.py"
+    file.write_text(PLANS)
+    (tmp_path / "beside.py").write_text("DEVICE = 0\n")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("crash", "plans.py:6 (in crash) failed: KeyError: 'nope'."),
+        ("leave", "plans.py:10 (in leave) failed: it ends the process with sys.exit(3)."),
+        ("narrow", "narrow(graph) takes 1 positional arguments, but an sProgram takes 2"),
+        ("typed:n=x", "n is 'x', but it must be a whole number, as 4."),
+        ("typed:n=1,n=2", "the key 'n' is given twice, 1 and 2"),
+        ("crsh", "unknown function 'crsh'; did you mean 'crash'?"),
+        ("", "names no function; write"),
+    ],
+)
+def test_a_bad_plan_is_one_line(plans: Path, function: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("validate", MODEL, "--plan", f"{plans}:{function}", "--cluster", "local:1") == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_plan_may_import_what_is_beside_it_and_has_typed_keys(plans: Path) -> None:
+    assert run("validate", MODEL, "--plan", f"{plans}:typed:n=2,flag=yes", "--cluster", "local:1") == 0
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "raise ValueError('boom')\n", "import no_such_module\n", "a = '\0'\n"])
+@pytest.mark.parametrize("place", ["plan", "model"])
+def test_a_file_that_cannot_be_imported_is_one_line(
+    tmp_path: Path, text: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    chosen = ["--plan", f"{file}:f", "--cluster", "local:1"] if place == "plan" else ONE
+    assert run("validate", MODEL if place == "plan" else f"{file}:f", *chosen) == 2
+    err = capsys.readouterr().err
+    assert "broken.py" in err
+    assert "cannot be imported: " in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_model_function_that_raises_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f():\n    raise RuntimeError('no weights')\n")
+    assert run("capture", f"{file}:f") == 2
+    assert capsys.readouterr().err == f"error: {file}:2 (in f) failed: RuntimeError: no weights.\n"
+
+
+def test_a_model_that_no_memory_holds_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("capture", "mlp:hidden=999999999999") == 2
+    err = capsys.readouterr().err
+    assert "is too large for this machine" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_out_keeps_what_is_not_of_the_plan(tmp_path: Path) -> None:
+    out = tmp_path / "plan"
+    assert run("compile", MODEL, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(out)) == 0
+    (out / "notes.txt").write_text("keep")
+    (out / "program_7.py").write_text("of an older plan")
+    (tmp_path / "link").symlink_to(out)
+    assert run("compile", MODEL, *ONE, "--out", str(tmp_path / "link")) == 0
+    assert (out / "notes.txt").read_text() == "keep"
+    assert not (out / "program_7.py").exists()
+
+
+def test_out_below_a_file_or_a_broken_link_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("keep")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for out in (tmp_path / "file" / "plan", tmp_path / "dangling", Path("/proc/plan")):
+        assert run("compile", MODEL, *ONE, "--out", str(out)) == 2
+        err = capsys.readouterr().err
+        assert str(out) in err
+        assert len(err.splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "keep"

@@ -1,0 +1,89 @@
+"""Plans on real gloo processes: equal to one device, and a lost rank ends the others with its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from superscaler.cluster import Cluster
+from superscaler.models import build
+from superscaler.plan import Plan, capture, compile
+from superscaler.plans import resolve
+
+pytestmark = pytest.mark.dist
+
+
+def plan_of(model: str, spec: str, world: int) -> Plan:
+    built = build(model)
+    graph = capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
+    return compile(graph, resolve(spec), Cluster.local(world))
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "world"),
+    [
+        ("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
+        ("llama:size=tiny", "tensor_parallel", 4),
+        ("gpt2:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2),
+    ],
+)
+def test_a_step_on_processes_equals_the_exported_model(model: str, spec: str, world: int) -> None:
+    result = plan_of(model, spec, world).verify(backend="processes")
+    assert result["equal"], result
+
+
+def superscaler(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "superscaler", *arguments]
+
+
+def test_training_from_the_command_line_gives_the_losses_of_one_device() -> None:
+    found = []
+    for plan, cluster in (("single", "local:1"), ("data_parallel", "local:2")):
+        command = superscaler("train", "gpt2:size=tiny", "--plan", plan, "--cluster", cluster, "--steps", "20", "--json")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1])["losses"])
+    assert len(found[0]) == 20
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
+def test_killing_one_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
+    out = tmp_path / "plan"
+    command = superscaler(
+        "train", "gpt2:size=tiny", "--plan", "data_parallel", "--cluster", "local:2", "--steps", "100000", "--out", str(out)
+    )
+    errors = tmp_path / "errors"
+    with errors.open("w") as file, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file) as run:
+        victim = wait_for_rank(run.pid, "1")
+        time.sleep(3)
+        os.kill(victim, signal.SIGKILL)
+        start = time.monotonic()
+        assert run.wait(timeout=60) == 1
+        assert time.monotonic() - start < 30
+    text = errors.read_text()
+    assert "rank 1" in text
+    assert "SIGKILL" in text
+    assert not psutil.pid_exists(victim)
+    assert "Traceback" not in text
+
+
+def wait_for_rank(parent: int, rank: str) -> int:
+    """Return the process of a rank of a running launch."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        for child in psutil.Process(parent).children(recursive=True):
+            try:
+                if child.environ().get("RANK") == rank:
+                    return child.pid
+            except psutil.Error:
+                continue
+        time.sleep(0.2)
+    raise TimeoutError(f"rank {rank} never started")

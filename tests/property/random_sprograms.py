@@ -1,0 +1,216 @@
+"""Random sPrograms on small models as users write them: any cut, nesting, placement, microbatching and order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import superscaler as ss
+from superscaler.ir.graph import Op
+from superscaler.transform.algorithms import Algorithm
+from superscaler.verbs import Cluster, Graph, Parts
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, and one linear that is used three times, each time with a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear, self.norm = nn.Embedding(12, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        h = h + torch.tanh(self.linear(h))
+        h = h + torch.tanh(self.linear(self.norm(h)))
+        h = h + self.linear(h)
+        return F.cross_entropy(F.linear(h, self.embedding.weight).flatten(0, 1), labels.flatten())
+
+
+class Convolutions(nn.Module):
+    """Two convolutions and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3, stride=2, padding=1)
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(F.relu(self.second(F.relu(self.first(x)))).flatten(1)), labels)
+
+
+class Towers(nn.Module):
+    """Two inputs, two towers, and a contrastive loss that holds the batch twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.scale = nn.Linear(6, 8), nn.Linear(10, 8), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        similarity = F.normalize(self.left(x), dim=-1) @ torch.tanh(self.right(z)).t() * self.scale.exp()
+        labels = torch.arange(x.shape[0])
+        return (F.cross_entropy(similarity, labels) + F.cross_entropy(similarity.t(), labels)) / 2
+
+
+class Attention(nn.Module):
+    """Attention written by hand, whose scores hold the sequence twice, and a product of the input with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.mix(x)
+        h = torch.softmax(h @ h.transpose(-1, -2) / 8**0.5, -1) @ h
+        return F.mse_loss(self.out(h), y) + (x[0] @ x[0].T).mean() * self.out.weight.pow(2).sum()
+
+
+class Auxiliary(nn.Module):
+    """A loss that is scaled and added to after the cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.gate, self.out = nn.Embedding(12, 8), nn.Linear(8, 6), nn.Linear(6, 12)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        gate = self.gate(self.embedding(ids))
+        loss = F.cross_entropy(self.out(torch.relu(gate)).flatten(0, 1), labels.flatten())
+        return loss * 0.5 + gate.mean() + 0.1 * gate.square().sum()
+
+
+def _tokens() -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 12, (4, 6)), torch.randint(0, 12, (4, 6))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+    "tied": lambda: (Tied(), _tokens()),
+    "convolutions": lambda: (Convolutions(), (torch.randn(8, 3, 8, 8), torch.randint(0, 5, (8,)))),
+    "towers": lambda: (Towers(), (torch.randn(8, 6), torch.randn(8, 10))),
+    "attention": lambda: (Attention(), (torch.randn(4, 6, 8), torch.randn(4, 6, 8))),
+    "auxiliary": lambda: (Auxiliary(), _tokens()),
+}
+
+
+def captured(name: str) -> Graph:
+    torch.manual_seed(0)
+    module, args = MODELS[name]()
+    return ss.capture(module, args, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-2))
+
+
+class Author:
+    """Writes one random sProgram: `kind` free draws the parts of each op apart, layered those of runs of ops."""
+
+    def __init__(self, graph: Graph, draw: random.Random, devices: int) -> None:
+        self.graph, self.draw, self.devices = graph, draw, devices
+        self.microbatches = 0
+
+    def free(self) -> None:
+        density, home = self.draw.choice([0.3, 0.7, 1.0]), self.draw.randrange(self.devices)
+        for op in self.graph.forward_ops:
+            if self.draw.random() < density:
+                self.cut(op, depth=self.draw.choice([1, 2, 3]))
+            else:
+                ss.op_assign(self.graph, op, home)
+
+    def layered(self) -> None:
+        ops = self.graph.forward_ops
+        batch = self.graph.factors["batch"].size
+        self.microbatches = self.draw.choice([m for m in (0, 0, 2, 4) if not m or batch % m == 0])
+        inner = self.draw.sample(range(1, len(ops)), min(4, len(ops) - 1))
+        for start, end in pairwise([0, *sorted(inner), len(ops)]):
+            chain = self.chain(ops[start:end])
+            width = int(np.prod([len(a.sizes) if isinstance(a, ss.Split) else a.parts for a in chain], dtype=int))
+            where = [self.draw.randrange(self.devices) for _ in range(width)]
+            for op in ops[start:end]:
+                parts = self.graph.parts(op)
+                for algorithm in [*([ss.Microbatch(self.microbatches)] if self.microbatches else []), *chain]:
+                    parts = ss.op_trans(self.graph, parts, algorithm)
+                ss.op_assign(self.graph, parts, np.resize(where, parts.cells.size).reshape(parts.cells.shape))
+
+    def chain(self, ops: tuple[Op, ...]) -> list[ss.Split | ss.Replicate]:
+        chain: list[ss.Split | ss.Replicate] = []
+        for _ in range(self.draw.randint(0, 2)):
+            factors = cuttable(self.draw.choice(ops)) - {a.factor for a in chain if isinstance(a, ss.Split)}
+            factor = self.draw.choice(sorted(factors)) if factors else ""
+            size = self.graph.factors[factor].size if factor else 1
+            size //= max(self.microbatches, 1) if factor == "batch" else 1
+            if size > 1 and self.draw.random() < 0.7:
+                chain.append(ss.Split(factor, sizes=self.sizes(size)))
+            else:
+                chain.append(ss.Replicate(2, self.draw.choice([None, "copy", "route"])))
+        return chain
+
+    def optimizers(self) -> None:
+        share = self.draw.choice([0.0, 0.5, 1.0])
+        for op in self.graph.ops:
+            if not op.is_forward and self.draw.random() < share:
+                self.cut(op, depth=self.draw.choice([0, 1, 1, 2]))
+
+    def cut(self, op: Op, depth: int) -> None:
+        """Cut an op into parts placed anywhere, and some of these parts again, apart from their neighbours."""
+        parts, extents = self.graph.parts(op), [index.size for index in op.indices]
+        for _ in range(self.draw.randint(0, depth)):
+            algorithm, extents = self.algorithm(op, extents)
+            parts = ss.op_trans(self.graph, parts, algorithm)
+        self.place(parts)
+        if self.draw.random() < 0.4:
+            for part in parts.flat() if parts.cells.ndim else []:
+                if self.draw.random() < 0.3:
+                    self.place(ss.op_trans(self.graph, part, self.algorithm(op, extents)[0]))
+
+    def algorithm(self, op: Op, extents: list[int]) -> tuple[Algorithm, list[int]]:
+        """Return an algorithm for parts of these extents (1 where they differ), and the extents that it leaves."""
+        indices = {f: op.find(f) for f in sorted(cuttable(op))}
+        able = [(f, i) for f, i in indices.items() if i is not None and extents[i] > 1]
+        if not able or self.draw.random() < 0.25:
+            return ss.Replicate(self.draw.randint(1, 3), self.draw.choice([None, "copy", "route"])), extents
+        factor, i = self.draw.choice(able)
+        left = list(extents)
+        if extents[i] % 2 == 0 and self.draw.random() < 0.5:
+            left[i] //= 2
+            return ss.Split(factor, 2), left
+        left[i] = 1
+        return ss.Split(factor, sizes=self.sizes(extents[i])), left
+
+    def sizes(self, extent: int) -> tuple[int, ...]:
+        inner = sorted(self.draw.sample(range(1, extent), self.draw.randint(1, min(3, extent - 1))))
+        return tuple(b - a for a, b in pairwise([0, *inner, extent]))
+
+    def place(self, parts: Parts) -> None:
+        where = [self.draw.randrange(self.devices) for _ in range(parts.cells.size)]
+        ss.op_assign(self.graph, parts, np.reshape(where, parts.cells.shape))
+
+    def orders(self) -> None:
+        """Order ops, single parts or groups of microbatches, mostly as they could run anyway."""
+        ops = self.graph.ops
+        for _ in range(self.draw.choice([0, 0, 1, 3])):
+            first, second = sorted(self.draw.sample(range(len(ops)), 2))
+            if self.draw.random() < 0.1:
+                first, second = second, first
+            if self.draw.random() < 0.4 and self.microbatches:
+                a, b = self.draw.sample(range(self.microbatches), 2)
+                trained = [op for op in self.graph.forward_ops if op.has_mirror]
+                groups = (self.graph.select(ops=trained, microbatch=a, kind="B") for a in (a, b))
+                ss.op_order(self.graph, *groups)
+            else:
+                one, other = (self.draw.choice(list(self.graph.parts(ops[k]).flat())) for k in (first, second))
+                ss.op_order(self.graph, one, other)
+
+
+def cuttable(op: Op) -> set[str]:
+    return {index.factor for index in op.indices if index.mark != "frozen"}
+
+
+def random_sprogram(seed: int, kind: str) -> Callable[[Graph, Cluster], None]:
+    def sprogram(graph: Graph, cluster: Cluster) -> None:
+        author = Author(graph, random.Random(seed), len(cluster.devices))
+        author.layered() if kind == "layered" else author.free()
+        author.optimizers()
+        author.orders()
+
+    return sprogram

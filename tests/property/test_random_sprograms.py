@@ -1,0 +1,50 @@
+"""Random sPrograms on captured models are equal to one device, or refused as a cycle that their own orders made."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from random_sprograms import MODELS, captured, random_sprogram
+
+import superscaler as ss
+from superscaler.errors import ScheduleError
+from superscaler.models import build
+from superscaler.verbs import Graph
+
+
+def check(graph: Graph, seeds: range) -> None:
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        for kind in ("free", "layered"):
+            cluster = ss.Cluster.local(1 + seed % 4)
+            try:
+                plan = ss.compile(graph, random_sprogram(seed, kind), cluster)
+            except ScheduleError as error:
+                assert "cycle" in str(error), (seed, kind)
+                assert "op_order" in str(error), (seed, kind)
+                found["refused"] += 1
+                continue
+            result = plan.verify()
+            assert result["equal"], (seed, kind, result)
+            found["equal"] += 1
+    assert found["equal"] > found["refused"]
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_random_sprograms_are_equal_or_refused(model: str) -> None:
+    check(captured(model), range(8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("model", list(MODELS))
+def test_many_more_random_sprograms(model: str, block: int) -> None:
+    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["gpt2:size=tiny", "llama:size=tiny"])
+def test_random_sprograms_on_transformers(spec: str) -> None:
+    built = build(spec)
+    check(ss.capture(built.module, built.args, built.kwargs), range(20))
