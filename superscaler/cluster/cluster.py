@@ -61,6 +61,11 @@ class Cluster:
             raise InputError(f"cluster '{name}': {unknown('preset', kind, [*PRESETS, LOCAL])}")
         if not name or not name.isprintable():
             raise InputError(f"a cluster cannot be called {name!r}; give a name of printable characters.")
+        if not isinstance(servers, int) or not isinstance(devices_per_server, int):
+            raise InputError(
+                f"cluster '{name}' would have {servers!r} servers with {devices_per_server!r} devices each; "
+                "both must be whole numbers."
+            )
         if servers < 1 or devices_per_server < 1:
             raise InputError(
                 f"cluster '{name}' would have {servers} servers with {devices_per_server} devices each; "

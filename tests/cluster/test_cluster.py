@@ -104,3 +104,9 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_preset_is_refused() -> None:
     with pytest.raises(InputError, match="unknown preset 'h20'; did you mean 'h200'"):
         Cluster.preset("h20", 1, 1)
+
+
+@pytest.mark.parametrize("count", ["2", 2.5, None])
+def test_a_number_of_devices_is_whole(count: object) -> None:
+    with pytest.raises(InputError, match="both must be whole numbers"):
+        Cluster.local(count)  # type: ignore[arg-type]

@@ -52,7 +52,8 @@ class Towers(nn.Module):
         self.left, self.right, self.scale = nn.Linear(6, 8), nn.Linear(10, 8), nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        similarity = F.normalize(self.left(x), dim=-1) @ torch.tanh(self.right(z)).t() * self.scale.exp()
+        left, right = F.normalize(self.left(x), dim=-1), torch.tanh(self.right(z))
+        similarity = torch.mul(left @ right.t(), self.scale.exp())
         labels = torch.arange(x.shape[0])
         return (F.cross_entropy(similarity, labels) + F.cross_entropy(similarity.t(), labels)) / 2
 
@@ -67,7 +68,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.mix(x)
         h = torch.softmax(h @ h.transpose(-1, -2) / 8**0.5, -1) @ h
-        return F.mse_loss(self.out(h), y) + (x[0] @ x[0].T).mean() * self.out.weight.pow(2).sum()
+        loss: Tensor = F.mse_loss(self.out(h), y) + (x[0] @ x[0].T).mean() * self.out.weight.pow(2).sum()
+        return loss
 
 
 class Auxiliary(nn.Module):
@@ -79,8 +81,9 @@ class Auxiliary(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         gate = self.gate(self.embedding(ids))
-        loss = F.cross_entropy(self.out(torch.relu(gate)).flatten(0, 1), labels.flatten())
-        return loss * 0.5 + gate.mean() + 0.1 * gate.square().sum()
+        entropy = F.cross_entropy(self.out(torch.relu(gate)).flatten(0, 1), labels.flatten())
+        loss: Tensor = entropy * 0.5 + gate.mean() + 0.1 * gate.square().sum()
+        return loss
 
 
 def _tokens() -> tuple[Tensor, Tensor]:

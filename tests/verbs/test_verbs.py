@@ -86,6 +86,10 @@ def test_a_replaced_part_says_where_it_was_replaced() -> None:
         (Split("batch", sizes=(3, 4)), "covers 7 elements, but mul0 .* has 8"),
         (Split("bach", 2), "unknown factor 'bach'; did you mean 'batch'"),
         (Replicate(0), "at least 1"),
+        (Split("batch", 2.0), "2.0 parts; the number of parts must be an integer"),
+        (Split("batch", sizes=(4.0, 4.0)), "must be an integer of at least 1"),
+        (Split("batch", 3, sizes=(4, 4)), "asks for 3 parts, but gives 2 sizes"),
+        (Replicate(2, "rout"), "unknown mirror 'rout'; did you mean 'route'"),
     ],
 )
 def test_a_wrong_algorithm_is_refused_with_both_numbers(algorithm, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -122,6 +126,22 @@ def test_a_wrong_number_of_devices_is_refused() -> None:
     parts = op_trans(graph, graph.op("mul0"), Split("batch", 2))
     with pytest.raises(InputError, match="has 2 parts, but 3 devices"):
         op_assign(graph, parts, [0, 1, 2])
+
+
+def test_a_transformation_of_no_parts_is_refused() -> None:
+    graph = chain()
+    parts = op_trans(graph, graph.op("mul0"), Split("batch", 2))
+    with pytest.raises(TransformError, match="selects none of the parts of mul0"):
+        op_trans(graph, parts[2:], Replicate(2))
+
+
+def test_an_order_of_a_microbatch_that_does_not_exist_is_refused() -> None:
+    def plan(graph: Graph, cluster: Cluster) -> None:
+        op_assign(graph, op_trans(graph, graph.forward_ops, Microbatch(2)), 0)
+        op_order(graph, graph.select(microbatch=0), graph.select(microbatch=2))
+
+    with pytest.raises(ScheduleError, match=r"no part of F.* of microbatch 2 exists"):
+        compile_graph(chain(), plan, Cluster.local(1))
 
 
 def test_a_selection_that_matches_nothing_is_an_error() -> None:
