@@ -11,7 +11,7 @@ from typing import Any
 
 from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
-from superscaler.errors import PlanError
+from superscaler.errors import InputError
 from superscaler.ir.graph import Model, Op, PTensor
 from superscaler.ir.program import Free, Program
 from superscaler.ir.transformed import Graph
@@ -92,7 +92,7 @@ def check_devices(graph: Graph, cluster: Cluster) -> None:
     for op in graph.ops:
         for device in set(graph.rows(op).device.tolist()) - {-1}:
             if device not in known:
-                raise PlanError(
+                raise InputError(
                     f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {max(known)}."
                 )
 

@@ -13,11 +13,13 @@ import torch
 
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph
+from superscaler.errors import InputError
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Send
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import initial_values, write
+from superscaler.plans import resolve
 from superscaler.runtime.step import Step, load
 from superscaler.schedule.conservation import check_conservation
 from superscaler.verify import verify
@@ -96,13 +98,22 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`)."""
+    if not isinstance(module, torch.nn.Module):
+        raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
     captured = capture_model(module, args, dict(kwargs or {}), optimizer)
     return Graph(captured.model, captured)
 
 
-def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster) -> Plan:
-    """Return the plan that `sprogram` makes of (a copy of) the graph. Raises PlanError with the reason."""
-    return Plan(compile_graph(graph, sprogram, cluster))
+def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, cluster: Cluster | str) -> Plan:
+    """Return the plan that `sprogram` makes of (a copy of) the graph. Raises PlanError with the reason.
+
+    Both may also be what the command line takes: "hybrid:dp=2,tp=2" and "local:4".
+    """
+    program = resolve(sprogram) if isinstance(sprogram, str) else sprogram
+    devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if not callable(program) or not isinstance(devices, Cluster):
+        raise InputError(f"compile needs an sProgram and a Cluster, not {program!r} and {devices!r}.")
+    return Plan(compile_graph(graph, program, devices))
 
 
 __all__ = ["Plan", "Step", "capture", "compile", "load"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 import numpy as np
@@ -49,9 +50,11 @@ def op_trans(graph: Graph, target: Target, algorithm: Algorithm) -> Parts | list
     the paper) when a split does not divide, a required factor is missing, or a part was already replaced.
     """
     where = caller()
+    if not callable(getattr(algorithm, "axis", None)):
+        raise InputError(f"op_trans at {where} needs an algorithm such as Split('batch', 2), not {algorithm!r}.")
     if isinstance(target, Parts | Op):
         return cut(graph, graph.parts(target) if isinstance(target, Op) else target, algorithm, where)
-    return [part for item in target for part in _each(graph, item, algorithm, where)]
+    return [part for item in _items(target, where) for part in _each(graph, item, algorithm, where)]
 
 
 def _each(graph: Graph, item: Op | Parts, algorithm: Algorithm, where: str) -> list[Parts]:
@@ -64,11 +67,8 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
     Backward and optimizer ops follow their forward ops unless they are assigned themselves.
     """
     where = caller()
-    devices = np.vectorize(lambda d: d.id if isinstance(d, Device) else int(d), otypes=[np.int64])(
-        np.asarray(device, dtype=object)
-    )
-    items = [target] if isinstance(target, Op | Parts) else list(target)
-    for item in items:
+    devices = np.vectorize(partial(_device_id, where), otypes=[np.int64])(np.asarray(device, dtype=object))
+    for item in _items(target, where):
         parts = graph.parts(item) if isinstance(item, Op) else item
         parts.check()
         try:
@@ -81,6 +81,22 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
         graph.journal.append(Entry("op_assign", parts.op.name, f"{parts.cells.size} parts", where))
 
 
+def _items(target: Target, where: str) -> list[Op | Parts]:
+    items = list(target) if isinstance(target, list | tuple) else [target]
+    for item in items:
+        if not isinstance(item, Op | Parts):
+            raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {item!r}.")
+    return items
+
+
+def _device_id(where: str, device: Any) -> int:
+    if isinstance(device, Device):
+        return device.id
+    if not isinstance(device, int | np.integer) or device < 0:
+        raise InputError(f"op_assign at {where} needs devices of the cluster or their numbers from 0, not {device!r}.")
+    return int(device)
+
+
 def op_order(graph: Graph, before: Target | Group, after: Target | Group) -> None:
     """Make everything in `before` happen before everything in `after`, on every device."""
     where = caller()
@@ -90,7 +106,7 @@ def op_order(graph: Graph, before: Target | Group, after: Target | Group) -> Non
 def _group(graph: Graph, target: Target | Group) -> Group:
     if isinstance(target, Group):
         return target
-    items = [target] if isinstance(target, Op | Parts) else list(target)
+    items = _items(target, caller())
     members = tuple((i.name, ()) if isinstance(i, Op) else (i.op.name, tuple(i.paths())) for i in items)
     if not members:
         raise InputError(f"op_order at {caller()}: an empty group has no order.")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from superscaler.compiler import Compiled, finish, retype
-from superscaler.errors import PlanError
+from superscaler.errors import InputError, PlanError, unknown
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model
 from superscaler.ir.program import Program
@@ -46,6 +46,8 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Ten
     loss_error (relative), gradient_error and parameter_error (largest over pTensors and replicas, relative with a
     floor), worst_tensor, conservation, deadlock_free.
     """
+    if backend not in _BACKENDS:
+        raise InputError(unknown("backend", backend, _BACKENDS))
     captured = compiled.graph.captured
     exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
     values = {k: _double(v) for k, v in initial_values(exact.graph.model, captured.values).items()}

@@ -50,6 +50,8 @@ def examples(
     def own(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if not value.numel():
+            raise CaptureError(f"an example input has shape {tuple(value.shape)}: give at least one element per dim.")
         if is_meta:
             return value.detach().to("meta").clone()
         copy = value.clone() if id(value) in seen else value

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError, unknown
 from superscaler.models import file
-from superscaler.models.options import Options, read_pairs, settle
+from superscaler.options import Options, read_pairs, settle
 
 # name -> the file of this package that holds it. A file has OPTIONS (by size), DEFAULT and build(options).
 _HOMES = {"gpt2": "gpt2", "llama": "llama", "mlp": "mlp"}

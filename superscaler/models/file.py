@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from superscaler.errors import InputError, unknown
-from superscaler.models.options import for_function, read_pairs
+from superscaler.options import for_function, read_pairs
 from superscaler.usercode import load_file, running
 
 _SHAPE = "(module, args) or (module, args, kwargs)"

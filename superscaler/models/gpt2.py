@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.models.huggingface import check_sequence, from_config, make_batch
-from superscaler.models.options import Options, check_divides
+from superscaler.options import Options, check_divides
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError
 from superscaler.models import batch
-from superscaler.models.options import Options
+from superscaler.options import Options
 
 
 def library() -> ModuleType:

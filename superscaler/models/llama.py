@@ -11,7 +11,7 @@ from torch import nn
 
 from superscaler.errors import InputError
 from superscaler.models.huggingface import check_sequence, from_config, make_batch
-from superscaler.models.options import Options, check_divides
+from superscaler.options import Options, check_divides
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 

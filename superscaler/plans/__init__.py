@@ -78,7 +78,7 @@ def _told_by_line(file: Path, function: SProgram) -> SProgram:
 
 def _options(spec: str, function: Callable[..., Any], text: str) -> dict[str, Any]:
     # Models need torch; a misspelled plan does not wait for it.
-    from superscaler.models.options import for_function, read_pairs
+    from superscaler.options import for_function, read_pairs
 
     where = f"plan {spec}"
     return for_function(where, read_pairs(where, text), function, skip=2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from superscaler.plans.shared import check_divides, order_stages, schedule_1f1b, stages, tensor_splits
+from superscaler.plans.shared import check_uses_all, order_stages, schedule_1f1b, stages, tensor_splits
 from superscaler.verbs import Cluster, Graph, Microbatch, Replicate, Split, op_assign, op_trans, sprogram
 
 
 @sprogram
 def hybrid(graph: Graph, cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1) -> None:
-    check_divides(f"hybrid:dp={dp},tp={tp},pp={pp}", dp * tp * pp, len(cluster.devices))
+    check_uses_all(cluster, "hybrid", dp=dp, tp=tp, pp=pp)
     splits = tensor_splits(graph, tp)
     parts = stages(graph, pp)
     for stage, ops in enumerate(parts):

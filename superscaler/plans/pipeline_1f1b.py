@@ -9,7 +9,7 @@ from superscaler.verbs import Cluster, Graph, Microbatch, op_assign, op_trans, s
 @sprogram
 def pipeline_1f1b(graph: Graph, cluster: Cluster, stages: int = 0, microbatches: int = 4) -> None:
     count = stages or len(cluster.devices)
-    shared.check_divides(f"pipeline_1f1b:stages={count}", count, len(cluster.devices))
+    shared.check_uses_all(cluster, "pipeline_1f1b", stages=count)
     parts = shared.stages(graph, count)
     for device, ops in zip(cluster.devices, parts, strict=True):
         op_assign(graph, op_trans(graph, ops, Microbatch(microbatches)), device)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from math import gcd
+from math import gcd, prod
 
 import numpy as np
 
-from superscaler.verbs import Graph, InputError, Op, Split, Work, op_order
+from superscaler.verbs import Cluster, Graph, InputError, Op, Split, Work, op_order
 
 
-def check_divides(what: str, number: int, devices: int) -> None:
-    """Raise InputError unless the plan uses all devices."""
-    if number != devices:
-        raise InputError(f"{what} needs {number} devices, but the cluster has {devices}; make the two numbers equal.")
+def check_uses_all(cluster: Cluster, plan: str, **counts: int) -> None:
+    """Raise InputError unless the counts are positive and their product is the number of devices."""
+    devices, shown = len(cluster.devices), ",".join(f"{name}={count}" for name, count in counts.items())
+    if min(counts.values()) < 1:
+        raise InputError(f"{plan}:{shown}: every number must be at least 1.")
+    if prod(counts.values()) != devices:
+        raise InputError(
+            f"{plan}:{shown} needs {prod(counts.values())} devices, but the cluster has {devices}; "
+            "make the two numbers equal."
+        )
 
 
 def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
@@ -40,7 +46,9 @@ def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
         if op.name not in inside and op.name not in splits and (factor := _own_factor(graph, op, parts)):
             splits[op.name] = [Split(factor, parts)]
     if parts > 1 and not splits:
-        raise InputError(f"no factor of this model can be cut into {parts} parts under tensor parallelism.")
+        sizes = sorted({f"{f} of size {graph.factors[f].size}" for ops in scopes for f in _candidates(graph, ops)})
+        shown = ", ".join(sizes[:6]) or "none"
+        raise InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
     return splits
 
 

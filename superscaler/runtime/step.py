@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from superscaler.errors import InputError
@@ -24,8 +24,8 @@ class Step:
     """One rank of a plan. `step(batch)` runs one iteration on the global batch and returns the loss.
 
     `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar,
-    equal on all ranks. With `clip`, the gradients are scaled so that their global norm is at most `clip`, and `last_norm` is
-    the norm before.
+    equal on all ranks. With `clip`, the gradients are scaled so that their global norm is at most `clip`, and
+    `last_norm` is the norm before.
     """
 
     def __init__(self, plan: Mapping[str, Any], programs: Mapping[str, ModuleType], rank: Rank) -> None:
@@ -64,9 +64,12 @@ class Step:
         self.state.communicator.close()
 
     def _check(self, batch: Mapping[str, Tensor]) -> None:
-        for name, (shape, _) in self.inputs.items():
+        for name, (shape, dtype) in self.inputs.items():
             if name not in batch:
                 raise InputError(f"the batch has no '{name}'; this plan reads {', '.join(self.inputs)}.")
+            if not isinstance(batch[name], Tensor) or batch[name].dtype != getattr(torch, dtype):
+                given = getattr(batch[name], "dtype", type(batch[name]).__name__)
+                raise InputError(f"'{name}' is of {given}, but this plan was compiled for torch.{dtype} tensors.")
             if tuple(batch[name].shape) != shape:
                 raise InputError(
                     f"'{name}' has shape {tuple(batch[name].shape)}, but this plan was compiled for {shape}; "
@@ -118,17 +121,21 @@ def load(directory: str | Path) -> Step:
         raise InputError(
             f"{path} is not a plan directory (it has no {PLAN_FILE}); write one with superscaler compile --out."
         )
-    plan = json.loads((path / PLAN_FILE).read_text())
-    world, needed = int(os.environ.get("WORLD_SIZE", "1")), len(plan["devices"])
+    try:
+        plan = json.loads((path / PLAN_FILE).read_text())
+        world, needed = int(os.environ.get("WORLD_SIZE", "1")), len(plan["devices"])
+        names = ("segments", *sorted(set(plan["programs"])))
+        files = {f"{name}.py": (path / f"{name}.py").read_text() for name in names}
+        stored = safe_open(path / WEIGHTS_FILE, framework="pt")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise InputError(f"the plan in {path} is damaged ({error}); write it again with superscaler compile.") from None
     if world != needed:
         raise InputError(
             f"{path} is a plan for {needed} devices, but {world} processes run it; "
             f"start it with torchrun --nproc-per-node {needed} {path}/run.py."
         )
     communicator = connect()
-    names = ("segments", *sorted(set(plan["programs"])))
-    code = modules({f"{n}.py": (path / f"{n}.py").read_text() for n in names}, f"{path}/")
-    with safe_open(path / WEIGHTS_FILE, framework="pt") as stored:
+    with stored:
         tensors = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}
         weights = {name: stored.get_tensor(name) for name in sorted(tensors)}
-    return build_step(plan, code, weights, communicator)
+    return build_step(plan, modules(files, f"{path}/"), weights, communicator)

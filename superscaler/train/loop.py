@@ -79,7 +79,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Load) -> None
     with ExitStack() as stack:
         reporter = None
         if step.rank == 0:
-            metrics = stack.enter_context(options.metrics.open("w")) if options.metrics else None
+            metrics = stack.enter_context(_writable(options.metrics)) if options.metrics else None
             reporter = Reporter(options.steps, metrics)
         for number in range(options.steps):
             batch = batches(number)
@@ -90,6 +90,13 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Load) -> None
                 reporter.add(number, value, time.perf_counter() - started, _count_tokens(batch), step.last_norm)
     # Not after an error: closing waits for the other ranks.
     step.close()
+
+
+def _writable(path: Path) -> TextIO:
+    try:
+        return path.open("w")
+    except OSError as error:
+        raise InputError(f"--metrics {path} cannot be written: {error.strerror}.") from None
 
 
 def check_options(steps: int, clip: float | None) -> None:
