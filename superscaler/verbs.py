@@ -82,7 +82,7 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
 
 
 def _items(target: Target, where: str) -> list[Op | Parts]:
-    items = list(target) if isinstance(target, list | tuple) else [target]
+    items: list[Any] = list(target) if isinstance(target, list | tuple) else [target]
     for item in items:
         if not isinstance(item, Op | Parts):
             raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {item!r}.")

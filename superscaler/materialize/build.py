@@ -10,35 +10,29 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby
 from math import prod
 
-from superscaler.ir.graph import PTensor
-from superscaler.ir.mask import Box, extents, inside, intersect
+from superscaler.ir.mask import extents, intersect
 from superscaler.ir.program import (
-    Accumulate,
     Backward,
     Bucket,
     Collective,
-    Combine,
     Device,
     Forward,
     Free,
     Function,
     Instruction,
-    Load,
     Loss,
     Program,
     Recv,
     Send,
-    Slice,
     Update,
-    Wait,
-    Weight,
 )  # fmt: skip
 from superscaler.materialize.collectives import Match, match
-from superscaler.materialize.names import identifier, reads, writes
+from superscaler.materialize.names import reads, writes
+from superscaler.materialize.values import Values
 from superscaler.schedule.edges import Key
 from superscaler.schedule.order import Node, Schedule
 from superscaler.schedule.segments import Segment
-from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, Place, Transfer
+from superscaler.schedule.transfers import BACKWARD, FORWARD, Place, Transfer
 
 # As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
@@ -50,38 +44,17 @@ def materialize(schedule: Schedule, world: int) -> Program:
     return _Builder(schedule, world).build()
 
 
-class _Builder:
+class _Builder(Values):
     def __init__(self, schedule: Schedule, world: int) -> None:
-        self.schedule = schedule
-        self.model = schedule.edges.model
-        self.code: list[list[Instruction]] = [[] for _ in range(world)]
-        self.weights: list[dict[str, Weight]] = [{} for _ in range(world)]
-        self.piece_of: dict[Place, tuple[int, int]] = {}
-        self.readers_of: dict[Place, list[tuple[int, int]]] = {}
-        for number, transfer in enumerate(schedule.transfers):
-            for p, piece in enumerate(transfer.pieces):
-                self.piece_of.update(dict.fromkeys(piece.places, (number, p)))
-            for r, reader in enumerate(transfer.readers):
-                for place in reader.places:
-                    self.readers_of.setdefault(place, []).append((number, r))
-        self.piece_name: dict[tuple[int, int], str] = {}
-        self.sums: set[tuple[int, str]] = set()
-        self.incoming: dict[tuple[int, int], list[tuple[str, Box, str | None]]] = {}
-        self.arrived: dict[tuple[int, int], str] = {}
-        self.ready: dict[tuple[int, int], str] = {}
-        self.totals: dict[tuple[tuple[int, int], ...], str] = {}
-        self.loaded: dict[tuple[int, str, Box], str] = {}
-        self.cuts: set[tuple[int, str]] = set()
-        self.place_of: dict[tuple[int, str], Place] = {}
+        super().__init__(schedule, world)
         self.functions: dict[Hashable, int] = {}
-        self.made: list[Function] = []
+        self.made_functions: list[Function] = []
         self.messages = 0
         self.loss_places = self._loss_places()
         self.loss_parts: list[list[tuple[str, bool]]] = [[] for _ in range(world)]
-        self.matches: dict[int, Match | None] = {}
 
     def build(self) -> Program:
-        self._place_weights()
+        self.place_weights()
         for kind, run in groupby(self.schedule.order, key=lambda node: node.kind):
             if kind == "C":
                 self._communicate(list(run))
@@ -102,133 +75,7 @@ class _Builder:
             Device(rank, tuple(self.weights[rank].values()), tuple(_with_frees(code)))
             for rank, code in enumerate(self.code)
         )
-        return Program(self.model, tuple(self.made), devices)
-
-    # Weights at rest, inputs, constants.
-
-    def _place_weights(self) -> None:
-        for tensor, op in self.schedule.edges.homes.items():
-            rows = self.schedule.edges.rows[op.name]
-            held = self.schedule.edges.held(rows, op.outputs[0])
-            counted = set(self.schedule.edges.whole(held))
-            for row, key in enumerate(rows.keys):
-                box = held.box(row)
-                name = identifier(tensor) + (f"_p{key[2]}" if key[2] else "")
-                self.weights[key[0]][name] = Weight(name, tensor, box, True, row in counted, op.group)
-                self._load(key[0], name, tensor, box)
-                place = self._weight_place(tensor, key)
-                self.place_of[key[0], name] = place
-                self._made(place, name, key[0])
-
-    def _weight_place(self, tensor: str, key: Key) -> Place:
-        return Place(UPDATE, self.schedule.edges.home_number[tensor], key, 0)
-
-    def _load(self, rank: int, name: str, tensor: str, box: Box) -> None:
-        self.code[rank].append(Load(name, tensor, box))
-
-    def _resident(self, rank: int, tensor: PTensor, box: Box) -> str:
-        """Return the name of a slice of an input, a constant, or a frozen weight: every device can have any."""
-        key = (rank, tensor.name, box)
-        if key not in self.loaded:
-            count = sum(k[:2] == key[:2] for k in self.loaded)
-            name = identifier(tensor.name) + (f"_s{count}" if count else "")
-            self.loaded[key] = name
-            if tensor.kind != "input":
-                self.weights[rank][name] = Weight(name, tensor.name, box, False, False)
-            self._load(rank, name, tensor.name, box)
-        return self.loaded[key]
-
-    # Values.
-
-    def _made(self, place: Place, name: str, rank: int) -> None:
-        """Record that a value exists; add it to the sum that it belongs to."""
-        owner = self.piece_of.get(place)
-        if owner is None:
-            return
-        so_far = self.piece_name.get(owner)
-        if so_far is None:
-            self.piece_name[owner] = name
-            return
-        in_place = (rank, so_far) in self.sums
-        out = so_far if in_place else f"{so_far}~sum"
-        self.code[rank].append(Accumulate(out, so_far, name, in_place))
-        self.sums.add((rank, out))
-        self.piece_name[owner] = out
-
-    def _value(self, place: Place) -> str | None:
-        """Return the name of what a place reads: the sum of its transfers, or None where nothing comes for it."""
-        owners = tuple(self.readers_of.get(place, ()))
-        if owners in self.totals:
-            return self.totals[owners]
-        names = [name for owner in owners if (name := self._read(owner)) is not None]
-        if len(names) < 2:
-            return names[0] if names else None
-        transfer = self.schedule.transfers[owners[0][0]]
-        box = transfer.readers[owners[0][1]].box
-        tensor = self.model.tensors[transfer.tensor]
-        view = extents(box)
-        out = f"{self._base(transfer)}~t{owners[0][0]}_{owners[0][1]}"
-        pieces = tuple((name, inside(box, box)) for name in names)
-        rank = transfer.readers[owners[0][1]].device
-        self.code[rank].append(Combine(out, pieces, view, tensor.local_shape(view), tensor.dtype))
-        self.totals[owners] = out
-        return out
-
-    def _read(self, owner: tuple[int, int]) -> str | None:
-        """Return the name of a reader's value, combining what came for it at the first call."""
-        if owner not in self.ready:
-            name = self._assemble(owner)
-            if name is None:
-                return None
-            self.ready[owner] = name
-        return self.ready[owner]
-
-    def _assemble(self, owner: tuple[int, int]) -> str | None:
-        number, r = owner
-        transfer = self.schedule.transfers[number]
-        reader = transfer.readers[r]
-        tensor = self.model.tensors[transfer.tensor]
-        rank, code = reader.device, self.code[reader.device]
-        base = f"{self._base(transfer)}~r{number}_{r}"
-        shape = tensor.local_shape(extents(reader.box))
-        if owner in self.arrived:
-            code.append(Wait(base, self.arrived[owner], shape))
-            return base
-        parts: list[tuple[str, Box]] = []
-        for p, other in transfer.links:
-            piece = transfer.pieces[p]
-            if other != r:
-                continue
-            common = intersect(piece.box, reader.box)
-            assert common is not None
-            if piece.device == rank:
-                parts.append((self._cut(rank, self.piece_name[number, p], tensor, piece.box, common), common))
-        for work, common, name in self.incoming.get(owner, []):
-            assert name is not None
-            code.append(Wait(name, work, tensor.local_shape(extents(common))))
-            parts.append((name, common))
-        if not parts:
-            return None
-        if len(parts) == 1 and parts[0][1] == reader.box:
-            return parts[0][0]
-        placed = tuple((name, inside(box, reader.box)) for name, box in sorted(parts, key=lambda x: (x[1], x[0])))
-        code.append(Combine(base, placed, extents(reader.box), shape, tensor.dtype))
-        self.sums.add((rank, base))
-        return base
-
-    def _base(self, transfer: Transfer) -> str:
-        return ("d_" if transfer.kind == BACKWARD else "") + identifier(transfer.tensor)
-
-    def _cut(self, rank: int, name: str, tensor: PTensor, have: Box, want: Box) -> str:
-        if have == want:
-            return name
-        suffix = "_".join(str(lo) for lo, _ in inside(want, have))
-        out = f"{name}~at_{suffix}_{'_'.join(map(str, extents(want)))}"
-        if (rank, out) not in self.cuts:
-            self.cuts.add((rank, out))
-            shape = tensor.local_shape(extents(want))
-            self.code[rank].append(Slice(out, name, extents(have), inside(want, have), shape))
-        return out
+        return Program(self.model, tuple(self.made_functions), devices)
 
     # Work.
 
@@ -245,13 +92,13 @@ class _Builder:
             place = Place(FORWARD, segment.number, key, number)
             box = tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
             name = (
-                self._value(place)
+                self.value(place)
                 if place in self.readers_of
-                else self._resident(rank, self.model.tensors[alias.tensor], box)
+                else self.resident(rank, self.model.tensors[alias.tensor], box)
             )
             assert name is not None, (alias.tensor, key)
             inputs.append(name)
-        outputs = tuple(f"{identifier(o.tensor)}{self._suffix(key)}" for o in segment.outputs)
+        outputs = tuple(f"{self.names[o.tensor]}{self._suffix(key)}" for o in segment.outputs)
         saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
         grads = tuple(a.labels is not None for a in segment.aliases)
         function = self._function(segment, at)
@@ -259,7 +106,7 @@ class _Builder:
         code.append(Forward(self._tag(segment, key), function, tuple(inputs), grads, outputs, saved, segment.module))
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
-            self._made(place, name, rank)
+            self.made(place, name, rank)
             if output.tensor == self.model.loss:
                 self.loss_parts[rank].append((name, place in self.loss_places))
 
@@ -274,8 +121,8 @@ class _Builder:
             input_of = {(op.name, k): n for n, alias in enumerate(segment.aliases) for op, k in alias.uses}
             names = tuple(alias.tensor for alias in segment.aliases)
             outputs = tuple(o.tensor for o in segment.outputs)
-            self.functions[key] = len(self.made)
-            self.made.append(Function(segment.ops, tuple(boxes), names, input_of, outputs, segment.module))
+            self.functions[key] = len(self.made_functions)
+            self.made_functions.append(Function(segment.ops, tuple(boxes), names, input_of, outputs, segment.module))
         return self.functions[key]
 
     def _backward(self, segment: Segment, key: Key) -> None:
@@ -284,7 +131,7 @@ class _Builder:
         for number, output in enumerate(segment.outputs):
             if not output.has_gradient:
                 continue
-            name = self._value(Place(BACKWARD, segment.number, key, number))
+            name = self.value(Place(BACKWARD, segment.number, key, number))
             row = int(segment.row_of[output.op.name][segment.keys.index(key)])
             if output.tensor == self.model.loss and self.schedule.edges.seeds_gradient(row):
                 name = "one"
@@ -295,17 +142,17 @@ class _Builder:
             if alias.labels is None:
                 continue
             place = Place(BACKWARD, segment.number, key, number)
-            base = f"d_{identifier(alias.tensor)}~s{segment.number}_{number}{suffix}"
+            base = f"d_{self.names[alias.tensor]}~s{segment.number}_{number}{suffix}"
             names.append((base if place in self.piece_of else "_", place))
         self.code[rank].append(Backward(self._tag(segment, key), tuple(gradients), tuple(n for n, _ in names)))
         for name, place in names:
             if name != "_":
-                self._made(place, name, rank)
+                self.made(place, name, rank)
 
     def _update(self, rank: int) -> None:
         pairs = []
         for weight in self.weights[rank].values():
-            gradient = self._value(self.place_of[rank, weight.name]) if weight.trained else None
+            gradient = self.value(self.place_of[rank, weight.name]) if weight.trained else None
             if gradient is not None:
                 pairs.append((weight.name, gradient))
         self.code[rank].append(Update(tuple(pairs)))
@@ -370,7 +217,7 @@ class _Builder:
                 at = {piece.device: p for p, piece in enumerate(transfers[number].pieces)}
                 reader = {reader.device: r for r, reader in enumerate(transfers[number].readers)}
                 sources.append(self.piece_name[number, at[rank]])
-                works.append(f"{self._base(transfers[number])}~c{number}w")
+                works.append(f"{self.base(transfers[number])}~c{number}w")
                 self.arrived[number, reader[rank]] = works[-1]
             weight = sum(self._bytes(number) for number in numbers)
             self.code[rank].append(Bucket(tuple(works), tuple(sources), group, dtype, weight))
@@ -383,12 +230,12 @@ class _Builder:
         tensor = self.model.tensors[transfer.tensor]
         common = intersect(piece.box, reader.box)
         assert common is not None
-        source = self._cut(piece.device, self.piece_name[number, p], tensor, piece.box, common)
+        source = self.cut(piece.device, self.piece_name[number, p], tensor, piece.box, common)
         shape = tensor.local_shape(extents(common))
         self.messages += 1
         weight = prod(shape) * DTYPE_BYTES[tensor.dtype]
         self.code[piece.device].append(Send(source, reader.device, self.messages, weight))
-        name = f"{self._base(transfer)}~c{number}_{link}"
+        name = f"{self.base(transfer)}~c{number}_{link}"
         self.code[reader.device].append(Recv(f"{name}w", piece.device, self.messages, shape, tensor.dtype))
         self.incoming.setdefault((number, r), []).append((f"{name}w", common, name))
 
@@ -397,7 +244,7 @@ class _Builder:
         held = {piece.device: (p, piece) for p, piece in enumerate(transfer.pieces)}
         readers = {reader.device: (r, reader) for r, reader in enumerate(transfer.readers)}
         for rank in found.group:
-            work = f"{self._base(transfer)}~c{number}w"
+            work = f"{self.base(transfer)}~c{number}w"
             source, view = None, extents(transfer.pieces[0].box)
             if rank in held:
                 p, piece = held[rank]

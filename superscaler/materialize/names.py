@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Iterable
 
 from superscaler.ir.program import (
     Accumulate,
@@ -22,6 +23,9 @@ from superscaler.ir.program import (
     Wait,
 )  # fmt: skip
 
+# What the parts of a tensor are told apart by: microbatch, part, slice.
+_SUFFIX = re.compile(r"_[mps]\d+$")
+
 
 def identifier(tensor: str) -> str:
     """Return a Python identifier for a pTensor.
@@ -31,6 +35,23 @@ def identifier(tensor: str) -> str:
     """
     name = re.sub(r"\W", "_", tensor)
     return f"_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name
+
+
+def unique_identifiers(tensors: Iterable[str]) -> dict[str, str]:
+    """Return a name for each pTensor; those that would be equal, or look like another's part, get one more letter.
+
+    >>> unique_identifiers(["a.b", "a_b", "x_m0"])
+    {'a.b': 'a_b', 'a_b': 'a_b_', 'x_m0': 'x_m0_'}
+    """
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for tensor in tensors:
+        name = identifier(tensor)
+        while name in taken or _SUFFIX.search(name):
+            name += "_"
+        taken.add(name)
+        found[tensor] = name
+    return found
 
 
 def reads(i: Instruction) -> tuple[str, ...]:

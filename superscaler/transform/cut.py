@@ -21,11 +21,13 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
         raise TransformError(f"op_trans at {where} selects none of the parts of {op.name}; select at least one.")
     factor = getattr(algorithm, "factor", None)
     if factor is not None:
-        graph.check_factor(factor)
+        graph.check_factor(str(factor))
     chosen = parts.cells.reshape(-1)
     boxes = _boxes(graph, op, parts.prefix, grid)
     axes = {cell: algorithm.axis(op, boxes[cell]) for cell in set(chosen.tolist())}
     axis = next(iter(axes.values()))
+    if axis.is_microbatch and any(a.is_microbatch for a in (*graph.grids[op.name].axes, *grid.axes)):
+        raise TransformError(f"op_trans at {where} cuts {op.name} into microbatches, but it is one already; split it.")
     note = " (replicated: no index to cut)" if factor is not None and axis.index is None else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
     if len(axes) == len(boxes) and len(set(axes.values())) == 1 and not grid.children:
