@@ -9,7 +9,17 @@ if TYPE_CHECKING:
     from superscaler.cluster import Cluster
     from superscaler.errors import PlanError
     from superscaler.plan import Plan, capture, compile, load
-    from superscaler.verbs import Graph, Microbatch, Replicate, Split, op_assign, op_order, op_trans, sprogram
+    from superscaler.verbs import (
+        Graph,
+        Microbatch,
+        Replicate,
+        Split,
+        ValueSplit,
+        op_assign,
+        op_order,
+        op_trans,
+        sprogram,
+    )
 
 __version__ = "0.1.0"
 
@@ -21,6 +31,7 @@ __all__ = [
     "PlanError",
     "Replicate",
     "Split",
+    "ValueSplit",
     "__version__",
     "capture",
     "compile",
@@ -31,7 +42,7 @@ __all__ = [
     "sprogram",
 ]
 
-_VERBS = ("Graph", "Microbatch", "Replicate", "Split", "op_assign", "op_order", "op_trans", "sprogram")
+_VERBS = ("Graph", "Microbatch", "Replicate", "Split", "ValueSplit", "op_assign", "op_order", "op_trans", "sprogram")
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",

@@ -14,12 +14,12 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Op
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
-from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split
+from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, ValueSplit
 from superscaler.transform.cut import cut
 
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Microbatch", "Op", "Parts",
-    "Replicate", "Split", "Work", "op_assign", "op_order", "op_trans", "sprogram",
+    "Replicate", "Split", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "sprogram",
 ]  # fmt: skip
 
 P = ParamSpec("P")

@@ -188,7 +188,7 @@ class _Writer:
 
     def _combine(self, i: Combine) -> str:
         whole = tuple((0, size) for size in i.view)
-        if all(box == whole for _, box in i.pieces):
+        if i.pieces and all(box == whole for _, box in i.pieces):
             return f"{self.name(i.out)} = " + " + ".join(self.name(name) for name, _ in i.pieces)
         boxes = Tables.number(self.tables.boxes, tuple(box for _, box in i.pieces))
         pieces = self.tuple_of([name for name, _ in i.pieces])

@@ -22,6 +22,7 @@ from superscaler.frontend.flops import FlopCounter
 from superscaler.frontend.fold import fold, rename
 from superscaler.frontend.gradients import depends, has_mirror, remove_idle_detaches, with_gradient
 from superscaler.frontend.infer import Indexed, Inference, infer
+from superscaler.frontend.linear import with_linearity
 from superscaler.frontend.naming import name_factors
 from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
@@ -156,7 +157,7 @@ class _Builder:
         return PTensor(name, spec.shape, dtype, kind, slots, extents, name in self.needed)
 
     def forward(self) -> list[Op]:
-        return [self._op(indexed) for indexed in self.found.calls]
+        return with_linearity(self._op(indexed) for indexed in self.found.calls)
 
     def _op(self, indexed: Indexed) -> Op:
         call = indexed.call

@@ -75,6 +75,10 @@ class Op:
 
     `flops` counts the forward. `from_data`: depends on inputs and constants only; `from_weights`: on weights and
     constants only (its mirror routes when it is replicated). `group` is the optimizer's parameter group.
+
+    `linear` holds the sets of inputs through which partial values may pass: all at once in a sum, one at a time in a
+    product. `passes` names for some factors the set whose value is a sum over that factor: cutting an op that lacks
+    the factor on it splits that value.
     """
 
     name: str
@@ -92,6 +96,8 @@ class Op:
     from_data: bool = False
     from_weights: bool = False
     group: int = 0
+    linear: tuple[tuple[int, ...], ...] = ()
+    passes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def is_forward(self) -> bool:

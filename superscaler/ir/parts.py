@@ -7,7 +7,7 @@ are the leaves of a small tree, and the regular case is one array of devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -20,17 +20,23 @@ from superscaler.ir.graph import Op
 
 Ints = NDArray[np.int64]
 Mirror = Literal["copy", "route"]
+Share = tuple[tuple[int, ...], int, int]
 UNASSIGNED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One level of a grid: `index` is cut into `sizes`, or (index None) everything is replicated `len(sizes)` times."""
+    """One level of a grid: `index` is cut into `sizes`, or (index None) everything is replicated `len(sizes)` times.
+
+    With `value`, a set of inputs, the replicas share out the addends of these inputs: each reads some of them, and
+    their results add up to the value.
+    """
 
     index: int | None
     sizes: tuple[int, ...]
     mirror: Mirror = "copy"
     is_microbatch: bool = False
+    value: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -57,7 +63,8 @@ class Rows:
     """The parts of an op as arrays of one row a part: `lo`, `hi` [rows, indices], the rest [rows].
 
     `microbatch` is -1 where there is none. `ordinal` tells apart the parts of one device and microbatch. `branch` is
-    equal for the parts below the same replicas (all replica axes above them).
+    equal for the parts below the same replicas (all replica axes above them). `shares` has per part the value axes
+    above it: (inputs, coordinate, number of parts).
     """
 
     lo: Ints
@@ -69,6 +76,7 @@ class Rows:
     routes: bool
     regular: bool
     tree: Tree
+    shares: tuple[tuple[Share, ...], ...]
 
     def __len__(self) -> int:
         return len(self.device)
@@ -81,18 +89,44 @@ class Rows:
 
     @cached_property
     def boxes(self) -> list[tuple[int, ...]]:
-        """Return per part its box over all indices, flattened and hashable: equal boxes compute equal values."""
+        """Return per part its box over all indices, flattened and hashable."""
         return [tuple(row) for row in np.concatenate([self.lo, self.hi], axis=1).tolist()]
+
+    @cached_property
+    def has_shares(self) -> bool:
+        return any(self.shares)
+
+    def is_shared(self, operand: int) -> bool:
+        """Tell whether some parts share out the addends of an input."""
+        return self.has_shares and any(operand in group for shares in self.shares for group, _, _ in shares)
+
+    def share(self, row: int, operand: int) -> tuple[tuple[int, int], ...]:
+        """Return a part's place among those that share out an input: coordinate and number, outer axis first."""
+        return tuple((at, count) for group, at, count in self.shares[row] if operand in group)
+
+    def addends(self, operand: int | None = None) -> list[Hashable]:
+        """Return a label per part: equal ones compute equal values, or (of an input) equal addends of its gradient.
+
+        The parts of a value compute different values, but equal gradients of the inputs that they share out.
+        """
+        if not self.has_shares:
+            return list(self.boxes)
+        kept = ([s for s in shares if operand is None or operand not in s[0]] for shares in self.shares)
+        return [(box, *shares) for box, shares in zip(self.boxes, kept, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The nesting of the rows: a leaf holds `row`; a split's children tile it, a replica's children repeat it."""
+    """The nesting of the rows: a leaf holds `row`; a split's children tile it, a replica's children repeat it.
+
+    The children of a `value` node add up to it; for the gradients of those inputs they are replicas.
+    """
 
     row: int = -1
     is_replica: bool = False
     mirror: Mirror = "copy"
     children: tuple[Tree, ...] = ()
+    value: tuple[int, ...] = ()
 
 
 def expand(op: Op, grid: Grid) -> Rows:
@@ -100,7 +134,7 @@ def expand(op: Op, grid: Grid) -> Rows:
     full = [(0, i.size) for i in op.indices]
     lo, hi, device, microbatch, branch = flat_cells(grid, full, -1)
     if not grid.children:
-        return _rows(lo, hi, device, microbatch, branch, grid, None)
+        return _rows(lo, hi, device, microbatch, branch, grid, None, _shares(grid))
     parts = list(_walk(grid, full, -1, ()))
     labels = {path: k for k, path in enumerate(dict.fromkeys(p[4] for p in parts))}
     columns = [np.array([p[c] for p in parts], dtype=np.int64) for c in range(4)]
@@ -114,20 +148,40 @@ def expand(op: Op, grid: Grid) -> Rows:
         np.array([labels[p[4]] for p in parts], dtype=np.int64),
         grid,
         _tree(grid, counter),
+        [p[5] for p in parts],
     )
 
 
-def _rows(lo: Ints, hi: Ints, device: Ints, micro: Ints, branch: Ints, grid: Grid, tree: Tree | None) -> Rows:
+def _shares(grid: Grid) -> list[tuple[Share, ...]]:
+    """Return per cell, ignoring children, the value axes of this grid."""
+    shape = tuple(len(a.sizes) for a in grid.axes)
+    axes = [(at, axis) for at, axis in enumerate(grid.axes) if axis.value]
+    if not axes:
+        return [()] * prod(shape)
+    return [tuple((axis.value, cell[at], len(axis.sizes)) for at, axis in axes) for cell in np.ndindex(*shape)]
+
+
+def _rows(
+    lo: Ints,
+    hi: Ints,
+    device: Ints,
+    micro: Ints,
+    branch: Ints,
+    grid: Grid,
+    tree: Tree | None,
+    shares: Sequence[tuple[Share, ...]],
+) -> Rows:
     ordinal = np.zeros(len(device), dtype=np.int64)
     seen: dict[tuple[int, int], int] = {}
     for row, key in enumerate(zip(device.tolist(), micro.tolist(), strict=True)):
         ordinal[row] = seen.get(key, 0)
         seen[key] = int(ordinal[row]) + 1
-    return Rows(lo, hi, device, micro, branch, ordinal, _routes(grid), tree is None, tree or Tree())
+    regular = tree is None
+    return Rows(lo, hi, device, micro, branch, ordinal, _routes(grid), regular, tree or Tree(), tuple(shares))
 
 
 def _routes(grid: Grid) -> bool:
-    here = any(a.index is None and a.mirror == "route" for a in grid.axes)
+    here = any(a.index is None and not a.value and a.mirror == "route" for a in grid.axes)
     return here or any(_routes(child) for child in grid.children.values())
 
 
@@ -141,9 +195,9 @@ def flat_cells(grid: Grid, box: Sequence[tuple[int, int]], micro: int) -> tuple[
     microbatch = np.full(cells, micro, dtype=np.int64)
     branch = np.zeros(cells, dtype=np.int64)
     for axis, coordinate in zip(grid.axes, where, strict=True):
-        if axis.index is None:
+        if axis.index is None and not axis.value:
             branch = branch * len(axis.sizes) + coordinate
-        else:
+        elif axis.index is not None:
             ends = np.cumsum(axis.sizes)
             start = lo[:, axis.index].copy()
             lo[:, axis.index] = start + (ends - axis.sizes)[coordinate]
@@ -153,20 +207,28 @@ def flat_cells(grid: Grid, box: Sequence[tuple[int, int]], micro: int) -> tuple[
     return lo, hi, grid.devices.reshape(-1).astype(np.int64), microbatch, branch
 
 
-Leaf = tuple[list[int], list[int], int, int, tuple[object, ...]]
+Leaf = tuple[list[int], list[int], int, int, tuple[object, ...], tuple[Share, ...]]
 
 
-def _walk(grid: Grid, box: Sequence[tuple[int, int]], micro: int, path: tuple[object, ...]) -> Iterator[Leaf]:
+def _walk(
+    grid: Grid,
+    box: Sequence[tuple[int, int]],
+    micro: int,
+    path: tuple[object, ...],
+    above: tuple[Share, ...] = (),
+) -> Iterator[Leaf]:
     """Yield the leaves of a grid with children, in row order."""
+    mine = _shares(grid)
     lo, hi, device, microbatch, branch = flat_cells(grid, box, micro)
     for cell in range(len(device)):
         here = (*path, int(branch[cell]))
         inner = list(zip(lo[cell].tolist(), hi[cell].tolist(), strict=True))
         child = grid.children.get(cell)
         if child is None:
-            yield lo[cell].tolist(), hi[cell].tolist(), int(device[cell]), int(microbatch[cell]), here
+            shares = (*above, *mine[cell])
+            yield lo[cell].tolist(), hi[cell].tolist(), int(device[cell]), int(microbatch[cell]), here, shares
         else:
-            yield from _walk(child, inner, int(microbatch[cell]), (*here, cell))
+            yield from _walk(child, inner, int(microbatch[cell]), (*here, cell), (*above, *mine[cell]))
 
 
 def _tree(grid: Grid, rows: Iterator[int], level: int = 0, cell: int = 0) -> Tree:
@@ -176,4 +238,5 @@ def _tree(grid: Grid, rows: Iterator[int], level: int = 0, cell: int = 0) -> Tre
     axis = grid.axes[level]
     width = len(axis.sizes)
     children = tuple(_tree(grid, rows, level + 1, cell * width + k) for k in range(width))
-    return Tree(is_replica=axis.index is None, mirror=axis.mirror, children=children)
+    is_replica = axis.index is None and not axis.value
+    return Tree(is_replica=is_replica, mirror=axis.mirror, children=children, value=axis.value)

@@ -12,7 +12,7 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 
 _MARKS = {"spatial": "", "summed": "+", "frozen": "^"}
-_REST = ("kind", "has_mirror", "module", "source", "flops", "from_data", "from_weights", "group")
+_REST = ("kind", "has_mirror", "module", "source", "flops", "from_data", "from_weights", "group", "linear", "passes")
 _DEFAULTS = {f.name: f.default for f in fields(Op)}
 
 
@@ -125,7 +125,12 @@ def parse_op(line: str) -> Op:
         mark = {"+": "summed", "^": "frozen"}.get(factor[-1], "spatial")
         made.append(Index(int(size), factor.rstrip("+^"), mark))  # type: ignore[arg-type]
     sides = [tuple(_parse_operand(o) for o in side.split(", ") if o) for side in (inputs, outputs)]
-    return Op(name, target, args, kwargs, sides[0], sides[1], tuple(made), **json.loads(rest))
+    options = {key: _frozen(value) for key, value in json.loads(rest).items()}
+    return Op(name, target, args, kwargs, sides[0], sides[1], tuple(made), **options)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _parse_operand(text: str) -> Operand:

@@ -90,6 +90,9 @@ class _Builder(Values):
         inputs = []
         for number, alias in enumerate(segment.aliases):
             place = Place(FORWARD, segment.number, key, number)
+            if place not in self.readers_of and alias.is_zero(at):
+                inputs.append(self.zeros(rank, alias.tensor, alias.lo[at].tolist(), alias.hi[at].tolist()))
+                continue
             box = tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
             name = (
                 self.value(place)

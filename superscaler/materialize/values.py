@@ -147,7 +147,7 @@ class Values:
         for work, common, name in self.incoming.get(owner, []):
             code.append(Wait(name, work, tensor.local_shape(extents(common))))
             parts.append((name, common))
-        if not parts:
+        if not parts and transfer.kind == BACKWARD:
             return None
         if len(parts) == 1 and parts[0][1] == reader.box:
             return parts[0][0]
@@ -155,6 +155,14 @@ class Values:
         code.append(Combine(base, placed, extents(reader.box), shape, tensor.dtype))
         self._sums.add((rank, base))
         return base
+
+    def zeros(self, rank: int, tensor: str, lo: list[int], hi: list[int]) -> str:
+        """Return the name of zeros, which a part reads where another one reads the value."""
+        spec = self.model.tensors[tensor]
+        view = tuple(b - a for a, b in zip(lo, hi, strict=True))
+        out = f"{self.names[tensor]}~z{len(self.code[rank])}"
+        self.code[rank].append(Combine(out, (), view, spec.local_shape(view), spec.dtype))
+        return out
 
     def base(self, transfer: Transfer) -> str:
         return ("d_" if transfer.kind == BACKWARD else "") + self.names[transfer.tensor]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from fractions import Fraction
 from math import prod
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Op, Operand
 from superscaler.ir.mask import Mask, extents, intersect
-from superscaler.schedule.cover import Wanted, join
+from superscaler.ir.parts import Rows
+from superscaler.schedule.cover import Wanted
 from superscaler.schedule.edges import Edges
 from superscaler.schedule.order import Schedule
 
@@ -24,10 +26,14 @@ def check_conservation(schedule: Schedule) -> None:
                 continue
             producer, j = edges.producers[operand.tensor]
             made, read = edges.rows[producer.name], edges.rows[op.name]
-            key = (id(made), producer.outputs[j].slots, id(read), operand.slots)
+            key = (id(made), producer.outputs[j].slots, id(read), operand.slots, k if read.has_shares else -1)
             if key not in seen:
                 seen.add(key)
-                _check_edge(edges, producer, j, edges.wanted(read, operand), edges.forward(op, k))
+                pairs = edges.forward(op, k)
+                if read.is_shared(k):
+                    # In a tree, sharing out is a choice per level of one whole reading; a grid is checked as it is.
+                    pairs = _together(read, k, pairs) if read.regular else edges.whole_reads(op, k)
+                _check_edge(edges, producer, j, edges.wanted(read, operand), pairs)
 
 
 def _check_edge(edges: Edges, producer: Op, j: int, wanted: Wanted, pairs: list[list[int]]) -> None:
@@ -39,12 +45,23 @@ def _check_edge(edges: Edges, producer: Op, j: int, wanted: Wanted, pairs: list[
         for source in sources:
             common = intersect(held.box(source), box)
             size = prod(extents(common)) if common is not None else 0
-            found += size * _share(producer, output, rows.boxes[source])
+            found += size * _share(producer, output, rows.boxes[source]) / prod(n for _, _, n in rows.shares[source])
         if found != prod(extents(box)):
             raise ScheduleError(
                 f"{Mask(output.tensor, box)} is read on device {int(wanted.device[row])}, but its producer "
                 f"{producer.name} gives {float(found)} of its {prod(extents(box))} elements."
             )
+
+
+def _together(rows: Rows, k: int, pairs: list[list[int]]) -> list[list[int]]:
+    """Return for each part what it and those that share out input `k` with it read together."""
+    keys: list[Hashable] = []
+    read: dict[Hashable, dict[Hashable, list[int]]] = {}
+    for label, shares, sources in zip(rows.addends(k), rows.shares, pairs, strict=True):
+        mine = [s for s in shares if k in s[0]]
+        keys.append((label, tuple(count for *_, count in mine)))
+        read.setdefault(keys[-1], {}).setdefault(tuple(mine), sources)
+    return [[source for sources in read[key].values() for source in sources] for key in keys]
 
 
 def _share(op: Op, output: Operand, box: tuple[int, ...]) -> Fraction:
@@ -66,12 +83,10 @@ def _check_branch(edges: Edges, op: Op) -> None:
     if not rows.regular:
         return
     whole = prod(i.size for i in op.indices)
-    found = sum(prod(b[count + i] - b[i] for i in range(count)) for b in set(labels))
+    parts = {(box, shares) for box, shares in zip(labels, rows.shares, strict=True)}
+    found = sum(Fraction(prod(b[count + i] - b[i] for i in range(count)), prod(n for *_, n in s)) for b, s in parts)
     if found != whole:
         raise ScheduleError(
             f"the parts of {op.name} cover {found} of its {whole} iterations; some are missing or double."
         )
     assert len(held) == len(rows)
-
-
-__all__ = ["check_conservation", "join"]

@@ -39,12 +39,15 @@ class Wanted:
 class Held(Wanted):
     """What is held: `labels` say which rows are replicas of one addend; `tree` is the nesting where it is irregular.
 
-    `all_routes`: below a routing replication all branches count (gradients), not one of them.
+    `all_routes`: below a routing replication all branches count (gradients of input `operand`), not one of them;
+    `all_replicas`: below every replication.
     """
 
     labels: Sequence[Hashable]
     tree: Tree | None = None
     all_routes: bool = False
+    operand: int = -1
+    all_replicas: bool = False
 
 
 def project(rows: Rows, operand: Operand, extents: Sequence[int]) -> tuple[Ints, Ints]:
@@ -66,6 +69,43 @@ def join(held: Held, wanted: Wanted) -> list[list[int]]:
         tile = branch(held.tree, held, int(wanted.device[row]), int(wanted.microbatch[row]))
         found.append(_overlapping(held, wanted, row, np.array(tile, dtype=np.int64)).tolist())
     return found
+
+
+Turn = tuple[tuple[int, int], ...]
+
+
+def share_out(held: Held, wanted: Wanted, places: Sequence[Turn]) -> list[list[int]]:
+    """Return for each wanted row the held rows that it takes when parts of a value share out the addends of an input.
+
+    `places` has per wanted row, from outer to inner value axis, its coordinate and the number of parts. An addend goes
+    to the coordinate of a part on a device and microbatch that hold it, or to one in turn. All parts share out the
+    same tiling, so together they read every addend once.
+    """
+    rows = list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
+    tile = np.array(rows, dtype=np.int64)
+    labels = [held.labels[r] for r in rows] if held.tree is None else rows
+    flat = Held(held.lo[tile], held.hi[tile], held.device[tile], held.microbatch[tile], labels)
+    found = _join_labels(flat, wanted, list(range(len(rows))))
+    near: dict[Hashable, int] = {}
+    for r, place in enumerate(places):
+        for level, (coordinate, count) in enumerate(place):
+            near.setdefault((place[:level], count, int(wanted.device[r]), int(wanted.microbatch[r])), coordinate)
+    addends = [(label, flat.lo[r].tobytes(), flat.hi[r].tobytes()) for r, label in enumerate(labels)]
+    here: dict[Hashable, list[tuple[int, int]]] = {}
+    for r, addend in enumerate(addends):
+        here.setdefault(addend, []).append((int(flat.device[r]), int(flat.microbatch[r])))
+    order = {addend: n for n, addend in enumerate(here)}
+
+    def takes(place: Turn, addend: Hashable) -> bool:
+        for level, (coordinate, count) in enumerate(place):
+            close = (near.get((place[:level], count, *where)) for where in here[addend])
+            if next((c for c in close if c is not None), order[addend] % count) != coordinate:
+                return False
+        return True
+
+    return [
+        [rows[r] for r in sources if takes(place, addends[r])] for place, sources in zip(places, found, strict=True)
+    ]
 
 
 def _overlapping(held: Held, wanted: Wanted, row: int, rows: Ints) -> Ints:
@@ -137,7 +177,9 @@ def branch(tree: Tree, held: Held, device: int, micro: int) -> list[int]:
     if not tree.children:
         return [tree.row]
     below = [branch(child, held, device, micro) for child in tree.children]
-    if not tree.is_replica or (held.all_routes and tree.mirror == "route"):
+    shared = held.all_routes and held.operand in tree.value
+    counted = tree.is_replica and (held.all_replicas or (held.all_routes and tree.mirror == "route"))
+    if counted or not (tree.is_replica or shared):
         return [row for rows in below for row in rows]
     near = [sum((held.device[r] == device) * 2 + (held.microbatch[r] == micro) for r in rows) for rows in below]
     return below[near.index(max(near))]

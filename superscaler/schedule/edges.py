@@ -14,7 +14,7 @@ from superscaler.ir.graph import Op, Operand, PTensor
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints, Rows
 from superscaler.ir.transformed import Graph
-from superscaler.schedule.cover import Held, Wanted, branch, join, project
+from superscaler.schedule.cover import Held, Wanted, branch, join, project, share_out
 from superscaler.schedule.homes import follow
 
 Labels = tuple[Hashable, ...]
@@ -32,11 +32,11 @@ class Edges:
         self._rows: dict[Hashable, Rows] = {}
         self._faces: dict[Hashable, tuple[Ints, Ints]] = {}
         self._joins: dict[Hashable, list[list[int]]] = {}
-        self._labels: dict[str, Labels] = {}
+        self._labels: dict[Hashable, Labels] = {}
+        self._served: dict[str, list[frozenset[Hashable]]] = {}
         self._interned: dict[Labels, Labels] = {}
         self.rows = {op.name: self._expand(op) for op in self.model.ops if op.is_forward}
         self._place_optimizers()
-        self._label_mirrors()
 
     def _expand(self, op: Op) -> Rows:
         grid = self.graph.grids[op.name]
@@ -84,55 +84,56 @@ class Edges:
     def wanted(self, rows: Rows, operand: Operand) -> Wanted:
         return Wanted(*self.face(rows, operand), rows.device, rows.microbatch)
 
-    def held(self, rows: Rows, operand: Operand, labels: Labels | None = None) -> Held:
-        """Return what parts hold of an operand: of its value (labels None), or of its gradient."""
+    def held(self, rows: Rows, operand: Operand, labels: Labels | None = None, k: int = -1) -> Held:
+        """Return what parts hold of an operand: of its value (labels None), or of the gradient of input `k`."""
         # The mirrors of routing parts share out the addends among themselves, so all of them count, in any nesting.
-        tree = None if rows.regular or (labels is not None and rows.routes) else rows.tree
-        marks = tuple(rows.boxes) if labels is None else labels
-        return Held(*self.face(rows, operand), rows.device, rows.microbatch, marks, tree, labels is not None)
+        every = labels is not None and rows.routes
+        tree = None if rows.regular or (every and not rows.has_shares) else rows.tree
+        marks = tuple(rows.addends()) if labels is None else labels
+        return Held(*self.face(rows, operand), rows.device, rows.microbatch, marks, tree, labels is not None, k, every)
 
     def forward(self, consumer: Op, k: int) -> list[list[int]]:
-        """Return for each part of `consumer` the parts of the producer of its input `k` that it reads."""
+        """Return for each part of `consumer` the parts that its input `k` is read from: of its producer, or of the
+        optimizer op with which a weight lives.
+        """
         operand = consumer.inputs[k]
-        producer, j = self.producers[operand.tensor]
+        home = self.homes.get(operand.tensor)
+        producer, j = (home, 0) if home is not None else self.producers[operand.tensor]
         made, read = self.rows[producer.name], self.rows[consumer.name]
-        key = (id(made), producer.outputs[j].slots, id(read), operand.slots)
+        shared = read.is_shared(k)
+        key = (id(made), producer.outputs[j].slots, id(read), operand.slots, k if shared else -1)
         if key not in self._joins:
             held = self.held(made, producer.outputs[j])
-            self._joins[key] = join(held, self.wanted(read, operand))
+            wanted = self.wanted(read, operand)
+            self._joins[key] = (
+                share_out(held, wanted, [read.share(r, k) for r in range(len(read))]) if shared else join(held, wanted)
+            )
         return self._joins[key]
 
     def backward(self, consumer: Op, k: int) -> list[list[int]]:
         """Return for each (copying) part of the producer the parts of `consumer` whose addends its mirror reads."""
         operand = consumer.inputs[k]
         producer, j = self.producers[operand.tensor]
-        made, read, labels = self.rows[producer.name], self.rows[consumer.name], self.labels(consumer)
+        made, read, labels = self.rows[producer.name], self.rows[consumer.name], self.labels(consumer, k)
         key = ("B", id(made), producer.outputs[j].slots, id(read), operand.slots, id(labels))
         if key not in self._joins:
-            held = self.held(read, operand, labels)
+            held = self.held(read, operand, labels, k)
             self._joins[key] = join(held, self.wanted(made, producer.outputs[j]))
         return self._joins[key]
 
-    def labels(self, op: Op) -> Labels:
-        """Return a label per part; parts whose mirrors compute the same addend have the same label."""
-        return self._labels[op.name]
-
-    def _intern(self, labels: Labels) -> Labels:
-        return self._interned.setdefault(labels, labels)
-
-    def _label_mirrors(self) -> None:
-        """Label the mirrors, last op first: replicas that route are told apart by the addends that they serve."""
-        boxes: dict[int, Labels] = {}
-        for op in reversed(self.graph.forward_ops):
-            rows = self.rows[op.name]
-            if rows.routes and op.has_mirror:
-                served = self.served(op)
+    def labels(self, op: Op, k: int) -> Labels:
+        """Return a label per part; parts whose mirrors compute the same addend of input `k` have the same label."""
+        rows = self.rows[op.name]
+        routed = rows.routes and op.has_mirror
+        key = (op.name if routed else id(rows), k if rows.has_shares else -1)
+        if key not in self._labels:
+            labels = tuple(rows.addends(k))
+            if routed:
+                # Replicas that route are told apart by the addends that they serve.
                 apart = range(len(rows)) if not rows.regular else [0] * len(rows)
-                self._labels[op.name] = self._intern(tuple(zip(rows.boxes, served, apart, strict=True)))
-            else:
-                if id(rows) not in boxes:
-                    boxes[id(rows)] = self._intern(tuple(rows.boxes))
-                self._labels[op.name] = boxes[id(rows)]
+                labels = tuple(zip(labels, self.served(op), apart, strict=True))
+            self._labels[key] = self._interned.setdefault(labels, labels)
+        return self._labels[key]
 
     def gradient_uses(self, tensor: str) -> list[tuple[Op, int]]:
         """Return the uses of a tensor that contribute to its gradient."""
@@ -146,6 +147,11 @@ class Edges:
         Replicas that serve equal addends are copies of each other; where the sets overlap otherwise, each addend goes
         to the replica that its first part reads.
         """
+        if op.name not in self._served:
+            self._served[op.name] = self._find_served(op)
+        return self._served[op.name]
+
+    def _find_served(self, op: Op) -> list[frozenset[Hashable]]:
         served: list[set[Hashable]] = [set() for _ in self.rows[op.name].boxes]
         first: list[set[Hashable]] = [set() for _ in served]
         for j, output in enumerate(op.outputs):
@@ -156,7 +162,7 @@ class Edges:
                     first[row].add("loss")
             for n, (consumer, k) in enumerate(self.gradient_uses(output.tensor)):
                 seen: set[Hashable] = set()
-                labels, read = self.labels(consumer), self.forward(consumer, k)
+                labels, read = self.labels(consumer, k), self.whole_reads(consumer, k)
                 for row in self._one_tiling(consumer, k):
                     label = labels[row]
                     for source in read[row]:
@@ -165,7 +171,9 @@ class Edges:
                             first[source].add((j, n, label))
                     seen.add(label)
         rows = self.rows[op.name]
-        clean = rows.regular and _equal_or_disjoint(rows.boxes, served)
+        if rows.regular and rows.has_shares:
+            return _alike(rows, first)
+        clean = rows.regular and _equal_or_disjoint(rows.addends(), served)
         return [frozenset(s) for s in (served if clean else first)]
 
     def loss_rows(self) -> list[int]:
@@ -187,12 +195,20 @@ class Edges:
     def seeds_gradient(self, row: int) -> bool:
         """Tell whether the mirror of a part of the loss starts from one: all do, but of routing replicas one."""
         op, _ = self.producers[self.model.loss]
-        return not self.rows[op.name].routes or "loss" in self.labels(op)[row][1]  # type: ignore[index]
+        return not self.rows[op.name].routes or "loss" in self.served(op)[row]
 
     def _one_tiling(self, consumer: Op, k: int) -> list[int]:
         """Return the parts of a consumer that contribute to a gradient: of misaligned replicas one branch."""
-        held = self.held(self.rows[consumer.name], consumer.inputs[k], self.labels(consumer))
+        held = self.held(self.rows[consumer.name], consumer.inputs[k], self.labels(consumer, k), k)
         return list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
+
+    def whole_reads(self, consumer: Op, k: int) -> list[list[int]]:
+        """Return what each part of a consumer would read if none shared out its input: whom its gradient concerns."""
+        rows, operand = self.rows[consumer.name], consumer.inputs[k]
+        if not rows.is_shared(k):
+            return self.forward(consumer, k)
+        producer, j = self.producers[operand.tensor]
+        return join(self.held(self.rows[producer.name], producer.outputs[j]), self.wanted(rows, operand))
 
     def is_local(self, consumer: Op, k: int) -> bool:
         """Tell whether the edge into input `k` needs nothing, forward and backward: part to part on one device."""
@@ -217,12 +233,24 @@ class Edges:
 
     def _serves_its_own(self, producer: Op, j: int, consumer: Op, k: int, same: list[int]) -> bool:
         n = self.gradient_uses(producer.outputs[j].tensor).index((consumer, k))
-        served = [label[1] for label in self.labels(producer)]  # type: ignore[index]
-        own = self.labels(consumer)
-        return all({s for s in served[m] if s[:2] == (j, n)} == {(j, n, own[r])} for r, m in enumerate(same))
+        served = [{s for s in addends if s[:2] == (j, n)} for addends in self.served(producer)]  # type: ignore[index]
+        own = self.labels(consumer, k)
+        return all(served[m] == {(j, n, own[r])} for r, m in enumerate(same))
 
 
-def _equal_or_disjoint(boxes: list[tuple[int, ...]], served: list[set[Hashable]]) -> bool:
+def _alike(rows: Rows, first: list[set[Hashable]]) -> list[frozenset[Hashable]]:
+    """Return who serves which addends so that the parts of a value, replica by replica, serve the same ones."""
+    owner: dict[Hashable, Hashable] = {}
+    for box, branch_, addends in zip(rows.boxes, rows.branch.tolist(), first, strict=True):
+        for addend in addends:
+            owner.setdefault((box, addend), branch_)
+    mine: dict[Hashable, set[Hashable]] = {}
+    for (box, addend), branch_ in owner.items():  # type: ignore[misc]
+        mine.setdefault((box, branch_), set()).add(addend)
+    return [frozenset(mine.get(key, ())) for key in zip(rows.boxes, rows.branch.tolist(), strict=True)]
+
+
+def _equal_or_disjoint(boxes: list[Hashable], served: list[set[Hashable]]) -> bool:
     owner: dict[Hashable, frozenset[Hashable]] = {}
     for box, addends in zip(boxes, served, strict=True):
         whole = frozenset(addends)

@@ -15,6 +15,7 @@ import numpy as np
 from superscaler.ir.graph import Op, Operand
 from superscaler.ir.parts import Ints, Rows
 from superscaler.ir.transformed import Graph, rows_under
+from superscaler.schedule.cover import Turn
 from superscaler.schedule.edges import Edges, Key, Labels
 
 
@@ -22,7 +23,8 @@ from superscaler.schedule.edges import Edges, Key, Labels
 class Alias:
     """A tensor that a segment reads from outside: one alias per box and, with a gradient, per addend status.
 
-    `lo`, `hi` [keys, slots]; `labels` as in `Held`, per key, None without a gradient.
+    `lo`, `hi` [keys, slots]; `labels` as in `Held`, per key, None without a gradient; `shares` where parts share out
+    the tensor's addends, per key the part's place among them.
     """
 
     tensor: str
@@ -33,6 +35,11 @@ class Alias:
     rows: Rows
     operand: Operand
     keys_at: Ints
+    shares: tuple[Turn, ...] | None
+
+    def is_zero(self, key: int) -> bool:
+        """Tell whether a part reads nothing of a tensor that is everywhere, because another part of the value does."""
+        return self.shares is not None and any(at > 0 for at, _ in self.shares[key])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +143,12 @@ def _aliases(edges: Edges, segment: Segment) -> tuple[Alias, ...]:
                 continue
             lo, hi = (side[at] for side in edges.face(rows, operand))
             contributes = op.has_mirror and edges.model.tensors[operand.tensor].requires_grad
-            labels = _normal([edges.labels(op)[row] for row in at]) if contributes else None
+            labels = _normal([edges.labels(op, k)[row] for row in at]) if contributes else None
             tree = None if rows.regular else id(rows)
-            status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree)
+            shares = tuple(rows.share(row, k) for row in at.tolist()) if rows.is_shared(k) else None
+            status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree, shares)
             uses = (*found[status].uses, (op, k)) if status in found else ((op, k),)
-            found[status] = Alias(operand.tensor, uses, lo, hi, labels, rows, operand, at)
+            found[status] = Alias(operand.tensor, uses, lo, hi, labels, rows, operand, at, shares)
     return tuple(found.values())
 
 

@@ -99,7 +99,8 @@ def _forward(edges: Edges, tensor: str, source: Source, home: Op | None, readers
     held, places = _made(edges, tensor, source, home)
     wanted = _stack([_alias_wanted(segment, alias) for segment, _, alias in readers])
     users = [Place(FORWARD, s.number, key, n) for s, n, _ in readers for key in s.keys]
-    return _group(tensor, FORWARD, held, [(p,) for p in places], wanted, users, join(held, wanted))
+    pairs = [edges.forward(*alias.uses[0])[row] for _, _, alias in readers for row in alias.keys_at.tolist()]
+    return _group(tensor, FORWARD, held, [(p,) for p in places], wanted, users, pairs)
 
 
 def _made(edges: Edges, tensor: str, source: Source, home: Op | None) -> tuple[Held, list[Place]]:
@@ -134,7 +135,7 @@ def _merge(readers: Reads) -> list[Reads]:
     found: dict[Hashable, Reads] = {}
     for segment, number, alias in readers:
         tree = None if alias.rows.regular else id(alias.rows)
-        status = (segment.keys, alias.lo.tobytes(), alias.hi.tobytes(), alias.labels, tree)
+        status = (segment.keys, alias.lo.tobytes(), alias.hi.tobytes(), alias.labels, tree, alias.shares)
         found.setdefault(status, []).append((segment, number, alias))
     return list(found.values())
 
@@ -147,7 +148,7 @@ def _sources(group: Reads) -> list[tuple[Place, ...]]:
 def _gradient(edges: Edges, group: Reads) -> Held:
     """Return the gradient rows of aliases that are alike, by key of their segments."""
     segment, _, alias = group[0]
-    if not (alias.rows.regular or alias.rows.routes):
+    if not (alias.rows.regular or (alias.rows.routes and not alias.rows.has_shares)):
         return _irregular(edges, alias)
     wanted = _alias_wanted(segment, alias)
     return Held(wanted.lo, wanted.hi, wanted.device, wanted.microbatch, alias.labels or ())
@@ -156,13 +157,14 @@ def _gradient(edges: Edges, group: Reads) -> Held:
 def _irregular(edges: Edges, alias: Alias) -> Held:
     """Return the gradient rows of an alias of an irregular op, with its tree over the segment's keys."""
     op, k = alias.uses[0]
-    held = edges.held(alias.rows, op.inputs[k], edges.labels(op))
+    held = edges.held(alias.rows, op.inputs[k], edges.labels(op, k), k)
     order = {int(row): key for key, row in enumerate(alias.keys_at)}
     assert held.tree is not None
     at = alias.keys_at
     labels = tuple(held.labels[row] for row in at)
     tree = _renumber(held.tree, order)
-    return Held(held.lo[at], held.hi[at], held.device[at], held.microbatch[at], labels, tree, True)
+    arrays = held.lo[at], held.hi[at], held.device[at], held.microbatch[at]
+    return replace(Held(*arrays, labels, tree), all_routes=True, operand=k, all_replicas=held.all_replicas)
 
 
 def _renumber(tree: Tree, order: dict[int, int]) -> Tree:
@@ -178,7 +180,7 @@ def _routed(edges: Edges, tensor: str, source: Source, group: Reads, wanted: Wan
     output = source[0].outputs[source[1]]
     use = alias.uses[0]
     number = edges.gradient_uses(tensor).index(use)
-    labels = edges.labels(use[0])
+    labels = edges.labels(*use)
     pairs: list[list[int]] = []
     for row, served in enumerate(edges.served(output.op)):
         mine = {(output.slot, number, label) for label in labels} & served

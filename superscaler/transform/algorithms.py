@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Protocol
 
@@ -39,7 +39,8 @@ class Replicate:
 class Split:
     """Cut one index of a factor into `parts` equal parts, or into parts of the given `sizes`.
 
-    An op without the factor, or that cannot be cut on it, is replicated instead; with `required` it is an error.
+    An op without the factor, or that cannot be cut on it, is replicated instead; with `required` it is an error. A
+    scalar op that is linear in a sum over the factor (a scaled loss) splits that value.
     """
 
     factor: str
@@ -56,6 +57,9 @@ class Split:
                 f"Split('{self.factor}') of {op.name} asks for {count} parts, but gives {len(self.sizes)} sizes; "
                 "give the number of parts, or the sizes."
             )
+        passed = dict(op.passes).get(self.factor)
+        if index is None and passed is not None:
+            return Axis(None, (1,) * count, value=passed)
         if index is None:
             if self.required:
                 held = any(i.factor == self.factor for i in op.indices)
@@ -84,6 +88,27 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueSplit:
+    """Make `parts` parts whose results add up: each reads some addends of input `operand` (and of what is added to it).
+
+    y = a x1 + a x2  ->  y1 = a x1; y2 = a x2.  For ops that are linear in that input, whose value comes in parts.
+    """
+
+    parts: int
+    operand: int = 0
+
+    def axis(self, op: Op, box: Box) -> Axis:
+        check_parts(self.parts, op)
+        group = next((g for g in op.linear if self.operand in g), None)
+        if group is None:
+            raise TransformError(
+                f"ValueSplit({self.parts}, operand={self.operand}): {op.name} ({op.target}) is not linear in that "
+                f"input; it is in {', '.join(map(str, op.linear)) or 'none'}."
+            )
+        return Axis(None, (1,) * self.parts, value=group)
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatch:
     """Split the batch into `parts` microbatches, and mark the parts with their number."""
 
@@ -92,7 +117,7 @@ class Microbatch:
 
     def axis(self, op: Op, box: Box) -> Axis:
         axis = Split(self.factor, self.parts).axis(op, box)
-        return Axis(axis.index, axis.sizes, axis.mirror, is_microbatch=True)
+        return replace(axis, is_microbatch=True)
 
 
 def check_parts(parts: int, op: Op) -> None:

@@ -28,7 +28,7 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     axis = next(iter(axes.values()))
     if axis.is_microbatch and any(a.is_microbatch for a in (*graph.grids[op.name].axes, *grid.axes)):
         raise TransformError(f"op_trans at {where} cuts {op.name} into microbatches, but it is one already; split it.")
-    note = " (replicated: no index to cut)" if factor is not None and axis.index is None else ""
+    note = " (replicated: no index to cut)" if factor is not None and axis.index is None and not axis.value else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
     if len(axes) == len(boxes) and len(set(axes.values())) == 1 and not grid.children:
         return _append(grid, parts, axis, where)

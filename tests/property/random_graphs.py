@@ -42,7 +42,14 @@ class Builder:
         return name
 
     def op(
-        self, target: str, args: tuple, inputs: list[tuple[str, tuple]], sizes: list[int], marks: list[str], out: tuple
+        self,
+        target: str,
+        args: tuple,
+        inputs: list[tuple[str, tuple]],
+        sizes: list[int],
+        marks: list[str],
+        out: tuple,
+        linear: tuple[tuple[int, ...], ...] = (),
     ):  # type: ignore[type-arg]
         name = f"op{len(self.ops)}"
         indices = []
@@ -66,6 +73,7 @@ class Builder:
                 (Operand(made, out),),
                 tuple(indices),
                 has_mirror=grad,
+                linear=linear,
                 from_weights=only,
             )
         )
@@ -88,7 +96,9 @@ class Builder:
         equation = ",".join("".join(LETTERS[i] for i in u) for u in used) + "->" + "".join(LETTERS[i] for i in kept)
         marks = ["spatial" if i in kept else "summed" for i in range(len(sizes))]
         args = (equation, (Ref(0), Ref(1)))
-        return self.op("aten.einsum.default", args, [(a, used[0]), (b, used[1])], sizes, marks, tuple(kept))
+        return self.op(
+            "aten.einsum.default", args, [(a, used[0]), (b, used[1])], sizes, marks, tuple(kept), ((0,), (1,))
+        )
 
     def step(self) -> None:
         names = list(self.tensors)[-5:]
@@ -110,7 +120,9 @@ class Builder:
             )
         else:
             b = self.draw.choice([n for n, t in self.tensors.items() if t.shape == shape])
-            self.op("aten.sub.Tensor", (Ref(0), Ref(1)), [(a, (0, 1)), (b, (0, 1))], list(shape), free, (0, 1))
+            self.op(
+                "aten.sub.Tensor", (Ref(0), Ref(1)), [(a, (0, 1)), (b, (0, 1))], list(shape), free, (0, 1), ((0, 1),)
+            )
 
     def close(self) -> Model:
         """Weigh every tensor that nobody reads, and add up: the loss."""
@@ -125,7 +137,7 @@ class Builder:
             total = (
                 one
                 if total is None
-                else self.op("aten.add.Tensor", (Ref(0), Ref(1)), [(total, ()), (one, ())], [], [], ())
+                else self.op("aten.add.Tensor", (Ref(0), Ref(1)), [(total, ()), (one, ())], [], [], (), ((0, 1),))
             )
         assert total is not None
         updates = []
@@ -162,7 +174,9 @@ def random_grid(op: Op, draw: random.Random, devices: int, depth: int, extents: 
     for _ in range(draw.randint(0, depth)):
         cuttable = [i for i, index in enumerate(op.indices) if index.mark != "frozen" and local[i] > 1]
         uneven = any(len(set(a.sizes)) > 1 for a in axes)
-        if cuttable and draw.random() < 0.65 and not uneven:
+        if op.linear and draw.random() < 0.35:
+            axes.append(Axis(None, (1,) * draw.choice([2, 3]), value=draw.choice(op.linear)))
+        elif cuttable and draw.random() < 0.65 and not uneven:
             i = draw.choice(cuttable)
             first = draw.randint(1, local[i] - 1)
             axes.append(Axis(i, (first, local[i] - first)))
