@@ -41,7 +41,7 @@ def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
         "programs": list(compiled.emitted.programs),
         "devices": [asdict(t) for t in compiled.emitted.tables],
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
-        "slots": {name: _slots(model, name) for name in sorted(resident)},
+        "slots": {name: slots_of(model, name) for name in sorted(resident)},
         "bounds": _bounds(model),
         "loss_dtype": model.tensors[model.loss].dtype,
         "optimizer": {"name": model.optimizer.name, "groups": [dict(g) for g in model.optimizer.groups]},
@@ -69,7 +69,8 @@ def _bounds(model: Model) -> dict[str, int]:
     return found
 
 
-def _slots(model: Model, name: str) -> list[list[int]]:
+def slots_of(model: Model, name: str) -> list[list[int]]:
+    """Return the slot sizes of a tensor, per dim."""
     sizes = iter(model.tensors[name].extents)
     return [[next(sizes) for _ in dim] for dim in model.tensors[name].slots]
 

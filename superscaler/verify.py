@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from superscaler.compiler import Compiled, finish, retype
 from superscaler.errors import InputError, PlanError, unknown
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model
-from superscaler.ir.program import Program
 from superscaler.materialize.rendezvous import check_rendezvous
-from superscaler.package import describe, initial_values, write
+from superscaler.package import describe, initial_values, slots_of, write
 from superscaler.runtime.executor import take
 from superscaler.runtime.launch import launch
 from superscaler.runtime.step import Step, build_step, modules
@@ -125,12 +123,6 @@ def _largest(
     return worst, where
 
 
-def slots_of(model: Model, tensor: str) -> list[list[int]]:
-    """Return the slot sizes of a tensor, per dim."""
-    sizes = iter(model.tensors[tensor].extents)
-    return [[next(sizes) for _ in dim] for dim in model.tensors[tensor].slots]
-
-
 def _run(step: Step, batch: Mapping[str, Tensor]) -> Result:
     step.state.keep_gradients = True
     loss = step(batch)
@@ -180,13 +172,3 @@ def rank_main(path: Path) -> None:
 
 
 _BACKENDS = {"threads": _threads, "processes": _processes}
-
-
-def certificate(result: Mapping[str, Any]) -> str:
-    """Return the result of `verify` in one line."""
-    verdict = "equal to one device" if result["equal"] else f"NOT equal; worst at {result['worst_tensor']}"
-    shown = json.dumps({k: result[k] for k in ("loss_error", "gradient_error", "parameter_error")})
-    return f"{verdict}: {shown}"
-
-
-__all__ = ["Program", "certificate", "rank_main", "verify"]

@@ -37,14 +37,9 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    device: int
-    box: Box
-    places: tuple[Place, ...]
+class End:
+    """A box of a tensor on a device: a piece that is held there, or what readers there want."""
 
-
-@dataclass(frozen=True, slots=True)
-class Reader:
     device: int
     box: Box
     places: tuple[Place, ...]
@@ -56,8 +51,8 @@ class Transfer:
 
     tensor: str
     kind: str
-    pieces: tuple[Piece, ...]
-    readers: tuple[Reader, ...]
+    pieces: tuple[End, ...]
+    readers: tuple[End, ...]
     links: tuple[tuple[int, int], ...]
 
     @property
@@ -231,10 +226,8 @@ def _group(
     for source, reading in sorted(readers_of.items()):
         box = (held.lo[source].tobytes(), held.hi[source].tobytes())
         by_piece.setdefault((int(held.device[source]), box, tuple(reading)), []).append(source)
-    pieces = [Piece(int(held.device[s[0]]), held.box(s[0]), _places(sources, s)) for s in by_piece.values()]
-    readers = [
-        Reader(int(wanted.device[w[0]]), wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()
-    ]
+    pieces = [End(int(held.device[s[0]]), held.box(s[0]), _places(sources, s)) for s in by_piece.values()]
+    readers = [End(int(wanted.device[w[0]]), wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()]
     links = [(p, r) for p, s in enumerate(by_piece.values()) for r in readers_of[s[0]]]
     return [Transfer(tensor, kind, *part) for part in _components(pieces, readers, links)]
 
@@ -244,8 +237,8 @@ def _places(sources: Sequence[tuple[Place, ...]], rows: Iterable[int]) -> tuple[
 
 
 def _components(
-    pieces: list[Piece], readers: list[Reader], links: list[tuple[int, int]]
-) -> list[tuple[tuple[Piece, ...], tuple[Reader, ...], tuple[tuple[int, int], ...]]]:
+    pieces: list[End], readers: list[End], links: list[tuple[int, int]]
+) -> list[tuple[tuple[End, ...], tuple[End, ...], tuple[tuple[int, int], ...]]]:
     parent = list(range(len(pieces) + len(readers)))
 
     def root(x: int) -> int:
