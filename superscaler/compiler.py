@@ -12,7 +12,7 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
 from superscaler.errors import InputError
-from superscaler.ir.graph import Model, Op, PTensor
+from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.program import Free, Program
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
@@ -130,6 +130,3 @@ def _retyped_op(op: Op, dtype: str, dropout: bool) -> Op:
         return casts.get(value, value) if isinstance(value, str) else value
 
     return replace(op, args=tuple(swap(a) for a in args), kwargs=tuple((k, swap(v)) for k, v in kwargs))
-
-
-__all__ = ["Compiled", "Model", "SProgram", "compile_graph", "finish", "retype"]

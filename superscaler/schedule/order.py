@@ -14,7 +14,7 @@ from superscaler.ir.mask import Mask
 from superscaler.ir.transformed import Graph, Group, rows_under
 from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.segments import Segment, find_segments
-from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, Place, Transfer, find_transfers
+from superscaler.schedule.transfers import FORWARD, UPDATE, Place, Transfer, find_transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +270,3 @@ class _Nodes:
         number = f"microbatch {micro}, " if micro >= 0 else ""
         part = f", part {ordinal}" if ordinal else ""
         return f"{node.kind} of {where} ({names}), {number}device {device}{part}"
-
-
-__all__ = ["BACKWARD", "Node", "Schedule", "check_assigned", "complete"]

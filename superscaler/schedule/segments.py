@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from superscaler.ir.graph import Op, Operand
+from superscaler.ir.graph import Op
 from superscaler.ir.parts import Ints, Rows
 from superscaler.ir.transformed import Graph, rows_under
 from superscaler.schedule.cover import Turn
@@ -33,7 +33,6 @@ class Alias:
     hi: Ints
     labels: Labels | None
     rows: Rows
-    operand: Operand
     keys_at: Ints
     shares: tuple[Turn, ...] | None
 
@@ -148,7 +147,7 @@ def _aliases(edges: Edges, segment: Segment) -> tuple[Alias, ...]:
             shares = tuple(rows.share(row, k) for row in at.tolist()) if rows.is_shared(k) else None
             status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree, shares)
             uses = (*found[status].uses, (op, k)) if status in found else ((op, k),)
-            found[status] = Alias(operand.tensor, uses, lo, hi, labels, rows, operand, at, shares)
+            found[status] = Alias(operand.tensor, uses, lo, hi, labels, rows, at, shares)
     return tuple(found.values())
 
 

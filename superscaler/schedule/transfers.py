@@ -194,14 +194,9 @@ def _alias_wanted(segment: Segment, alias: Alias) -> Wanted:
     return Wanted(alias.lo, alias.hi, keys[:, 0], keys[:, 1])
 
 
-def _stack(sides: Sequence[Wanted]) -> Held:
-    labels: list[Hashable] = []
-    for side in sides:
-        labels += side.labels if isinstance(side, Held) else [None] * len(side)
-    lo, hi, device, micro = (
-        np.concatenate([getattr(s, name) for s in sides]) for name in ("lo", "hi", "device", "microbatch")
-    )
-    return Held(lo, hi, device, micro, tuple(labels))
+def _stack(sides: Sequence[Wanted]) -> Wanted:
+    names = ("lo", "hi", "device", "microbatch")
+    return Wanted(*(np.concatenate([getattr(side, name) for side in sides]) for name in names))
 
 
 def _group(
