@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model
 from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import describe, initial_values, slots_of, write
+from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.launch import launch
 from superscaler.runtime.step import Step, build_step, modules
@@ -50,7 +51,7 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Ten
     exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
     values = {k: _double(v) for k, v in initial_values(exact.graph.model, captured.values).items()}
     inputs = {k: _double(v) for k, v in (batch or captured.batch).items()}
-    loss, gradients = reference_step(captured, inputs, values, torch.float64)
+    loss, gradients = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
     updated = _reference_update(exact.graph.model, values, gradients)
     results = _BACKENDS[backend](exact, values, inputs)
     gradient_error, worst = _largest(exact, [r.gradients for r in results], gradients)
@@ -71,6 +72,16 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Ten
         "backend": backend,
         "loss": float(loss),
     }
+
+
+def _draw(model: Model) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """Return what gives the random numbers of an operator in the first step of a plan."""
+    numbers = {op.name: n for n, op in enumerate(model.ops)}
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        return functional.draw(0, 0, numbers.get(name, -1), [(0, size) for size in shape], shape, "cpu")
+
+    return draw
 
 
 def _double(x: Tensor) -> Tensor:

@@ -159,6 +159,12 @@ def _random(function: str) -> Callable[[Local], str]:
     return expression
 
 
+def _drawn(x: Local) -> str:
+    """A part of a random tensor; the numbers are uniform in [0, 1)."""
+    spec = x.tensors[x.op.outputs[0].tensor]
+    return f"functional.{x.op.target.removeprefix('ss.')}({x.random}, torch.{spec.dtype})"
+
+
 def _count_labels(x: Local) -> str:
     dtype = x.tensors[x.op.outputs[0].tensor].dtype
     return f"functional.count_labels({x.literal(x.op.args[0])}, {x.literal(x.op.args[1])}, torch.{dtype})"
@@ -197,9 +203,11 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
     "ss.cross_entropy": _call("functional.cross_entropy"),
     "ss.dropout": _random("functional.dropout"),
     "ss.attention_dropout": _random("functional.attention_dropout"),
+    "ss.uniform": _drawn,
+    "ss.normal": _drawn,
 }
 
-RANDOM = ("ss.dropout", "ss.attention_dropout")
+RANDOM = ("ss.dropout", "ss.attention_dropout", "ss.uniform", "ss.normal")
 
 
 def expression(local: Local) -> str:

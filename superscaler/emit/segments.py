@@ -127,8 +127,9 @@ class _Writer:
     def _draw(self, op: Op) -> Draw:
         """Return which random numbers an op needs: of its output's shape, or of the attention scores'."""
         box = self.boxes[op.name]
-        first = self.tensors[op.inputs[0].tensor]
-        slots, extents, shape = self._slots(box, op.inputs[0], first), first.extents, self._local(op, op.inputs[0])
+        like = op.inputs[0] if op.target == "ss.attention_dropout" else op.outputs[0]
+        first = self.tensors[like.tensor]
+        slots, extents, shape = self._slots(box, like, first), first.extents, self._local(op, like)
         if op.target == "ss.attention_dropout":
             keys = self.tensors[op.inputs[1].tensor].shape[-2]
             width = len(first.slots[-1])

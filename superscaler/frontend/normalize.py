@@ -65,7 +65,7 @@ def _refuse_random(trace: Trace) -> None:
         if call.function is not None and torch.Tag.nondeterministic_seeded in call.function.tags:
             raise CaptureError(
                 f"{call.source or call.module or 'the model'} draws random numbers by {call.target}, and devices would "
-                "draw different ones; only dropout is supported: use torch.nn.functional.dropout, or set its rate to 0."
+                "draw different ones; use dropout, rand, randn or bernoulli, or draw it outside and pass it in."
             )
 
 
@@ -227,6 +227,35 @@ def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:
     return [first, replace(call, target="aten.mean.default", args=(Var(losses),), kwargs={})]
 
 
+def _random(distribution: str) -> Rewrite:
+    """Return the rewrite of operators that draw a tensor of random numbers from nothing."""
+
+    def rewrite(trace: Trace, call: Call) -> list[Call]:
+        shape = trace.specs[call.outputs[0]].shape
+        return [replace(call, target=f"ss.{distribution}", function=None, args=(shape,), kwargs={})]
+
+    return rewrite
+
+
+def _bernoulli(trace: Trace, call: Call) -> list[Call]:
+    """bernoulli(p) -> uniform < p, in the dtype of the result."""
+    result, drawn, below = call.outputs[0], trace.derive(call.name, "uniform"), trace.derive(call.name, "below")
+    spec = trace.specs[result]
+    trace.specs[drawn], trace.specs[below] = Spec(spec.shape, torch.float32), Spec(spec.shape, torch.bool)
+    scalar = call.target == "aten.bernoulli.p"
+    plain = replace(call, function=None, kwargs={})
+    scalar = call.target == "aten.bernoulli.p"
+    target, p = ("aten.lt.Scalar", call.args[1]) if scalar else ("aten.lt.Tensor", call.args[0])
+    cast = {"dtype": spec.dtype}
+    return [
+        replace(plain, target="ss.uniform", args=(spec.shape,), outputs=(drawn,)),
+        replace(plain, name=below, target=target, args=(Var(drawn), p), outputs=(below,)),
+        replace(
+            plain, name=trace.derive(call.name, "cast"), target="aten._to_copy.default", args=(Var(below),), kwargs=cast
+        ),
+    ]
+
+
 def _names(*names: str) -> tuple[str, ...]:
     return tuple(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names)
 
@@ -245,6 +274,9 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.linear.default": _linear,
     "aten.addmm.default": _addmm,
     "aten.native_dropout.default": _dropout,
+    **dict.fromkeys(_names("rand", "rand_like"), _random("uniform")),
+    **dict.fromkeys(_names("randn", "randn_like"), _random("normal")),
+    **dict.fromkeys(_names("bernoulli", "bernoulli.p"), _bernoulli),
     "aten.dropout.default": _dropout,
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.cross_entropy_loss.default": _cross_entropy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,16 @@ from torch.fx import Interpreter, Node
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
 
+Draw = Callable[[str, tuple[int, ...]], Tensor]
+# What operators make of uniform numbers, and of their own first arguments.
+_DRAWN: Mapping[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("aten.rand.default", "aten.rand_like.default"), lambda u, *_: u),
+    **dict.fromkeys(
+        ("aten.randn.default", "aten.randn_like.default"), lambda u, *_: torch.special.ndtri(u.double() + 2.0**-25)
+    ),
+    "aten.bernoulli.default": lambda u, p: u < p,
+    "aten.bernoulli.p": lambda u, _, p: u < p,
+}
 _CONSTANT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -24,10 +34,12 @@ def reference_step(
     values: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
     dropout: bool = False,
+    draw: Draw | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and the gradient of every trained parameter, on one device, by canonical name.
 
     `dtype` replaces every floating dtype, also of casts and factories. Dropout keeps everything unless `dropout`.
+    `draw(node, shape)` gives the uniform numbers of the operators that draw others; without it torch draws them.
     """
     model = captured.model
     trained = [t.name for t in model.parameters() if t.requires_grad]
@@ -38,7 +50,7 @@ def reference_step(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        interpreter = _Retyped(captured.exported, dtype, before, device, dropout)
+        interpreter = _Retyped(captured.exported, dtype, before, device, dropout, draw)
         with torch.enable_grad():
             loss = interpreter.run(*inputs)[-1]
             found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -79,6 +91,7 @@ class _Retyped(Interpreter):
         default: torch.dtype,
         device: torch.device,
         dropout: bool,
+        draw: Draw | None,
     ) -> None:
         super().__init__(exported.graph_module)
         constant = {s.arg.name for s in exported.graph_signature.input_specs if s.kind in _CONSTANT}
@@ -91,8 +104,14 @@ class _Retyped(Interpreter):
         self.default = default
         self.device = device
         self.dropout = dropout
+        self.draw = draw
 
     def run_node(self, node: Node) -> Any:
+        if self.draw is not None and str(node.target) in _DRAWN:
+            spec = node.meta["val"]
+            args, _ = self.fetch_args_kwargs_from_env(node)
+            drawn = _DRAWN[str(node.target)](self.draw(node.name, tuple(spec.shape)), *args)
+            return drawn.to(dtype=self._convert(spec.dtype), device=self.device)
         if node not in self.constants or node.op != "call_function":
             return super().run_node(node)
         if "_assert" in str(node.target):

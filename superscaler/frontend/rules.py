@@ -73,6 +73,7 @@ RULES: Mapping[str, str | Recipe] = {
     ),
     **_aten(elementwise, _LOGIC),
     "ss.dropout": elementwise,
+    **dict.fromkeys(("ss.uniform", "ss.normal"), " -> d.."),
     **_aten("b.. k+, n k -> b.. n", "linear"),
     **_aten("m k+, k n -> m n", "mm"),
     **_aten("b m k+, b k n -> b m n", "bmm"),

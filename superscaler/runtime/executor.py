@@ -92,7 +92,7 @@ class Rank:
 
         def random(k: int) -> Tensor:
             e = entries[k]
-            drawn = functional.uniform(self.seed, self.steps, e["op"], e["box"], e["extents"], self.device)
+            drawn = functional.draw(self.seed, self.steps, e["op"], e["box"], e["extents"], self.device)
             return drawn.reshape(e["shape"])
 
         return random

@@ -28,7 +28,18 @@ def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tenso
     return (labels != ignore_index).sum().to(dtype)
 
 
-def uniform(
+def uniform(random: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return random numbers in [0, 1) in the given dtype."""
+    return random.to(dtype)
+
+
+def normal(random: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return standard normal numbers made of as many numbers in [0, 1), by the inverse of the distribution."""
+    # Halfway between the multiples of 2**-24 that `draw` gives, so that neither 0 nor 1 occurs.
+    return torch.special.ndtri(random.double() + 2.0**-25).to(dtype)
+
+
+def draw(
     seed: int, step: int, op: int, box: Sequence[tuple[int, int]], extents: Sequence[int], device: torch.device | str
 ) -> Tensor:
     """Return float32 numbers in [0, 1) of the box's shape, multiples of 2**-24.
