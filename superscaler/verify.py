@@ -42,8 +42,8 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Ten
     """Run one step of the plan and of the exported model in float64, dropout off, and compare.
 
     `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. Returns equal,
-    loss_error (relative), gradient_error and parameter_error (largest over pTensors and replicas, relative with a
-    floor), worst_tensor, conservation, deadlock_free.
+    loss_error (relative), gradient_error and parameter_error (largest over pTensors, buffers that the step changes
+    included, and replicas, relative with a floor), worst_tensor, conservation, deadlock_free.
     """
     if backend not in _BACKENDS:
         raise InputError(unknown("backend", backend, _BACKENDS))
@@ -51,8 +51,8 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Ten
     exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
     values = {k: _double(v) for k, v in initial_values(exact.graph.model, captured.values).items()}
     inputs = {k: _double(v) for k, v in (batch or captured.batch).items()}
-    loss, gradients = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
-    updated = _reference_update(exact.graph.model, values, gradients)
+    loss, gradients, buffers = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
+    updated = {**_reference_update(exact.graph.model, values, gradients), **buffers}
     results = _BACKENDS[backend](exact, values, inputs)
     gradient_error, worst = _largest(exact, [r.gradients for r in results], gradients)
     parameter_error, worst_parameter = _largest(exact, [r.weights for r in results], updated)
@@ -101,7 +101,7 @@ def _reference_update(model: Model, values: Mapping[str, Tensor], gradients: Map
     members: list[list[Tensor]] = [[] for _ in model.optimizer.groups]
     updated = {}
     for op in model.ops:
-        if not op.is_forward:
+        if not op.is_forward and not op.is_write:
             name = op.inputs[0].tensor
             updated[name] = values[name].clone().requires_grad_()
             updated[name].grad = gradients[name].clone() if name in gradients else None
@@ -121,7 +121,7 @@ def _largest(
     worst, where = 0.0, ""
     for device in compiled.program.devices:
         for weight in device.weights:
-            if not weight.trained or weight.tensor not in expected:
+            if weight.tensor not in expected:
                 continue
             whole = expected[weight.tensor]
             want = take(whole, slots_of(model, weight.tensor), weight.box)

@@ -158,13 +158,17 @@ class _Writer:
             case Wait():
                 return f"{self.name(i.out)} = {self.name(i.work)}.wait().reshape({i.shape})"
             case Update():
-                pairs = "".join(f"\n        ({self.name(w)!r}, {self.name(g)})," for w, g in i.pairs)
-                return f"rt.update([{pairs}\n    ])" if i.pairs else "rt.update([])"
+                update = f"rt.update({self._pairs(i.pairs)})"
+                return f"{update}\n    rt.write({self._pairs(i.writes)})" if i.writes else update
             case Loss():
                 counted = Tables.number(self.tables.counted, i.counted)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"
             case Free():
                 return "del " + ", ".join(self.name(n) for n in i.names)
+
+    def _pairs(self, pairs: Sequence[tuple[str, str]]) -> str:
+        inner = "".join(f"\n        ({self.name(w)!r}, {self.name(value)})," for w, value in pairs)
+        return f"[{inner}\n    ]" if pairs else "[]"
 
     def _load(self, i: Load) -> str:
         if self.model.tensors[i.tensor].kind == "input":

@@ -52,8 +52,8 @@ def capture(
 ) -> Captured:
     """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`.
 
-    Raises CaptureError where the module gives no scalar loss, cannot be exported, changes buffers or inputs, or where
-    the optimizer is not supported.
+    Raises CaptureError where the module gives no scalar loss, cannot be exported or changes its inputs, or where the
+    optimizer is not supported.
     """
     training = read_optimizer(module, optimizer)
     own_args, own_kwargs = examples(module, args, kwargs or {})
@@ -109,7 +109,7 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str]) -> Model:
     trained = set(training.groups)
     same = remove_idle_detaches(trace, trained)
     trace.calls = [rename(call, same) for call in trace.calls if call.outputs[0] not in same]
-    trace.loss = same.get(trace.loss, trace.loss)
+    trace.rename_results(same)
     needed = with_gradient(trace, trained)
     if trace.loss not in needed:
         raise CaptureError(
@@ -120,6 +120,7 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str]) -> Model:
     builder = _Builder(trace, found, needed)
     forward = builder.forward()
     updates = [builder.update(name, group, training) for name, group in training.groups.items() if name in needed]
+    updates += [builder.write(name, new) for name, new in trace.writes.items()]
     tensors = {name: builder.tensor(name) for name in _order(trace)}
     inputs = tuple(name for name, kind in trace.kinds.items() if kind == "input")
     ops, factors = (*forward, *updates), builder.factors()
@@ -183,18 +184,26 @@ class _Builder:
 
     def update(self, name: str, group: int, training: Training) -> Op:
         """Return the op that updates a parameter in place; each of its elements is updated apart."""
+        return self._in_place(name, f"update.{name}", f"ss.{training.optimizer.name}", group=group)
+
+    def write(self, name: str, new: str) -> Op:
+        """Return the op that sets a buffer at the end of the step."""
+        if new in self.trace.kinds:
+            raise CaptureError(f"the model sets its buffer {name} to {new}, which it does not compute; take it out.")
+        return self._in_place(name, f"write.{name}", "ss.write", (new,))
+
+    def _in_place(self, name: str, op: str, target: str, others: tuple[str, ...] = (), group: int = 0) -> Op:
         tensor = self.tensor(name)
         factors = [factor for dim in tensor.slots for factor in dim]
-        operand = Operand(name, tuple(range(len(factors))))
-        indices = tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, factors, strict=True))
+        slots = tuple(range(len(factors)))
         return Op(
-            name=f"update.{name}",
-            target=f"ss.{training.optimizer.name}",
-            args=(Ref(0),),
+            name=op,
+            target=target,
+            args=tuple(map(Ref, range(1 + len(others)))),
             kwargs=(),
-            inputs=(operand,),
-            outputs=(operand,),
-            indices=indices,
+            inputs=tuple(Operand(x, slots) for x in (name, *others)),
+            outputs=(Operand(name, slots),),
+            indices=tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, factors, strict=True)),
             kind="optimizer",
             module=name.rpartition(".")[0],
             from_weights=True,

@@ -19,10 +19,12 @@ _SHAPE_ONLY = frozenset(
 
 def fold(trace: Trace, device: torch.device) -> None:
     """Replace every call on constants by its value, computed on `device`; buffers without data stay in the graph."""
-    constants = {n: v for n, v in trace.values.items() if trace.kinds[n] in ("buffer", "constant")}
+    constants = {
+        n: v for n, v in trace.values.items() if trace.kinds[n] in ("buffer", "constant") and n not in trace.writes
+    }
     last = {name: k for k, call in enumerate(trace.calls) for name in call.reads()}
     kept: list[Call] = []
-    needed: set[str] = {trace.loss}
+    needed = trace.results
     for k, call in enumerate(trace.calls):
         if _is_constant(call, constants):
             results = _evaluate(trace, call, constants, device)
@@ -68,7 +70,7 @@ def _store(trace: Trace, constants: dict[str, Tensor]) -> None:
             trace.kinds[name] = "constant"
             trace.values[name] = value.contiguous()
     trace.calls = [rename(call, same) for call in trace.calls]
-    trace.loss = same.get(trace.loss, trace.loss)
+    trace.rename_results(same)
 
 
 def rename(call: Call, names: dict[str, str]) -> Call:

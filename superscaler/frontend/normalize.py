@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.decompose import batch_norm, bernoulli
 from superscaler.frontend.fold import is_causal, is_open, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var
 
@@ -18,7 +19,7 @@ _MEAN, _SUM = 1, 2
 
 
 def normalize(trace: Trace) -> None:
-    """Apply the rewrites in order, then drop what the loss does not depend on."""
+    """Apply the rewrites in order, then drop what no result depends on."""
     remove_dead(trace)
     same: dict[str, str] = {}
     calls: list[Call] = []
@@ -30,7 +31,7 @@ def normalize(trace: Trace) -> None:
         else:
             calls += result
     trace.calls = calls
-    trace.loss = same.get(trace.loss, trace.loss)
+    trace.rename_results(same)
     remove_dead(trace)
     _refuse_random(trace)
 
@@ -47,8 +48,8 @@ def _spread(trace: Trace) -> Iterator[Call]:
 
 
 def remove_dead(trace: Trace) -> None:
-    """Drop calls, inputs and constants that the loss does not depend on. Parameters stay, read or not."""
-    live = {trace.loss}
+    """Drop calls, inputs and constants that no result depends on. Parameters stay, read or not."""
+    live = {*trace.results, *trace.writes}
     calls = []
     for call in reversed(trace.calls):
         if live.intersection(call.outputs):
@@ -237,25 +238,6 @@ def _random(distribution: str) -> Rewrite:
     return rewrite
 
 
-def _bernoulli(trace: Trace, call: Call) -> list[Call]:
-    """bernoulli(p) -> uniform < p, in the dtype of the result."""
-    result, drawn, below = call.outputs[0], trace.derive(call.name, "uniform"), trace.derive(call.name, "below")
-    spec = trace.specs[result]
-    trace.specs[drawn], trace.specs[below] = Spec(spec.shape, torch.float32), Spec(spec.shape, torch.bool)
-    scalar = call.target == "aten.bernoulli.p"
-    plain = replace(call, function=None, kwargs={})
-    scalar = call.target == "aten.bernoulli.p"
-    target, p = ("aten.lt.Scalar", call.args[1]) if scalar else ("aten.lt.Tensor", call.args[0])
-    cast = {"dtype": spec.dtype}
-    return [
-        replace(plain, target="ss.uniform", args=(spec.shape,), outputs=(drawn,)),
-        replace(plain, name=below, target=target, args=(Var(drawn), p), outputs=(below,)),
-        replace(
-            plain, name=trace.derive(call.name, "cast"), target="aten._to_copy.default", args=(Var(below),), kwargs=cast
-        ),
-    ]
-
-
 def _names(*names: str) -> tuple[str, ...]:
     return tuple(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names)
 
@@ -274,9 +256,10 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.linear.default": _linear,
     "aten.addmm.default": _addmm,
     "aten.native_dropout.default": _dropout,
+    **dict.fromkeys(_names("_native_batch_norm_legit_functional", "_native_batch_norm_legit.no_stats"), batch_norm),
     **dict.fromkeys(_names("rand", "rand_like"), _random("uniform")),
     **dict.fromkeys(_names("randn", "randn_like"), _random("normal")),
-    **dict.fromkeys(_names("bernoulli", "bernoulli.p"), _bernoulli),
+    **dict.fromkeys(_names("bernoulli", "bernoulli.p"), bernoulli),
     "aten.dropout.default": _dropout,
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.cross_entropy_loss.default": _cross_entropy,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import Interpreter, Node
 
 if TYPE_CHECKING:
@@ -28,6 +28,14 @@ _CONSTANT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
+class Reference(NamedTuple):
+    """What one step of the unsplit program gives."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
 def reference_step(
     captured: Captured,
     batch: Mapping[str, Tensor],
@@ -35,8 +43,8 @@ def reference_step(
     dtype: torch.dtype | None = None,
     dropout: bool = False,
     draw: Draw | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the gradient of every trained parameter, on one device, by canonical name.
+) -> Reference:
+    """Return the loss, the gradient of every trained parameter, by canonical name, and the changed buffers.
 
     `dtype` replaces every floating dtype, also of casts and factories. Dropout keeps everything unless `dropout`.
     `draw(node, shape)` gives the uniform numbers of the operators that draw others; without it torch draws them.
@@ -52,12 +60,17 @@ def reference_step(
     try:
         interpreter = _Retyped(captured.exported, dtype, before, device, dropout, draw)
         with torch.enable_grad():
-            loss = interpreter.run(*inputs)[-1]
+            *buffers, loss = interpreter.run(*inputs)
             found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     finally:
         torch.set_default_dtype(before)
     gradients = zip(leaves.items(), found, strict=True)
-    return loss.detach(), {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in gradients}
+    written = (s.target for s in captured.exported.graph_signature.output_specs)
+    return Reference(
+        loss.detach(),
+        {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in gradients},
+        {str(name): buffer.detach() for name, buffer in zip(written, buffers, strict=False)},
+    )
 
 
 def _argument(
@@ -65,13 +78,17 @@ def _argument(
 ) -> Any:
     """Return the value of one placeholder: the given one, or what the program itself holds."""
     exported = captured.exported
-    if spec.kind in _CONSTANT:
+    if _is_constant(exported, spec):
         value = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
         if value is not None and not value.is_meta:
             return value.to(device)
     name = captured.model.aliases.get(spec.target, spec.target) if spec.target else getattr(spec.arg, "name", "")
     value = known.get(name)
     return getattr(spec.arg, "value", None) if value is None else _retype(value.to(device), dtype)
+
+
+def _is_constant(exported: ExportedProgram, spec: InputSpec) -> bool:
+    return spec.kind in _CONSTANT and spec.target not in exported.graph_signature.buffers_to_mutate.values()
 
 
 def _retype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -94,7 +111,7 @@ class _Retyped(Interpreter):
         draw: Draw | None,
     ) -> None:
         super().__init__(exported.graph_module)
-        constant = {s.arg.name for s in exported.graph_signature.input_specs if s.kind in _CONSTANT}
+        constant = {s.arg.name for s in exported.graph_signature.input_specs if _is_constant(exported, s)}
         self.constants: set[Node] = set()
         for node in exported.graph.nodes:
             inner = node.op == "call_function" and all(n in self.constants for n in node.all_input_nodes)

@@ -1,7 +1,8 @@
 """The data-flow graph of one training iteration: pTensors, operators with their indices, and the factors they share.
 
 A forward op has a *mirror* (its backward op) exactly when `has_mirror`; mirrors are never stored, because everything
-about them follows from the op. An optimizer op is an op of kind `optimizer`, one per trained parameter.
+about them follows from the op. An optimizer op is an op of kind `optimizer`, one per trained parameter; so is the op
+that sets a buffer (`ss.write`) which the model changes.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ class Op:
     group: int = 0
     linear: tuple[tuple[int, ...], ...] = ()
     passes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def is_write(self) -> bool:
+        """Tell whether the op sets a buffer, its first input, to its second one at the end of the step."""
+        return self.target == "ss.write"
 
     @property
     def is_forward(self) -> bool:

@@ -141,9 +141,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Run the optimizer on weights at rest: pairs (weight, gradient)."""
+    """Run the optimizer on weights at rest, pairs (weight, gradient), and set buffers, pairs (buffer, value)."""
 
     pairs: tuple[tuple[str, str], ...]
+    writes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,12 +153,13 @@ class _Builder(Values):
                 self.made(place, name, rank)
 
     def _update(self, rank: int) -> None:
-        pairs = []
+        pairs: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
         for weight in self.weights[rank].values():
-            gradient = self.value(self.place_of[rank, weight.name]) if weight.trained else None
-            if gradient is not None:
-                pairs.append((weight.name, gradient))
-        self.code[rank].append(Update(tuple(pairs)))
+            place = self.place_of.get((rank, weight.name))
+            value = self.value(place) if place is not None else None
+            if value is not None:
+                pairs[weight.trained].append((weight.name, value))
+        self.code[rank].append(Update(tuple(pairs[True]), tuple(pairs[False])))
 
     def _loss_places(self) -> set[Place]:
         """Return the parts of the loss that together are its value: one replica of each addend."""

@@ -55,7 +55,9 @@ class Values:
             for row, key in enumerate(rows.keys):
                 box = held.box(row)
                 name = self.names[tensor] + (f"_p{key[2]}" if key[2] else "")
-                self.weights[key[0]][name] = Weight(name, tensor, box, True, row in counted, op.group)
+                self.weights[key[0]][name] = Weight(
+                    name, tensor, box, not op.is_write, row in counted and not op.is_write, op.group
+                )
                 self._load(key[0], name, tensor, box)
                 place = self._weight_place(tensor, key)
                 self.place_of[key[0], name] = place

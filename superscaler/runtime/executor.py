@@ -167,6 +167,11 @@ class Rank:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
+    def write(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Set buffers to their new values."""
+        for name, value in pairs:
+            self.weights[name].copy_(value.reshape(self.weights[name].shape))
+
     def _clip(self, limit: float) -> None:
         norms = [self.weights[n].grad for n in self._counted]
         squares = [g.double().pow(2).sum() for g in norms if g is not None]

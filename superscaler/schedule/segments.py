@@ -158,7 +158,7 @@ def _normal(labels: list[Hashable]) -> Labels:
 
 
 def _find_outputs(edges: Edges, segments: list[Segment]) -> None:
-    read = {a.tensor for s in segments for a in s.aliases}
+    read = {a.tensor for s in segments for a in s.aliases} | set(edges.written)
     with_gradient = {a.tensor for s in segments for a in s.aliases if a.labels is not None}
     loss = edges.model.loss
     for segment in segments:
