@@ -165,6 +165,17 @@ def _drawn(x: Local) -> str:
     return f"functional.{x.op.target.removeprefix('ss.')}({x.random}, torch.{spec.dtype})"
 
 
+def _experts(x: Local) -> str:
+    """The experts of a part by their numbers: a range, unless a factor that is not the outer one was cut."""
+    slots, gate_up = x.op.inputs[3].slots, x.tensors[x.op.inputs[3].tensor]
+    numbers = [0]
+    for slot, size in list(zip(slots, gate_up.extents, strict=True))[: len(gate_up.slots[0])]:
+        lo, hi = (0, size) if slot is None else x.box[slot]
+        numbers = [n * size + k for n in numbers for k in range(lo, hi)]
+    span = range(numbers[0], numbers[-1] + 1)
+    return f"functional.experts({_arguments(x)}, {span if len(span) == len(numbers) else tuple(numbers)})"
+
+
 def _count_labels(x: Local) -> str:
     dtype = x.tensors[x.op.outputs[0].tensor].dtype
     return f"functional.count_labels({x.literal(x.op.args[0])}, {x.literal(x.op.args[1])}, torch.{dtype})"
@@ -203,6 +214,7 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
     "ss.cross_entropy": _call("functional.cross_entropy"),
     "ss.dropout": _random("functional.dropout"),
     "ss.attention_dropout": _random("functional.attention_dropout"),
+    "ss.experts": _experts,
     "ss.uniform": _drawn,
     "ss.normal": _drawn,
 }

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError
+from superscaler.frontend import experts
 from superscaler.frontend.trace import source_of
 
 # What the code of a model raises when it is wrong, or when torch.export cannot follow it.
@@ -27,7 +28,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
-    with _only_loss(module), warnings.catch_warnings():
+    with _only_loss(module), experts.chosen(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, args, dict(kwargs), strict=False)

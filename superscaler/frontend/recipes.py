@@ -230,6 +230,18 @@ def embedding(site: Site) -> str | None:
     return None if site.call.argument(3, "scale_grad_by_freq", False) else "v^ h, i.. -> i.. h"
 
 
+def experts(site: Site) -> tuple[str, Mapping[str, int]]:
+    """Tokens; experts and their width are summed, since the result is a sum over both; outputs, but not inputs."""
+    width = {"s": 2, "f": site.ins[4][2]}
+    return "t a^, t k^, t k^, e+ (s^ f+) a^, e+ o f+ -> t o", width
+
+
+def histogram(site: Site) -> str | None:
+    """Counts add up, between ends that are given."""
+    low, high = site.call.argument(2, "min", 0), site.call.argument(3, "max", 0)
+    return "d..+ -> _" if low < high else None
+
+
 def attention(site: Site) -> tuple[str, Mapping[str, int]] | str:
     """Batch and heads; queries unless causal (the mask is aligned at the first query); never keys."""
     causal = bool(site.call.argument(5, "is_causal", False))

@@ -82,6 +82,24 @@ def attention_dropout(
     return dropout(probabilities, p, random) @ v
 
 
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, numbers: Sequence[int]
+) -> Tensor:
+    """Return for each token the sum over those of its experts that are here, by their `numbers`, of its weight *
+    down @ (activation(gate @ x) * (up @ x)).
+
+    x (tokens, hidden), ids and weights (tokens, chosen), gate_up (experts here, 2 width, hidden), down (experts here,
+    outputs, width); the result is (tokens, outputs), in the dtype of x.
+    """
+    total = torch.zeros(x.shape[0], down.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
+    for number, up_weight, down_weight in zip(numbers, gate_up, down, strict=True):
+        token, place = (ids == number).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], up_weight).chunk(2, -1)
+        each = F.linear(getattr(F, activation)(gate) * up, down_weight) * weights[token, place, None]
+        total = total.index_add(0, token, each.to(total.dtype))
+    return total.to(x.dtype)
+
+
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores.softmax(-1)
