@@ -26,6 +26,7 @@ from superscaler.frontend.linear import with_linearity
 from superscaler.frontend.naming import name_factors
 from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
+from superscaler.frontend.segments import Segments, cut_segments
 from superscaler.frontend.trace import Trace, read, substitute
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref
 
@@ -66,7 +67,9 @@ def capture(
     remove_dead(trace)
     fold(trace, _device(module))
     normalize(trace)
-    model = _build(trace, training, aliases)
+    segments = cut_segments(trace)
+    training.groups.update({piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups})
+    model = _build(trace, training, aliases, segments)
     seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
     return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs or {}))
 
@@ -105,7 +108,7 @@ def _batch(exported: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str
     return {s.arg.name: v for s, v in zip(specs, flat, strict=True) if isinstance(v, Tensor)}
 
 
-def _build(trace: Trace, training: Training, aliases: dict[str, str]) -> Model:
+def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: Segments) -> Model:
     trained = set(training.groups)
     same = remove_idle_detaches(trace, trained)
     trace.calls = [rename(call, same) for call in trace.calls if call.outputs[0] not in same]
@@ -124,7 +127,9 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str]) -> Model:
     tensors = {name: builder.tensor(name) for name in _order(trace)}
     inputs = tuple(name for name, kind in trace.kinds.items() if kind == "input")
     ops, factors = (*forward, *updates), builder.factors()
-    return Model(tensors, ops, factors, inputs, trace.loss, training.optimizer, aliases, dict(found.unsupported))
+    return Model(
+        tensors, ops, factors, inputs, trace.loss, training.optimizer, aliases, dict(found.unsupported), segments
+    )
 
 
 def _order(trace: Trace) -> list[str]:

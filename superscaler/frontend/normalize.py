@@ -130,10 +130,18 @@ def _concatenate(trace: Trace, call: Call) -> list[Call] | str:
 
 
 def _lookup(trace: Trace, call: Call) -> list[Call]:
-    """x[rows, columns] with constants that name every row and column once, in order (as masks are read), is a view."""
+    """x[rows, columns] with constants that name every row and column once, in order (as masks are read), is a view.
+
+    x[..., [2, 3]] is a slice.
+    """
     operand, indices = call.args[0], call.args[1]
     known = [trace.values.get(v.name) for v in indices if isinstance(v, Var) and trace.kinds.get(v.name) == "constant"]
     shape = trace.specs[operand.name].shape
+    if len(known) == 1 and sum(v is not None for v in indices) == 1 and known[0] is not None and known[0].dim() == 1:
+        dim = next(d for d, v in enumerate(indices) if v is not None)
+        rows = [row % shape[dim] for row in known[0].tolist()] if known[0].dtype == torch.int64 else []
+        if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+            return [replace(call, target="aten.slice.Tensor", args=(operand, dim, rows[0], rows[-1] + 1))]
     if len(known) != len(shape) or len(indices) != len(shape):
         return [call]
     last = -len(trace.specs[call.outputs[0]].shape) - 1

@@ -11,6 +11,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import Interpreter, Node
 
+from superscaler.ir.graph import Model
+
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
 
@@ -26,6 +28,16 @@ _DRAWN: Mapping[str, Callable[..., Tensor]] = {
 }
 _CONSTANT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def packed(model: Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that the model has in segments, whole."""
+    pieces: dict[str, list[Tensor]] = {}
+    dims = {}
+    for piece, (name, dim, *_) in model.segments.items():
+        pieces.setdefault(name, []).append(values[piece])
+        dims[name] = dim
+    return {name: torch.cat(parts, dims[name]) for name, parts in pieces.items()}
 
 
 class Reference(NamedTuple):
@@ -54,6 +66,7 @@ def reference_step(
     leaves = {name: _retype(values[name].detach(), dtype).clone().requires_grad_() for name in trained}
     device = next(iter(leaves.values())).device
     known = {**values, **leaves, **batch}
+    known.update(packed(model, known))
     inputs = [_argument(captured, spec, known, dtype, device) for spec in captured.exported.graph_signature.input_specs]
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)

@@ -8,7 +8,7 @@ that sets a buffer (`ss.write`) which the model changes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
@@ -140,7 +140,12 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What capture found and no plan changes. Ops are in execution order, the optimizer ops last."""
+    """What capture found and no plan changes. Ops are in execution order, the optimizer ops last.
+
+    `aliases` has for each further name of a tied parameter the one that is kept; `segments` for each parameter that is
+    a segment of a packed one that one, the dim, and the range there; `unsupported` how often operators without a rule
+    occur.
+    """
 
     tensors: Mapping[str, PTensor]
     ops: tuple[Op, ...]
@@ -150,6 +155,7 @@ class Model:
     optimizer: Optimizer
     aliases: Mapping[str, str]
     unsupported: Mapping[str, int]
+    segments: Mapping[str, tuple[str, int, int, int]] = field(default_factory=dict)
 
     def producers(self) -> dict[str, tuple[Op, int]]:
         """Return for each activation the op that writes it and which of its outputs it is."""

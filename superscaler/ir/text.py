@@ -28,6 +28,7 @@ def print_model(model: Model) -> str:
         "optimizer": [model.optimizer.name, [dict(g) for g in model.optimizer.groups]],
         "aliases": dict(model.aliases),
         "unsupported": dict(model.unsupported),
+        "segments": dict(model.segments),
         "factors": {f.name: f.size for f in model.factors.values()},
     }
     lines = [f"model {json.dumps(head)}"]
@@ -95,6 +96,7 @@ def parse_model(text: str) -> Model:
         optimizer,
         head["aliases"],
         head["unsupported"],
+        {name: tuple(segment) for name, segment in head["segments"].items()},
     )
 
 
