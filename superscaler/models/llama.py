@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.errors import InputError
-from superscaler.models.huggingface import check_sequence, from_config, make_batch
+from superscaler.models.huggingface import causal, check_sequence, make_batch
 from superscaler.options import Options, check_divides
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
@@ -37,7 +37,7 @@ def build(options: Options) -> nn.Module:
             f"llama: hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels, but its "
             "rotary embedding turns pairs of them; give numbers that make heads of an even size."
         )
-    return from_config(
+    return causal(
         "LlamaConfig",
         "LlamaForCausalLM",
         num_hidden_layers=options["layers"],
