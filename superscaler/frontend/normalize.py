@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.fold import is_causal, is_open, rename
+from superscaler.frontend.fold import kind_of_mask, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var
 
 # A rewrite returns the calls to run instead, or the name of the tensor that the result equals.
@@ -183,15 +183,23 @@ def _attention(trace: Trace, call: Call) -> list[Call]:
     q, k, v = call.args[:3]
     mask, p = call.argument(3, "attn_mask"), call.argument(4, "dropout_p", 0.0)
     causal, scale = bool(call.argument(5, "is_causal", False)), call.kwargs.get("scale")
-    known = trace.values.get(mask.name) if mask is not None and trace.kinds.get(mask.name) == "constant" else None
-    if known is not None and not causal and (is_open(known) or is_causal(known)):
-        causal, mask = not is_open(known), None
+    if not causal and (kind := _mask(trace, mask)):
+        causal, mask = kind == "causal", None
     if p:
         args = (q, k, v, mask, float(p), causal, scale)
         return [replace(call, target="ss.attention_dropout", function=None, args=args, kwargs={})]
     options = {"scale": scale, "enable_gqa": call.kwargs.get("enable_gqa") or None}
     kwargs = {name: value for name, value in options.items() if value is not None}
     return [replace(call, function=None, args=(q, k, v, mask, 0.0, causal), kwargs=kwargs)]
+
+
+def _mask(trace: Trace, mask: Var | None) -> str:
+    """Return the kind of a constant mask, found once although every layer reads it."""
+    if mask is None or trace.kinds.get(mask.name) != "constant" or mask.name not in trace.values:
+        return ""
+    if mask.name not in trace.masks:
+        trace.masks[mask.name] = kind_of_mask(trace.values[mask.name])
+    return trace.masks[mask.name]
 
 
 def _cross_entropy(trace: Trace, call: Call) -> list[Call]:

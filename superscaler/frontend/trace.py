@@ -55,7 +55,10 @@ class Call:
 
 @dataclass(slots=True)
 class Trace:
-    """Calls in execution order, the shape of every tensor, the kind of those that no call makes, and known values."""
+    """Calls in execution order, the shape of every tensor, the kind of those that no call makes, and known values.
+
+    `masks` has the kind of each constant that attention reads as a mask.
+    """
 
     calls: list[Call]
     specs: dict[str, Spec]
@@ -63,6 +66,7 @@ class Trace:
     values: dict[str, Tensor]
     loss: str
     taken: set[str] = field(default_factory=set)
+    masks: dict[str, str] = field(default_factory=dict)
 
     def derive(self, name: str, word: str) -> str:
         """Return a new name made of a call's name and a word: `addmm_3`, `product` -> `addmm_product_3`."""
