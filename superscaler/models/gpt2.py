@@ -25,10 +25,10 @@ OPTIONS = {
 }
 
 
-def build(options: Options) -> nn.Module:
+def build(options: Options, name: str = "gpt2") -> nn.Module:
     """Return the module. Keys: size, layers, hidden, heads, seq, batch, vocab, dropout, seed, device."""
-    check_divides("gpt2", "hidden", "heads", options)
-    check_sequence("gpt2", options)
+    check_divides(name, "hidden", "heads", options)
+    check_sequence(name, options)
     dropout, vocab = options["dropout"], options["vocab"]
     return causal(
         "GPT2Config",

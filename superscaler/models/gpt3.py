@@ -7,7 +7,11 @@ Sizes: 1.3b (the default), 2.6b, 6.7b and 15b as in the paper's table: 24, 32, 3
 
 from __future__ import annotations
 
-from superscaler.models.gpt2 import build, make_batch
+from torch import nn
+
+from superscaler.models import gpt2
+from superscaler.models.gpt2 import make_batch
+from superscaler.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 
@@ -22,3 +26,8 @@ OPTIONS = {
     "15b": {"layers": 48, "hidden": 5120, **_LONG},
     "175b": {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048, **_FAMILY},
 }
+
+
+def build(options: Options) -> nn.Module:
+    """Return the module. Keys: size, layers, hidden, heads, seq, batch, vocab, dropout, seed, device."""
+    return gpt2.build(options, "gpt3")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError
 from superscaler.models import batch
-from superscaler.options import Options
+from superscaler.options import Options, check_divides
 
 CHANNELS = 3
 
@@ -74,3 +74,16 @@ def check_sequence(model: str, options: Options) -> None:
     """Raise InputError for sequences that leave nothing to predict after the shift of the labels."""
     if options["seq"] < 2:
         raise InputError(f"{model}: seq={options['seq']}, but predicting a next token needs a sequence of 2 or more.")
+
+
+def rotary_head(model: str, options: Options) -> int:
+    """Return the channels of a head of grouped attention. Raises InputError where they cannot be rotated in pairs."""
+    check_divides(model, "hidden", "heads", options)
+    check_divides(model, "heads", "kv_heads", options)
+    head: int = options["hidden"] // options["heads"]
+    if head % 2:
+        raise InputError(
+            f"{model}: hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels, but its "
+            "rotary embedding turns pairs of them; give numbers that make heads of an even size."
+        )
+    return head

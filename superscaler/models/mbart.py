@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.errors import InputError
-from superscaler.models.huggingface import check_sequence, from_config, make_batch
+from superscaler.models.huggingface import from_config, make_batch
 from superscaler.options import Options, check_divides
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
@@ -35,6 +35,8 @@ def build(options: Options) -> nn.Module:
     device.
     """
     check_divides("mbart", "hidden", "heads", options)
+    if options["vocab"] < 3:
+        raise InputError(f"mbart: vocab={options['vocab']}, but its special tokens are numbers 0 to 2; give 3 or more.")
     if options["layers"] % 2:
         raise InputError(f"mbart: layers={options['layers']} cannot be halved; give an even number of layers.")
     layers, heads, mlp, dropout = (options[key] for key in ("layers", "heads", "mlp", "dropout"))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.errors import InputError
-from superscaler.models.huggingface import causal, check_sequence, make_batch
-from superscaler.options import Options, check_divides
+from superscaler.models.huggingface import causal, check_sequence, make_batch, rotary_head
+from superscaler.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 
@@ -30,10 +30,13 @@ def build(options: Options) -> nn.Module:
     Keys: size, layers, hidden, heads, kv_heads, mlp, experts, chosen (experts of a token), seq, batch, vocab, seed,
     device.
     """
-    check_divides("mixtral", "hidden", "heads", options)
-    check_divides("mixtral", "heads", "kv_heads", options)
     check_sequence("mixtral", options)
-    head = options["hidden"] // options["heads"]
+    head = rotary_head("mixtral", options)
+    if options["chosen"] > options["experts"]:
+        raise InputError(
+            f"mixtral: chosen={options['chosen']} experts of a token, but there are experts={options['experts']}; "
+            "choose no more than there are."
+        )
     return causal(
         "MixtralConfig",
         "MixtralForCausalLM",

@@ -60,6 +60,7 @@ def build(options: Options) -> nn.Module:
         attention_probs_dropout_prob=options["dropout"],
         drop_path_rate=options["drop_path"],
         num_labels=options["classes"],
+        problem_type="single_label_classification",
     )
 
 

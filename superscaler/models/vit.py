@@ -47,4 +47,5 @@ def build(options: Options) -> nn.Module:
         hidden_dropout_prob=options["dropout"],
         attention_probs_dropout_prob=options["dropout"],
         num_labels=options["classes"],
+        problem_type="single_label_classification",
     )
