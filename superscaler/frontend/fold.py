@@ -83,7 +83,7 @@ def rename(call: Call, names: dict[str, str]) -> Call:
 
 
 def kind_of_mask(mask: Tensor) -> str:
-    """Tell a mask [..., queries, keys] that hides nothing, "open", from one that hides the future, "causal", and others.
+    """Return "open" for a mask [..., queries, keys] that hides nothing, "causal" for one that hides the future, or "".
 
     A causal mask lets each query see the keys up to its own number, and no other.
     """

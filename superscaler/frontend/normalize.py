@@ -99,6 +99,20 @@ def _alias_if_equal(trace: Trace, call: Call) -> list[Call] | str:
     return [call]
 
 
+def _synonym(trace: Trace, call: Call) -> list[Call]:
+    """Call an operator that has two names by the one that has rules."""
+    del trace
+    _, name, overload = call.target.split(".")
+    return [replace(call, target=f"aten.{_SYNONYMS[name]}.{overload}")]
+
+
+def _cast_like(trace: Trace, call: Call) -> list[Call] | str:
+    """`type_as` reads nothing of the tensor whose dtype it takes."""
+    cast = {"dtype": trace.specs[call.outputs[0]].dtype}
+    call = replace(call, target="aten._to_copy.default", args=call.args[:1], kwargs=cast)
+    return _alias_if_equal(trace, call)
+
+
 def _copy(trace: Trace, call: Call) -> list[Call] | str:
     """`copy(old, new)` is new, in the shape and dtype of old."""
     source, result = call.args[1].name, trace.specs[call.outputs[0]]
@@ -239,7 +253,15 @@ def _names(*names: str) -> tuple[str, ...]:
     return tuple(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names)
 
 
+_SYNONYMS = {
+    "absolute": "abs", "clip": "clamp", "divide": "div", "greater": "gt", "greater_equal": "ge", "less": "lt",
+    "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "subtract": "sub",
+    "true_divide": "div",
+}  # fmt: skip
+
 TABLE: Mapping[str, Rewrite] = {
+    **{f"aten.{name}.{kind}": _synonym for name in _SYNONYMS for kind in ("default", "Tensor", "Scalar")},
+    "aten.type_as.default": _cast_like,
     **dict.fromkeys(_names("alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh"), _alias),
     **dict.fromkeys(
         _names("_to_copy", "view", "reshape", "_unsafe_view", "expand", "slice.Tensor", "unsqueeze"), _alias_if_equal

@@ -1,8 +1,8 @@
 """BERT (Devlin et al. 2019) of the Hugging Face library, with the loss of masked tokens.
 
 Sizes: base (110 million parameters, the default: 12 layers, hidden 768, 12 heads, MLP 3072) and large (335: 24 layers,
-hidden 1024, 16 heads, MLP 4096): vocabulary 30522, sequence 512, batch 8, dropout 0.1 as in the family's config. tiny: 2
-layers, hidden 48, 4 heads, MLP 160, sequence 20, vocabulary 320, no dropout.
+hidden 1024, 16 heads, MLP 4096): vocabulary 30522, sequence 512, batch 8, dropout 0.1 as in the family's config. tiny:
+2 layers, hidden 48, 4 heads, MLP 160, sequence 20, vocabulary 320, no dropout.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def build(spec: str) -> BuiltModel:
     """Return the model that `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]` describes.
 
     Common keys of the named models: size, layers (of swin: depths), hidden, batch, seed (default 0) and device (cpu or
-    meta: shapes only, no memory). Weights are random and depend on the seed only. Raises InputError for an unknown model, key,
-    file or function, and for a value of the wrong type.
+    meta: shapes only, no memory). Weights are random and depend on the seed only. Raises InputError for an unknown
+    model, key, file or function, and for a value of the wrong type.
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):

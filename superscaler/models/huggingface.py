@@ -83,7 +83,7 @@ def rotary_head(model: str, options: Options) -> int:
     head: int = options["hidden"] // options["heads"]
     if head % 2:
         raise InputError(
-            f"{model}: hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels, but its "
-            "rotary embedding turns pairs of them; give numbers that make heads of an even size."
+            f"{model}: hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels, but "
+            "its rotary embedding turns pairs of them; give numbers that make heads of an even size."
         )
     return head

@@ -1,10 +1,11 @@
 """Swin Transformer v2 (Liu et al. 2022) of the Hugging Face library, with the loss of image classification.
 
-Sizes: 1.8b (the default), 6.6b, 13b and 30b as in the paper's table: 32, 48, 56 and 64 layers, hidden 512, 768, 1024 and
-1536, 16, 24, 32 and 32 heads, both of the first of 4 stages and twice as many in each that follows. The paper does not
-say how the layers are spread; with 2 layers in the first two stages, and 2 (1.8b, 30b) or 4 (6.6b, 13b) in the last,
-there are 1.79, 6.52, 13.2 and 30.6 billion parameters. Image 1536, patch 4, window 24, 1000 classes, batch 8, drop path
-0.1 as in the family's config. tiny: 2 stages of 2 layers, hidden 24, 4 heads, image 24, patch 2, window 3, 10 classes.
+Sizes: 1.8b (the default), 6.6b, 13b and 30b as in the paper's table: 32, 48, 56 and 64 layers, hidden 512, 768, 1024
+and 1536, 16, 24, 32 and 32 heads, both of the first of 4 stages and twice as many in each that follows. The paper does
+not say how the layers are spread; with 2 layers in the first two stages, and 2 (1.8b, 30b) or 4 (6.6b, 13b) in the
+last, there are 1.79, 6.52, 13.2 and 30.6 billion parameters. Image 1536, patch 4, window 24, 1000 classes, batch 8,
+drop path 0.1 as in the family's config. tiny: 2 stages of 2 layers, hidden 24, 4 heads, image 24, patch 2, window 3, 10
+classes.
 """
 
 from __future__ import annotations

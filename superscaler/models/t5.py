@@ -1,8 +1,8 @@
 """T5 (Raffel et al. 2020) of the Hugging Face library, with the loss of its decoder.
 
 Sizes: small (the default), base, large, 3b and 11b: 60.5, 222.9, 737.7, 2852 and 11307 million parameters; 6, 12, 24,
-24 and 24 layers in the encoder and as many in the decoder; vocabulary 32128, both sequences 512, batch 8, dropout 0.1 as
-in the family's config. tiny: 2 layers in each, hidden 40, 4 heads of 6 channels, MLP 96, sequence 20 and target 12,
+24 and 24 layers in the encoder and as many in the decoder; vocabulary 32128, both sequences 512, batch 8, dropout 0.1
+as in the family's config. tiny: 2 layers in each, hidden 40, 4 heads of 6 channels, MLP 96, sequence 20 and target 12,
 vocabulary 320, no dropout.
 """
 

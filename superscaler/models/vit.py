@@ -2,8 +2,8 @@
 
 Sizes: base (86.6 million parameters, the default: 12 layers, hidden 768, 12 heads, MLP 3072, patch 16), large (304: 24
 layers, hidden 1024, 16 heads, MLP 4096, patch 16) and huge (632: 32 layers, hidden 1280, 16 heads, MLP 5120, patch 14):
-image 224, 1000 classes, batch 8, and no dropout, as in the family's config. tiny: 2 layers, hidden 48, 4 heads, MLP 160,
-image 20, patch 4, 10 classes.
+image 224, 1000 classes, batch 8, and no dropout, as in the family's config. tiny: 2 layers, hidden 48, 4 heads, MLP
+160, image 20, patch 4, 10 classes.
 """
 
 from __future__ import annotations
