@@ -84,16 +84,17 @@ def rename(call: Call, names: dict[str, str]) -> Call:
     return replace(call, args=substitute(call.args, swap), kwargs=substitute(call.kwargs, swap))
 
 
-def is_causal(mask: Tensor) -> bool:
-    """Tell whether a mask [..., queries, keys] lets each query see the keys up to its own number, and no other."""
-    seen = _seen(mask)
-    return seen is not None and bool((seen == torch.ones_like(seen).tril()).all())
+def kind_of_mask(mask: Tensor) -> str:
+    """Return "open" for a mask [..., queries, keys] that hides nothing, "causal" for one that hides the future, or "".
 
-
-def is_open(mask: Tensor) -> bool:
-    """Tell whether a mask hides nothing."""
+    A causal mask lets each query see the keys up to its own number, and no other.
+    """
     seen = _seen(mask)
-    return seen is not None and bool(seen.all())
+    if seen is None:
+        return ""
+    if bool(seen.all()):
+        return "open"
+    return "causal" if bool((seen == torch.ones_like(seen).tril()).all()) else ""
 
 
 def _seen(mask: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.decompose import batch_norm, bernoulli
-from superscaler.frontend.fold import is_causal, is_open, rename
+from superscaler.frontend.fold import kind_of_mask, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var
 
 # A rewrite returns the calls to run instead, or the name of the tensor that the result equals.
@@ -98,6 +98,20 @@ def _alias_if_equal(trace: Trace, call: Call) -> list[Call] | str:
     if trace.specs[_input(call)] == trace.specs[call.outputs[0]]:
         return _input(call)
     return [call]
+
+
+def _synonym(trace: Trace, call: Call) -> list[Call]:
+    """Call an operator that has two names by the one that has rules."""
+    del trace
+    _, name, overload = call.target.split(".")
+    return [replace(call, target=f"aten.{_SYNONYMS[name]}.{overload}")]
+
+
+def _cast_like(trace: Trace, call: Call) -> list[Call] | str:
+    """`type_as` reads nothing of the tensor whose dtype it takes."""
+    cast = {"dtype": trace.specs[call.outputs[0]].dtype}
+    call = replace(call, target="aten._to_copy.default", args=call.args[:1], kwargs=cast)
+    return _alias_if_equal(trace, call)
 
 
 def _copy(trace: Trace, call: Call) -> list[Call] | str:
@@ -192,15 +206,23 @@ def _attention(trace: Trace, call: Call) -> list[Call]:
     q, k, v = call.args[:3]
     mask, p = call.argument(3, "attn_mask"), call.argument(4, "dropout_p", 0.0)
     causal, scale = bool(call.argument(5, "is_causal", False)), call.kwargs.get("scale")
-    known = trace.values.get(mask.name) if mask is not None and trace.kinds.get(mask.name) == "constant" else None
-    if known is not None and not causal and (is_open(known) or is_causal(known)):
-        causal, mask = not is_open(known), None
+    if not causal and (kind := _mask(trace, mask)):
+        causal, mask = kind == "causal", None
     if p:
         args = (q, k, v, mask, float(p), causal, scale)
         return [replace(call, target="ss.attention_dropout", function=None, args=args, kwargs={})]
     options = {"scale": scale, "enable_gqa": call.kwargs.get("enable_gqa") or None}
     kwargs = {name: value for name, value in options.items() if value is not None}
     return [replace(call, function=None, args=(q, k, v, mask, 0.0, causal), kwargs=kwargs)]
+
+
+def _mask(trace: Trace, mask: Var | None) -> str:
+    """Return the kind of a constant mask, found once although every layer reads it."""
+    if mask is None or trace.kinds.get(mask.name) != "constant" or mask.name not in trace.values:
+        return ""
+    if mask.name not in trace.masks:
+        trace.masks[mask.name] = kind_of_mask(trace.values[mask.name])
+    return trace.masks[mask.name]
 
 
 def _cross_entropy(trace: Trace, call: Call) -> list[Call]:
@@ -256,7 +278,15 @@ def _names(*names: str) -> tuple[str, ...]:
     return tuple(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names)
 
 
+_SYNONYMS = {
+    "absolute": "abs", "clip": "clamp", "divide": "div", "greater": "gt", "greater_equal": "ge", "less": "lt",
+    "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "subtract": "sub",
+    "true_divide": "div",
+}  # fmt: skip
+
 TABLE: Mapping[str, Rewrite] = {
+    **{f"aten.{name}.{kind}": _synonym for name in _SYNONYMS for kind in ("default", "Tensor", "Scalar")},
+    "aten.type_as.default": _cast_like,
     **dict.fromkeys(_names("alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh"), _alias),
     **dict.fromkeys(
         _names("_to_copy", "view", "reshape", "_unsafe_view", "expand", "slice.Tensor", "unsqueeze"), _alias_if_equal

@@ -58,6 +58,7 @@ class Trace:
     """Calls in execution order, the shape of every tensor, the kind of those that no call makes, and known values.
 
     `writes` has for each buffer that the model changes the tensor that it is set to at the end of the step.
+    `masks` has the kind of each constant that attention reads as a mask.
     """
 
     calls: list[Call]
@@ -66,6 +67,7 @@ class Trace:
     values: dict[str, Tensor]
     loss: str
     taken: set[str] = field(default_factory=set)
+    masks: dict[str, str] = field(default_factory=dict)
     writes: dict[str, str] = field(default_factory=dict)
 
     @property
