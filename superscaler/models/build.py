@@ -16,7 +16,7 @@ from superscaler.models import file
 from superscaler.options import Options, read_pairs, settle
 
 # name -> the file of this package that holds it. A file has OPTIONS (by size), DEFAULT and build(options).
-_HOMES = {"gpt2": "gpt2", "llama": "llama", "mlp": "mlp"}
+_HOMES = {"alphafold2": "alphafold2", "gpt2": "gpt2", "llama": "llama", "mlp": "mlp"}
 
 
 @dataclass(frozen=True, slots=True)
