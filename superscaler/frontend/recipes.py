@@ -6,6 +6,8 @@ nothing can be cut. Sizes in the arguments of views, expansions and splits are c
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -223,6 +225,21 @@ def matmul(site: Site) -> str:
     first, second = ("k+" if len(s) == 1 else w for s, w in zip(site.ins, ("b.. m k+", "b.. k+ n"), strict=True))
     rows, columns = ("m " if len(site.ins[0]) > 1 else ""), ("n" if len(site.ins[1]) > 1 else "")
     return f"{first}, {second} -> b.. {rows}{columns}"
+
+
+def einsum(site: Site) -> str | None:
+    """As its equation says; an operand that holds a letter twice (a diagonal) cannot be cut."""
+    left, arrow, result = site.call.args[0].replace(" ", "").partition("->")
+    operands = [re.findall(r"\.\.\.|\w", operand) for operand in left.split(",")]
+    count = Counter(letter for operand in operands for letter in operand)
+    if any(len(set(operand)) < len(operand) for operand in operands):
+        return None
+    kept = re.findall(r"\.\.\.|\w", result) if arrow else sorted(x for x, n in count.items() if n == 1 or x == "...")
+
+    def written(operand: list[str]) -> str:
+        return " ".join(x.replace("...", "e..") + "+" * (x not in kept) for x in operand)
+
+    return f"{', '.join(map(written, operands))} -> {written(kept)}"
 
 
 def embedding(site: Site) -> str | None:

@@ -16,7 +16,7 @@ from superscaler.models import file
 from superscaler.options import Options, read_pairs, settle
 
 # Each is a file of this package, which has OPTIONS (by size), DEFAULT, build(options) and make_batch(options, step).
-NAMES = ("bert", "gpt2", "gpt3", "llama", "mbart", "mixtral", "mlp", "swin", "t5", "vit")
+NAMES = ("alphafold2", "bert", "gpt2", "gpt3", "llama", "mbart", "mixtral", "mlp", "swin", "t5", "vit")
 
 
 @dataclass(frozen=True, slots=True)
