@@ -117,7 +117,7 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str]) -> Model:
             "check requires_grad, torch.no_grad and .detach() in the model."
         )
     found = infer(trace)
-    builder = _Builder(trace, found, needed)
+    builder = Builder(trace, found, needed)
     forward = builder.forward()
     updates = [builder.update(name, group, training) for name, group in training.groups.items() if name in needed]
     tensors = {name: builder.tensor(name) for name in _order(trace)}
@@ -132,7 +132,7 @@ def _order(trace: Trace) -> list[str]:
     return leaves + [name for call in trace.calls for name in call.outputs]
 
 
-class _Builder:
+class Builder:
     """Writes the inferred graph down as frozen data."""
 
     def __init__(self, trace: Trace, found: Inference, needed: set[str]) -> None:
