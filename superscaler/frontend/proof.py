@@ -40,7 +40,9 @@ class Failure:
         return f"{self.op.notation()}{how}: {self.tensor} {self.difference}"
 
 
-def record(target: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Trace, dict[str, Any]]:
+def record(
+    target: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Trace, dict[str, Tensor]]:
     """Return the trace of one call on tensors x0, x1, ... (its inputs, in order), and their values by name.
 
     The call is executed once for the shapes of its results y0, y1, ....
@@ -94,9 +96,9 @@ def prove(op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run:
 def _cuts(op: Op) -> Iterator[Cut]:
     free = {n: i.size for n, i in enumerate(op.indices) if i.mark != "frozen"}
     for n, size in free.items():
-        even = [tuple(size // k + (j < size % k) for j in range(k)) for k in (2, 3) if k <= size]
-        uneven = [(1, size - 1), (size - 1, 1)] + ([(1, size - 2, 1)] if size > 2 else [])
-        yield from ({n: sizes} for sizes in dict.fromkeys(even + uneven))
+        even = [tuple(size // k + (j < size % k) for j in range(k)) for k in (2, 3)]
+        uneven = [(1, size - 1), (size - 1, 1), (1, size - 2, 1)]
+        yield from ({n: sizes} for sizes in dict.fromkeys(even + uneven) if min(sizes))
     for a, b in combinations(free, 2):
         yield {a: (1, free[a] - 1), b: (free[b] - free[b] // 2, free[b] // 2)}
 
