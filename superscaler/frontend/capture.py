@@ -120,7 +120,7 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: 
             "check requires_grad, torch.no_grad and .detach() in the model."
         )
     found = infer(trace)
-    builder = _Builder(trace, found, needed)
+    builder = Builder(trace, found, needed)
     forward = builder.forward()
     updates = [builder.update(name, group, training) for name, group in training.groups.items() if name in needed]
     updates += [builder.write(name, new) for name, new in trace.writes.items()]
@@ -138,7 +138,7 @@ def _order(trace: Trace) -> list[str]:
     return leaves + [name for call in trace.calls for name in call.outputs]
 
 
-class _Builder:
+class Builder:
     """Writes the inferred graph down as frozen data."""
 
     def __init__(self, trace: Trace, found: Inference, needed: set[str]) -> None:

@@ -51,8 +51,8 @@ def batch_norm(trace: Trace, call: Call) -> list[Call]:
 
     functional(x, weight, bias, mean, variance, training, momentum, eps) -> result, _, _, new mean, new variance
     """
-    x, weight, bias, *running = call.args[:-3]
-    is_training, momentum, eps = call.args[-3:]
+    args = call.args[:8] if call.target == "aten.batch_norm.default" else call.args
+    x, weight, bias, *running, is_training, momentum, eps = args
     if not is_training:
         return [call]
     steps, narrow = Steps(trace, call), trace.specs[x.name]
@@ -75,6 +75,7 @@ def batch_norm(trace: Trace, call: Call) -> list[Call]:
     steps.rename_last(call.outputs[0])
     count = prod(spec.shape) / channels
     both = (mean, 1.0), (variance, count / max(count - 1, 1))
+    # Without running statistics there are no results beside the first.
     for old, (new, unbiased), out in zip(running, both, call.outputs[3:], strict=False):
         fresh = steps.add("mul.Tensor", (steps.add("view.default", (new, row.shape), row), momentum * unbiased), row)
         steps.add("add.Tensor", (steps.add("mul.Tensor", (old, 1.0 - momentum), row), fresh), row, out)
