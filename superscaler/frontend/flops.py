@@ -23,7 +23,7 @@ class FlopCounter:
         if call.target == "ss.attention_dropout":
             q, k, v, mask, _, causal, scale = call.args
             return self._cached(call, _ATTENTION, (q, k, v, mask, 0.0, causal), {"scale": scale}, specs)
-        if not any(word in call.target for word in _COUNTED):
+        if not call.target.startswith("aten.") or not any(word in call.target for word in _COUNTED):
             return 0
         return self._cached(call, _overload(call.target), call.args, call.kwargs, specs)
 
