@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
-from itertools import cycle
-from math import prod
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,16 +20,9 @@ from torch.library import Library, infer_schema
 from superscaler.errors import InputError
 from superscaler.frontend.notation import check as check_notation
 from superscaler.frontend.notation import operand_dims
-from superscaler.frontend.proof import Failure, ops_of, prove, record
-from superscaler.frontend.recipes import Site
-from superscaler.frontend.rules import REGISTERED, Registered, signature
-from superscaler.frontend.trace import Trace, Var, substitute
+from superscaler.frontend.rules import REGISTERED, Registered
+from superscaler.frontend.trial import Example, Sizes, Trial
 
-Sizes = Mapping[str, int]
-Example = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
-
-# Different ones, so that dims that are mixed up differ; the rank of `..` is the number of the round.
-_SIZES, _ROUNDS = (4, 3, 5, 6, 2), 3
 # An operator is defined as long as its library lives.
 _LIBRARIES: dict[str, Library] = {}
 
@@ -66,11 +57,106 @@ def register(
         REGISTERED[str(made)] = rule
         try:
             _check_operands(made, rule)
-            for number in range(_ROUNDS if check else 0):
-                _check_round(_Round(made, rule, number, sizes or {}, example or {}, device))
+            if check:
+                Trial(made, rule, sizes or {}, example or {}, torch.device(device)).check()
         except BaseException:
             del REGISTERED[str(made)]
             raise
         return what if overload else _caller(what, made)
 
     return add if op is None else add(op)
+
+
+def _rule(notation: str, sizes: Sizes, home: Mapping[str, Any], line: int) -> Registered:
+    """Return what is kept of a registration in the module with these globals."""
+    alone = {dim[0] for dims in operand_dims(notation, 0) for dim in dims if dim is not None and len(dim) == 1}
+    spec, file = home.get("__spec__"), home.get("__file__")
+    module = spec.name if spec else str(home.get("__name__", ""))
+    fixed = {letter: size for letter, size in sizes.items() if letter not in alone}
+    return Registered(notation, fixed, module, str(Path(file).resolve()) if file else "", line)
+
+
+def _overload(what: Any, rule: Registered) -> OpOverload | None:
+    """Return the torch operator that was given, or None for a function."""
+    if isinstance(what, OpOverloadPacket) and len(what.overloads()) > 1:
+        known = ", ".join(str(getattr(what, name)) for name in what.overloads())
+        raise InputError(f"{rule.place}: {what} has {len(what.overloads())} overloads; register one: {known}.")
+    if isinstance(what, OpOverloadPacket):
+        return getattr(what, what.overloads()[0])
+    return what._opoverload if isinstance(what, CustomOpDef) else what if isinstance(what, OpOverload) else None
+
+
+def _define(function: Any, rule: Registered) -> OpOverload:
+    """Define `torch.ops.ss_<file>.<function>`, which torch.export keeps whole and autograd looks through."""
+    name = getattr(function, "__name__", "")
+    if not inspect.isfunction(function) or not name.isidentifier():
+        raise InputError(
+            f"{rule.place}: {function!r} is neither a function with a name nor a torch operator; "
+            "call it in a function (def) and register that."
+        )
+    path = Path(rule.file or "main")
+    stem = path.parent.name if path.stem == "__init__" else path.stem
+    namespace = "ss_" + re.sub(r"\W", "_", stem)
+    target = f"{namespace}.{name}.default"
+    if target in REGISTERED and REGISTERED[target].file != rule.file:
+        raise InputError(
+            f"{rule.place}: the name {name} is taken by {REGISTERED[target].place}, a file of the same name; "
+            "rename the function or the file."
+        )
+    try:
+        schema = infer_schema(_annotated(function, rule.notation), mutates_args=())
+    except ValueError as error:
+        raise InputError(f"{rule.place}: {name} cannot be an operator: {error}") from None
+    if target in _LIBRARIES:
+        _LIBRARIES.pop(target)._destroy()
+    library = _LIBRARIES[target] = Library(namespace, "FRAGMENT")
+    library.define(name + schema)
+    # Composite: its gradient is that of what it calls, and torch.export(run_decompositions({})) leaves it in one piece.
+    library.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(getattr(torch.ops, namespace), name).default
+
+
+def _annotated(function: FunctionType, notation: str) -> Any:
+    """Return a function with the same signature in which no annotation is missing."""
+    written = inspect.signature(function)
+    empty, results = inspect.Parameter.empty, notation.split("->")[1].count(",") + 1
+    parameters = [
+        p.replace(annotation=_type_of(p.default)) if p.annotation is empty else p for p in written.parameters.values()
+    ]
+    result = written.return_annotation
+    if result is empty:
+        result = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
+    twin = FunctionType(function.__code__, function.__globals__)
+    twin.__signature__ = written.replace(parameters=parameters, return_annotation=result)  # type: ignore[attr-defined]
+    return twin
+
+
+def _type_of(default: Any) -> Any:
+    if default is inspect.Parameter.empty:
+        return Tensor
+    return Tensor | None if default is None else type(default)
+
+
+def _caller(function: Any, overload: OpOverload) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return overload(*args, **kwargs)
+
+    return call
+
+
+def _check_operands(overload: OpOverload, rule: Registered) -> None:
+    """Raise InputError unless the notation has an operand and a result per tensor, and no operand is changed."""
+    schema = overload._schema
+    if schema.is_mutable:
+        raise InputError(f"{rule.place}: {schema} changes its operands; register an op that returns new tensors.")
+    left, right = (side.count(",") + 1 for side in rule.notation.split("->"))
+    tensors = [str(a.type) for a in schema.arguments if "Tensor" in str(a.type)]
+    results = [str(r.type) for r in schema.returns]
+    pairs = (("operands", left, tensors, "takes"), ("results", right, results, "gives"))
+    for kind, count, types, verb in pairs:
+        if count != len(types) and not any("List" in t for t in types):
+            raise InputError(
+                f"{rule.place}: '{rule.notation}' has {count} {kind}, and {overload} {verb} {len(types)} of tensors: "
+                f"{schema}."
+            )
