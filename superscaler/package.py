@@ -101,7 +101,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     """
     check_directory(directory)
     for target, home in _operators(compiled.graph.model).items():
-        if home is not None and home[0] == "__main__" and not home[1]:
+        if home == ("", ""):
             raise InputError(
                 f"{target} was registered outside of any file, where no process that runs the plan can find it; "
                 "put it into a .py file and import that."

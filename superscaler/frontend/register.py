@@ -22,6 +22,7 @@ from superscaler.frontend.notation import check as check_notation
 from superscaler.frontend.notation import operand_dims
 from superscaler.frontend.rules import REGISTERED, Registered
 from superscaler.frontend.trial import Example, Sizes, Trial
+from superscaler.usercode import root_of
 
 # An operator is defined as long as its library lives.
 _LIBRARIES: dict[str, Library] = {}
@@ -70,10 +71,11 @@ def register(
 def _rule(notation: str, sizes: Sizes, home: Mapping[str, Any], line: int) -> Registered:
     """Return what is kept of a registration in the module with these globals."""
     alone = {dim[0] for dims in operand_dims(notation, 0) for dim in dims if dim is not None and len(dim) == 1}
-    spec, file = home.get("__spec__"), home.get("__file__")
-    module = spec.name if spec else str(home.get("__name__", ""))
+    spec = home.get("__spec__")
+    file = str(Path(home["__file__"]).resolve()) if home.get("__file__") else ""
+    module = spec.name if spec and root_of(spec.name, Path(file)) else ""
     fixed = {letter: size for letter, size in sizes.items() if letter not in alone}
-    return Registered(notation, fixed, module, str(Path(file).resolve()) if file else "", line)
+    return Registered(notation, fixed, module, file, line)
 
 
 def _overload(what: Any, rule: Registered) -> OpOverload | None:

@@ -42,7 +42,10 @@ from superscaler.frontend.trace import variables
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The notation that a user gave an operator, the sizes of letters that stand in products only, and where."""
+    """The notation that a user gave an operator, the sizes of letters that stand in products only, and where it is.
+
+    `module` is empty for a file that is run but not imported by name, `file` for what was typed in.
+    """
 
     notation: str
     sizes: Mapping[str, int]
@@ -52,7 +55,7 @@ class Registered:
 
     @property
     def place(self) -> str:
-        return f"{self.file or self.module}:{self.line}"
+        return f"{self.file or self.module or 'line'}:{self.line}"
 
 
 # Filled by superscaler.register, by the target of calls; torch keeps its operators per process too.

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from superscaler.errors import InputError
-from superscaler.usercode import load_file, running
+from superscaler.usercode import load_file, root_of, running
 
 # By operator (`namespace.name.overload`), the module and the file that register it.
 Homes = Mapping[str, Sequence[str] | None]
@@ -33,8 +33,8 @@ def import_operators(homes: Homes, plan: Path) -> None:
         module, file = home
         if not _import(module, [Path(file), plan / Path(file).name]):
             raise InputError(
-                f"the plan in {plan} calls {target}, but {file}, which registers it, is not here and no module "
-                f"{module} can be imported; copy the file there or into {plan}."
+                f"the plan in {plan} calls {target}, but {file or module}, which registers it, cannot be found; "
+                f"copy the file there or into {plan}."
             )
         if not _exists(target):
             raise InputError(
@@ -50,25 +50,28 @@ def _exists(target: str) -> bool:
 
 def _import(module: str, files: Sequence[Path]) -> bool:
     """Import a module from the first of these files that is there, else by its name; tell whether one was found."""
-    names = module.split(".")
-    for file in files:
-        if not file.is_file():
-            continue
-        path = file.parent if file.name == "__init__.py" else file.with_suffix("")
-        if list(path.parts[-len(names) :]) != names:
-            load_file(file)
-            return True
-        # At the place of its name, so that what it imports of its own package is there too.
-        root = str(path.parents[len(names) - 1])
-        sys.path.insert(0, root)
-        try:
-            with running(file, "cannot be imported"):
-                importlib.import_module(module)
-        finally:
-            sys.path.remove(root)
+    file = next((f for f in files if f.is_file()), None)
+    if file is None:
+        return bool(module) and _import_installed(module)
+    root = root_of(module, file)
+    if root is None:
+        load_file(file)
         return True
+    # From its root, so that what it imports of its own package is there too.
+    sys.path.insert(0, str(root))
+    try:
+        with running(file, "cannot be imported"):
+            importlib.import_module(module)
+    finally:
+        sys.path.remove(str(root))
+    return True
+
+
+def _import_installed(module: str) -> bool:
     try:
         importlib.import_module(module)
-    except ModuleNotFoundError:
-        return False
+    except ModuleNotFoundError as error:
+        if module.startswith(str(error.name)):
+            return False
+        raise
     return True
