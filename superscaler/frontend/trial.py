@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from superscaler.errors import InputError
 from superscaler.frontend.notation import operand_dims
@@ -100,7 +102,17 @@ class Trial:
             raise self._error(CannotRun, told, given) from error
         if failure:
             told = f"is not what its notation says: {_told(failure, trace, call)}"
-            raise self._error(InputError, f"{told}. Mark a letter ^ where it must be whole", given)
+            raise self._error(InputError, f"{told}. {self._hint(given)}", given)
+
+    def _hint(self, given: Arguments) -> str:
+        with _Precision() as seen:
+            self.overload(*given[0], **given[1])
+        if not seen.lower:
+            return "Mark a letter ^ where it must be whole"
+        return (
+            f"It computes in {', '.join(sorted(seen.lower))} inside, also on float64 operands; where only the last "
+            "digits differ, write x.to(torch.promote_types(x.dtype, torch.float32)) instead of x.float()"
+        )
 
     def _check_repeats(self, given: Arguments) -> None:
         """Raise InputError unless the op runs, gives numbers, the same ones twice, and leaves its operands alone."""
@@ -127,6 +139,20 @@ class Trial:
         )
 
 
+class _Precision(TorchDispatchMode):
+    """Sees in which floating dtypes less precise than float64 something is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.is_floating_point()]
+        self.lower |= {str(x.dtype).removeprefix("torch.") for x in tensors} - {"float64"}
+        return found
+
+
 def _value(parameter: Any, operands: Iterator[Tensor], is_full: bool) -> Any:
     """Return what a parameter gets that no example names."""
     kind = str(parameter.type)
@@ -147,8 +173,7 @@ def _told(failure: Failure, trace: Trace, call: Call) -> str:
 
 
 def _tensors(given: Arguments) -> list[Tensor]:
-    flat = [x for value in (*given[0], *given[1].values()) for x in (value if isinstance(value, list) else [value])]
-    return [x for x in flat if isinstance(x, Tensor)]
+    return [x for x in tree_leaves(given) if isinstance(x, Tensor)]
 
 
 def _results(found: Any) -> list[Tensor]:
