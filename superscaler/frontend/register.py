@@ -159,6 +159,5 @@ def _check_operands(overload: OpOverload, rule: Registered) -> None:
     for kind, count, types, verb in pairs:
         if count != len(types) and not any("List" in t for t in types):
             raise InputError(
-                f"{rule.place}: '{rule.notation}' has {count} {kind}, and {overload} {verb} {len(types)} of tensors: "
-                f"{schema}."
+                f"{rule.place}: '{rule.notation}' has {count} {kind}, and {overload} {verb} {len(types)}: {schema}."
             )

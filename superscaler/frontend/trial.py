@@ -121,7 +121,9 @@ class Trial:
         try:
             first, second = (_results(self.overload(*given[0], **given[1])) for _ in range(2))
         except Exception as error:
-            told = f"fails: {_line(error)} Fix sizes by sizes={{...}}, or give arguments by example={{...}}"
+            told = (
+                f"fails as {self.overload._schema}: {_line(error)} Fix sizes by sizes={{...}} or give example={{...}}"
+            )
             raise self._error(CannotRun, told, given) from error
         for is_wrong, told in (
             (not _equal(before, operands), "changes its operands; return new tensors"),
