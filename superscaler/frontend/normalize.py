@@ -104,12 +104,15 @@ def _copy(trace: Trace, call: Call) -> list[Call] | str:
     source, result = call.args[1].name, trace.specs[call.outputs[0]]
     if trace.specs[source] == result:
         return str(source)
-    cast = {"dtype": result.dtype}
-    if trace.specs[source].shape == result.shape:
-        return [replace(call, target="aten._to_copy.default", args=(call.args[1],), kwargs=cast)]
+    expand = replace(call, target="aten.expand.default", args=(call.args[1], result.shape), kwargs={})
     if trace.specs[source].dtype == result.dtype:
-        return [replace(call, target="aten.expand.default", args=(call.args[1], result.shape), kwargs={})]
-    return [call]
+        return [expand]
+    cast = replace(call, target="aten._to_copy.default", args=(call.args[1],), kwargs={"dtype": result.dtype})
+    if trace.specs[source].shape == result.shape:
+        return [cast]
+    name = trace.derive(call.name, "cast")
+    trace.specs[name] = Spec(trace.specs[source].shape, result.dtype)
+    return [replace(cast, name=name, outputs=(name,)), replace(expand, args=(Var(name), result.shape))]
 
 
 def _reshape(trace: Trace, call: Call) -> list[Call] | str:
@@ -153,12 +156,13 @@ def _linear(trace: Trace, call: Call) -> list[Call]:
     return _product_and_bias(trace, call, "aten.linear.default", (x, weight), bias)
 
 
-def _addmm(trace: Trace, call: Call) -> list[Call]:
-    """addmm(b, x, w) -> add(mm(x, w), b), unless scaled."""
+def _added_product(trace: Trace, call: Call) -> list[Call]:
+    """addmm(b, x, w) -> add(mm(x, w), b), unless scaled; so for batches and vectors."""
     if call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1:
         return [call]
     bias, x, weight = call.args[:3]
-    return _product_and_bias(trace, call, "aten.mm.default", (x, weight), bias)
+    product = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addr": "outer"}[call.target.split(".")[1]]
+    return _product_and_bias(trace, call, f"aten.{product}.default", (x, weight), bias)
 
 
 def _product_and_bias(trace: Trace, call: Call, target: str, args: tuple[Any, ...], bias: Var) -> list[Call]:
@@ -208,8 +212,8 @@ def _cross_entropy(trace: Trace, call: Call) -> list[Call]:
     trace.specs[count] = trace.specs[call.outputs[0]] = Spec((), dtype)
     call = replace(call, function=None, kwargs={})
     first = replace(call, name=count, target="ss.count_labels", args=(labels, ignore), outputs=(count,))
-    args = (logits, labels, Var(count), ignore)
-    return [first, replace(call, target="ss.cross_entropy", args=args)]
+    target = "ss.cross_entropy" if "cross_entropy" in call.target else "ss.nll_loss"
+    return [first, replace(call, target=target, args=(logits, labels, Var(count), ignore))]
 
 
 def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:
@@ -225,6 +229,29 @@ def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:
     trace.specs[losses] = Spec(tuple(shape), trace.specs[call.outputs[0]].dtype)
     first = replace(call, name=losses, args=args, kwargs=kwargs, outputs=(losses,))
     return [first, replace(call, target="aten.mean.default", args=(Var(losses),), kwargs={})]
+
+
+def _eval_norm(trace: Trace, call: Call) -> list[Call]:
+    """A batch norm with given statistics, without the empty results beside it."""
+    del trace
+    args = (*call.args[:5], False, *call.args[5:], False)
+    return [replace(call, target="aten.batch_norm.default", function=None, args=args, outputs=call.outputs[:1])]
+
+
+def _masked_put(trace: Trace, call: Call) -> list[Call]:
+    """x[mask] = value, where the value does not depend on the place in the mask -> where(mask, value, x)."""
+    x, indices, value = call.args[:3]
+    shapes = {v: trace.specs[v.name].shape for v in (x, value, *(v for v in indices if v is not None))}
+    is_mask = len(indices) == 1 and trace.specs[indices[0].name].dtype == torch.bool
+    if not is_mask or call.argument(3, "accumulate") or len(shapes[value]) > len(shapes[x]) - len(shapes[indices[0]]):
+        return [call]
+    ones = len(shapes[x]) - len(shapes[indices[0]])
+    mask = trace.derive(call.name, "mask")
+    trace.specs[mask] = Spec((*shapes[indices[0]], *(1 for _ in range(ones))), torch.bool)
+    args = (indices[0], trace.specs[mask].shape)
+    view = replace(call, name=mask, target="aten.view.default", args=args, kwargs={}, outputs=(mask,))
+    where = replace(call, target="aten.where.self", args=(Var(mask) if ones else indices[0], value, x), kwargs={})
+    return [view, where] if ones else [where]
 
 
 def _names(*names: str) -> tuple[str, ...]:
@@ -243,17 +270,24 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.cat.default": _concatenate,
     "aten.index.Tensor": _lookup,
     "aten.linear.default": _linear,
-    "aten.addmm.default": _addmm,
+    **dict.fromkeys(_names("addmm", "baddbmm", "addmv", "addr"), _added_product),
     "aten.native_dropout.default": _dropout,
     "aten.dropout.default": _dropout,
     "aten.scaled_dot_product_attention.default": _attention,
-    "aten.cross_entropy_loss.default": _cross_entropy,
+    **dict.fromkeys(_names("cross_entropy_loss", "nll_loss_nd"), _cross_entropy),
+    "aten._native_batch_norm_legit_no_training.default": _eval_norm,
+    "aten.index_put.default": _masked_put,
     **dict.fromkeys(
-        _names("l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        _names("l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
         _mean_of_losses,
     ),
     **dict.fromkeys(
-        _names("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        _names(
+            "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+            "hinge_embedding_loss",
+            "margin_ranking_loss",
+        ),
         _mean_of_losses,
     ),
 }

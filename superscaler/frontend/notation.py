@@ -113,12 +113,15 @@ def resolve(
     outputs: Sequence[Shape],
     sizes: Mapping[str, int] | None = None,
     broadcasts: bool = True,
+    given: Sequence[int] | None = None,
 ) -> Signature | None:
     """Return the signature of a call with these shapes, or None where the notation does not fit them.
 
-    Unless it `broadcasts`, a dim of size 1 fits only where its letters are 1 everywhere.
+    Unless it `broadcasts`, a dim of size 1 fits only where its letters are 1 everywhere. `given`: which of the operands
+    that the notation has are there, if not the first ones.
     """
     left, right = (_tokens(side.strip()) for side in notation.split("->"))
+    left = left if given is None else tuple(left[k] for k in given if k < len(left))
     if len(inputs) > len(left) or len(outputs) != len(right):
         return None
     found = _Sizes({"1": 1, **(sizes or {})}, broadcasts)

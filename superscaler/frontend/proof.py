@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Buffer
 
 from superscaler.frontend.capture import Builder
 from superscaler.frontend.infer import infer
 from superscaler.frontend.trace import Call, Spec, Trace, Var
-from superscaler.ir.graph import Op, Operand, PTensor
+from superscaler.ir.graph import Op, Operand, PTensor, TensorKind
 from superscaler.ir.mask import Box, Range
 
 # Executes an op on the part with a box: its local operands and the shapes that its results must have -> its results.
@@ -43,9 +44,9 @@ class Failure:
 def record(
     target: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Trace, dict[str, Tensor]]:
-    """Return the trace of one call on tensors x0, x1, ... (its inputs, in order), and their values by name.
+    """Return the trace of one call on tensors x0, x1, ... (in order), and their values by name.
 
-    The call is executed once for the shapes of its results y0, y1, ....
+    The call is executed once for the shapes of its results y0, y1, .... A `torch.nn.Buffer` has no gradient.
     """
     values: dict[str, Tensor] = {}
 
@@ -60,7 +61,8 @@ def record(
     named, options = name(args), {k: name(v) for k, v in kwargs.items()}
     call = Call("op", target, function, named, options, tuple(results), "", "")
     specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in {**values, **results}.items()}
-    return Trace([call], specs, dict.fromkeys(values, "input"), {}, "y0", {*specs, "op"}), values
+    kinds: dict[str, TensorKind] = {n: "buffer" if isinstance(v, Buffer) else "input" for n, v in values.items()}
+    return Trace([call], specs, kinds, {}, "y0", {*specs, "op"}), values
 
 
 def ops_of(trace: Trace) -> tuple[list[Op], dict[str, PTensor]]:
@@ -72,10 +74,10 @@ def ops_of(trace: Trace) -> tuple[list[Op], dict[str, PTensor]]:
 def prove(op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run: Run, seed: int = 0) -> Failure | None:
     """Return the first difference between the op in parts and the whole op, or None: its notation is true.
 
-    `values` are those of `op.inputs`, floating ones in float64. Every index that may be cut is cut in 2 and 3 parts,
-    even and uneven, and every pair of them in 2 each. Results of parts are put together by the marks; the backward of a
-    part gets its piece of a random output gradient, and the gradients of an input are added where it was read. In each
-    set of inputs in `op.linear` the op must be 0 at 0 and additive.
+    `values` are those of `op.inputs`, floating ones in float64; all of these have gradients, but for buffers. Every
+    index that may be cut is cut in 2 and 3 parts, even and uneven, and every pair of them in 2 each. Results of parts
+    are put together by the marks; the backward of a part gets its piece of a random output gradient, and the gradients
+    of an input are added where it was read. In each set of inputs in `op.linear` the op must be 0 at 0 and additive.
     """
     job = _Job(op, tensors, values, run, seed)
     cut: Cut = {}
@@ -87,7 +89,8 @@ def prove(op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run:
                 _compare(tensor, found[tensor], value)
         cut = {}
         for group in op.linear:
-            job.superpose(group)
+            if all(values[k].is_floating_point() for k in group):
+                job.superpose(group)
     except _Wrong as wrong:
         return Failure(op, cut, *wrong.args)
     return None
@@ -108,6 +111,8 @@ class _Wrong(Exception):
 
 
 def _compare(tensor: str, found: Tensor, expected: Tensor) -> None:
+    if not expected.is_floating_point():
+        found, expected = found.double(), expected.double()
     equal = torch.isclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
     if not equal.all():
         at = tuple((~equal).nonzero()[0].tolist())
@@ -152,8 +157,9 @@ class _Job:
 
     def _forward(self, box: Box, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Execute a part; its results have the shapes that the notation says."""
-        for piece in pieces:
-            piece.requires_grad_(piece.is_floating_point())
+        for piece, operand in zip(pieces, self.op.inputs, strict=True):
+            is_buffer = self.tensors[operand.tensor].kind == "buffer"
+            piece.requires_grad_(piece.is_floating_point() and not is_buffer)
         shapes = [self._shape(o, box) for o in self.op.outputs]
         try:
             results = list(self.run(box, pieces, shapes))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import combinations, cycle
 from math import prod
 from typing import Any
 
@@ -27,8 +28,6 @@ Arguments = tuple[list[Any], dict[str, Any]]
 
 # Different ones, so that dims that are mixed up differ.
 _SIZES = (4, 3, 5, 6, 2)
-# How many dims `..` is, and whether optional operands are there.
-_ROUNDS = ((1, True), (2, True), (1, False), (0, True))
 _MISSING = object()
 
 
@@ -48,16 +47,17 @@ class Trial:
 
     def check(self) -> None:
         """Raise InputError unless the operator in parts gives what the whole gives."""
-        for extra, is_full in _ROUNDS:
-            try:
-                self._check(self._draw(extra, is_full))
-            except CannotRun:
-                # Nobody says that it can run on no dim at all, and a model could not use it there.
-                if extra or ".." not in self.rule.notation:
-                    raise
+        optional = [p.name for p in self.overload._schema.arguments if str(p.type) == "Optional[Tensor]"]
+        missing = [set(names) for k in range(1, len(optional) + 1) for names in combinations(optional, k)]
+        for extra in (1, 2):
+            self._check(self._draw(extra, set()))
+        for extra, absent in [(0, set()), *((1, names) for names in missing)]:
+            # A model cannot run it either on what it cannot run on here: on no dims, or without an operand.
+            with suppress(CannotRun):
+                self._check(self._draw(extra, absent))
 
-    def _draw(self, extra: int, is_full: bool) -> Arguments:
-        """Return arguments; `..` is `extra` dims. Unless `is_full`, optional operands are None."""
+    def _draw(self, extra: int, absent: set[str]) -> Arguments:
+        """Return arguments; `..` is `extra` dims, and the `absent` operands are None."""
         following, known = cycle(_SIZES[extra:] + _SIZES[:extra]), dict(self.sizes)
         shapes = []
         for dims in operand_dims(self.rule.notation, extra):
@@ -70,7 +70,8 @@ class Trial:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for parameter in self.overload._schema.arguments:
-            value = given.get(parameter.name, _value(parameter, operands, is_full))
+            drawn = _value(parameter, operands)
+            value = None if parameter.name in absent else given.get(parameter.name, drawn)
             if value is _MISSING:
                 raise InputError(
                     f"{self.rule.place}: {self.overload} cannot be checked without its '{parameter.name}' "
@@ -121,9 +122,7 @@ class Trial:
         try:
             first, second = (_results(self.overload(*given[0], **given[1])) for _ in range(2))
         except Exception as error:
-            told = (
-                f"fails as {self.overload._schema}: {_line(error)} Fix sizes by sizes={{...}} or give example={{...}}"
-            )
+            told = f"fails as {self.overload._schema}: {_line(error)} Give sizes={{...}} or example={{...}}"
             raise self._error(CannotRun, told, given) from error
         for is_wrong, told in (
             (not _equal(before, operands), "changes its operands; return new tensors"),
@@ -155,14 +154,13 @@ class _Precision(TorchDispatchMode):
         return found
 
 
-def _value(parameter: Any, operands: Iterator[Tensor], is_full: bool) -> Any:
+def _value(parameter: Any, operands: Iterator[Tensor]) -> Any:
     """Return what a parameter gets that no example names."""
     kind = str(parameter.type)
     if "List[" in kind and "Tensor" in kind:
         return list(operands)
     if "Tensor" in kind:
-        value = next(operands)
-        return value if is_full or "Optional" not in kind else None
+        return next(operands)
     return parameter.default_value if parameter.has_default_value() else _MISSING
 
 

@@ -23,6 +23,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: i
     return F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index) / count
 
 
+def nll_loss(scores: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
+    """Return the summed loss of (N, C, ...) log probabilities and (N, ...) labels over `count`, as cross_entropy."""
+    return F.nll_loss(scores, labels, reduction="sum", ignore_index=ignore_index) / count
+
+
 def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """Return how many labels count, as a scalar of the given dtype."""
     return (labels != ignore_index).sum().to(dtype)
@@ -46,6 +51,31 @@ def uniform(
         piece = _mix(words[start : start + block].mul_(_signed(_GAMMA)).add_(key))
         torch.mul(_shift(piece, 40), 2.0**-24, out=numbers[start : start + block])
     return numbers.reshape(shape)
+
+
+def embedding_part(
+    ids: Tensor,
+    weight: Tensor,
+    box: Sequence[tuple[int, int]],
+    extents: Sequence[int],
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Return the rows of `ids` (any shape) that `weight` has, zeros for others: a part of the value of F.embedding.
+
+    `weight` has the rows `box` of a table of as many rows as `extents` says. Row `padding_idx` gets no gradient.
+    """
+    rows = _linear_index(box, extents, ids.device).reshape(-1)
+    places = torch.searchsorted(rows, ids).clamp_(max=len(rows) - 1)
+    found = F.embedding(places, weight)
+    if padding_idx is not None:
+        found = torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
+    return found.masked_fill((rows[places] != ids).unsqueeze(-1), 0.0)
+
+
+def causal_mask(box: Sequence[tuple[int, int]], extents: Sequence[int], keys: int, like: Tensor) -> Tensor:
+    """Return which of `keys` the queries `box` of as many as `extents` says may see, bool (queries, keys)."""
+    queries = _linear_index(box, extents, like.device).reshape(-1, 1)
+    return torch.arange(keys, device=like.device) <= queries
 
 
 def dropout(x: Tensor, p: float, random: Tensor) -> Tensor:

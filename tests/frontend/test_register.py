@@ -107,6 +107,10 @@ def shifted(x, mask=None, bias=None):
     return x if bias is None else x + bias
 
 
+def running_unless_masked(x, mask=None):
+    return x.cumsum(0) if mask is None else x * mask
+
+
 def detached(x: Tensor) -> Tensor:
     return torch.from_numpy(x.numpy())
 
@@ -121,6 +125,7 @@ def detached(x: Tensor) -> Tensor:
         ("b h, h -> b h", half_precision, {}, r"It computes in float32 inside.*write x\.to\(torch\.promote_types"),
         ("b, b -> b", twice, {}, r"has 2 operands, and ss_test_register.twice.default takes 1: ss"),
         ("b -> b, b", twice, {}, r"fails as ss_test_register::twice\(Tensor x\) -> \(Tensor, Tensor\): "),
+        ("b s, b s -> b s", running_unless_masked, {}, r"when b is cut.*\(checked on shapes \(3, 5\); check"),
         ("b -> b", noise, {}, "gives two results for the same operands"),
         ("b -> b", in_place, {}, "changes its operands"),
         ("b -> b", logarithm, {}, r"gives nan.*example="),
@@ -206,7 +211,7 @@ def test_operands_that_a_call_leaves_out_are_not_mistaken_for_others() -> None:
     module = Calls(lambda x, w: add(x, None, w), 3, 3)
     op = capture(module, (torch.randn(3, 3),)).model.ops[0]
     assert op.inputs[1].slots == op.inputs[0].slots == (0, 1)
-    assert [i.mark for i in op.indices] == ["spatial", "spatial"]
+    assert [i.mark for i in op.indices] == ["spatial", "frozen"]
 
 
 def test_registering_again_replaces_and_another_file_does_not(tmp_path: Path) -> None:
