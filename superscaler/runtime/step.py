@@ -16,6 +16,7 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.executor import Rank, take
+from superscaler.runtime.operators import import_operators
 
 PLAN_FILE, WEIGHTS_FILE = "plan.json", "initial.safetensors"
 
@@ -124,7 +125,7 @@ def load(directory: str | Path) -> Step:
     try:
         plan = json.loads((path / PLAN_FILE).read_text())
         world, needed = int(os.environ.get("WORLD_SIZE", "1")), len(plan["devices"])
-        names = ("segments", *sorted(set(plan["programs"])))
+        names, operators = ("segments", *sorted(set(plan["programs"]))), dict(plan["operators"])
         files = {f"{name}.py": (path / f"{name}.py").read_text() for name in names}
         stored = safe_open(path / WEIGHTS_FILE, framework="pt")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -134,6 +135,7 @@ def load(directory: str | Path) -> Step:
             f"{path} is a plan for {needed} devices, but {world} processes run it; "
             f"start it with torchrun --nproc-per-node {needed} {path}/run.py."
         )
+    import_operators(operators, path)
     communicator = connect()
     with stored:
         tensors = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}
