@@ -104,9 +104,8 @@ def _copy(trace: Trace, call: Call) -> list[Call] | str:
     source, result = call.args[1].name, trace.specs[call.outputs[0]]
     if trace.specs[source] == result:
         return str(source)
-    cast = {"dtype": result.dtype}
     if trace.specs[source].shape == result.shape:
-        return [replace(call, target="aten._to_copy.default", args=(call.args[1],), kwargs=cast)]
+        return [_cast(trace, call, source)]
     if trace.specs[source].dtype == result.dtype:
         return [replace(call, target="aten.expand.default", args=(call.args[1], result.shape), kwargs={})]
     return [call]
@@ -205,11 +204,21 @@ def _cross_entropy(trace: Trace, call: Call) -> list[Call]:
     count = trace.derive(call.name, "count")
     # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
     dtype = torch.promote_types(trace.specs[logits.name].dtype, torch.float32)
-    trace.specs[count] = trace.specs[call.outputs[0]] = Spec((), dtype)
-    call = replace(call, function=None, kwargs={})
-    first = replace(call, name=count, target="ss.count_labels", args=(labels, ignore), outputs=(count,))
+    is_wider = trace.specs[result := call.outputs[0]].dtype != dtype and result != trace.loss
+    loss = trace.derive(call.name, "wide") if is_wider else result
+    trace.specs[count] = trace.specs[loss] = Spec((), dtype)
+    bare = replace(call, function=None, kwargs={})
+    first = replace(bare, name=count, target="ss.count_labels", args=(labels, ignore), outputs=(count,))
     args = (logits, labels, Var(count), ignore)
-    return [first, replace(call, target="ss.cross_entropy", args=args)]
+    second = replace(bare, name=loss, target="ss.cross_entropy", args=args, outputs=(loss,))
+    return [first, second, *([_cast(trace, call, loss)] if is_wider else [])]
+
+
+def _cast(trace: Trace, call: Call, source: str) -> Call:
+    """Return the call that makes the result of `call` of another tensor by a change of dtype."""
+    dtype = {"dtype": trace.specs[call.outputs[0]].dtype}
+    function = torch.ops.aten._to_copy.default
+    return replace(call, target=str(function), function=function, args=(Var(source),), kwargs=dtype)
 
 
 def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:
