@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
@@ -48,10 +47,12 @@ def _open(module: GraphModule, outermost: str) -> None:
 
 
 def _inline(module: GraphModule, node: Node, outermost: str) -> None:
-    *mode, holder = node.args[:5]
-    region, graph = module.get_submodule(holder.target), module.graph
+    arguments: tuple[Any, ...] = node.args
+    *mode, holder = arguments[:5]
+    region: Any = module.get_submodule(holder.target)
+    graph = module.graph
     _open(region, outermost)
-    inner = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[5:], strict=True))
+    inner = dict(zip(region.graph.find_nodes(op="placeholder"), arguments[5:], strict=True))
     with graph.inserting_before(node):
         entered = graph.call_function(_enter_autocast, tuple(mode))
         results: Any = graph.graph_copy(region.graph, inner)
@@ -70,7 +71,8 @@ def share_casts(exported: ExportedProgram) -> None:
     first: dict[Any, Node] = {}
     graph = exported.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_CAST):
-        region, source = node.meta.get("custom", {}).get("autocast"), node.args[0]
+        region = node.meta.get("custom", {}).get("autocast")
+        source: Any = node.args[0]
         if not region or source.op != "placeholder":
             continue
         kept = first.setdefault((region, source, node.kwargs["dtype"]), node)

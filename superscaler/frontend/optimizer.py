@@ -34,7 +34,8 @@ def read_optimizer(
     names = {id(p): name for name, p in module.named_parameters()}
     scaling = tuple(scaler.state_dict().items()) if scaler is not None else ()
     if optimizer is None:
-        return Training(replace(_DEFAULT, scaler=scaling), {name: 0 for name, p in module.named_parameters() if p.requires_grad})
+        trained = {name: 0 for name, p in module.named_parameters() if p.requires_grad}
+        return Training(replace(_DEFAULT, scaler=scaling), trained)
     kind = type(optimizer).__name__
     if _SUPPORTED.get(kind) is not type(optimizer):
         raise CaptureError(unknown("optimizer", kind, _SUPPORTED))

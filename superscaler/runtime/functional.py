@@ -21,9 +21,10 @@ _BLOCK = 1 << 17
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
     """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean.
 
-    It is computed in the dtype of `count`: the sum over many labels may be more than a half can hold.
+    Halves are widened to the dtype of `count`: the sum over many labels may be more than they can hold.
     """
-    return F.cross_entropy(logits.to(count.dtype), labels, reduction="sum", ignore_index=ignore_index) / count
+    wide = logits.to(torch.promote_types(logits.dtype, count.dtype))
+    return F.cross_entropy(wide, labels, reduction="sum", ignore_index=ignore_index) / count
 
 
 def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:

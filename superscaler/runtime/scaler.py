@@ -17,7 +17,7 @@ class Scaler:
         self.load_state_dict(state)
 
     def unscale(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Divide the gradients by the scale, in place of the dict's. Returns a float32 scalar: 1 if any is not finite."""
+        """Put the gradients divided by the scale in their place; return a float32 scalar, 1 if any is not finite."""
         finite = [g.isfinite().all() for g in gradients.values()]
         inverse = self.scale.double().reciprocal()
         for name, gradient in gradients.items():
