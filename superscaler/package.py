@@ -44,8 +44,12 @@ def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "slots": {name: slots_of(model, name) for name in sorted(resident)},
         "bounds": _bounds(model),
-        "loss_dtype": model.tensors[model.loss].dtype,
-        "optimizer": {"name": model.optimizer.name, "groups": [dict(g) for g in model.optimizer.groups]},
+        "loss_dtype": model.tensors[model.loss].wide_dtype,
+        "optimizer": {
+            "name": model.optimizer.name,
+            "groups": [dict(g) for g in model.optimizer.groups],
+            "scaler": dict(model.optimizer.scaler),
+        },
         "operators": _operators(model),
     }
 

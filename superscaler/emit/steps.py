@@ -136,7 +136,8 @@ class _Writer:
                 return self._forward(i)
             case Backward():
                 left = f"{self.tuple_of(i.outputs)} = " if set(i.outputs) - {"_"} else ""
-                return f'{left}rt.backward("{i.tag}", {self.tuple_of(i.gradients)})'
+                wide = f', "{_bits(i.wide)}"' if any(i.wide) else ""
+                return f'{left}rt.backward("{i.tag}", {self.tuple_of(i.gradients)}{wide})'
             case Slice():
                 box = Tables.number(self.tables.boxes, i.ranges)
                 return f"{self.name(i.out)} = rt.slice({self.name(i.source)}, {i.view}, {box}, {i.shape})"
@@ -179,7 +180,6 @@ class _Writer:
 
     def _forward(self, i: Forward) -> str:
         left = f"{self.tuple_of(i.outputs)} = " if i.outputs else ""
-        grads = "".join("1" if g else "0" for g in i.grads)
         function = f"segments.{self.functions[i.function]}"
         draws = self.draws[i.function]
         extra = ""
@@ -188,7 +188,7 @@ class _Writer:
             self.tables.draws.append(entry)
             extra = f", draws={len(self.tables.draws) - 1}"
         inputs = self.tuple_of(i.inputs)
-        return f'{left}rt.forward("{i.tag}", {function}, {inputs}, "{grads}", {i.saved}{extra})'
+        return f'{left}rt.forward("{i.tag}", {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
 
     def _combine(self, i: Combine) -> str:
         whole = tuple((0, size) for size in i.view)
@@ -214,3 +214,7 @@ class _Writer:
 
     def _message(self, peer: int, message: int) -> int:
         return Tables.number(self.tables.messages, (peer, message))
+
+
+def _bits(flags: Sequence[bool]) -> str:
+    return "".join("1" if flag else "0" for flag in flags)

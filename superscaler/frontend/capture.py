@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.autocast import Autocast, read_autocast
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.flops import FlopCounter
 from superscaler.frontend.fold import fold, rename
@@ -50,28 +51,46 @@ def capture(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    autocast: str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Captured:
     """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`.
 
-    Raises CaptureError where the module gives no scalar loss, cannot be exported or changes its inputs, or where the
-    optimizer is not supported.
+    The forward runs under `torch.autocast` to "bf16" or "fp16", or in the autocast region around this call, if any.
+    `scaler` scales the loss and skips updates whose gradients are not finite, as a loop with it does. Raises
+    CaptureError where the module gives no scalar loss, cannot be exported, changes its inputs, or is on two
+    devices, or where the optimizer is not supported; InputError for another name of autocast.
     """
-    training = read_optimizer(module, optimizer)
-    own_args, own_kwargs = examples(module, args, kwargs or {})
+    device = _device(module)
+    cast = read_autocast(autocast, device.type)
+    training = read_optimizer(module, optimizer, scaler)
+    with torch.autocast(device.type, enabled=False):
+        return _capture(module, args, kwargs or {}, training, device, cast)
+
+
+def _capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    training: Training,
+    device: torch.device,
+    cast: Autocast | None,
+) -> Captured:
+    own_args, own_kwargs = examples(module, args, kwargs)
     start = time.perf_counter()
-    exported = export(module, own_args, own_kwargs)
+    exported = export(module, own_args, own_kwargs, cast)
     exported_at = time.perf_counter()
     aliases = aliases_of(module)
     trace = read(exported, aliases)
     _require_values(module, trace)
     remove_dead(trace)
-    fold(trace, _device(module))
+    fold(trace, device)
     normalize(trace)
     segments = cut_segments(trace)
     training.groups.update({piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups})
     model = _build(trace, training, aliases, segments)
     seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
-    return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs or {}))
+    return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs))
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
@@ -95,7 +114,16 @@ def _require_values(module: nn.Module, trace: Trace) -> None:
 
 def _device(module: nn.Module) -> torch.device:
     """Return where constants are computed: on the module's device, on the CPU for a module without data."""
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    first: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        first.setdefault(parameter.device, name)
+    if len(first) > 1:
+        (here, one), (there, other), *_ = first.items()
+        raise CaptureError(
+            f"parameter {one} of {type(module).__name__} is on {here}, but {other} on {there}; "
+            "put the whole module on one device before it is captured."
+        )
+    device = next(iter(first), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
 
 

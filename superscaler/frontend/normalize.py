@@ -120,14 +120,14 @@ def _copy(trace: Trace, call: Call) -> list[Call] | str:
     if trace.specs[source] == result:
         return str(source)
     expand = replace(call, target="aten.expand.default", args=(call.args[1], result.shape), kwargs={})
+    if trace.specs[source].shape == result.shape:
+        return [_cast(trace, call, source)]
     if trace.specs[source].dtype == result.dtype:
         return [expand]
-    cast = replace(call, target="aten._to_copy.default", args=(call.args[1],), kwargs={"dtype": result.dtype})
-    if trace.specs[source].shape == result.shape:
-        return [cast]
     name = trace.derive(call.name, "cast")
     trace.specs[name] = Spec(trace.specs[source].shape, result.dtype)
-    return [replace(cast, name=name, outputs=(name,)), replace(expand, args=(Var(name), result.shape))]
+    cast = replace(_cast(trace, call, source), name=name, outputs=(name,))
+    return [cast, replace(expand, args=(Var(name), result.shape))]
 
 
 def _reshape(trace: Trace, call: Call) -> list[Call] | str:
@@ -240,11 +240,22 @@ def _cross_entropy(trace: Trace, call: Call) -> list[Call]:
     count = trace.derive(call.name, "count")
     # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
     dtype = torch.promote_types(trace.specs[logits.name].dtype, torch.float32)
-    trace.specs[count] = trace.specs[call.outputs[0]] = Spec((), dtype)
-    call = replace(call, function=None, kwargs={})
-    first = replace(call, name=count, target="ss.count_labels", args=(labels, ignore), outputs=(count,))
+    is_wider = trace.specs[result := call.outputs[0]].dtype != dtype and result != trace.loss
+    loss = trace.derive(call.name, "wide") if is_wider else result
+    trace.specs[count] = trace.specs[loss] = Spec((), dtype)
+    bare = replace(call, function=None, kwargs={})
+    first = replace(bare, name=count, target="ss.count_labels", args=(labels, ignore), outputs=(count,))
     target = "ss.cross_entropy" if "cross_entropy" in call.target else "ss.nll_loss"
-    return [first, replace(call, target=target, args=(logits, labels, Var(count), ignore))]
+    args = (logits, labels, Var(count), ignore)
+    second = replace(bare, name=loss, target=target, args=args, outputs=(loss,))
+    return [first, second, *([_cast(trace, call, loss)] if is_wider else [])]
+
+
+def _cast(trace: Trace, call: Call, source: str) -> Call:
+    """Return the call that makes the result of `call` of another tensor by a change of dtype."""
+    dtype = {"dtype": trace.specs[call.outputs[0]].dtype}
+    function = torch.ops.aten._to_copy.default
+    return replace(call, target=str(function), function=function, args=(Var(source),), kwargs=dtype)
 
 
 def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:

@@ -45,6 +45,11 @@ class PTensor:
         sizes = iter(extents)
         return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
 
+    @property
+    def wide_dtype(self) -> str:
+        """Return in which dtype to add many values of this tensor: halves in float32."""
+        return "float32" if self.dtype in ("float16", "bfloat16") else self.dtype
+
 
 @dataclass(frozen=True, slots=True)
 class Index:
@@ -132,10 +137,14 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes."""
+    """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes.
+
+    `scaler` is the state of the `torch.amp.GradScaler` that scales the loss, empty without one.
+    """
 
     name: str
     groups: tuple[tuple[tuple[str, Any], ...], ...]
+    scaler: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,12 @@ _BLOCK = 1 << 17
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
-    """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean."""
-    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index) / count
+    """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean.
+
+    Halves are widened to the dtype of `count`: the sum over many labels may be more than they can hold.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, count.dtype))
+    return F.cross_entropy(wide, labels, reduction="sum", ignore_index=ignore_index) / count
 
 
 def nll_loss(scores: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
