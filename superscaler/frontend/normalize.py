@@ -168,11 +168,22 @@ def _linear(trace: Trace, call: Call) -> list[Call]:
 
 
 def _addmm(trace: Trace, call: Call) -> list[Call]:
-    """addmm(b, x, w) -> add(mm(x, w), b), unless scaled."""
-    if call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1:
-        return [call]
+    """addmm(b, x, w) -> add(mm(x, w), b), each scaled where the call says so; baddbmm likewise."""
     bias, x, weight = call.args[:3]
-    return _product_and_bias(trace, call, "aten.mm.default", (x, weight), bias)
+    target = "aten.bmm.default" if call.target == "aten.baddbmm.default" else "aten.mm.default"
+    product, total = _product_and_bias(trace, call, target, (x, weight), bias)
+    scaled = []
+    terms = []
+    for term, word in zip(total.args, ("alpha", "beta"), strict=True):
+        factor = call.kwargs.get(word, 1)
+        if factor != 1:
+            name = trace.derive(call.name, word)
+            trace.specs[name] = trace.specs[term.name]
+            args = (term, factor)
+            scaled.append(replace(call, name=name, target="aten.mul.Tensor", args=args, kwargs={}, outputs=(name,)))
+            term = Var(name)
+        terms.append(term)
+    return [product, *scaled, replace(total, args=tuple(terms))]
 
 
 def _product_and_bias(trace: Trace, call: Call, target: str, args: tuple[Any, ...], bias: Var) -> list[Call]:
@@ -273,7 +284,7 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.cat.default": _concatenate,
     "aten.index.Tensor": _lookup,
     "aten.linear.default": _linear,
-    "aten.addmm.default": _addmm,
+    **dict.fromkeys(_names("addmm", "baddbmm"), _addmm),
     "aten.native_dropout.default": _dropout,
     "aten.dropout.default": _dropout,
     "aten.scaled_dot_product_attention.default": _attention,
