@@ -180,12 +180,22 @@ def _linear(trace: Trace, call: Call) -> list[Call]:
 
 
 def _added_product(trace: Trace, call: Call) -> list[Call]:
-    """addmm(b, x, w) -> add(mm(x, w), b), unless scaled; so for batches and vectors."""
-    if call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1:
-        return [call]
+    """addmm(b, x, w) -> add(mm(x, w), b), each scaled where the call says so; so for batches and vectors."""
     bias, x, weight = call.args[:3]
-    product = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addr": "outer"}[call.target.split(".")[1]]
-    return _product_and_bias(trace, call, f"aten.{product}.default", (x, weight), bias)
+    name = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addr": "outer"}[call.target.split(".")[1]]
+    product, total = _product_and_bias(trace, call, f"aten.{name}.default", (x, weight), bias)
+    scaled = []
+    terms = []
+    for term, word in zip(total.args, ("alpha", "beta"), strict=True):
+        factor = call.kwargs.get(word, 1)
+        if factor != 1:
+            name = trace.derive(call.name, word)
+            trace.specs[name] = trace.specs[term.name]
+            args = (term, factor)
+            scaled.append(replace(call, name=name, target="aten.mul.Tensor", args=args, kwargs={}, outputs=(name,)))
+            term = Var(name)
+        terms.append(term)
+    return [product, *scaled, replace(total, args=tuple(terms))]
 
 
 def _product_and_bias(trace: Trace, call: Call, target: str, args: tuple[Any, ...], bias: Var) -> list[Call]:

@@ -85,7 +85,7 @@ def small_models() -> list[tuple[torch.nn.Module, tuple[Tensor, ...]]]:
     ]
 
 
-def test_second_names_of_operators_have_the_rules_of_the_first() -> None:
+def test_operators_that_are_others_by_another_name() -> None:
     class Renamed(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +94,9 @@ def test_second_names_of_operators_have_the_rules_of_the_first() -> None:
         def forward(self, x: Tensor, like: Tensor) -> Tensor:
             y = torch.multiply(self.linear(x).clip(-0.5, 0.5), x).type_as(like)
             z = torch.subtract(torch.divide(y, 2.0), torch.absolute(x)).type_as(x)
-            return torch.where(torch.greater(z, torch.negative(x)), z, x.clip(torch.zeros(6), None)).sum()
+            z = torch.where(torch.greater(z, torch.negative(x)), z, x.clip(torch.zeros(6), None))
+            z = torch.addmm(z, x, self.linear.weight, beta=0.5, alpha=2.0)
+            return torch.baddbmm(x[:, None], z[:, :, None], x[:, None], alpha=0.25).sum()
 
     torch.manual_seed(0)
     captured = capture(Renamed(), (torch.randn(4, 6), torch.randn(4, dtype=torch.float64)))
