@@ -100,7 +100,7 @@ def capture(
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`)."""
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
-    captured = capture_model(module, args, dict(kwargs or {}), optimizer)
+    captured = capture_model(module, args, kwargs, optimizer)
     return Graph(captured.model, captured)
 
 

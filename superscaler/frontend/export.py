@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,11 +14,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from superscaler.errors import CaptureError
-from superscaler.frontend.trace import source_of
-
-# What the code of a model raises when it is wrong, or when torch.export cannot follow it.
-_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
+from superscaler.errors import CaptureError, PlanError
+from superscaler.frontend.refusals import call, explain, forward_line, refuse_hooks
 
 
 def export(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
@@ -27,14 +23,18 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
+    refuse_hooks(module)
     with _only_loss(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, args, dict(kwargs), strict=False)
             _detach_no_grad(exported.graph_module)
             return exported.run_decompositions({})
-        except _FAILURES as error:
-            raise _explain(module, error) from error
+        except PlanError:
+            raise
+        except Exception as error:
+            # Anything may come out of a model's code, and out of torch where it cannot follow it.
+            raise explain(module, error) from error
 
 
 def examples(
@@ -44,12 +44,19 @@ def examples(
 
     Export deduplicates tensor objects, and would wire `labels` into `input_ids`.
     """
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
+        raise CaptureError(
+            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}, but a tuple and a dict are needed; "
+            "write args=(x,) and kwargs={'name': x}."
+        )
     is_meta = any(p.is_meta for p in module.parameters())
     seen: set[int] = set()
 
     def own(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if value.layout is not torch.strided:
+            raise CaptureError(f"an example input of shape {tuple(value.shape)} is sparse; give dense tensors.")
         if not value.numel():
             raise CaptureError(f"an example input has shape {tuple(value.shape)}: give at least one element per dim.")
         if is_meta:
@@ -69,7 +76,7 @@ def _only_loss(module: nn.Module) -> Iterator[None]:
 
     @wraps(forward)
     def only_loss(*args: Any, **kwargs: Any) -> Tensor:
-        return loss_of(forward(*args, **kwargs), type(module).__name__)
+        return loss_of(call(module, forward, args, kwargs), forward_line(module))
 
     module.forward = only_loss  # type: ignore[method-assign]
     try:
@@ -81,13 +88,13 @@ def _only_loss(module: nn.Module) -> Iterator[None]:
 
 
 def loss_of(output: Any, name: str) -> Tensor:
-    """Return the scalar loss that a module's output is or holds. Raises CaptureError where there is none."""
+    """Return the scalar loss that the output of `name` is or holds. Raises CaptureError where there is none."""
     loss = output
     if not isinstance(output, Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise CaptureError(
-            f"{name} returns {type(output).__name__} without a loss; its forward must return a scalar loss, or an "
+            f"{name} returns {type(output).__name__} without a loss; it must return a scalar loss, or an "
             "object or dict with .loss (a Hugging Face model returns one when it is given labels)."
         )
     if loss.dim() or not loss.dtype.is_floating_point:
@@ -126,16 +133,3 @@ def _detach_results(region: GraphModule) -> None:
 
     output.args = torch.fx.map_arg(output.args, detach)
     region.recompile()
-
-
-def _explain(module: nn.Module, error: BaseException) -> CaptureError:
-    """Return one sentence about a failed export, with the model's own line where the exception shows it."""
-    frames = "".join(traceback.format_exception(error))
-    where = source_of(frames)
-    text = str(error).strip()
-    message = text.splitlines()[0] if text else type(error).__name__
-    at = f" at {where}" if where else ""
-    return CaptureError(
-        f"torch.export cannot capture {type(module).__name__}{at}: {type(error).__name__}: {message} "
-        "Run the module once on these arguments; where that works, the line branches on data or mutates state."
-    )

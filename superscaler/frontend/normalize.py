@@ -33,6 +33,7 @@ def normalize(trace: Trace) -> None:
     trace.loss = same.get(trace.loss, trace.loss)
     remove_dead(trace)
     _refuse_random(trace)
+    _refuse_complex(trace)
 
 
 def _spread(trace: Trace) -> Iterator[Call]:
@@ -66,6 +67,18 @@ def _refuse_random(trace: Trace) -> None:
             raise CaptureError(
                 f"{call.source or call.module or 'the model'} draws random numbers by {call.target}, and devices would "
                 "draw different ones; only dropout is supported: use torch.nn.functional.dropout, or set its rate to 0."
+            )
+
+
+def _refuse_complex(trace: Trace) -> None:
+    """Raise CaptureError for complex tensors, through which no gradient is tracked."""
+    read = {name for call in trace.calls for name in call.reads()}
+    places = {name: call.source or call.module for call in trace.calls for name in call.outputs}
+    for name in [*(n for n in trace.kinds if n in read), *places]:
+        if trace.specs[name].dtype.is_complex:
+            raise CaptureError(
+                f"{places.get(name) or 'the model'} has {name} in complex numbers, which are not supported; compute "
+                "with real ones (torch.view_as_real holds both parts in a last dim of 2)."
             )
 
 
