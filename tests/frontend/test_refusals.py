@@ -114,7 +114,7 @@ def in_place(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
 
 
 def weight_in_place(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
-    nn.init.zeros_(m.linear.weight)
+    m.linear.weight.detach().add_(1)
     return y.sum()
 
 
