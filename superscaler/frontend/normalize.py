@@ -63,11 +63,20 @@ def remove_dead(trace: Trace) -> None:
 
 def _refuse_random(trace: Trace) -> None:
     for call in trace.calls:
-        if call.function is not None and torch.Tag.nondeterministic_seeded in call.function.tags:
+        if _is_random(call):
             raise CaptureError(
                 f"{call.source or call.module or 'the model'} draws random numbers by {call.target}, and devices would "
                 "draw different ones; only dropout is supported: use torch.nn.functional.dropout, or set its rate to 0."
             )
+
+
+def _is_random(call: Call) -> bool:
+    """Tell whether an operator draws numbers; recurrent layers and their like draw only where they drop something."""
+    if call.function is None or torch.Tag.nondeterministic_seeded not in call.function.tags:
+        return False
+    names = [a.name for a in call.function._schema.arguments]
+    rates = [call.argument(k, name) for k, name in enumerate(names) if name in ("dropout", "dropout_p")]
+    return not rates or any(rates)
 
 
 def _refuse_complex(trace: Trace) -> None:
@@ -117,12 +126,16 @@ def _copy(trace: Trace, call: Call) -> list[Call] | str:
     source, result = call.args[1].name, trace.specs[call.outputs[0]]
     if trace.specs[source] == result:
         return str(source)
-    cast = {"dtype": result.dtype}
-    if trace.specs[source].shape == result.shape:
-        return [replace(call, target="aten._to_copy.default", args=(call.args[1],), kwargs=cast)]
-    if trace.specs[source].dtype == result.dtype:
-        return [replace(call, target="aten.expand.default", args=(call.args[1], result.shape), kwargs={})]
-    return [call]
+    calls, spec = [], Spec(trace.specs[source].shape, result.dtype)
+    if trace.specs[source].dtype != result.dtype:
+        name = call.outputs[0] if spec == result else trace.derive(call.name, "cast")
+        trace.specs[name], args = spec, (Var(source),)
+        cast = {"dtype": result.dtype}
+        calls = [replace(call, name=name, target="aten._to_copy.default", args=args, kwargs=cast, outputs=(name,))]
+        source = name
+    if spec != result:
+        calls += [replace(call, target="aten.expand.default", args=(Var(source), result.shape), kwargs={})]
+    return calls
 
 
 def _reshape(trace: Trace, call: Call) -> list[Call] | str:
@@ -213,16 +226,46 @@ def _cross_entropy(trace: Trace, call: Call) -> list[Call]:
     weight, reduction = call.argument(2, "weight"), call.argument(3, "reduction", _MEAN)
     ignore, smoothing = call.argument(4, "ignore_index", -100), call.argument(5, "label_smoothing", 0.0)
     classes = trace.specs[labels.name].dtype.is_floating_point
-    if weight is not None or smoothing or classes or reduction != _MEAN or len(trace.specs[logits.name].shape) < 2:
+    if smoothing or classes or call.target != "aten.cross_entropy_loss.default":
+        return _mean_over_labels(trace, call)
+    if weight is not None or reduction != _MEAN or len(trace.specs[logits.name].shape) < 2:
         return [call]
-    count = trace.derive(call.name, "count")
-    # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
-    dtype = torch.promote_types(trace.specs[logits.name].dtype, torch.float32)
-    trace.specs[count] = trace.specs[call.outputs[0]] = Spec((), dtype)
+    count, first = _count(trace, call)
     call = replace(call, function=None, kwargs={})
-    first = replace(call, name=count, target="ss.count_labels", args=(labels, ignore), outputs=(count,))
+    trace.specs[call.outputs[0]] = trace.specs[count]
     args = (logits, labels, Var(count), ignore)
     return [first, replace(call, target="ss.cross_entropy", args=args)]
+
+
+def _count(trace: Trace, call: Call) -> tuple[str, Call]:
+    """Return the tensor that says how many labels count in a loss, and its call."""
+    count = trace.derive(call.name, "count")
+    # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
+    trace.specs[count] = Spec((), torch.promote_types(trace.specs[_input(call)].dtype, torch.float32))
+    args = (call.args[1], call.argument(4, "ignore_index", -100))
+    call = replace(call, name=count, target="ss.count_labels", function=None, args=args, kwargs={}, outputs=(count,))
+    return count, call
+
+
+def _mean_over_labels(trace: Trace, call: Call) -> list[Call]:
+    """A mean loss of labels without a rule of its own -> the losses, and their sum over how many count."""
+    (logits, labels), weight = call.args[:2], call.argument(2, "weight")
+    shape = trace.specs[logits.name].shape
+    if weight is not None or call.argument(3, "reduction", _MEAN) != _MEAN or len(shape) < 2:
+        return [call]
+    losses, dtype = trace.derive(call.name, "losses"), trace.specs[call.outputs[0]].dtype
+    trace.specs[losses] = Spec((shape[0], *shape[2:]), dtype)
+    args = (logits, labels, None, 0, *call.args[4:])
+    kwargs = {name: value for name, value in call.kwargs.items() if name not in ("weight", "reduction")}
+    first = replace(call, name=losses, args=args, kwargs=kwargs, outputs=(losses,))
+    if trace.specs[labels.name].dtype.is_floating_point:
+        return [first, replace(call, target="aten.mean.default", args=(Var(losses),), kwargs={})]
+    count, second = _count(trace, call)
+    total = trace.derive(call.name, "sum")
+    trace.specs[total] = Spec((), dtype)
+    third = replace(call, name=total, target="aten.sum.default", args=(Var(losses),), kwargs={}, outputs=(total,))
+    trace.specs[call.outputs[0]] = trace.specs[count]
+    return [first, second, third, replace(call, target="aten.div.Tensor", args=(Var(total), Var(count)), kwargs={})]
 
 
 def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:
@@ -260,9 +303,9 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.native_dropout.default": _dropout,
     "aten.dropout.default": _dropout,
     "aten.scaled_dot_product_attention.default": _attention,
-    "aten.cross_entropy_loss.default": _cross_entropy,
+    **dict.fromkeys(_names("cross_entropy_loss", "nll_loss_nd"), _cross_entropy),
     **dict.fromkeys(
-        _names("l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        _names("l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
         _mean_of_losses,
     ),
     **dict.fromkeys(
