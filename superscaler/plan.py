@@ -105,7 +105,7 @@ def capture(
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
-    captured = capture_model(module, args, dict(kwargs or {}), optimizer, autocast, scaler)
+    captured = capture_model(module, args, kwargs, optimizer, autocast, scaler)
     return Graph(captured.model, captured)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ class _Writer:
     def _short(self, tensor: str) -> str:
         """Return a name that is equal in all layers: numbers of blocks and of repeated ops are left out."""
         if self.tensors[tensor].kind == "activation":
-            return re.sub(r"_\d+$", "", re.sub(r"\W", "_", tensor))
+            name = re.sub(r"_\d+$", "", re.sub(r"\W", "_", tensor))
+            return f"{name}_" if keyword.iskeyword(name) else name
         words = [w for w in tensor.split(".") if not w.isdigit()]
         return re.sub(r"\W", "_", "_".join(words[-2:]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,13 +14,10 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from superscaler.errors import CaptureError
+from superscaler.errors import CaptureError, PlanError
 from superscaler.frontend import experts
 from superscaler.frontend.autocast import Autocast, open_regions, share_casts
-from superscaler.frontend.trace import source_of
-
-# What the code of a model raises when it is wrong, or when torch.export cannot follow it.
-_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
+from superscaler.frontend.refusals import call, explain, forward_line, refuse_hooks
 
 
 def export(
@@ -32,6 +28,7 @@ def export(
 
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
+    refuse_hooks(module)
     with _only_loss(module, autocast), experts.chosen(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -40,8 +37,11 @@ def export(
             exported = exported.run_decompositions({})
             share_casts(exported)
             return exported
-        except _FAILURES as error:
-            raise _explain(module, error) from error
+        except PlanError:
+            raise
+        except Exception as error:
+            # Anything may come out of a model's code, and out of torch where it cannot follow it.
+            raise explain(module, error) from error
 
 
 def examples(
@@ -51,12 +51,19 @@ def examples(
 
     Export deduplicates tensor objects, and would wire `labels` into `input_ids`.
     """
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
+        raise CaptureError(
+            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}, but a tuple and a dict are needed; "
+            "write args=(x,) and kwargs={'name': x}."
+        )
     is_meta = any(p.is_meta for p in module.parameters())
     seen: set[int] = set()
 
     def own(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        if value.layout is not torch.strided:
+            raise CaptureError(f"an example input of shape {tuple(value.shape)} is sparse; give dense tensors.")
         if not value.numel():
             raise CaptureError(f"an example input has shape {tuple(value.shape)}: give at least one element per dim.")
         if is_meta:
@@ -77,7 +84,7 @@ def _only_loss(module: nn.Module, autocast: Autocast | None) -> Iterator[None]:
     @wraps(forward)
     def only_loss(*args: Any, **kwargs: Any) -> Tensor:
         with _Detach(), torch.enable_grad(), torch.autocast(*autocast) if autocast else nullcontext():
-            return loss_of(forward(*args, **kwargs), type(module).__name__)
+            return loss_of(call(module, forward, args, kwargs), forward_line(module))
 
     module.forward = only_loss  # type: ignore[method-assign]
     try:
@@ -89,13 +96,13 @@ def _only_loss(module: nn.Module, autocast: Autocast | None) -> Iterator[None]:
 
 
 def loss_of(output: Any, name: str) -> Tensor:
-    """Return the scalar loss that a module's output is or holds. Raises CaptureError where there is none."""
+    """Return the scalar loss that the output of `name` is or holds. Raises CaptureError where there is none."""
     loss = output
     if not isinstance(output, Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise CaptureError(
-            f"{name} returns {type(output).__name__} without a loss; its forward must return a scalar loss, or an "
+            f"{name} returns {type(output).__name__} without a loss; it must return a scalar loss, or an "
             "object or dict with .loss (a Hugging Face model returns one when it is given labels)."
         )
     if loss.dim() or not loss.dtype.is_floating_point:
@@ -119,16 +126,3 @@ class _Detach(TorchFunctionMode):
 
 def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) and value.dtype.is_floating_point else value
-
-
-def _explain(module: nn.Module, error: BaseException) -> CaptureError:
-    """Return one sentence about a failed export, with the model's own line where the exception shows it."""
-    frames = "".join(traceback.format_exception(error))
-    where = source_of(frames)
-    text = str(error).strip()
-    message = text.splitlines()[0] if text else type(error).__name__
-    at = f" at {where}" if where else ""
-    return CaptureError(
-        f"torch.export cannot capture {type(module).__name__}{at}: {type(error).__name__}: {message} "
-        "Run the module once on these arguments; where that works, the line branches on data or mutates state."
-    )

@@ -34,6 +34,7 @@ def normalize(trace: Trace) -> None:
     trace.rename_results(same)
     remove_dead(trace)
     _refuse_random(trace)
+    _refuse_complex(trace)
 
 
 def _spread(trace: Trace) -> Iterator[Call]:
@@ -63,10 +64,31 @@ def remove_dead(trace: Trace) -> None:
 
 def _refuse_random(trace: Trace) -> None:
     for call in trace.calls:
-        if call.function is not None and torch.Tag.nondeterministic_seeded in call.function.tags:
+        if _is_random(call):
             raise CaptureError(
                 f"{call.source or call.module or 'the model'} draws random numbers by {call.target}, and devices would "
                 "draw different ones; use dropout, rand, randn or bernoulli, or draw it outside and pass it in."
+            )
+
+
+def _is_random(call: Call) -> bool:
+    """Tell whether an operator draws numbers; recurrent layers and their like draw only where they drop something."""
+    if call.function is None or torch.Tag.nondeterministic_seeded not in call.function.tags:
+        return False
+    names = [a.name for a in call.function._schema.arguments]
+    rates = [call.argument(k, name) for k, name in enumerate(names) if name in ("dropout", "dropout_p")]
+    return not rates or any(rates)
+
+
+def _refuse_complex(trace: Trace) -> None:
+    """Raise CaptureError for complex tensors, through which no gradient is tracked."""
+    read = {name for call in trace.calls for name in call.reads()}
+    places = {name: call.source or call.module for call in trace.calls for name in call.outputs}
+    for name in [*(n for n in trace.kinds if n in read), *places]:
+        if trace.specs[name].dtype.is_complex:
+            raise CaptureError(
+                f"{places.get(name) or 'the model'} has {name} in complex numbers, which are not supported; compute "
+                "with real ones (torch.view_as_real holds both parts in a last dim of 2)."
             )
 
 
@@ -245,16 +267,15 @@ def _cross_entropy(trace: Trace, call: Call) -> list[Call]:
     weight, reduction = call.argument(2, "weight"), call.argument(3, "reduction", _MEAN)
     ignore, smoothing = call.argument(4, "ignore_index", -100), call.argument(5, "label_smoothing", 0.0)
     classes = trace.specs[labels.name].dtype.is_floating_point
-    if weight is not None or smoothing or classes or reduction != _MEAN or len(trace.specs[logits.name].shape) < 2:
+    if smoothing or classes:
+        return _mean_over_labels(trace, call)
+    if weight is not None or reduction != _MEAN or len(trace.specs[logits.name].shape) < 2:
         return [call]
-    count = trace.derive(call.name, "count")
-    # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
-    dtype = torch.promote_types(trace.specs[logits.name].dtype, torch.float32)
-    is_wider = trace.specs[result := call.outputs[0]].dtype != dtype and result != trace.loss
+    count, first = _count(trace, call)
+    is_wider = trace.specs[result := call.outputs[0]].dtype != trace.specs[count].dtype and result != trace.loss
     loss = trace.derive(call.name, "wide") if is_wider else result
-    trace.specs[count] = trace.specs[loss] = Spec((), dtype)
+    trace.specs[loss] = trace.specs[count]
     bare = replace(call, function=None, kwargs={})
-    first = replace(bare, name=count, target="ss.count_labels", args=(labels, ignore), outputs=(count,))
     target = "ss.cross_entropy" if "cross_entropy" in call.target else "ss.nll_loss"
     args = (logits, labels, Var(count), ignore)
     second = replace(bare, name=loss, target=target, args=args, outputs=(loss,))
@@ -266,6 +287,37 @@ def _cast(trace: Trace, call: Call, source: str) -> Call:
     dtype = {"dtype": trace.specs[call.outputs[0]].dtype}
     function = torch.ops.aten._to_copy.default
     return replace(call, target=str(function), function=function, args=(Var(source),), kwargs=dtype)
+
+
+def _count(trace: Trace, call: Call) -> tuple[str, Call]:
+    """Return the tensor that says how many labels count in a loss, and its call."""
+    count = trace.derive(call.name, "count")
+    # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
+    trace.specs[count] = Spec((), torch.promote_types(trace.specs[_input(call)].dtype, torch.float32))
+    args = (call.args[1], call.argument(4, "ignore_index", -100))
+    call = replace(call, name=count, target="ss.count_labels", function=None, args=args, kwargs={}, outputs=(count,))
+    return count, call
+
+
+def _mean_over_labels(trace: Trace, call: Call) -> list[Call]:
+    """A mean loss of labels without a rule of its own -> the losses, and their sum over how many count."""
+    (logits, labels), weight = call.args[:2], call.argument(2, "weight")
+    shape = trace.specs[logits.name].shape
+    if weight is not None or call.argument(3, "reduction", _MEAN) != _MEAN or len(shape) < 2:
+        return [call]
+    losses, dtype = trace.derive(call.name, "losses"), trace.specs[call.outputs[0]].dtype
+    trace.specs[losses] = Spec((shape[0], *shape[2:]), dtype)
+    args = (logits, labels, None, 0, *call.args[4:])
+    kwargs = {name: value for name, value in call.kwargs.items() if name not in ("weight", "reduction")}
+    first = replace(call, name=losses, args=args, kwargs=kwargs, outputs=(losses,))
+    if trace.specs[labels.name].dtype.is_floating_point:
+        return [first, replace(call, target="aten.mean.default", args=(Var(losses),), kwargs={})]
+    count, second = _count(trace, call)
+    total = trace.derive(call.name, "sum")
+    trace.specs[total] = Spec((), dtype)
+    third = replace(call, name=total, target="aten.sum.default", args=(Var(losses),), kwargs={}, outputs=(total,))
+    trace.specs[call.outputs[0]] = trace.specs[count]
+    return [first, second, third, replace(call, target="aten.div.Tensor", args=(Var(total), Var(count)), kwargs={})]
 
 
 def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:

@@ -128,6 +128,7 @@ class _Retyped(Interpreter):
         self.constants: set[Node] = set()
         for node in exported.graph.nodes:
             inner = node.op == "call_function" and all(n in self.constants for n in node.all_input_nodes)
+            inner = inner and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
             if inner or (node.op == "placeholder" and node.name in constant):
                 self.constants.add(node)
         self.dtype = dtype
@@ -167,6 +168,8 @@ class _Retyped(Interpreter):
             args = (*args[:4], 0.0, *args[5:])
         if not self.dropout and name == _ATTENTION:
             kwargs.pop("dropout_p", None)
+        if name == "aten.copy.default":
+            return args[1].to(args[0].dtype).expand(args[0].shape)
         # Kernels differ between devices and dtypes in the strides of their results, and a view needs the captured ones.
         return args[0].reshape(args[1]) if name == "aten.view.default" else target(*args, **kwargs)
 

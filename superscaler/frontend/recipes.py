@@ -211,12 +211,11 @@ def reduced_loss(site: Site) -> str | None:
 
 
 def cross_entropy(site: Site) -> str | None:
-    """Only without weights, and not as a mean, whose denominator depends on all labels."""
-    if site.call.argument(3, "reduction", 1) == 1 or len(site.ins) > 2 or len(site.ins[0]) < 2:
+    """Labels are classes or probabilities of classes; not as a mean, whose denominator depends on all labels."""
+    if site.call.argument(3, "reduction", 1) == 1 or len(site.ins[0]) < 2:
         return None
-    if site.call.argument(5, "label_smoothing", 0.0) or site.ins[0] == site.ins[1]:
-        return None
-    return "b c^ r.., b r.. -> b r.." if site.outs[0] else "b+ c^ r..+, b r.. -> "
+    labels = "b c^ r.." if site.ins[0] == site.ins[1] else "b r.."
+    return f"b c^ r.., {labels}, _ -> b r.." if site.outs[0] else f"b+ c^ r..+, {labels}, _ -> "
 
 
 def layer_norm(site: Site) -> str:

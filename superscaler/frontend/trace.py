@@ -186,14 +186,25 @@ class _Reader:
 
     def _refuse_unknown(self, node: Node) -> None:
         value = node.meta.get("val")
-        values = value if isinstance(value, list | tuple) else [value]
-        if isinstance(node.target, torch._ops.OpOverload) and all(v is None or isinstance(v, Tensor) for v in values):
-            return
-        where = source_of(node.meta.get("stack_trace") or "") or "an unknown line"
-        raise CaptureError(
-            f"{where} runs {node.target}, whose result decides what is computed (control flow on data); "
-            "a captured step must compute the same operators for every batch: take it out of the model."
-        )
+        values = [v for v in (value if isinstance(value, list | tuple) else [value]) if v is not None]
+        where, runs = source_of(node.meta.get("stack_trace") or "") or "the model", f"runs {node.target}"
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(
+                f"{where} {runs}, which chooses at run time what is computed; compute both branches and select with "
+                "torch.where, and write loops in Python."
+            )
+        if not all(isinstance(v, Tensor) for v in values):
+            raise CaptureError(
+                f"{where} {runs}, which takes a Python number out of a tensor; keep it a tensor (without .item(), "
+                ".tolist() or float()), or take it out of the model."
+            )
+        if any(isinstance(size, torch.SymInt) for v in values for size in v.shape):
+            raise CaptureError(
+                f"{where} {runs}, whose result has as many elements as the data says; keep a fixed shape: weigh by a "
+                "mask, or use torch.where, instead of picking elements."
+            )
+        if any(v.layout is not torch.strided for v in values):
+            raise CaptureError(f"{where} {runs}, whose result is sparse; use dense tensors.")
 
 
 _KINDS: dict[InputKind, TensorKind] = {
@@ -209,10 +220,15 @@ def _spec(value: Tensor) -> Spec:
 
 
 def _refuse_mutation(exported: ExportedProgram) -> None:
-    changed = list(exported.graph_signature.user_inputs_to_mutate.values())
+    signature = exported.graph_signature
+    changed = {**signature.user_inputs_to_mutate, **getattr(signature, "parameters_to_mutate", {})}
     if changed:
+        node = next(node for node in exported.graph.nodes if node.name in changed)
+        lines = (source_of(n.meta.get("stack_trace") or "") for n in (node, *node.all_input_nodes))
+        where = next(filter(None, lines), "the model")
         raise CaptureError(
-            f"the model changes {len(changed)} of its inputs in place: {', '.join(changed)}; clone them in its forward."
+            f"{where} changes {len(changed)} parameters or inputs in place: {', '.join(changed.values())}; "
+            "compute new tensors (of an input, a clone)."
         )
 
 
@@ -234,13 +250,13 @@ def _module(node: Node) -> str:
     return path.split("@")[0]
 
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _NOT_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 def source_of(stack: str) -> str:
     """Return `file:line` of the innermost frame of a stack trace that is neither torch's nor ours, or ''."""
-    frames = [(f, line) for f, line in _FRAME.findall(stack) if not f.startswith((*_NOT_MODEL, "<"))]
+    frames = [(f, line) for f, line in FRAME.findall(stack) if not f.startswith((*_NOT_MODEL, "<"))]
     if not frames:
         return ""
     path, line = frames[-1]

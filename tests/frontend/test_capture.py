@@ -262,49 +262,6 @@ def test_input_with_the_name_of_a_parameter_is_refused() -> None:
         capture(Same(), (torch.randn(6),))
 
 
-class Wrong(nn.Module):
-    """Does one wrong thing, named by its second argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, what: str) -> object:
-        y = self.linear(x)
-        if what == "branch":
-            return y.sum() if y.sum() > 0 else y.mean()
-        results = {
-            "vector": lambda: y,
-            "no loss": lambda: {"logits": y},
-            "integer": lambda: y.sum().long(),
-            "item": lambda: y.sum() * y[0, 0].item(),
-            "inputs": lambda: self.linear(x.mul_(2)).sum(),
-            "random": lambda: (y * torch.poisson(y.detach().abs())).sum(),
-            "detached": lambda: y.detach().sum(),
-            "attribute": lambda: y.summ(),
-        }
-        return results[what]()
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("vector", r"Wrong returns a loss of shape \(3, 4\) and dtype float32; it must be a floating-point scalar"),
-        ("no loss", r"Wrong returns dict without a loss"),
-        ("integer", r"shape \(\) and dtype int64"),
-        ("item", r"test_capture\.py:\d+ runs aten\.item\.default"),
-        ("branch", r"cannot capture Wrong at .*test_capture\.py:\d+: GuardOnDataDependent"),
-        ("inputs", r"changes 1 of its inputs in place: x"),
-        ("random", r"test_capture\.py:\d+ draws random numbers by aten\.poisson\.default"),
-        ("detached", r"depends on none of the 2 parameters"),
-        ("attribute", r"cannot capture Wrong at .*test_capture\.py:\d+: AttributeError: .*summ"),
-    ],
-)
-def test_what_cannot_be_captured_is_said(what: str, message: str) -> None:
-    with pytest.raises(CaptureError, match=message):
-        capture(Wrong(), (torch.randn(3, 4), what))
-
-
 def test_optimizers_that_cannot_be_captured() -> None:
     module, x = Mlp(), torch.randn(6, 12)
     with pytest.raises(CaptureError, match=r"unknown optimizer 'RAdam'; did you mean 'Adam'"):
