@@ -48,8 +48,11 @@ def register(
     `sizes`: those of letters that cannot be any. `example`: arguments by name, or a function from sizes to them; needed
     for values without default, and for tensors that are not just random numbers. Raises InputError.
     """
-    check_notation(notation)
     caller = sys._getframe(1)
+    try:
+        check_notation(notation)
+    except InputError as error:
+        raise InputError(f"{caller.f_code.co_filename}:{caller.f_lineno}: {error}") from None
     rule = _rule(notation, sizes or {}, caller.f_globals, caller.f_lineno)
 
     def add(what: Any) -> Any:

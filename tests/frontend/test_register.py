@@ -118,6 +118,7 @@ def detached(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("notation", "op", "options", "told"),
     [
+        ("b s -> b", softmax, {}, r"the notation has no meaning: s is not in every result.*\n  b s -> b\n    \^$"),
         ("b s -> b s", softmax, {}, r"when s is cut in 3 \+ 2, result 0 is 0\.\d+ at \[0, 0\], of the whole op 0\.\d+"),
         ("b s+ -> b", running_sum, {}, r"when b is cut in 2 \+ 1, result 0 is .* Mark a letter \^"),
         ("b s -> b s", running_sum, {}, "result 0 has 1 dims, .*, and the notation 'b s'"),
