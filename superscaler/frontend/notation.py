@@ -49,6 +49,8 @@ class _Word:
 def check(notation: str) -> None:
     """Raise InputError, with a caret below the place, for a notation that has no meaning."""
     words, first, count = _words(notation)
+    # What an op without operands makes can be cut on any index: random numbers by element.
+    is_source = not notation.partition("->")[0].strip()
     for n, word in enumerate(words):
         before = [w.letter for w in words[:n] if w.operand == word.operand]
         same = [w for w in words if w.letter == word.letter]
@@ -62,7 +64,10 @@ def check(notation: str) -> None:
             (is_stretch and any(".." in w for w in before), "one operand has at most one .."),
             (is_named and name in before, f"{name} stands twice in one operand"),
             (len(marks) > 1, f"{name} is marked + and ^"),
-            (is_named and not is_read and marks != {"^"}, f"{name} is in no operand; a new dim is {name}^ or _"),
+            (
+                is_named and not is_read and marks != {"^"} and not is_source,
+                f"{name} is in no operand; a new dim is {name}^ or _",
+            ),
             (is_result and "+" in marks, f"{name}+ is summed, so it is in no result"),
             (is_named and not marks and len(results) < count - first, f"{name} is not in every result; write {choice}"),
         )

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import FunctionType
@@ -58,7 +59,7 @@ def register(
     def add(what: Any) -> Any:
         overload = _overload(what, rule)
         made = overload or _define(what, rule)
-        REGISTERED[str(made)] = rule
+        REGISTERED[str(made)] = rule if overload else replace(rule, code=what.__code__)
         try:
             _check_operands(made, rule)
             if check:

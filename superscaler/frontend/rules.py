@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CodeType
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.notation import Signature, frozen, misfit, resolve
@@ -60,7 +61,8 @@ from superscaler.frontend.trace import variables
 class Registered:
     """The notation that a user gave an operator, the sizes of letters that stand in products only, and where it is.
 
-    `module` is empty for a file that is run but not imported by name, `file` for what was typed in.
+    `module` is empty for a file that is run but not imported by name, `file` for what was typed in. `code` is that of
+    a function.
     """
 
     notation: str
@@ -68,6 +70,7 @@ class Registered:
     module: str
     file: str
     line: int
+    code: CodeType | None = None
 
     @property
     def place(self) -> str:
@@ -163,11 +166,7 @@ RULES: Mapping[str, str | Recipe] = {
     **_aten(matmul, "matmul"),
     **_aten(einsum, "einsum"),
     **_aten(tensordot, "tensordot"),
-    **_aten(added_to("m k, k n", "m n"), "addmm"),
-    **_aten(added_to("b m k, b k n", "b m n"), "baddbmm"),
     **_aten(added_to("b m k, b k n", "m n"), "addbmm"),
-    **_aten(added_to("m k, k", "m"), "addmv"),
-    **_aten(added_to("m, n", "m n"), "addr"),
     **_aten("b.. i^, b.. j^, o i j, o -> b.. o", "bilinear"),
     **_aten("b.. m k^, b.. n k -> b.. m n", "cdist"),
     **_aten(embedding, "embedding"),
