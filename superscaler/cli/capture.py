@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from superscaler.cli.common import AsJson, LearningRate, Model, OptimizerName, capture_model, printing
+from superscaler.cli.common import AsJson, AutocastName, LearningRate, Model, OptimizerName, capture_model, printing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,11 +21,12 @@ def capture(
     model: Model,
     optimizer: OptimizerName = "adamw",
     lr: LearningRate = 1e-3,
+    autocast: AutocastName = None,
     as_json: AsJson = False,
 ) -> None:
     """Capture MODEL and list its operators, its factors (what a plan can split) and what no rule supports."""
     with printing(as_json) as printer:
-        graph, built = capture_model(model, optimizer, lr)
+        graph, built = capture_model(model, optimizer, lr, autocast)
         found = describe(graph.model)
         printer.show(_op_table(found), _factor_table(found), _summary(built.name, found))
         printer.result = {"model": built.name, **found, "seconds": dict(graph.captured.seconds)}

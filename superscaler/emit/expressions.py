@@ -206,6 +206,23 @@ def _dropout(x: Local) -> str:
     return f"functional.dropout({_arguments(x)}, {x.random})"
 
 
+def _drawn(x: Local) -> str:
+    """A part of a random tensor; the numbers are uniform in [0, 1)."""
+    spec = x.tensors[x.op.outputs[0].tensor]
+    return f"functional.{x.op.target.removeprefix('ss.')}({x.random}, torch.{spec.dtype})"
+
+
+def _experts(x: Local) -> str:
+    """The experts of a part by their numbers: a range, unless a factor that is not the outer one was cut."""
+    slots, gate_up = x.op.inputs[3].slots, x.tensors[x.op.inputs[3].tensor]
+    numbers = [0]
+    for slot, size in list(zip(slots, gate_up.extents, strict=True))[: len(gate_up.slots[0])]:
+        lo, hi = (0, size) if slot is None else x.box[slot]
+        numbers = [n * size + k for n in numbers for k in range(lo, hi)]
+    span = range(numbers[0], numbers[-1] + 1)
+    return f"functional.experts({_arguments(x)}, {span if len(span) == len(numbers) else tuple(numbers)})"
+
+
 def _count_labels(x: Local) -> str:
     dtype = x.tensors[x.op.outputs[0].tensor].dtype
     return f"functional.count_labels({x.literal(x.op.args[0])}, {x.literal(x.op.args[1])}, torch.{dtype})"
@@ -232,7 +249,10 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
         f"aten.{n}.default": _call(f"torch.{n}")
         for n in ("tanh", "rsqrt", "neg", "exp", "log", "sigmoid", "cos", "sin")
     },
-    **{f"aten.{n}.default": _call(f"torch.{n}") for n in ("mm", "matmul", "bmm", "abs", "sqrt", "cat", "relu")},
+    **{
+        f"aten.{n}.default": _call(f"torch.{n}")
+        for n in ("mm", "matmul", "bmm", "einsum", "abs", "sqrt", "cat", "relu")
+    },
     **{f"aten.{n}.default": _call(f"F.{n}") for n in ("linear", "silu", "gelu")},
     "aten.pow.Tensor_Scalar": _call("torch.pow"),
     "aten.split.Tensor": _split,
@@ -250,12 +270,15 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
     "aten.layer_norm.default": _layer_norm,
     "ss.count_labels": _count_labels,
     "ss.cross_entropy": _call("functional.cross_entropy"),
+    "ss.experts": _experts,
+    "ss.uniform": _drawn,
+    "ss.normal": _drawn,
     "ss.nll_loss": _call("functional.nll_loss"),
     "ss.dropout": _dropout,
     "ss.attention_dropout": _attention_dropout,
 }
 
-RANDOM = ("ss.dropout", "ss.attention_dropout")
+RANDOM = ("ss.dropout", "ss.attention_dropout", "ss.uniform", "ss.normal")
 
 
 def expression(local: Local) -> str:
@@ -264,11 +287,13 @@ def expression(local: Local) -> str:
 
 
 def draw(local: Local) -> tuple[Box, tuple[int, ...], Shape]:
-    """Return which random numbers an op needs, of its operand's shape or of the attention scores': box of extents."""
+    """Return which random numbers an op needs, of its result's shape or of the attention scores': box of extents."""
     op = local.op
-    first = local.tensors[op.inputs[0].tensor]
-    slots, extents, shape = ranges(op.inputs[0], first, local.box), first.extents, tuple(local.shapes[0])
-    if op.target == "ss.attention_dropout":
+    scores = op.target == "ss.attention_dropout"
+    like, local_shape = (op.inputs[0], local.shapes[0]) if scores else (op.outputs[0], local.results[0])
+    first = local.tensors[like.tensor]
+    slots, extents, shape = ranges(like, first, local.box), first.extents, tuple(local_shape)
+    if scores:
         keys = local.tensors[op.inputs[1].tensor].shape[-2]
         width = len(first.slots[-1])
         slots = (*slots[: len(slots) - width], (0, keys))

@@ -62,7 +62,7 @@ class _Writer:
         self.function = function
         self.numbers = numbers
         self.draws: list[Draw] = []
-        self.taken: Counter[str] = Counter()
+        self.taken = {"torch", "F", "functional", "random"}
         self.value: dict[str, str] = {}
         self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
         self.fused = self._fusable()
@@ -115,8 +115,12 @@ class _Writer:
         return re.sub(r"\W", "_", "_".join(words[-2:]))
 
     def _fresh(self, name: str) -> str:
-        self.taken[name] += 1
-        return name if self.taken[name] == 1 else f"{name}_{self.taken[name]}"
+        unique, n = name, 1
+        while unique in self.taken:
+            n += 1
+            unique = f"{name}_{n}"
+        self.taken.add(unique)
+        return unique
 
     def _local(self, op: Op, operand: Operand) -> tuple[int, ...]:
         tensor = self.tensors[operand.tensor]

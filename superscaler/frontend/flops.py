@@ -24,7 +24,10 @@ class FlopCounter:
             q, k, v, mask, _, causal, scale = call.args
             options = {"scale": scale, "enable_gqa": specs[q.name].shape[:-2] != specs[k.name].shape[:-2]}
             return self._cached(call, _ATTENTION, (q, k, v, mask, 0.0, causal), options, specs)
-        if not any(word in call.target for word in _COUNTED):
+        if call.target == "ss.experts":
+            (tokens, hidden), (_, chosen), *_, (_, outputs, width) = (specs[name].shape for name in call.reads())
+            return 2 * tokens * chosen * width * (2 * hidden + outputs)
+        if not call.target.startswith("aten.") or not any(word in call.target for word in _COUNTED):
             return 0
         return self._cached(call, _overload(call.target), call.args, call.kwargs, specs)
 

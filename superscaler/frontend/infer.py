@@ -49,6 +49,9 @@ def infer(trace: Trace) -> Inference:
         if name in trace.kinds:
             found.dims[name] = [[Span(size)] if size > 1 else [] for size in trace.specs[name].shape]
     instances = [_instantiate(found, trace, call) for call in trace.calls]
+    for buffer, new in trace.writes.items():
+        for have, want in zip(found.dims[buffer], found.dims[new], strict=True):
+            unify(have, want)
     found.calls = [_read_off(found, *instance) for instance in instances]
     return found
 

@@ -28,7 +28,8 @@ def linear_groups(op: Op) -> Groups:
         return (everything,) if whole else ()
     if name in _PRODUCTS:
         return tuple((k,) for k in everything)
-    if name in _ALONE and op.args and op.args[0] == Ref(0):
+    is_cast = name == "_to_copy.default" and "float" in str(dict(op.kwargs).get("dtype"))
+    if (is_cast or name in _ALONE) and op.args and op.args[0] == Ref(0):
         return ((0,),)
     return ()
 

@@ -238,6 +238,18 @@ def embedding(site: Site) -> str | None:
     return None if site.call.argument(3, "scale_grad_by_freq", False) else "v+ h, i.. -> i.. h"
 
 
+def experts(site: Site) -> tuple[str, Mapping[str, int]]:
+    """Tokens; experts and their width are summed, since the result is a sum over both; outputs, but not inputs."""
+    width = {"s": 2, "f": site.ins[4][2]}
+    return "t a^, t k^, t k^, e+ (s^ f+) a^, e+ o f+ -> t o", width
+
+
+def histogram(site: Site) -> str | None:
+    """Counts add up, between ends that are given."""
+    low, high = site.call.argument(2, "min", 0), site.call.argument(3, "max", 0)
+    return "d..+ -> _" if low < high else None
+
+
 def attention(site: Site) -> tuple[str, Mapping[str, int]] | str:
     """Batch, heads and queries; never keys. Parts of the queries of causal attention get their rows of the mask."""
     keys = ["b.. s^ e^", "b.. s^ v"]
@@ -316,9 +328,8 @@ def convolution(site: Site) -> tuple[str, Mapping[str, int]] | None:
 
 
 def batch_norm(site: Site) -> str:
-    """Channels; the batch and space too where the statistics are given."""
-    samples = "b^ c r..^" if site.call.argument(5, "training") else "b c r.."
-    return f"{samples}{', c' * (len(site.ins) - 1)} -> b c r.."
+    """By given statistics; those of the batch are decomposed."""
+    return f"b c r..{', c' * (len(site.ins) - 1)} -> b c r.."
 
 
 def pool(site: Site) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from superscaler.frontend.notation import Signature, frozen, resolve
+from superscaler.errors import CaptureError
+from superscaler.frontend.notation import Signature, frozen, misfit, resolve
 from superscaler.frontend.recipes import (
     Recipe,
     Site,
@@ -19,8 +21,10 @@ from superscaler.frontend.recipes import (
     elementwise,
     embedding,
     expand,
+    experts,
     gated,
     gather,
+    histogram,
     index,
     index_put,
     index_select,
@@ -49,15 +53,69 @@ from superscaler.frontend.recipes import (
     view,
     windows,
 )
+from superscaler.frontend.trace import variables
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The notation that a user gave an operator, the sizes of letters that stand in products only, and where it is.
+
+    `module` is empty for a file that is run but not imported by name, `file` for what was typed in.
+    """
+
+    notation: str
+    sizes: Mapping[str, int]
+    module: str
+    file: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.file or self.module or 'line'}:{self.line}"
+
+
+# Filled by superscaler.register, by the target of calls; torch keeps its operators per process too.
+REGISTERED: dict[str, Registered] = {}
 
 
 def signature(site: Site) -> tuple[Signature, bool]:
-    """Return the indices of a call, and whether its operator has a rule."""
+    """Return the indices of a call, and whether its operator has a rule.
+
+    Raises CaptureError where the notation that a user registered does not fit the call.
+    """
+    if site.call.target in REGISTERED:
+        return _registered(site, REGISTERED[site.call.target]), True
     rule = RULES.get(site.call.target)
     written = rule(site) if callable(rule) else rule
     notation, sizes = (written, {}) if isinstance(written, str) or written is None else written
     found = resolve(notation, site.ins, site.outs, sizes) if notation is not None else None
     return found or frozen(site.ins, site.outs), rule is not None
+
+
+def _registered(site: Site, rule: Registered) -> Signature:
+    given = _given(site)
+    found = resolve(rule.notation, site.ins, site.outs, rule.sizes, broadcasts=False, given=given)
+    if found is None:
+        left, right = rule.notation.split("->")
+        kept = ",".join(text for k, text in enumerate(left.split(",")) if k in given)
+        raise CaptureError(
+            f"{site.call.source or rule.place} calls {site.call.target}, whose notation is '{rule.notation}' "
+            f"({rule.place}), and it does not fit: {misfit(f'{kept}->{right}', site.ins, site.outs)}. "
+            "Mend the notation or the call; a dim that broadcasts is expanded before the call."
+        )
+    return found
+
+
+def _given(site: Site) -> list[int]:
+    """Return which of an operator's tensor operands a call has: optional ones may be None."""
+    found: list[int] = []
+    number = 0
+    for position, parameter in enumerate(site.call.function._schema.arguments):
+        if "Tensor" in str(parameter.type):
+            count = len(list(variables(site.call.argument(position, parameter.name))))
+            found += range(number, number + count)
+            number += max(count, 1)
+    return found
 
 
 def _aten(rule: str | Recipe, names: str) -> dict[str, str | Recipe]:
@@ -92,6 +150,7 @@ RULES: Mapping[str, str | Recipe] = {
     **_aten(elementwise, _overloads(_BINARY + " __and__ __or__ __xor__ rsub lerp", "Tensor Scalar")),
     **_aten(elementwise, _FURTHER),
     "ss.dropout": elementwise,
+    **dict.fromkeys(("ss.uniform", "ss.normal"), " -> d.."),
     **_aten("d.., n^ -> d..", "bucketize.Tensor"),
     **_aten(prelu, "prelu"),
     **_aten(gated, "glu"),
@@ -116,12 +175,13 @@ RULES: Mapping[str, str | Recipe] = {
     **_aten("b c^ r..^, c, c -> b c r..", "group_norm"),
     **_aten("b c r..^, c, c, c, c -> b c r..", "instance_norm"),
     **_aten(batch_norm, "batch_norm"),
-    **_aten("b^ c r..^, c, c -> b c r.., c, c", "_native_batch_norm_legit.no_stats"),
     **_aten(normalized(1), "softmax.int _softmax log_softmax.int _log_softmax"),
     **_aten(attention, "scaled_dot_product_attention"),
     "ss.attention_dropout": attention,
     "ss.count_labels": "b..+ -> ",
     "ss.cross_entropy": "b+ c^ r..+, b r.., -> ",
+    "ss.experts": experts,
+    **_aten(histogram, "histc"),
     "ss.nll_loss": "b+ c^ r..+, b r.., -> ",
     **_aten(cross_entropy, "cross_entropy_loss nll_loss_nd"),
     **_aten(reduced_loss, _LOSSES),

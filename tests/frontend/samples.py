@@ -220,6 +220,13 @@ def _mask(d: Draw, shape: Shape) -> Tensor:
     return mask if d.one_of(True, False) else d.floats(*shape)
 
 
+def _experts(d: Draw) -> Call:
+    tokens, chosen, hidden, count, width = d.size(), 2, d.size(), d.one_of(2, 4), d.size()
+    ids = d.distinct(count, chosen, 1, tokens)
+    up, down = d.floats(count, 2 * width, hidden), d.floats(count, hidden, width)
+    return call(d.floats(tokens, hidden), ids, d.unit(tokens, chosen), up, down, d.one_of("silu", "gelu"))
+
+
 def _networks() -> list[Row]:
     return [
         (
@@ -235,14 +242,14 @@ def _networks() -> list[Row]:
         ),
         ("batch_norm", _batch_norm),
         ("aten.batch_norm.default _native_batch_norm_legit_no_training", _given_norm),
-        (
-            "_native_batch_norm_legit.no_stats",
-            lambda d: call(x := d.x(2, 4), None, d.floats(x.shape[1]), True, 0.1, 1e-5),
-        ),
         ("softmax.int log_softmax.int", lambda d: call(x := d.x(), d.dim(x.dim()))),
         ("_softmax _log_softmax", lambda d: call(x := d.x(), d.dim(x.dim()), False)),
         ("scaled_dot_product_attention", _attention),
         ("ss.attention_dropout scaled_dot_product_attention", lambda d: _attention(d, 0.4)),
+        ("ss.uniform rand", lambda d: call(d.sizes(1, 3))),
+        ("ss.normal randn", lambda d: call(d.sizes(1, 3))),
+        ("ss.experts superscaler.experts.default", _experts),
+        ("histc", lambda d: call(d.unit(*d.sizes(1, 3)), d.size(), 0.0, 1.0)),
         ("ss.dropout dropout", lambda d: call(d.x(), 0.4, True)),
         ("ss.count_labels cross_entropy_loss", lambda d: _labelled(d, 1)),
         ("ss.cross_entropy cross_entropy_loss", lambda d: _labelled(d, 1)),
@@ -515,7 +522,13 @@ FROZEN = frozenset(f"aten.{name}" for name in (
 
 
 def _name(word: str) -> str:
-    return word if word.startswith(("ss.", "aten.")) else f"aten.{word}" if "." in word else f"aten.{word}.default"
+    return (
+        word
+        if word.startswith(("ss.", "aten.", "superscaler."))
+        else f"aten.{word}"
+        if "." in word
+        else f"aten.{word}.default"
+    )
 
 
 def _table() -> dict[str, list[Sample]]:

@@ -268,7 +268,6 @@ class Wrong(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
 
     def forward(self, x: Tensor, what: str) -> object:
         y = self.linear(x)
@@ -279,8 +278,8 @@ class Wrong(nn.Module):
             "no loss": lambda: {"logits": y},
             "integer": lambda: y.sum().long(),
             "item": lambda: y.sum() * y[0, 0].item(),
-            "buffers": lambda: self.norm(y).sum(),
-            "random": lambda: (y * torch.rand(4)).sum(),
+            "inputs": lambda: self.linear(x.mul_(2)).sum(),
+            "random": lambda: (y * torch.poisson(y.detach().abs())).sum(),
             "detached": lambda: y.detach().sum(),
             "attribute": lambda: y.summ(),
         }
@@ -295,9 +294,9 @@ class Wrong(nn.Module):
         ("integer", r"shape \(\) and dtype int64"),
         ("item", r"test_capture\.py:\d+ runs aten\.item\.default"),
         ("branch", r"cannot capture Wrong at .*test_capture\.py:\d+: GuardOnDataDependent"),
-        ("buffers", r"changes 3 of its buffers or inputs in its forward: norm\.running_mean, norm\.running_var"),
-        ("random", r"test_capture\.py:\d+ draws random numbers by aten\.rand\.default"),
-        ("detached", r"depends on none of the 4 parameters"),
+        ("inputs", r"changes 1 of its inputs in place: x"),
+        ("random", r"test_capture\.py:\d+ draws random numbers by aten\.poisson\.default"),
+        ("detached", r"depends on none of the 2 parameters"),
         ("attribute", r"cannot capture Wrong at .*test_capture\.py:\d+: AttributeError: .*summ"),
     ],
 )

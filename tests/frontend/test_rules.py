@@ -44,7 +44,7 @@ def executor(op: Op, tensors: dict[str, PTensor]) -> Run:
         scope = {"torch": torch, "F": F, "functional": functional, **dict(zip(names, pieces, strict=True))}
         if op.target in RANDOM:
             where, extents, shape = draw(local)
-            scope["random"] = functional.uniform(1, 2, 3, where, extents, "cpu").reshape(shape)
+            scope["random"] = functional.draw(1, 2, 3, where, extents, "cpu").reshape(shape)
         found = eval(expression(local), scope)
         return [found] if isinstance(found, Tensor) else list(found)
 
