@@ -401,12 +401,6 @@ def tensordot(site: Site) -> str:
     return f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}"
 
 
-def added_to(product: str, result: str) -> Recipe:
-    """Return the recipe of a scaled product that is added to a first operand, which broadcasts: it is added once."""
-    words = result.split()
-    return lambda site: f"{' '.join(words[len(words) - len(site.ins[0]) :])}, {product} -> {result}"
-
-
 def gated(site: Site) -> tuple[str, Mapping[str, int]]:
     """glu: the first half of a dim is gated by the second."""
     dim, names = site.dims(1, "dim", -1)[0], letters(len(site.ins[0]))
