@@ -239,9 +239,9 @@ def embedding(site: Site) -> str | None:
 
 
 def experts(site: Site) -> tuple[str, Mapping[str, int]]:
-    """Tokens; experts and their width are summed, since the result is a sum over both; outputs, but not inputs."""
+    """Tokens; experts, their choices and width are summed, as the result is; outputs, but not inputs."""
     width = {"s": 2, "f": site.ins[4][2]}
-    return "t a^, t k^, t k^, e+ (s^ f+) a^, e+ o f+ -> t o", width
+    return "t a^, t k+, t k+, e+ (s^ f+) a^, e+ o f+ -> t o", width
 
 
 def histogram(site: Site) -> str | None:
