@@ -238,9 +238,9 @@ def embedding(site: Site) -> str | None:
 
 
 def experts(site: Site) -> tuple[str, Mapping[str, int]]:
-    """Tokens; experts and their width are summed, since the result is a sum over both; outputs, but not inputs."""
+    """Tokens; experts, their choices and width are summed, as the result is; outputs, but not inputs."""
     width = {"s": 2, "f": site.ins[4][2]}
-    return "t a^, t k^, t k^, e+ (s^ f+) a^, e+ o f+ -> t o", width
+    return "t a^, t k+, t k+, e+ (s^ f+) a^, e+ o f+ -> t o", width
 
 
 def histogram(site: Site) -> str | None:
@@ -398,12 +398,6 @@ def tensordot(site: Site) -> str:
         left[a] = right[b] = f"k{n}+"
     kept = [name for name in left + right if not name.endswith("+")]
     return f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}"
-
-
-def added_to(product: str, result: str) -> Recipe:
-    """Return the recipe of a scaled product that is added to a first operand, which broadcasts: it is added once."""
-    words = result.split()
-    return lambda site: f"{' '.join(words[len(words) - len(site.ins[0]) :])}, {product} -> {result}"
 
 
 def gated(site: Site) -> tuple[str, Mapping[str, int]]:

@@ -11,7 +11,6 @@ from superscaler.frontend.notation import Signature, frozen, misfit, resolve
 from superscaler.frontend.recipes import (
     Recipe,
     Site,
-    added_to,
     along,
     attention,
     batch_norm,
@@ -166,7 +165,6 @@ RULES: Mapping[str, str | Recipe] = {
     **_aten(matmul, "matmul"),
     **_aten(einsum, "einsum"),
     **_aten(tensordot, "tensordot"),
-    **_aten(added_to("b m k, b k n", "m n"), "addbmm"),
     **_aten("b.. i^, b.. j^, o i j, o -> b.. o", "bilinear"),
     **_aten("b.. m k^, b.. n k -> b.. m n", "cdist"),
     **_aten(embedding, "embedding"),

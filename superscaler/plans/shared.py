@@ -61,9 +61,10 @@ def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
 
 
 def _weights(weights: set[str], op: Op) -> list[int]:
-    """Return the indices of the weights that an op contracts, if it is a product with a weight."""
+    """Return the indices of the weights that an op contracts with another operand, if it is a product with a weight."""
     used = [i for o in op.inputs if o.tensor in weights for i in o.slots if i is not None]
-    return used if any(op.indices[i].mark == "summed" for i in used) else []
+    shared = (i for i in used if sum(i in operand.slots for operand in op.inputs) > 1)
+    return used if any(op.indices[i].mark == "summed" for i in shared) else []
 
 
 def _candidates(weights: set[str], ops: tuple[Op, ...]) -> list[str]:

@@ -111,7 +111,8 @@ def _elementwise() -> list[Row]:
         ("clamp_min clamp_max", lambda d: call(d.x(), 0.25)),
         ("threshold", lambda d: call(d.x(), 0.1, 20.0)),
         ("round.decimals", lambda d: call(d.x(), decimals=1)),
-        ("_to_copy", lambda d: call(d.x(), dtype=d.one_of(torch.float32, torch.int64, torch.bool))),
+        # Multiples of a quarter are exact in every dtype.
+        ("_to_copy", lambda d: call((d.x() * 4).round() / 4, dtype=d.one_of(torch.float32, torch.int64, torch.bool))),
         ("fill.Scalar", lambda d: call(d.x(), 2.0)),
         ("fill.Tensor", lambda d: call(d.x(), d.floats())),
         ("add.Tensor sub.Tensor rsub.Tensor", lambda d: call(*d.pair(), **d.one_of({}, {"alpha": 3}))),
@@ -165,11 +166,10 @@ def _contractions() -> list[Row]:
         ("matmul", _matmul),
         ("einsum", _einsum),
         ("tensordot", lambda d: call(d.floats(*(s := d.sizes(4))[:3]), d.floats(s[2], s[3], s[0]), [0, -1], [2, 0])),
-        ("addbmm", lambda d: _added(d, "mn", "bmk", "bkn")),
-        ("aten.mm.default addmm", lambda d: _added(d, "mn", "mk", "kn", beta=d.one_of(1, 2))),
-        ("aten.bmm.default baddbmm", lambda d: _added(d, "bmn", "bmk", "bkn", alpha=d.one_of(1, 3))),
-        ("aten.mv.default addmv", lambda d: _added(d, "m", "mk", "k", alpha=d.one_of(1, 3))),
-        ("aten.outer.default addr", lambda d: _added(d, "mn", "m", "n", alpha=d.one_of(1, 3))),
+        ("aten.mm.default addmm", lambda d: _added(d, "mn", "mk", "kn")),
+        ("aten.bmm.default baddbmm", lambda d: _added(d, "bmn", "bmk", "bkn")),
+        ("aten.mv.default addmv", lambda d: _added(d, "m", "mk", "k")),
+        ("aten.outer.default addr", lambda d: _added(d, "mn", "m", "n")),
         ("bilinear", lambda d: call(d.floats(3, 4, 2), d.floats(3, 4, 5), d.floats(6, 2, 5), d.floats(6))),
         ("cdist", lambda d: call(d.floats(*(s := d.sizes(4))[:3]), d.floats(s[0], s[3], s[2]), d.one_of(1.0, 2.0))),
     ]
@@ -192,11 +192,11 @@ def _einsum(d: Draw) -> Call:
     return call(equation, [d.floats(*(known[c] for c in term)) for term in terms])
 
 
-def _added(d: Draw, *operands: str, **scale: int) -> Call:
-    """Return a product of the second and third operand, added to the first, which broadcasts."""
+def _added(d: Draw, *operands: str) -> Call:
+    """Return a product of the second and third operand, added to the first, which broadcasts; both may be scaled."""
     sizes = dict(zip("bmkn", d.sizes(4), strict=True))
     bias, x, y = ([sizes[c] for c in operand] for operand in operands)
-    return call(d.floats(*d.narrowed(tuple(bias))), d.floats(*x), d.floats(*y), **scale)
+    return call(d.floats(*d.narrowed(tuple(bias))), d.floats(*x), d.floats(*y), **d.one_of({}, {"beta": 2, "alpha": 3}))
 
 
 def _attention(d: Draw, p: float = 0.0) -> Call:

@@ -172,11 +172,11 @@ _ATTENTION, _CONVOLUTION = "aten.scaled_dot_product_attention.default", "aten.co
 MUTATIONS: list[tuple[str, str, str | Recipe | None]] = [
     ("a frozen mark removed", "aten._softmax.default", "d.. -> d.."),
     ("a frozen mark removed", "aten.group_norm.default", "b c r..^, c, c -> b c r.."),
-    ("a frozen mark removed", "aten.instance_norm.default", "b c r.., c, c -> b c r.."),
+    ("a frozen mark removed", "aten.instance_norm.default", "b c r.., c, c, c, c -> b c r.."),
     ("a summed mark dropped", "aten.linear.default", "b.. k, n k -> b.. n"),
     ("a summed mark added", "aten.amax.default", recipes.reduction(1, "+")),
     ("a summed mark added", _ATTENTION, "b.. l e^, b.. s+ e^, b.. s+ v, b.. l s -> b.. l v"),
-    ("a bias added in each part", "aten.addbmm.default", recipes.added_to("b+ m k, b k n", "m n")),
+    ("a bias added in each part", _CONVOLUTION, "b c+ _ _, o c+ _ _, o -> b o _ _"),
     ("two letters swapped", "aten.mm.default", "m k+, n k -> m n"),
     ("a whole dim cut", "aten.roll.default", "d.. -> d.."),
     ("a size not rewritten", "aten.view.default", None),

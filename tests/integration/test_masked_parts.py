@@ -1,0 +1,33 @@
+"""Parts that must know where they are: rows of a vocabulary, and queries that see no later key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from superscaler.cluster import Cluster
+from superscaler.emit.segments import emit_segments
+from superscaler.models import build
+from superscaler.plan import Graph, capture, compile
+from superscaler.verbs import Split, op_assign, op_trans, sprogram
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(
+    ("factor", "function"), [("transformer.wte.0", "embedding_part"), ("input_ids.1", "causal_mask")]
+)
+def test_a_part_knows_where_it_starts(factor: str, function: str, parts: int) -> None:
+    built = build("gpt2:size=tiny")
+    graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+    size = graph.factors[factor].size
+    sizes = (*[size // parts + 1] * (parts - 1), size - (size // parts + 1) * (parts - 1))
+
+    @sprogram
+    def uneven(graph: Graph, cluster: Cluster) -> None:
+        for op in graph.forward_ops:
+            op_assign(graph, op_trans(graph, op, Split(factor, sizes=sizes)), cluster.devices)
+
+    plan = compile(graph, uneven, Cluster.local(parts))
+    assert f"functional.{function}(" in emit_segments(plan.compiled.program)[0]
+    result = plan.verify()
+    assert result["equal"], result
