@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.trace import source_of
+from superscaler.garbage import without_garbage_collection
 
 # What the code of a model raises when it is wrong, or when torch.export cannot follow it.
 _FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
@@ -27,11 +28,11 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
-    with _only_loss(module), warnings.catch_warnings():
+    with _only_loss(module), warnings.catch_warnings(), without_garbage_collection():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, args, dict(kwargs), strict=False)
-            _detach_no_grad(exported.graph_module)
+            _inline_no_grad(exported.graph_module)
             return exported.run_decompositions({})
         except _FAILURES as error:
             raise _explain(module, error) from error
@@ -98,18 +99,31 @@ def loss_of(output: Any, name: str) -> Tensor:
     return loss
 
 
-def _detach_no_grad(graph_module: GraphModule) -> None:
-    """Detach the results of `torch.no_grad` regions, which decomposition inlines without a trace."""
-    for node in list(graph_module.graph.nodes):
+def _inline_no_grad(graph_module: GraphModule) -> None:
+    """Inline the `torch.no_grad` regions, results detached; decomposition would lose that, and their module paths."""
+    for child in list(graph_module.children()):
+        if isinstance(child, GraphModule):
+            _inline_no_grad(child)
+    graph = graph_module.graph
+    for node in list(graph.nodes):
         if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
             continue
-        region = graph_module.get_submodule(str(node.args[1].target))
-        assert isinstance(region, GraphModule)
-        if not node.args[0]:
+        is_enabled, submodule, *operands = cast(Any, node.args)
+        name = str(submodule.target)
+        region = cast(GraphModule, graph_module.get_submodule(name))
+        if not is_enabled:
             _detach_results(region)
-    for child in graph_module.children():
-        if isinstance(child, GraphModule):
-            _detach_no_grad(child)
+        for inner in region.graph.find_nodes(op="get_attr"):
+            setattr(graph_module, f"{name}_{inner.target}", region.get_submodule(str(inner.target)))
+            inner.target = f"{name}_{inner.target}"
+        own = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))
+        with graph.inserting_before(node):
+            results: Any = graph.graph_copy(region.graph, own)
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+    graph_module.recompile()
 
 
 def _detach_results(region: GraphModule) -> None:
@@ -125,7 +139,6 @@ def _detach_results(region: GraphModule) -> None:
         return node
 
     output.args = torch.fx.map_arg(output.args, detach)
-    region.recompile()
 
 
 def _explain(module: nn.Module, error: BaseException) -> CaptureError:
