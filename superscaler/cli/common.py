@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="NAME[:key=value,...] (alphafold2, gpt2, llama, mlp) or FILE.py:FUNCTION[:key=value,...]"),
+    typer.Argument(
+        metavar="MODEL", help="NAME[:key=value,...] (alphafold2, gpt2, llama, mlp) or FILE.py:FUNCTION[:key=value,...]"
+    ),
 ]
 PlanSpec = Annotated[
     str,

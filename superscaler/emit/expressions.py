@@ -181,7 +181,10 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
         f"aten.{n}.default": _call(f"torch.{n}")
         for n in ("tanh", "rsqrt", "neg", "exp", "log", "sigmoid", "cos", "sin")
     },
-    **{f"aten.{n}.default": _call(f"torch.{n}") for n in ("mm", "matmul", "bmm", "einsum", "abs", "sqrt", "cat", "relu")},
+    **{
+        f"aten.{n}.default": _call(f"torch.{n}")
+        for n in ("mm", "matmul", "bmm", "einsum", "abs", "sqrt", "cat", "relu")
+    },
     **{f"aten.{n}.default": _call(f"F.{n}") for n in ("linear", "silu", "gelu")},
     "aten.pow.Tensor_Scalar": _call("torch.pow"),
     "aten.split.Tensor": _split,

@@ -38,6 +38,7 @@ class Site:
         return position < len(self.call.args) and isinstance(self.call.args[position], Var)
 
 
+_LETTER = re.compile(r"\.\.\.|\w")
 Recipe = Callable[[Site], str | tuple[str, Mapping[str, int]] | None]
 
 
@@ -228,18 +229,16 @@ def matmul(site: Site) -> str:
 
 
 def einsum(site: Site) -> str | None:
-    """As its equation says; an operand that holds a letter twice (a diagonal) cannot be cut."""
-    left, arrow, result = site.call.args[0].replace(" ", "").partition("->")
-    operands = [re.findall(r"\.\.\.|\w", operand) for operand in left.split(",")]
+    """As its equation says; where an operand holds a letter twice (a diagonal), nothing can be cut."""
+    left, arrow, right = site.call.args[0].partition("->")
+    *operands, result = ([w.replace("...", "e..") for w in _LETTER.findall(side)] for side in (*left.split(","), right))
     count = Counter(letter for operand in operands for letter in operand)
     if any(len(set(operand)) < len(operand) for operand in operands):
         return None
-    kept = re.findall(r"\.\.\.|\w", result) if arrow else sorted(x for x, n in count.items() if n == 1 or x == "...")
-
-    def written(operand: list[str]) -> str:
-        return " ".join(x.replace("...", "e..") + "+" * (x not in kept) for x in operand)
-
-    return f"{', '.join(map(written, operands))} -> {written(kept)}"
+    if not arrow:
+        result = sorted((x for x, n in count.items() if n == 1 or x == "e.."), key=lambda x: (x != "e..", x))
+    sides = [" ".join(x if x in result else f"{x}+" for x in operand) for operand in operands]
+    return f"{', '.join(sides)} -> {' '.join(result)}"
 
 
 def embedding(site: Site) -> str | None:
