@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
 from superscaler.errors import InputError
+from superscaler.garbage import without_garbage_collection
 from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.program import Free, Program
 from superscaler.ir.transformed import Graph
@@ -51,22 +50,10 @@ def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compile
     Raises PlanError with the reason when the plan cannot hold.
     """
     start = time.perf_counter()
-    with _without_garbage_collection():
+    with without_garbage_collection():
         planned = graph.copy()
         sprogram(planned, cluster)
         return finish(planned, cluster, {"plan": time.perf_counter() - start})
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Compiling makes many small objects that live until its end; looking for garbage among them doubles its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None = None) -> Compiled:

@@ -18,6 +18,7 @@ from superscaler.errors import CaptureError, PlanError
 from superscaler.frontend import experts
 from superscaler.frontend.autocast import Autocast, open_regions, share_casts
 from superscaler.frontend.refusals import call, explain, forward_line, refuse_hooks
+from superscaler.garbage import without_garbage_collection
 
 
 def export(
@@ -29,7 +30,12 @@ def export(
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
     refuse_hooks(module)
-    with _only_loss(module, autocast), experts.chosen(module), warnings.catch_warnings():
+    with (
+        _only_loss(module, autocast),
+        experts.chosen(module),
+        warnings.catch_warnings(),
+        without_garbage_collection(),
+    ):
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, args, dict(kwargs), strict=False)

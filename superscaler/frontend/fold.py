@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superscaler.frontend.trace import Call, Trace, Var, substitute, variables
+from superscaler.frontend.trace import Call, Spec, Trace, Var, substitute, variables
 
 # These read only the shape of their operand.
 _SHAPE_ONLY = frozenset(
     f"aten.{name}.default"
     for name in ("new_ones", "new_zeros", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
 )
+# These hold one number, the last of their arguments where it is None here; it is never laid out in memory.
+_FILLS = {
+    f"aten.{name}.default": number
+    for word, number in (("ones", 1), ("zeros", 0), ("full", None))
+    for name in (word, f"new_{word}", f"{word}_like")
+}
 
 
 def fold(trace: Trace, device: torch.device) -> None:
@@ -46,6 +52,11 @@ def _is_constant(call: Call, constants: dict[str, Tensor]) -> bool:
 
 
 def _evaluate(trace: Trace, call: Call, constants: dict[str, Tensor], device: torch.device) -> list[Tensor]:
+    if call.target in _FILLS:
+        number, spec = _FILLS[call.target], trace.specs[call.outputs[0]]
+        fill = call.args[-1] if number is None else number
+        return [torch.full((), fill, dtype=spec.dtype, device=device).expand(spec.shape)]
+
     def value(variable: Var) -> Tensor:
         found = constants.get(variable.name)
         if found is not None:
@@ -60,7 +71,9 @@ def _evaluate(trace: Trace, call: Call, constants: dict[str, Tensor], device: to
 
 
 def _store(trace: Trace, constants: dict[str, Tensor]) -> None:
-    """Keep the constants that calls read, equal ones once."""
+    """Keep the constants that calls read, equal ones once. Of one number everywhere, readers expand a scalar."""
+    shapes = {name: tuple(v.shape) for name, v in constants.items() if _is_filled(v)}
+    constants = {name: v.reshape(-1)[0] if name in shapes else v for name, v in constants.items()}
     first: dict[Any, str] = {}
     same: dict[str, str] = {}
     for name, value in constants.items():
@@ -68,9 +81,29 @@ def _store(trace: Trace, constants: dict[str, Tensor]) -> None:
         same[name] = first.setdefault(key, name)
         if same[name] == name:
             trace.kinds[name] = "constant"
+            trace.specs[name] = Spec(tuple(value.shape), value.dtype)
             trace.values[name] = value.contiguous()
-    trace.calls = [rename(call, same) for call in trace.calls]
+    trace.calls = [new for call in trace.calls for new in _expanded(trace, call, same, shapes)]
     trace.rename_results(same)
+
+
+def _is_filled(value: Tensor) -> bool:
+    return value.numel() > 1 and value.dtype.is_floating_point and not any(value.stride())
+
+
+def _expanded(trace: Trace, call: Call, same: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> list[Call]:
+    """Return the call that reads the constants that are kept, after the calls that expand its scalars again."""
+    calls: list[Call] = []
+    names = {name: same[name] for name in call.reads() if name in same}
+    for name in [n for n in names if n in shapes]:
+        scalar, names[name] = Var(names[name]), trace.derive(name, "whole")
+        trace.specs[names[name]] = Spec(shapes[name], trace.specs[scalar.name].dtype)
+        args = (scalar, shapes[name])
+        calls.append(
+            replace(call, name=names[name], target="aten.expand.default", function=None, args=args, kwargs={},
+                    outputs=(names[name],))
+        )  # fmt: skip
+    return [*calls, rename(call, names)]
 
 
 def rename(call: Call, names: dict[str, str]) -> Call:

@@ -42,6 +42,7 @@ class Site:
         return position < len(self.call.args) and isinstance(self.call.args[position], Var)
 
 
+_LETTER = re.compile(r"\.\.\.|\w")
 Recipe = Callable[[Site], str | tuple[str, Mapping[str, int]] | None]
 
 

@@ -92,3 +92,21 @@ class Block(nn.Module):
         loss = nn.functional.cross_entropy(self.head(y).permute(0, 2, 1), labels)
         extra = nn.functional.cross_entropy(self.head(y).flatten(0, 1), labels.flatten())
         return {"loss": loss + extra + nn.functional.l1_loss(y, x) + y.var(1).mean() + y.unbind(1)[2].sum()}
+
+
+class Contractions(nn.Module):
+    """Products by equation: batched, with an ellipsis, without an arrow, of one operand, of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 6)
+        self.right = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.left(x), torch.einsum("bik, kc", x, self.right.t()).mT
+        pairs = torch.einsum("bic,bjc->bij", a, b)
+        outer = torch.einsum("b...c,b...d->bcd", a, b)
+        sums = torch.einsum("bij->j", pairs) + torch.einsum("bi...->i", pairs)
+        traces = torch.einsum("bii->b", pairs)
+        scaled = torch.einsum("bic,cd,bid->bi", a, outer.mean(0), b)
+        return (scaled * sums).square().mean() + (traces * outer.sum((1, 2))).mean()

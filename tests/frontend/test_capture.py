@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.capture import Captured, capture
+from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model, Op
-from tests.frontend.examples import Block, Mlp, Regrouped, gpt2, tokens
+from tests.frontend.examples import Block, Contractions, Mlp, Regrouped, gpt2, tokens
 
 
 def op_named(model: Model, target: str, module: str = "") -> Op:
@@ -275,3 +276,66 @@ def test_the_module_is_left_as_it_was() -> None:
     capture(module, (x, x))
     assert "forward" not in module.__dict__
     assert not [p for p in module.parameters() if p.grad is not None]
+
+
+def test_einsum_has_the_indices_of_its_equation() -> None:
+    model = capture(Contractions(), (torch.randn(6, 5, 4),)).model
+    products = {op.args[0]: op for op in model.ops if op.target == "aten.einsum.default"}
+
+    def shown(equation: str) -> list[tuple[str, int]]:
+        return [(i.mark, i.size) for i in products[equation].indices]
+
+    spatial, summed = "spatial", "summed"
+    assert shown("bic,bjc->bij") == [(spatial, 6), (spatial, 5), (spatial, 5), (summed, 6)]
+    assert shown("b...c,b...d->bcd") == [(spatial, 6), (spatial, 6), (spatial, 6), (summed, 5)]
+    # Without an arrow the result has the letters that stand once, in order.
+    assert shown("bik, kc") == [(spatial, 6), (spatial, 6), (spatial, 5), (summed, 4)]
+    assert {i.mark for i in products["bii->b"].indices} <= {"frozen"}
+    assert products["bic,cd,bid->bi"].linear == ((0,), (1,), (2,))
+
+
+def test_ops_without_gradients_keep_their_modules() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for layer in self.layers:
+                    x = layer(x)
+                with torch.enable_grad():
+                    x = x * self.layers[0].weight.sum()
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    module, x = Twice(), torch.randn(3, 4)
+    captured = capture(module, (x,))
+    found = [(op.module, op.has_mirror) for op in captured.model.ops if op.target == "aten.linear.default"]
+    assert found == [("layers.0", False), ("layers.1", False), ("layers.0", True), ("layers.1", True)]
+    loss, gradients = reference_step(captured, captured.batch, captured.values)
+    module(x).backward()
+    assert torch.equal(loss, module(x))
+    assert all(torch.equal(gradients[name], p.grad) for name, p in module.named_parameters())
+
+
+def test_a_constant_of_one_number_is_a_scalar_that_is_expanded() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            drop = nn.functional.dropout(x.new_ones((x.shape[0], 1, x.shape[2])), 0.5)
+            return (x * drop + torch.full_like(x, 2.5)).mean()
+
+    captured = capture(Masked(), (torch.randn(6, 3, 4),))
+    constants = {n: v.tolist() for n, v in captured.values.items() if captured.model.tensors[n].kind == "constant"}
+    assert sorted(constants.values()) == [1.0, 2.5]
+    for op in captured.model.ops:
+        if op.target in ("aten.expand.default", "ss.dropout"):
+            batch = op.find("batch")
+            assert batch is not None
+            assert op.indices[batch].mark == "spatial"

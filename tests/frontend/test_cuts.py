@@ -12,7 +12,7 @@ from superscaler.frontend.capture import Captured, capture
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model, Op, Operand
 from superscaler.runtime import functional
-from tests.frontend.examples import Block, Mlp, Regrouped
+from tests.frontend.examples import Block, Contractions, Mlp, Regrouped
 
 Box = tuple[tuple[int, int], ...]
 
@@ -82,6 +82,7 @@ def small_models() -> list[tuple[torch.nn.Module, tuple[Tensor, ...]]]:
         (Mlp(), (torch.randn(6, 12), torch.randn(6, 12))),
         (Regrouped(), (torch.randn(6, 12),)),
         (Block(), (ids, labels)),
+        (Contractions(), (torch.randn(6, 5, 4),)),
     ]
 
 
@@ -108,7 +109,7 @@ def test_operators_that_are_others_by_another_name() -> None:
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_cuts_of_small_models(number: int) -> None:
     module, args = small_models()[number]
     captured = capture(module, args)

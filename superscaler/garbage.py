@@ -1,0 +1,21 @@
+"""Python's garbage collector, held back where it costs more than it frees."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Capture and compilation make many small objects that live until their end; to look for garbage among them costs
+    a quarter of the time of the one, and half of that of the other.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

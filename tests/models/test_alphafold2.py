@@ -1,0 +1,284 @@
+"""AlphaFold2: its sizes, its recycling, where its factors can be cut, and that cutting them changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import superscaler as ss
+from superscaler.cluster import Cluster
+from superscaler.errors import InputError
+from superscaler.ir.graph import Op
+from superscaler.models import build
+from superscaler.models.alphafold2 import AlphaFold2, Attention, OuterProductMean, TriangleMultiplication
+from superscaler.package import describe, initial_values
+from superscaler.plan import Graph, Plan, capture, compile
+from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.threads import run_ranks
+
+TINY = "alphafold2:size=tiny"
+DROPPING = f"{TINY},dropout=0.15,pair_dropout=0.25"
+RESIDUES, SEQUENCES, CHANNELS = "target.1", "msa.1", ("embed_msa.1", "embed_left.1")
+
+
+@functools.cache
+def graph_of(spec: str) -> Graph:
+    built = build(spec)
+    return capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("size", "published", "parameters"),
+    [
+        ("87m", 87e6, 87_878_615),
+        ("930m", 930e6, 947_228_759),
+        ("2.4b", 2.4e9, 2_405_774_807),
+        ("3.2b", 3.2e9, 3_207_652_823),
+    ],
+)
+def test_sizes_are_those_of_the_papers_table(size: str, published: float, parameters: int) -> None:
+    built = build(f"alphafold2:size={size},device=meta")
+    assert sum(p.numel() for p in built.module.parameters()) == parameters
+    assert parameters == pytest.approx(published, rel=0.05)
+    assert built.kwargs["msa"].shape == (128, 128, 256)
+    assert built.kwargs["distances"].shape == (128, 256, 256)
+    assert {t.device.type for t in [*built.module.parameters(), *built.kwargs.values()]} == {"meta"}
+
+
+def test_the_loss_reaches_every_parameter_and_batches_differ_in_what_they_leave_out() -> None:
+    built = build(DROPPING)
+    loss = built.module(**built.kwargs)
+    loss.backward()
+    assert loss.shape == ()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in built.module.parameters())
+    assert built.make_batch is not None
+    for name in ("labels", "distances"):
+        counts = (built.kwargs[name] != -100).flatten(1).sum(1)
+        assert len(set(counts.tolist())) > 4
+        assert counts.min() > 0
+    first, again, other = built.make_batch(1), built.make_batch(1), built.make_batch(2)
+    assert all(torch.equal(first[n], again[n]) and not torch.equal(first[n], other[n]) for n in first)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [("heads=3", "hidden=40 cannot be shared by heads=3"), ("pair_heads=5", "pair=24 cannot be shared by pair_heads=5"),
+     ("pair_dropout=1", "pair_dropout is 1.0")],
+)  # fmt: skip
+def test_bad_keys_are_told_what_is_wrong(keys: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        build(f"{TINY},{keys}")
+
+
+def doubles(module: torch.nn.Module, *shapes: tuple[int, ...]) -> tuple[torch.nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    return module.double(), [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def test_attention_follows_the_published_algorithms() -> None:
+    module, (x, pair) = doubles(Attention(12, 3, 5), (2, 4, 6, 12), (2, 6, 6, 5))
+    q, k, v = module.qkv(x).view(2, 4, 6, 3, 3, 4).unbind(3)
+    scores = torch.einsum("brihc,brjhc->brijh", q, k) / 2 + module.bias(pair)[:, None]
+    mixed = torch.einsum("brijh,brjhc->brihc", scores.softmax(3), v)
+    gate = module.gate(x).sigmoid().view(2, 4, 6, 3, 4)
+    torch.testing.assert_close(module(x, pair), module.out((gate * mixed).reshape(x.shape)))
+
+
+@pytest.mark.parametrize(("edges", "outgoing"), [("bikc,bjkc->bijc", True), ("bkic,bkjc->bijc", False)])
+def test_triangles_follow_the_published_algorithms(edges: str, outgoing: bool) -> None:
+    module, (z,) = doubles(TriangleMultiplication(5, edges), (2, 6, 6, 5))
+    normed = F.layer_norm(z, (5,))
+    a, b = (module.project(normed) * module.project_gate(normed).sigmoid()).split(5, -1)
+    if not outgoing:
+        a, b = a.transpose(1, 2), b.transpose(1, 2)
+    summed = sum(a[:, :, None, k] * b[:, None, :, k] for k in range(6))
+    torch.testing.assert_close(module(z), module.gate(normed).sigmoid() * module.out(F.layer_norm(summed, (5,))))
+
+
+def test_outer_products_are_averaged_over_the_sequences() -> None:
+    module, (m,) = doubles(OuterProductMean(8, 3, 5), (2, 4, 6, 8))
+    normed = F.layer_norm(m, (8,))
+    left, right = module.left(normed), module.right(normed)
+    outer = (left[:, :, :, None, :, None] * right[:, :, None, :, None, :]).mean(1)
+    torch.testing.assert_close(module(m), module.out(outer.flatten(-2)))
+
+
+def test_the_ending_node_attends_along_columns() -> None:
+    """Algorithm 14: edge ij attends to the edges kj, biased by ki."""
+    block = build(f"{TINY},layers=1").module.double().blocks[0]
+    torch.manual_seed(0)
+    z = torch.randn(2, 6, 6, 24, dtype=torch.float64)
+    z, end = block.end_norm(z), block.end
+    q, k, v = end.qkv(z).view(2, 6, 6, 3, 4, 6).unbind(3)
+    scores = torch.einsum("bijhc,bkjhc->bijkh", q, k) / 6**0.5 + end.bias(z).transpose(1, 2)[:, :, None]
+    mixed = torch.einsum("bijkh,bkjhc->bijhc", scores.softmax(3), v).flatten(-2)
+    turned = z.transpose(1, 2)
+    torch.testing.assert_close(end(turned, turned).transpose(1, 2), end.out(end.gate(z).sigmoid() * mixed))
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_gradients_flow_through_the_last_pass_only(passes: int) -> None:
+    built = build(f"{TINY},passes={passes}")
+    module: AlphaFold2 = built.module.double()  # type: ignore[assignment]
+    module(**built.kwargs).backward()
+    found = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    loss = recycled_by_hand(module, **built.kwargs, passes=passes)
+    expected = torch.autograd.grad(loss, list(module.parameters()))
+    torch.testing.assert_close(module(**built.kwargs), loss)
+    torch.testing.assert_close(found, list(expected), rtol=1e-10, atol=1e-14)
+
+
+def recycled_by_hand(
+    module: AlphaFold2, target: Tensor, msa: Tensor, labels: Tensor, distances: Tensor, passes: int
+) -> Tensor:
+    """Run all passes with gradients, and cut them by detaching what is handed on."""
+    m0, z0 = module.embed(target, msa)
+    row, pair = torch.zeros_like(m0[:, 0]), torch.zeros_like(z0)
+    for _ in range(passes):
+        first = m0[:, :1] + module.recycled_row(row.detach()).unsqueeze(1)
+        m, z = torch.cat([first, m0[:, 1:]], 1), z0 + module.recycled_pair(pair.detach())
+        for block in module.blocks:
+            m, z = block(m, z)
+        row, pair = m[:, 0], z
+    logits = module.distance_head(z)
+    logits = logits + logits.permute(0, 2, 1, 3)
+    tokens = F.cross_entropy(module.msa_head(m).permute(0, 3, 1, 2), labels)
+    return 2.0 * tokens + 0.3 * F.cross_entropy(logits.permute(0, 3, 1, 2), distances)
+
+
+@pytest.mark.parametrize(("dim", "shared"), [(1, "rows"), (2, "columns")])
+def test_dropout_drops_the_same_at_all_rows_or_columns(dim: int, shared: str) -> None:
+    block = build(f"{TINY},layers=1").module.blocks[0]
+    dropped = block._drop(torch.ones(2, 5, 7, 9), 0.25, dim)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert torch.equal(dropped, dropped.narrow(dim, 0, 1).expand_as(dropped)), shared
+    assert not torch.equal(dropped, dropped.narrow(3 - dim, 0, 1).expand_as(dropped))
+    assert torch.equal(block.eval()._drop(dropped, 0.25, dim), dropped)
+
+
+def inside(graph: Graph) -> list[Op]:
+    return [op for block in graph.blocks for op in block.ops]
+
+
+def test_nothing_in_a_block_is_whole_but_what_the_algorithm_needs_whole() -> None:
+    graph = graph_of(DROPPING)
+    assert not graph.model.unsupported
+    for op in inside(graph):
+        whole = {i.factor for i in op.indices if i.mark == "frozen"}
+        keys = {"aten.scaled_dot_product_attention.default": {RESIDUES, SEQUENCES}}.get(op.target, set())
+        # The channels of a norm and of the products q k, and the three of q, k, v or the two of a triangle.
+        own = {f for f in whole - keys if f in CHANNELS or ".qkv.0." in f or ".project.0." in f}
+        assert whole - keys == own, op.notation()
+        assert op.find("batch") is not None, op.notation()
+
+
+def test_pair_tensors_hold_residues_twice_and_one_of_them_is_cut() -> None:
+    graph = graph_of(DROPPING)
+    pairs = [op for op in inside(graph) if op.outputs[0].slots and _factors(op).count(RESIDUES) == 2]
+    assert len(pairs) > 100
+    for op in pairs:
+        cut = op.find(RESIDUES)
+        first = next(i for i in op.outputs[0].slots if i is not None and op.indices[i].factor == RESIDUES)
+        assert cut == first
+        assert op.indices[cut].mark == "spatial"
+    products = [op for op in inside(graph) if op.target == "aten.einsum.default"]
+    summed = [next(i.factor for i in op.indices if i.mark == "summed") for op in products]
+    assert summed == [SEQUENCES, RESIDUES, RESIDUES] * (len(products) // 3)
+
+
+def _factors(op: Op) -> list[str]:
+    return [op.indices[i].factor for i in op.outputs[0].slots if i is not None]
+
+
+def test_heads_are_one_factor_from_the_projection_to_the_bias_of_the_pairs() -> None:
+    graph = graph_of(DROPPING)
+    for name in ("row", "column", "start", "end"):
+        block = f"blocks.1.{name}"
+        heads = graph.model.tensors[f"{block}.qkv.weight"].slots[0][1]
+        assert graph.factors[heads].size == 4
+        assert graph.model.tensors[f"{block}.out.weight"].slots[1][0] == heads
+        if name != "column":
+            assert graph.model.tensors[f"{block}.bias.weight"].slots[0] == (heads,)
+
+
+def test_the_ones_of_dropout_are_a_number_that_is_expanded() -> None:
+    captured = graph_of(DROPPING).captured
+    constants = {n: v for n, v in captured.values.items() if captured.model.tensors[n].kind == "constant"}
+    assert max(v.numel() for v in constants.values()) == 12 * 12
+    drops = [op for op in captured.model.ops if op.target == "ss.dropout"]
+    assert len(drops) == 3 * 2 * 5
+    assert not any(op.has_mirror for op in drops)
+
+
+def test_recycled_passes_have_no_mirrors() -> None:
+    once, thrice = (inside(graph_of(f"{TINY},layers=1,passes={passes}")) for passes in (1, 3))
+    thrice = [op for op in thrice if op.target != "aten.detach.default"]
+    assert [op.target for op in once] * 3 == [op.target for op in thrice]
+    assert [op.has_mirror for op in thrice] == [False] * 2 * len(once) + [True] * len(once)
+
+
+def split(factor: str, parts: int):  # type: ignore[no-untyped-def]
+    """Return the plan that cuts every forward op on a factor, as dynamic axial parallelism does."""
+
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for op in graph.ops:
+            algorithm = ss.Split(factor, parts) if op.is_forward else ss.Replicate(parts)
+            ss.op_assign(graph, ss.op_trans(graph, op, algorithm), cluster.devices)
+
+    return plan
+
+
+PLANS: Mapping[str, object] = {
+    "data_parallel": "data_parallel",
+    "tensor_parallel": "tensor_parallel",
+    "residues": split(RESIDUES, 2),
+    "sequences": split(SEQUENCES, 2),
+}
+
+
+def plan_of(spec: str, name: str, world: int) -> Plan:
+    return compile(graph_of(spec), PLANS[name], Cluster.local(world))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), [("data_parallel", 4), ("tensor_parallel", 4), ("residues", 2), ("sequences", 2)]
+)
+def test_a_step_equals_the_exported_model(name: str, world: int) -> None:
+    result = plan_of(TINY, name, world).verify()
+    assert result["equal"], result
+    assert max(result["loss_error"], result["gradient_error"], result["parameter_error"]) <= 1e-9
+
+
+def step_loss(plan: Plan) -> float:
+    """Return the loss of one step in this process, dropout on, which is the same on all ranks."""
+    compiled = plan.compiled
+    values = initial_values(compiled.graph.model, compiled.graph.captured.values)
+    described, code = describe(compiled), modules(compiled.emitted.files)
+    batch = compiled.graph.captured.batch
+    found = run_ranks(compiled.program.world, lambda c: float(build_step(described, code, values, c)(batch)))
+    assert len(set(found)) == 1
+    return found[0]
+
+
+def test_dropout_draws_the_same_numbers_under_every_plan() -> None:
+    alone = step_loss(compile(graph_of(DROPPING), "single", "local:1"))
+    assert alone != pytest.approx(step_loss(compile(graph_of(TINY), "single", "local:1")), abs=1e-5)
+    for name in ("data_parallel", "residues", "sequences"):
+        assert step_loss(plan_of(DROPPING, name, 2)) == pytest.approx(alone, abs=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_smallest_published_size_is_captured_without_memory() -> None:
+    graph = graph_of("alphafold2:device=meta")
+    assert len(graph.blocks) == 48
+    assert {len(block.ops) for block in graph.blocks[1:-1]} == {len(graph.blocks[1].ops)}
+    assert not graph.model.unsupported
+    assert sum(v.numel() for v in graph.captured.values.values()) < 1e6
