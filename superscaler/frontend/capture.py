@@ -66,6 +66,7 @@ def capture(
     remove_dead(trace)
     fold(trace, _device(module))
     normalize(trace)
+    trace.values = {name: value.contiguous() for name, value in trace.values.items()}
     model = _build(trace, training, aliases)
     seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
     return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs or {}))
