@@ -88,6 +88,7 @@ def _capture(
     normalize(trace)
     segments = cut_segments(trace)
     training.groups.update({piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups})
+    trace.values = {name: value.contiguous() for name, value in trace.values.items()}
     model = _build(trace, training, aliases, segments)
     seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
     return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs))

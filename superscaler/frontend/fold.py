@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ _SHAPE_ONLY = frozenset(
     f"aten.{name}.default"
     for name in ("new_ones", "new_zeros", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
 )
+
+
 # These hold one number, the last of their arguments where it is None here; it is never laid out in memory.
 _FILLS = {
     f"aten.{name}.default": number
@@ -28,6 +31,7 @@ def fold(trace: Trace, device: torch.device) -> None:
     constants = {
         n: v for n, v in trace.values.items() if trace.kinds[n] in ("buffer", "constant") and n not in trace.writes
     }
+    _merge(trace, set(constants))
     last = {name: k for k, call in enumerate(trace.calls) for name in call.reads()}
     kept: list[Call] = []
     needed = trace.results
@@ -45,7 +49,24 @@ def fold(trace: Trace, device: torch.device) -> None:
     _store(trace, {n: v for n, v in constants.items() if n in needed and n not in trace.kinds})
 
 
-def _is_constant(call: Call, constants: dict[str, Tensor]) -> bool:
+def _merge(trace: Trace, constants: set[str]) -> None:
+    """Drop calls on constants that equal an earlier one: layers compute the same masks again."""
+    first: dict[str, tuple[str, ...]] = {}
+    same: dict[str, str] = {}
+    kept = []
+    for call in (rename(c, same) for c in trace.calls):
+        if _is_constant(call, constants):
+            constants.update(call.outputs)
+            earlier = first.setdefault(repr((call.target, call.args, call.kwargs)), call.outputs)
+            same.update(zip(call.outputs, earlier, strict=True))
+            if earlier is not call.outputs:
+                continue
+        kept.append(call)
+    trace.calls = kept
+    trace.rename_results(same)
+
+
+def _is_constant(call: Call, constants: Container[str]) -> bool:
     if torch.Tag.nondeterministic_seeded in call.function.tags:
         return False
     return call.target in _SHAPE_ONLY or all(name in constants for name in call.reads())
@@ -67,22 +88,40 @@ def _evaluate(trace: Trace, call: Call, constants: dict[str, Tensor], device: to
     kwargs = {k: device if isinstance(v, torch.device) else v for k, v in substitute(call.kwargs, value).items()}
     with torch.no_grad(), device:
         result = call.function(*substitute(call.args, value), **kwargs)
-    return [result] if isinstance(result, Tensor) else list(result)
+    return [_compact(t) for t in ([result] if isinstance(result, Tensor) else result)]
+
+
+def _compact(x: Tensor) -> Tensor:
+    """Return the tensor with stride 0 in the dims along which it repeats: a mask of a whole batch is one row of it."""
+    kept = x
+    for d, size in enumerate(x.shape):
+        row = kept.narrow(d, 0, 1) if size > 1 else kept
+        # The last row tells most that differ without a look at the rest.
+        if size > 1 and torch.equal(row, kept.narrow(d, size - 1, 1)) and bool((kept == row).all()):
+            kept = row
+    return kept.clone().expand(x.shape) if kept is not x else x
+
+
+def compact(x: Tensor) -> Tensor:
+    """Return the first element of each dim that repeats, the dims kept."""
+    return x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
 
 
 def _store(trace: Trace, constants: dict[str, Tensor]) -> None:
     """Keep the constants that calls read, equal ones once. Of one number everywhere, readers expand a scalar."""
-    shapes = {name: tuple(v.shape) for name, v in constants.items() if _is_filled(v)}
+    masks = {name for call in trace.calls if "attention" in call.target for name in call.reads()}
+    shapes = {name: tuple(v.shape) for name, v in constants.items() if _is_filled(v) and name not in masks}
     constants = {name: v.reshape(-1)[0] if name in shapes else v for name, v in constants.items()}
     first: dict[Any, str] = {}
     same: dict[str, str] = {}
     for name, value in constants.items():
-        key = (value.dtype, tuple(value.shape), value.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        small = compact(value).cpu().clone(memory_format=torch.contiguous_format)
+        key = (value.dtype, tuple(value.shape), tuple(small.shape), small.flatten().view(torch.uint8).numpy().tobytes())
         same[name] = first.setdefault(key, name)
         if same[name] == name:
             trace.kinds[name] = "constant"
             trace.specs[name] = Spec(tuple(value.shape), value.dtype)
-            trace.values[name] = value.contiguous()
+            trace.values[name] = value
     trace.calls = [new for call in trace.calls for new in _expanded(trace, call, same, shapes)]
     trace.rename_results(same)
 
@@ -122,12 +161,13 @@ def kind_of_mask(mask: Tensor) -> str:
 
     A causal mask lets each query see the keys up to its own number, and no other.
     """
-    seen = _seen(mask)
+    seen = _seen(compact(mask))
     if seen is None:
         return ""
     if bool(seen.all()):
         return "open"
-    return "causal" if bool((seen == torch.ones_like(seen).tril()).all()) else ""
+    past = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    return "causal" if bool((seen == past).all()) else ""
 
 
 def _seen(mask: Tensor) -> Tensor | None:

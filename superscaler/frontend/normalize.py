@@ -10,7 +10,7 @@ import torch
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.decompose import batch_norm, bernoulli
-from superscaler.frontend.fold import kind_of_mask, rename
+from superscaler.frontend.fold import compact, kind_of_mask, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var
 
 # A rewrite returns the calls to run instead, or the name of the tensor that the result equals.
@@ -166,6 +166,19 @@ def _concatenate(trace: Trace, call: Call) -> list[Call] | str:
     if len(operands) == 1 and trace.specs[operands[0].name] == trace.specs[call.outputs[0]]:
         return str(operands[0].name)
     return [replace(call, args=(operands, *call.args[1:]))] if operands else [call]
+
+
+def _where(trace: Trace, call: Call) -> list[Call] | str:
+    """A choice that a constant makes for all elements is no choice."""
+    condition, *options = call.args
+    known = trace.values.get(condition.name) if trace.kinds.get(condition.name) == "constant" else None
+    if known is None or compact(known).numel() != 1:
+        return [call]
+    chosen, result = options[0 if bool(compact(known)) else 1], trace.specs[call.outputs[0]]
+    if not isinstance(chosen, Var) or trace.specs[chosen.name].dtype != result.dtype:
+        return [call]
+    args = (chosen, result.shape)
+    return _alias_if_equal(trace, replace(call, target="aten.expand.default", args=args, kwargs={}))
 
 
 def _lookup(trace: Trace, call: Call) -> list[Call]:
@@ -397,6 +410,7 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.copy.default": _copy,
     "aten.cat.default": _concatenate,
     "aten.index.Tensor": _lookup,
+    **dict.fromkeys(_names("where.self", "where.ScalarOther", "where.ScalarSelf"), _where),
     "aten.linear.default": _linear,
     **dict.fromkeys(_names("addmm", "baddbmm", "addmv", "addr"), _added_product),
     "aten.native_dropout.default": _dropout,
