@@ -67,6 +67,12 @@ class Local:
         pairs = zip(self.op.indices, self.box, strict=True)
         return any(i.mark == "summed" and hi - lo < i.size for i, (lo, hi) in pairs)
 
+    @property
+    def half(self) -> str:
+        """Return the dtype of the result if a sum over the whole operand may be more than it can hold, or nothing."""
+        tensor = self.tensors[self.op.outputs[0].tensor]
+        return f"torch.{tensor.dtype}" if tensor.wide_dtype != tensor.dtype else ""
+
     def full_size(self, operand: int, dims: Sequence[int] | None = None) -> int:
         """Return how many elements of the unsplit operand are reduced."""
         shape = self.tensors[self.op.inputs[operand].tensor].shape
@@ -149,6 +155,8 @@ def _mean(x: Local) -> str:
     where = (f", {list(dims)}, {keepdim}" if dims else "") + (f", dtype={dtype}" if dtype else "")
     if not x.is_summed_in_parts:
         return f"torch.mean({x.names[0]}{where})"
+    if half := x.half:
+        return f"(torch.sum({x.names[0]}{where}, dtype=torch.float32) / {x.full_size(0, dims)}).to({half})"
     return f"torch.sum({x.names[0]}{where}) / {x.full_size(0, dims)}"
 
 
@@ -156,6 +164,9 @@ def _mse_loss(x: Local) -> str:
     if not x.is_summed_in_parts or x.argument(2, "reduction", 1) != 1:
         reduction = {0: "none", 1: "mean", 2: "sum"}[x.argument(2, "reduction", 1)]
         return f'F.mse_loss({x.names[0]}, {x.names[1]}, reduction="{reduction}")'
+    if half := x.half:
+        wide = f'F.mse_loss({x.names[0]}.float(), {x.names[1]}.float(), reduction="sum")'
+        return f"({wide} / {x.full_size(0)}).to({half})"
     return f'F.mse_loss({x.names[0]}, {x.names[1]}, reduction="sum") / {x.full_size(0)}'
 
 

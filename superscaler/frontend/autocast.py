@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from superscaler.errors import InputError, unknown
 
@@ -26,6 +30,63 @@ def read_autocast(name: str | None, kind: str) -> Autocast | None:
             raise InputError(unknown("autocast", name, DTYPES))
         return kind, DTYPES[name]
     return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+
+def cast_product(equation: Any, *operands: Any) -> tuple[Any, ...]:
+    """Return the arguments of an einsum as autocast would cast them for the product that it is: decomposition keeps an
+    einsum whole. An einsum of other than two operands, or that is no product only, stays as it is.
+    """
+    flat = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    kind = flat[0].device.type if isinstance(flat[0], Tensor) else "meta"
+    if not isinstance(equation, str) or len(flat) != 2 or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return (equation, *operands)
+    left, _, result = equation.replace(" ", "").partition("->")
+    first, second = (set(side) for side in left.split(","))
+    gone = (first | second) - set(result) if "->" in equation else first & second
+    if not gone or not gone <= first & second:
+        return (equation, *operands)
+    dtype = torch.get_autocast_dtype(kind)
+    return (equation, *(x.to(dtype) if x.is_floating_point() else x for x in flat))
+
+
+def has_regions(exported: ExportedProgram) -> bool:
+    return bool(exported.graph.find_nodes(op="call_function", target=_REGION))
+
+
+@contextmanager
+def stand_ins(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Give the arguments as CPU tensors without data, and the module such weights: autocast leaves meta alone."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, Tensor] = {}
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        if id(value) not in made:
+            with mode:
+                tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            made[id(value)] = nn.Parameter(tensor, value.requires_grad) if isinstance(value, nn.Parameter) else tensor
+        return made[id(value)]
+
+    tables: list[dict[str, Any]] = [table for m in module.modules() for table in (m._parameters, m._buffers)]
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.update({name: fake(value) for name, value in table.items()})
+        yield pytree.tree_map(fake, (args, dict(kwargs)))
+    finally:
+        for table, values in zip(tables, before, strict=True):
+            table.update(values)
+
+
+def forget_stand_ins(exported: ExportedProgram) -> None:
+    """Put tensors of the meta device back where a program holds stand-ins."""
+    for table in (exported.state_dict, exported.constants):
+        for name, value in table.items():
+            if isinstance(value, FakeTensor):
+                table[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def open_regions(exported: ExportedProgram) -> None:

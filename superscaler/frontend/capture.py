@@ -6,6 +6,7 @@ export -> read -> fold constants -> normalize -> infer indices -> name factors -
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,7 @@ def _capture(
     training.groups.update({piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups})
     trace.values = {name: value.contiguous() for name, value in trace.values.items()}
     model = _build(trace, training, aliases, segments)
+    _warn_of_underflow(model)
     seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
     return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs))
 
@@ -126,6 +128,16 @@ def _device(module: nn.Module) -> torch.device:
         )
     device = next(iter(first), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def _warn_of_underflow(model: Model) -> None:
+    found = [t.name for t in model.tensors.values() if t.requires_grad and t.dtype == "float16"]
+    if found and not model.optimizer.scaler:
+        warnings.warn(
+            f"{len(found)} tensors of this model, {found[0]} first, have float16 gradients, which are 0 where "
+            "they should be below 6e-8; give capture a scaler=torch.amp.GradScaler(...), or use bf16.",
+            stacklevel=5,
+        )
 
 
 def _batch(exported: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

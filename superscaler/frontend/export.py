@@ -16,7 +16,15 @@ from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, PlanError
 from superscaler.frontend import experts
-from superscaler.frontend.autocast import Autocast, open_regions, share_casts
+from superscaler.frontend.autocast import (
+    Autocast,
+    cast_product,
+    forget_stand_ins,
+    has_regions,
+    open_regions,
+    share_casts,
+    stand_ins,
+)
 from superscaler.frontend.refusals import call, explain, forward_line, refuse_hooks
 from superscaler.garbage import without_garbage_collection
 
@@ -39,9 +47,13 @@ def export(
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, args, dict(kwargs), strict=False)
+            if has_regions(exported) and any(p.is_meta for p in module.parameters()):
+                with stand_ins(module, args, kwargs) as (own_args, own_kwargs):
+                    exported = torch.export.export(module, own_args, own_kwargs, strict=False)
             open_regions(exported)
             exported = exported.run_decompositions({})
             share_casts(exported)
+            forget_stand_ins(exported)
             return exported
         except PlanError:
             raise
@@ -89,7 +101,7 @@ def _only_loss(module: nn.Module, autocast: Autocast | None) -> Iterator[None]:
 
     @wraps(forward)
     def only_loss(*args: Any, **kwargs: Any) -> Tensor:
-        with _Detach(), torch.enable_grad(), torch.autocast(*autocast) if autocast else nullcontext():
+        with _Explicit(), torch.enable_grad(), torch.autocast(*autocast) if autocast else nullcontext():
             return loss_of(call(module, forward, args, kwargs), forward_line(module))
 
     module.forward = only_loss  # type: ignore[method-assign]
@@ -119,13 +131,17 @@ def loss_of(output: Any, name: str) -> Tensor:
     return loss
 
 
-class _Detach(TorchFunctionMode):
-    """Detaches what is computed without gradients, and hides the switch from torch.export, whose graph loses it."""
+class _Explicit(TorchFunctionMode):
+    """Makes explicit what the graph of torch.export loses: what is computed without gradients is detached (and the
+    switch is hidden, which would split autocast regions), and what autocast casts inside of an einsum is cast before.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled:
             with torch._C.DisableTorchFunction():
                 return func(*args)
+        if func is torch.functional.einsum:
+            args = cast_product(*args)
         result = func(*args, **(kwargs or {}))
         return result if torch.is_grad_enabled() else pytree.tree_map(_detach, result)
 

@@ -86,7 +86,9 @@ def parse_model(text: str) -> Model:
         raise InputError("the text of a model starts with a line 'model {...}'.")
     name, groups, scaler = head["optimizer"]
     factors = {k: Factor(k, size) for k, size in head["factors"].items()}
-    optimizer = Optimizer(name, tuple(tuple(g.items()) for g in groups), tuple(scaler.items()))
+    optimizer = Optimizer(
+        name, tuple(tuple((k, _frozen(v)) for k, v in g.items()) for g in groups), tuple(scaler.items())
+    )
     return Model(
         tensors,
         tuple(ops),

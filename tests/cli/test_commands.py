@@ -156,6 +156,31 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
     assert "deadlock free: NO" in err
 
 
+def test_autocast_is_known_to_all_commands_that_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("capture", MODEL, "--autocast", "bf16", "--json") == 0
+    assert last(capsys.readouterr().out)["ops"]["aten._to_copy.default"] > 0
+    for name, scale in (("bf16", None), ("fp16", 65536.0)):
+        assert run("compile", MODEL, *TWO, "--autocast", name, "--out", str(tmp_path / name)) == 0
+        plan = json.loads((tmp_path / name / PLAN_FILE).read_text())
+        assert plan["optimizer"]["scaler"].get("scale") == scale
+    capsys.readouterr()
+    for command in ("verify", "validate"):
+        assert run(command, MODEL, *TWO, "--autocast", "fp16", "--json") == 0
+        assert last(capsys.readouterr().out)["conservation"] is True
+    for arguments in (["capture", MODEL], ["verify", MODEL, *TWO], ["train", MODEL, *TWO]):
+        assert run(*arguments, "--autocast", "fp8") == 2
+        assert "unknown autocast 'fp8'" in capsys.readouterr().err
+
+
+@pytest.mark.dist
+def test_train_in_float16_scales_the_loss(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("train", MODEL, *TWO, "--steps", "4", "--autocast", "fp16", "--clip", "1", "--json") == 0
+    found = last(capfd.readouterr().out)
+    assert len(found["losses"]) == 4
+    assert len(found["gradient_norms"]) == 4
+    assert None not in found["losses"] + found["gradient_norms"]
+
+
 @pytest.mark.dist
 def test_train_starts_processes_and_the_loss_falls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = "gpt2:size=tiny,layers=1,batch=4"

@@ -1,0 +1,348 @@
+"""Mixed precision as part of the graph: what autocast casts, how often, and what its plans compute."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from superscaler.cluster import Cluster
+from superscaler.emit.steps import emit
+from superscaler.errors import CaptureError, InputError
+from superscaler.frontend.oracle import reference_step
+from superscaler.models import build
+from superscaler.package import describe, initial_values, slots_of
+from superscaler.plan import Graph, Plan, capture, compile
+from superscaler.runtime.executor import take
+from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.threads import run_ranks
+from superscaler.verbs import Microbatch, op_assign, op_trans
+
+MODELS = ["mlp", "gpt2:size=tiny", "llama:size=tiny"]
+PLANS = [
+    ("single", 1),
+    ("data_parallel", 2),
+    ("tensor_parallel", 2),
+    ("pipeline_1f1b:stages=2,microbatches=4", 2),
+    ("hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
+]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CAST = "aten._to_copy.default"
+
+
+def loss_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
+
+
+Step = tuple[Tensor, dict[str, Tensor]]
+
+
+def eager(module: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | None) -> Step:
+    """Return the loss and the gradients of one backward, under autocast where a dtype is given."""
+    # A region that is off would keep the casts of the regions inside of it.
+    with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
+        loss = loss_of(module(**batch))
+    module.zero_grad()
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def masked(batch: dict[str, Tensor], spec: str) -> dict[str, Tensor]:
+    """Return the batch for eager runs. With grouped heads the library chooses another kernel unless it has a mask, as
+    it always has while it is exported.
+    """
+    size = batch["input_ids"].shape[1] if "input_ids" in batch else 0
+    mask = {"attention_mask": torch.ones(1, 1, size, size, dtype=torch.bool).tril()} if "llama" in spec else {}
+    return {**batch, **mask}
+
+
+def one_step(plan: Plan) -> list[Step]:
+    """Return what each rank finds in one step in the plan's own precision: the loss, and gradients by weight."""
+    compiled = plan.compiled
+    values = initial_values(compiled.graph.model, compiled.graph.captured.values)
+    described, code = describe(compiled), modules(compiled.emitted.files)
+
+    def run(communicator):  # type: ignore[no-untyped-def]
+        step = build_step(described, code, values, communicator)
+        step.state.keep_gradients = True
+        loss = step(compiled.graph.captured.batch)
+        names = {w["name"]: w["tensor"] for w in step.state.tables["weights"]}
+        return loss, {names[n]: g for n, g in step.state.gradients.items()}
+
+    return run_ranks(compiled.program.world, run)
+
+
+@functools.cache
+def captured(spec: str, autocast: str | None = "bf16") -> tuple[nn.Module, dict[str, Tensor], Graph]:
+    built = build(spec)
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
+    graph = capture(built.module, built.args, built.kwargs, optimizer, autocast=autocast)
+    return built.module, built.kwargs, graph
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("spec", MODELS)
+@pytest.mark.filterwarnings("ignore:.*float16 gradients")
+def test_one_device_gives_the_bits_of_eager_autocast(spec: str, name: str) -> None:
+    module, batch, graph = captured(spec, name)
+    expected, gradients = eager(module, masked(batch, spec), DTYPES[name])
+    ((loss, found),) = one_step(compile(graph, "single", "local:1"))
+    assert torch.equal(loss, expected)
+    assert found.keys() == gradients.keys()
+    different = [n for n, g in gradients.items() if not torch.equal(found[n], g)]
+    assert not different
+    assert {g.dtype for g in found.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_every_plan_stays_exact_in_float64(spec: str) -> None:
+    _, _, graph = captured(spec)
+    assert CAST in {op.target for op in graph.ops}
+    for plan, world in PLANS:
+        result = compile(graph, plan, Cluster.local(world)).verify()
+        assert result["equal"], (plan, result)
+        assert max(result["loss_error"], result["gradient_error"], result["parameter_error"]) <= 1e-9
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_plans_are_as_close_to_the_truth_as_eager_autocast(spec: str) -> None:
+    """Plans and eager round at other places: a plan's worst gradient is at most half farther from float64's."""
+    module, batch, graph = captured(spec)
+    model = graph.captured
+    values = {n: v.double() if v.is_floating_point() else v for n, v in model.values.items()}
+    inputs = {n: v.double() if v.is_floating_point() else v for n, v in model.batch.items()}
+    exact_loss, exact = reference_step(model, inputs, values, torch.float64)
+    _, gradients = eager(module, batch, torch.bfloat16)
+    # Gradients that are zero but for rounding (of key biases) say nothing.
+    largest = max(float(g.norm()) for g in exact.values())
+    telling = {n for n, g in exact.items() if g.norm() > 1e-3 * largest}
+    bound = 1.5 * max(distance(gradients[n], exact[n]) for n in telling)
+    for plan, world in PLANS[1:]:
+        compiled = compile(graph, plan, Cluster.local(world))
+        results = one_step(compiled)
+        assert len({float(found) for found, _ in results}) == 1
+        assert abs(float(results[0][0] - exact_loss)) <= 2**-8 * float(exact_loss)
+        seen = set()
+        for device, (_, mine) in zip(compiled.compiled.program.devices, results, strict=True):
+            for weight in device.weights:
+                if weight.tensor in telling:
+                    want = take(exact[weight.tensor], slots_of(graph.model, weight.tensor), weight.box)
+                    assert distance(mine[weight.tensor], want) <= bound, (plan, weight.tensor)
+                    seen.add(weight.tensor)
+        assert seen == telling
+
+
+class Twice(nn.Module):
+    """Reads weights more than once: in one region, in another one, in full, and without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = torch.tanh(self.first(self.first(x)))
+            with torch.no_grad(), torch.no_grad():
+                fixed = self.second(h)
+            fixed = fixed + self.second(h).detach()
+            with torch.autocast("cpu", enabled=False):
+                full = self.second(h.float())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.first(h) + torch.einsum("bi,oi->bo", h.float(), self.second.weight)
+        return (h.float() * full + fixed).pow(2).mean()
+
+
+def test_regions_of_the_model_are_followed_to_the_bit() -> None:
+    torch.manual_seed(0)
+    module, x = Twice(), torch.randn(4, 8)
+    graph = capture(module, (x,))
+    expected, gradients = eager(module, {"x": x}, None)
+    ((loss, found),) = one_step(compile(graph, "single", "local:1"))
+    assert torch.equal(loss, expected)
+    for name, gradient in gradients.items():
+        assert torch.equal(found[name], gradient), name
+    assert compile(graph, "data_parallel", "local:2").verify()["equal"]
+    # Once in each of two regions; of the second linear also within its einsum, which eager does not keep either.
+    casts = Counter(op.inputs[0].tensor for op in graph.ops if op.target == CAST and op.from_weights)
+    assert casts == {"first.weight": 2, "first.bias": 2, "second.weight": 2, "second.bias": 1}
+    # Ops keep their modules, by which plans choose them.
+    assert {"first", "second"} <= {op.module for op in graph.ops if op.target == CAST}
+
+
+def test_casts_of_activations_stay_apart_so_that_gradients_are_added_in_float32() -> None:
+    _, _, graph = captured("llama:size=tiny,layers=1")
+    casts = Counter(op.inputs[0].tensor for op in graph.ops if op.target == CAST and not op.from_weights)
+    assert max(casts.values()) == 3
+    assert all(count == 1 for name, count in casts.items() if graph.model.tensors[name].kind != "activation")
+
+
+def test_the_region_around_a_capture_counts_and_its_device_is_not_in_the_plan() -> None:
+    built = build("mlp")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = capture(built.module, built.args, built.kwargs)
+        off = capture(built.module, built.args, built.kwargs, autocast="fp16", scaler=torch.amp.GradScaler("cpu"))
+    assert graph.model == capture(built.module, built.args, built.kwargs, autocast="bf16").model
+    assert "bfloat16" not in {t.dtype for t in off.model.tensors.values()}
+    assert not any(op.target == CAST for op in capture(built.module, built.args, built.kwargs).ops)
+    files = emit(compile(graph, "single", "local:1").compiled.program).files
+    assert ".to(torch.bfloat16)" in files["segments.py"]
+    assert not any(word in text for text in files.values() for word in ("cpu", "autocast"))
+    assert {t.dtype for t in graph.model.parameters()} == {"float32"}
+
+
+def test_a_step_inside_of_a_region_is_the_same() -> None:
+    _, batch, graph = captured("mlp", None)
+    compiled = compile(graph, "single", "local:1").compiled
+
+    def run(communicator):  # type: ignore[no-untyped-def]
+        step = build_step(describe(compiled), modules(compiled.emitted.files), graph.captured.values, communicator)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return step(batch)
+
+    (loss,) = run_ranks(1, run)
+    assert torch.equal(loss, eager(build("mlp").module, batch, None)[0])
+
+
+@pytest.mark.parametrize("spec", ["mlp:device=meta", "gpt2:size=tiny,layers=1,device=meta"])
+def test_models_without_data_are_cast_too(spec: str) -> None:
+    module, _, graph = captured(spec)
+    real = captured(spec.replace("meta", "cpu"))[2]
+    assert [(op.name, op.target) for op in graph.ops] == [(op.name, op.target) for op in real.ops]
+    assert all(p.is_meta for p in module.parameters())
+    assert not set(graph.captured.values) & {n for n, _ in module.named_parameters()}
+    assert compile(graph, "data_parallel", "local:2").verify(batch=real.captured.batch)["equal"]
+
+
+class Summed(nn.Module):
+    """Its gradients have one sign, so that a sum in halves stops growing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(self.head(x).float(), y)
+
+
+def cast_once(graph: Graph, cluster: Cluster) -> None:
+    for op in graph.forward_ops:
+        op_assign(graph, op if op.from_weights else op_trans(graph, op, Microbatch(64)), cluster.devices[0])
+
+
+@pytest.mark.parametrize(
+    ("is_whole", "plan", "world"),
+    [
+        (False, "pipeline_1f1b:stages=2,microbatches=64", 2),
+        (True, "pipeline_1f1b:stages=2,microbatches=64", 2),
+        (False, "hybrid:dp=2,microbatches=32", 2),
+        (True, "hybrid:dp=2,microbatches=32", 2),
+        (False, cast_once, 1),
+    ],
+)
+def test_microbatches_add_their_gradients_in_float32(is_whole: bool, plan: Any, world: int) -> None:
+    torch.manual_seed(0)
+    module, x, y = Summed(), torch.rand(64, 16), torch.full((64, 1), 10.0)
+    if is_whole:
+        module, x = module.bfloat16(), x.bfloat16()
+    graph = capture(module, (x, y), autocast=None if is_whole else "bf16")
+    exact: dict[str, Tensor] = {}
+    halves: dict[str, Tensor] = {}
+    for k in range(64):
+        batch = {"x": x[k : k + 1], "y": y[k : k + 1]}
+        for name, gradient in eager(module, batch, None if is_whole else torch.bfloat16)[1].items():
+            exact[name] = exact.get(name, torch.zeros(())) + gradient.double() / 64
+            halves[name] = halves.get(name, torch.zeros(())).bfloat16() + gradient.bfloat16() / 64
+    found = {n: g for _, mine in one_step(compile(graph, plan, Cluster.local(world))) for n, g in mine.items()}
+    assert found.keys() == exact.keys()
+    for name, gradient in exact.items():
+        # One cast for all microbatches has one gradient, their sum, which is rounded once.
+        expected = gradient.bfloat16() if plan is cast_once else gradient
+        assert distance(found[name], expected) <= 1e-6, name
+    # What bfloat16 sums would give is farther than any single rounding.
+    assert max(distance(halves[n], exact[n]) for n in exact) > 2**-8
+
+
+@pytest.mark.filterwarnings("ignore:.*float16 gradients")
+@pytest.mark.parametrize(("spec", "dtype"), [("gpt2:size=tiny", torch.float16), ("llama:size=tiny", torch.bfloat16)])
+def test_whole_modules_in_halves(spec: str, dtype: torch.dtype) -> None:
+    built = build(spec)
+    module = built.module.to(dtype)
+    graph = capture(module, built.args, built.kwargs, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    expected, gradients = eager(module, masked(built.kwargs, spec), None)
+    ((loss, found),) = one_step(compile(graph, "single", "local:1"))
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(found[n], g.float()) for n, g in gradients.items())
+    for plan, world in PLANS:
+        assert compile(graph, plan, Cluster.local(world)).verify()["equal"], plan
+
+
+class Half(nn.Module):
+    """Losses in the module's own half, summed, averaged, and scaled after the mean."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64, dtype=torch.float32), nn.Linear(64, 8, dtype=dtype)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        out = self.second(torch.tanh(self.first(x)).to(self.dtype))
+        return F.cross_entropy(out, labels) * 0.5 + F.mse_loss(out, torch.full_like(out, 30.0)) + out.pow(2).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:.*float16 gradients")
+def test_mixed_parameters_and_losses_in_halves(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module, x, labels = Half(dtype), torch.randn(64, 8), torch.randint(0, 8, (64,))
+    graph = capture(module, (x, labels))
+    assert {t.dtype for t in graph.model.parameters()} == {"float32", str(dtype).removeprefix("torch.")}
+    expected, gradients = eager(module, {"x": x, "labels": labels}, None)
+    for plan, world in [*PLANS[:2], PLANS[3]]:
+        compiled = compile(graph, plan, Cluster.local(world))
+        assert compiled.verify()["equal"], plan
+        for loss, found in one_step(compiled):
+            # The sum of the squares of 512 errors near 30 is far above what a float16 can hold.
+            assert loss.isfinite()
+            assert float(loss) == pytest.approx(float(expected), rel=2**-7)
+            for name, gradient in found.items():
+                assert distance(gradient, gradients[name]) <= 2**-5, name
+
+
+def test_an_unknown_name_is_refused() -> None:
+    built = build("mlp")
+    with pytest.raises(InputError, match="unknown autocast 'bfloat16'; did you mean 'bf16'"):
+        capture(built.module, built.args, built.kwargs, autocast="bfloat16")
+
+
+def test_a_model_on_two_devices_is_refused() -> None:
+    built = build("mlp")
+    built.module.head.to("meta")
+    with pytest.raises(CaptureError, match=r"layers\.0\.weight of MLP is on cpu, but head\.weight on meta; put"):
+        capture(built.module, built.args, built.kwargs)
+
+
+def test_float16_without_a_scaler_warns_once() -> None:
+    built = build("mlp")
+    with pytest.warns(UserWarning, match="float16 gradients") as record:
+        graph = capture(built.module, built.args, built.kwargs, autocast="fp16")
+    assert len(record) == 1
+    assert record[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert one_step(compile(graph, "single", "local:1"))[0][0].isfinite()
+        capture(built.module, built.args, built.kwargs, autocast="fp16", scaler=torch.amp.GradScaler("cpu"))
