@@ -17,23 +17,27 @@ Words = list[str]
 _ATTENTION = ("aten.scaled_dot_product_attention.default", "ss.attention_dropout")
 _SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 _LABELED = ("ss.cross_entropy", "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
+_BATCH = "batch"
 _HEADS = ("heads", "kv_heads", "groups")
 # What belongs to the whole model, not to a module.
 _GLOBAL = ("vocabulary", "classes")
 
 
 def name_factors(trace: Trace, found: Inference) -> dict[int, str]:
-    """Return a unique name for the `id` of every class that a tensor or an op holds."""
+    """Return a name for the `id` of every class that a tensor or an op holds: unique, but for `batch`.
+
+    Inputs that no operator ties together (two towers) have a batch each; those of one size are one factor.
+    """
     names: dict[int, str] = {}
-    taken: set[str] = set()
+    taken: dict[str, int] = {}
     for span, name in _candidates(trace, found):
         if id(span) in names:
             continue
         unique, n = name, 1
-        while unique in taken:
+        while unique in taken and (unique, taken[unique]) != (_BATCH, span.size):
             n += 1
             unique = f"{name}.{n}"
-        taken.add(unique)
+        taken[unique] = span.size
         names[id(span)] = unique
     return names
 
@@ -57,7 +61,7 @@ def _inputs(trace: Trace, found: Inference) -> Iterator[tuple[Span, str]]:
     """The first dim of all inputs is the batch; the second of the first that holds token ids is the sequence."""
     inputs = [name for name, kind in trace.kinds.items() if kind == "input" and trace.specs[name].shape]
     for name in inputs:
-        yield from ((span, "batch") for span in found.classes(name)[0])
+        yield from ((span, _BATCH) for span in found.classes(name)[0])
     tokens = (n for n in inputs if len(trace.specs[n].shape) == 2 and not trace.specs[n].dtype.is_floating_point)
     for name in tokens:
         yield from ((span, "sequence") for span in found.classes(name)[1])

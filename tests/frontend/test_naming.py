@@ -76,6 +76,28 @@ def test_each_stage_has_its_hidden_and_each_block_its_heads() -> None:
     assert names(captured, "between.weight") == (("hidden",), ("x.2",))
 
 
+def test_inputs_of_one_batch_size_share_the_factor() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            return self.left(x).square().mean() + self.right(y).square().mean() + self.third(z).square().mean()
+
+    captured = capture(Towers(), (torch.randn(4, 6), torch.randn(4, 6), torch.randn(3, 6)))
+    assert [names(captured, n)[0] for n in ("x", "y", "z")] == [("batch",), ("batch",), ("batch.2",)]
+    compiled = compile(Graph(captured.model, captured), "data_parallel", Cluster.local(4))
+    cut = {
+        op.module
+        for op in captured.model.ops
+        if any(a.index is not None for a in compiled.compiled.graph.grids[op.name].axes)
+    }
+    assert {"left", "right"} <= cut
+    assert "third" not in cut
+    assert compiled.verify()["equal"]
+
+
 def graph() -> Graph:
     torch.manual_seed(0)
     captured = capture(Mlp(), (torch.randn(4, 12), torch.randn(4, 12)))
