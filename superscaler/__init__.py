@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
     from superscaler.errors import PlanError
+    from superscaler.frontend.register import register
     from superscaler.plan import Plan, capture, compile, load
     from superscaler.verbs import (
         Graph,
@@ -39,6 +40,7 @@ __all__ = [
     "op_assign",
     "op_order",
     "op_trans",
+    "register",
     "sprogram",
 ]
 
@@ -46,6 +48,7 @@ _VERBS = ("Graph", "Microbatch", "Replicate", "Split", "ValueSplit", "op_assign"
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",
+    "register": "superscaler.frontend.register",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),
     **dict.fromkeys(_VERBS, "superscaler.verbs"),
 }

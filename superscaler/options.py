@@ -75,9 +75,9 @@ def _check(spec: str, options: Options) -> None:
             raise InputError(f"'{spec}': {key} is {value}, but it must be {least} or more, and below 2**63.")
     if options["device"] not in DEVICES:
         raise InputError(f"'{spec}': {unknown('device', options['device'], DEVICES)}")
-    dropout = options.get("dropout", 0.0)
-    if not 0 <= dropout < 1:
-        raise InputError(f"'{spec}': dropout is {dropout}, but it must be at least 0 and below 1.")
+    for rate in ("dropout", "drop_path"):
+        if not 0 <= options.get(rate, 0.0) < 1:
+            raise InputError(f"'{spec}': {rate} is {options[rate]}, but it must be at least 0 and below 1.")
 
 
 def check_divides(model: str, whole: str, part: str, options: Options) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError
+from superscaler.frontend.rules import REGISTERED
 from superscaler.ir.graph import Model
 from superscaler.runtime.step import PLAN_FILE, WEIGHTS_FILE
 
@@ -43,9 +44,20 @@ def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "slots": {name: slots_of(model, name) for name in sorted(resident)},
         "bounds": _bounds(model),
-        "loss_dtype": model.tensors[model.loss].dtype,
-        "optimizer": {"name": model.optimizer.name, "groups": [dict(g) for g in model.optimizer.groups]},
+        "loss_dtype": model.tensors[model.loss].wide_dtype,
+        "optimizer": {
+            "name": model.optimizer.name,
+            "groups": [dict(g) for g in model.optimizer.groups],
+            "scaler": dict(model.optimizer.scaler),
+        },
+        "operators": _operators(model),
     }
+
+
+def _operators(model: Model) -> dict[str, tuple[str, str] | None]:
+    """Return for each operator that is neither torch's nor ours the module and the file that register it, if known."""
+    own = {op.target: REGISTERED.get(op.target) for op in model.ops if op.target.split(".")[0] not in ("aten", "ss")}
+    return {target: (rule.module, rule.file) if rule else None for target, rule in sorted(own.items())}
 
 
 def _bounds(model: Model) -> dict[str, int]:
@@ -92,6 +104,12 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     Files that are not of the older plan stay. Raises InputError for a directory that cannot be written.
     """
     check_directory(directory)
+    for target, home in _operators(compiled.graph.model).items():
+        if home == ("", ""):
+            raise InputError(
+                f"{target} was registered outside of any file, where no process that runs the plan can find it; "
+                "put it into a .py file and import that."
+            )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_plan(directory)

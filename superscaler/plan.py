@@ -96,11 +96,16 @@ def capture(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    autocast: str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Graph:
-    """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`)."""
+    """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
+
+    `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss.
+    """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
-    captured = capture_model(module, args, kwargs, optimizer)
+    captured = capture_model(module, args, kwargs, optimizer, autocast, scaler)
     return Graph(captured.model, captured)
 
 

@@ -27,6 +27,19 @@ def load_file(file: Path) -> ModuleType:
     return module
 
 
+def root_of(module: str, file: Path) -> Path | None:
+    """Return the folder from which this file is imported as this module, or None where it is not.
+
+    >>> root_of("package.ops", Path("/code/package/ops.py")).as_posix()
+    '/code'
+    >>> root_of("__main__", Path("/code/train.py")) is None
+    True
+    """
+    path = file.parent if file.name == "__init__.py" else file.with_suffix("")
+    names = module.split(".")
+    return path.parents[len(names) - 1] if list(path.parts[-len(names) :]) == names else None
+
+
 @contextmanager
 def running(file: Path, trouble: str) -> Iterator[None]:
     """Run code of the user's file, whose folder can be imported from, as when Python runs the file.

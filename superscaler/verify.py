@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model
 from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import describe, initial_values, slots_of, write
+from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.launch import launch
 from superscaler.runtime.step import Step, build_step, modules
@@ -41,8 +42,8 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Ten
     """Run one step of the plan and of the exported model in float64, dropout off, and compare.
 
     `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. Returns equal,
-    loss_error (relative), gradient_error and parameter_error (largest over pTensors and replicas, relative with a
-    floor), worst_tensor, conservation, deadlock_free.
+    loss_error (relative), gradient_error and parameter_error (largest over pTensors, buffers that the step changes
+    included, and replicas, relative with a floor), worst_tensor, conservation, deadlock_free.
     """
     if backend not in _BACKENDS:
         raise InputError(unknown("backend", backend, _BACKENDS))
@@ -50,8 +51,8 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Ten
     exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
     values = {k: _double(v) for k, v in initial_values(exact.graph.model, captured.values).items()}
     inputs = {k: _double(v) for k, v in (batch or captured.batch).items()}
-    loss, gradients = reference_step(captured, inputs, values, torch.float64)
-    updated = _reference_update(exact.graph.model, values, gradients)
+    loss, gradients, buffers = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
+    updated = {**_reference_update(exact.graph.model, values, gradients), **buffers}
     results = _BACKENDS[backend](exact, values, inputs)
     gradient_error, worst = _largest(exact, [r.gradients for r in results], gradients)
     parameter_error, worst_parameter = _largest(exact, [r.weights for r in results], updated)
@@ -73,6 +74,16 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Ten
     }
 
 
+def _draw(model: Model) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """Return what gives the random numbers of an operator in the first step of a plan."""
+    numbers = {op.name: n for n, op in enumerate(model.ops)}
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        return functional.draw(0, 0, numbers.get(name, -1), [(0, size) for size in shape], shape, "cpu")
+
+    return draw
+
+
 def _double(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
@@ -90,7 +101,7 @@ def _reference_update(model: Model, values: Mapping[str, Tensor], gradients: Map
     members: list[list[Tensor]] = [[] for _ in model.optimizer.groups]
     updated = {}
     for op in model.ops:
-        if not op.is_forward:
+        if not op.is_forward and not op.is_write:
             name = op.inputs[0].tensor
             updated[name] = values[name].clone().requires_grad_()
             updated[name].grad = gradients[name].clone() if name in gradients else None
@@ -110,7 +121,7 @@ def _largest(
     worst, where = 0.0, ""
     for device in compiled.program.devices:
         for weight in device.weights:
-            if not weight.trained or weight.tensor not in expected:
+            if weight.tensor not in expected:
                 continue
             whole = expected[weight.tensor]
             want = take(whole, slots_of(model, weight.tensor), weight.box)

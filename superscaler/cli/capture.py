@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from superscaler.cli.common import AsJson, LearningRate, Model, OptimizerName, capture_model, printing
+from superscaler.cli.common import AsJson, AutocastName, LearningRate, Model, OptimizerName, capture_model, printing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,11 +18,12 @@ def capture(
     model: Model,
     optimizer: OptimizerName = "adamw",
     lr: LearningRate = 1e-3,
+    autocast: AutocastName = None,
     as_json: AsJson = False,
 ) -> None:
     """Capture MODEL and list its operators, its factors (what a plan can split) and what cannot be cut, and why."""
     with printing(as_json) as printer:
-        graph, built = capture_model(model, optimizer, lr)
+        graph, built = capture_model(model, optimizer, lr, autocast)
         from superscaler.ir.report import describe
 
         found = describe(graph.model)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="NAME[:key=value,...] (gpt2, llama, mlp) or FILE.py:FUNCTION[:key=value,...]"),
+    typer.Argument(metavar="MODEL", help="NAME[:key=value,...] (gpt2, swin, ...) or FILE.py:FUNCTION[:key=value,...]"),
 ]
 PlanSpec = Annotated[
     str,
@@ -39,10 +39,15 @@ ClusterSpec = Annotated[
 ]
 OptimizerName = Annotated[str, typer.Option("--optimizer", help="adamw, adam or sgd")]
 LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of the optimizer.")]
+AutocastName = Annotated[
+    str | None,
+    typer.Option("--autocast", metavar="NAME", help="bf16, or fp16 with loss scaling; weights keep their dtype."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]
 
 # name on the command line -> class of torch.optim
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
+AUTOCASTS = ("bf16", "fp16")
 
 
 @contextmanager
@@ -97,13 +102,14 @@ class Request:
     cluster: str
     optimizer: str
     lr: float
+    autocast: str | None = None
 
     def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
         """Return the sProgram and the cluster."""
         from superscaler.cluster import Cluster
         from superscaler.plans import resolve
 
-        check_optimizer(self.optimizer, self.lr)
+        check_training(self.optimizer, self.lr, self.autocast)
         return resolve(self.plan), Cluster.parse(self.cluster)
 
 
@@ -112,22 +118,28 @@ def compile_plan(request: Request) -> tuple[Plan, BuiltModel]:
     sprogram, cluster = request.read()
     from superscaler.plan import compile as compile_graph
 
-    graph, built = capture_model(request.model, request.optimizer, request.lr)
+    graph, built = capture_model(request.model, request.optimizer, request.lr, request.autocast)
     return compile_graph(graph, sprogram, cluster), built
 
 
-def capture_model(model: str, optimizer: str, lr: float) -> tuple[Graph, BuiltModel]:
-    """Build and capture a model with an optimizer over its trained parameters."""
-    check_optimizer(optimizer, lr)
+def capture_model(model: str, optimizer: str, lr: float, autocast: str | None = None) -> tuple[Graph, BuiltModel]:
+    """Build and capture a model with an optimizer over its trained parameters, and for fp16 a default GradScaler."""
+    check_training(optimizer, lr, autocast)
+    import torch
+
     from superscaler.models import build
     from superscaler.plan import capture
 
     built = build(model)
-    return capture(built.module, built.args, built.kwargs, make_optimizer(built, optimizer, lr)), built
+    scaler = torch.amp.GradScaler("cpu") if autocast == "fp16" else None
+    trained = make_optimizer(built, optimizer, lr)
+    return capture(built.module, built.args, built.kwargs, trained, autocast, scaler), built
 
 
-def check_optimizer(name: str, lr: float) -> None:
-    """Raise InputError for an unknown optimizer or a learning rate that is not a positive number."""
+def check_training(name: str, lr: float, autocast: str | None = None) -> None:
+    """Raise InputError for an unknown optimizer or autocast, or a learning rate that is not a positive number."""
+    if autocast is not None and autocast not in AUTOCASTS:
+        raise InputError(unknown("autocast", autocast, AUTOCASTS))
     if name not in OPTIMIZERS:
         raise InputError(unknown("optimizer", name, OPTIMIZERS))
     if not (math.isfinite(lr) and lr > 0):

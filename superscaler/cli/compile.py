@@ -10,6 +10,7 @@ import typer
 
 from superscaler.cli.common import (
     AsJson,
+    AutocastName,
     ClusterSpec,
     LearningRate,
     Model,
@@ -36,13 +37,14 @@ def compile_model(
     out: Out = None,
     optimizer: OptimizerName = "adamw",
     lr: LearningRate = 1e-3,
+    autocast: AutocastName = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compile MODEL under a plan for a cluster, and write what each device runs."""
     with printing(as_json) as printer:
         check_out(out)
-        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr))
+        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast))
         if out is not None:
             compiled.save(out, seed)
         printer.show(

@@ -12,6 +12,7 @@ import typer
 
 from superscaler.cli.common import (
     AsJson,
+    AutocastName,
     ClusterSpec,
     LearningRate,
     Model,
@@ -31,6 +32,7 @@ def train(
     cluster: ClusterSpec,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to train.")] = 20,
     lr: LearningRate = 1e-3,
+    autocast: AutocastName = None,
     optimizer: OptimizerName = "adamw",
     clip: Annotated[float | None, typer.Option("--clip", help="Largest global norm of the gradients.")] = None,
     data: Annotated[
@@ -42,7 +44,7 @@ def train(
 ) -> None:
     """Compile MODEL for local:N, start N processes and train; prints the losses."""
     with printing(as_json) as printer:
-        request = Request(model, plan, cluster, optimizer, lr)
+        request = Request(model, plan, cluster, optimizer, lr, autocast)
         check(request, clip, data, out)
         compiled, built = compile_plan(request)
         with _directory(out) as directory:

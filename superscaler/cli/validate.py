@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from superscaler.cli.common import (
     AsJson,
+    AutocastName,
     ClusterSpec,
     LearningRate,
     Model,
@@ -21,11 +22,12 @@ def validate(
     cluster: ClusterSpec,
     optimizer: OptimizerName = "adamw",
     lr: LearningRate = 1e-3,
+    autocast: AutocastName = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that the plan covers the model and cannot deadlock. Exit code 1 and the reason when it does not hold."""
     with printing(as_json) as printer:
-        compiled, _ = compile_plan(Request(model, plan, cluster, optimizer, lr))
+        compiled, _ = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast))
         found = compiled.validate()
         printer.show(compiled.summary(), "the plan holds: every part is covered, and no device waits forever")
         printer.result = found

@@ -9,6 +9,7 @@ import typer
 
 from superscaler.cli.common import (
     AsJson,
+    AutocastName,
     ClusterSpec,
     LearningRate,
     Model,
@@ -34,11 +35,12 @@ def verify(
     ] = False,
     optimizer: OptimizerName = "adamw",
     lr: LearningRate = 1e-3,
+    autocast: AutocastName = None,
     as_json: AsJson = False,
 ) -> None:
     """Run one step of the plan and of the model in float64 and compare. Exit code 1 when they are not equal."""
     with printing(as_json) as printer:
-        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr))
+        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast))
         result = compiled.verify("processes" if processes else "threads", real_batch(built))
         printer.show(_certificate(result))
         printer.result = result

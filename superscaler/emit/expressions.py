@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from superscaler.ir.graph import Op, PTensor, Ref
+from superscaler.ir.graph import Op, Operand, PTensor, Ref
 from superscaler.ir.mask import Box
 
 Shape = tuple[int, ...]
+
+
+def ranges(operand: Operand, tensor: PTensor, box: Box) -> Box:
+    """Return which range of each slot of a tensor a part reads or writes."""
+    return tuple((0, e) if i is None else box[i] for i, e in zip(operand.slots, tensor.extents, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +42,24 @@ class Local:
             return f'float("{value}")'
         return repr(value)
 
+    def given(self, position: int, name: str, value: Any) -> Local:
+        """Return the same with another value of an argument that the call states."""
+        args = tuple(value if k == position else a for k, a in enumerate(self.op.args))
+        kwargs = tuple((k, value if k == name else v) for k, v in self.op.kwargs)
+        return replace(self, op=replace(self.op, args=args, kwargs=kwargs))
+
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         if position < len(self.op.args):
             return self.op.args[position]
         return dict(self.op.kwargs).get(name, default)
+
+    def part(self, operand: int, dim: int) -> str:
+        """Return which range of each slot of an operand's dim this part has, and their sizes; '' where it has all."""
+        tensor = self.tensors[self.op.inputs[operand].tensor]
+        first = sum(len(slots) for slots in tensor.slots[:dim])
+        own = slice(first, first + len(tensor.slots[dim]))
+        box, extents = ranges(self.op.inputs[operand], tensor, self.box)[own], tensor.extents[own]
+        return "" if box == tuple((0, e) for e in extents) else f"{box}, {extents}"
 
     @property
     def is_summed_in_parts(self) -> bool:
@@ -86,6 +105,26 @@ def _aten(x: Local) -> str:
     return f"torch.ops.{x.op.target}({_arguments(x)})"
 
 
+def _convolution(x: Local) -> str:
+    """Groups are counted again: the channels of a part over those of one group."""
+    is_general = "convolution" in x.op.target
+    transposed = "transpose" in x.op.target or (is_general and x.op.args[6])
+    channels = x.results[0][1] if transposed else x.shapes[0][1]
+    return _aten(x.given(8 if is_general else 6, "groups", channels // x.shapes[1][1]))
+
+
+def _repeat(x: Local) -> str:
+    (before, *_), after = x.shapes, x.results[0]
+    added = len(after) - len(before)
+    times = [*after[:added], *(b // a for a, b in zip(before, after[added:], strict=True))]
+    return f"{x.names[0]}.repeat({_sizes(tuple(times))})"
+
+
+def _repeat_interleave(x: Local) -> str:
+    times = prod(x.results[0]) // prod(x.shapes[0])
+    return f"{x.names[0]}.repeat_interleave({times}, {x.argument(2, 'dim')})"
+
+
 def _reshape(x: Local) -> str:
     return f"{x.names[0]}.reshape({_sizes(x.results[0])})"
 
@@ -106,8 +145,8 @@ def _split(x: Local) -> str:
 
 
 def _mean(x: Local) -> str:
-    dims, keepdim = x.argument(1, "dim"), bool(x.argument(2, "keepdim", False))
-    where = f", {list(dims)}, {keepdim}" if dims else ""
+    dims, keepdim, dtype = x.argument(1, "dim"), bool(x.argument(2, "keepdim", False)), x.argument(9, "dtype")
+    where = (f", {list(dims)}, {keepdim}" if dims else "") + (f", dtype={dtype}" if dtype else "")
     if not x.is_summed_in_parts:
         return f"torch.mean({x.names[0]}{where})"
     return f"torch.sum({x.names[0]}{where}) / {x.full_size(0, dims)}"
@@ -126,24 +165,35 @@ def _to_copy(x: Local) -> str:
 
 
 def _attention(x: Local) -> str:
-    mask, dropout, causal = (
-        x.argument(3, "attn_mask"),
-        x.argument(4, "dropout_p", 0.0),
-        x.argument(5, "is_causal", False),
-    )
+    mask, dropout = x.argument(3, "attn_mask"), x.argument(4, "dropout_p", 0.0)
     options = [f"attn_mask={x.literal(mask)}"] if mask is not None else []
     options += [f"dropout_p={dropout}"] if dropout else []
-    options += ["is_causal=True"] if causal else []
+    if x.argument(5, "is_causal", False):
+        options += [f"attn_mask={_causal_mask(x)}" if x.part(0, -2) else "is_causal=True"]
     options += [
         f"{k}={x.literal(v)}" for k, v in x.op.kwargs if k in ("scale", "enable_gqa") and v not in (None, False)
     ]
     return f"F.scaled_dot_product_attention({', '.join([*(x.literal(a) for a in x.op.args[:3]), *options])})"
 
 
+def _causal_mask(x: Local) -> str:
+    """torch aligns a causal mask at the first query that it is given: a part of the queries needs its own rows."""
+    return f"functional.causal_mask({x.part(0, -2)}, {x.shapes[1][-2]}, {x.names[0]})"
+
+
+def _attention_dropout(x: Local) -> str:
+    q, k, v, mask, p, causal, scale = map(x.literal, x.op.args)
+    if x.op.args[5] and x.part(0, -2):
+        mask, causal = _causal_mask(x), "False"
+    return f"functional.attention_dropout({q}, {k}, {v}, {mask}, {p}, {causal}, {scale}, {x.random})"
+
+
 def _embedding(x: Local) -> str:
     weight, ids = x.literal(x.op.args[0]), x.literal(x.op.args[1])
     padding = x.argument(2, "padding_idx", -1)
     extra = f", padding_idx={padding}" if padding not in (-1, None) else ""
+    if part := x.part(0, 0):
+        return f"functional.embedding_part({ids}, {weight}, {part}{extra})"
     return f"F.embedding({ids}, {weight}{extra})"
 
 
@@ -152,11 +202,25 @@ def _layer_norm(x: Local) -> str:
     return f"F.layer_norm({', '.join(given)})"
 
 
-def _random(function: str) -> Callable[[Local], str]:
-    def expression(x: Local) -> str:
-        return f"{function}({_arguments(x)}, {x.random})"
+def _dropout(x: Local) -> str:
+    return f"functional.dropout({_arguments(x)}, {x.random})"
 
-    return expression
+
+def _drawn(x: Local) -> str:
+    """A part of a random tensor; the numbers are uniform in [0, 1)."""
+    spec = x.tensors[x.op.outputs[0].tensor]
+    return f"functional.{x.op.target.removeprefix('ss.')}({x.random}, torch.{spec.dtype})"
+
+
+def _experts(x: Local) -> str:
+    """The experts of a part by their numbers: a range, unless a factor that is not the outer one was cut."""
+    slots, gate_up = x.op.inputs[3].slots, x.tensors[x.op.inputs[3].tensor]
+    numbers = [0]
+    for slot, size in list(zip(slots, gate_up.extents, strict=True))[: len(gate_up.slots[0])]:
+        lo, hi = (0, size) if slot is None else x.box[slot]
+        numbers = [n * size + k for n in numbers for k in range(lo, hi)]
+    span = range(numbers[0], numbers[-1] + 1)
+    return f"functional.experts({_arguments(x)}, {span if len(span) == len(numbers) else tuple(numbers)})"
 
 
 def _count_labels(x: Local) -> str:
@@ -176,16 +240,27 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
     "aten.contiguous.default": lambda x: f"{x.names[0]}.contiguous()",
     "aten.detach.default": _method("detach"),
     "aten.expand.default": _expand,
+    "aten.broadcast_to.default": _expand,
+    "aten.repeat.default": _repeat,
+    "aten.tile.default": _repeat,
+    "aten.repeat_interleave.self_int": _repeat_interleave,
     **{f"aten.{n}.Tensor": _infix(s) for n, s in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
     **{
         f"aten.{n}.default": _call(f"torch.{n}")
         for n in ("tanh", "rsqrt", "neg", "exp", "log", "sigmoid", "cos", "sin")
     },
-    **{f"aten.{n}.default": _call(f"torch.{n}") for n in ("mm", "matmul", "bmm", "abs", "sqrt", "cat", "relu")},
+    **{
+        f"aten.{n}.default": _call(f"torch.{n}")
+        for n in ("mm", "matmul", "bmm", "einsum", "abs", "sqrt", "cat", "relu")
+    },
     **{f"aten.{n}.default": _call(f"F.{n}") for n in ("linear", "silu", "gelu")},
     "aten.pow.Tensor_Scalar": _call("torch.pow"),
     "aten.split.Tensor": _split,
-    "aten.split_with_sizes.default": _split,
+    **{f"aten.{n}": _split for n in ("split_with_sizes.default", "split.sizes", "chunk.default")},
+    "aten.convolution.default": _convolution,
+    **{f"aten.conv{n}d.{kind}": _convolution for n in (1, 2, 3) for kind in ("default", "padding")},
+    "aten.conv_transpose1d.default": _convolution,
+    **{f"aten.conv_transpose{n}d.input": _convolution for n in (2, 3)},
     "aten.mean.dim": _mean,
     "aten.mean.default": _mean,
     "aten.mse_loss.default": _mse_loss,
@@ -195,13 +270,32 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
     "aten.layer_norm.default": _layer_norm,
     "ss.count_labels": _count_labels,
     "ss.cross_entropy": _call("functional.cross_entropy"),
-    "ss.dropout": _random("functional.dropout"),
-    "ss.attention_dropout": _random("functional.attention_dropout"),
+    "ss.experts": _experts,
+    "ss.uniform": _drawn,
+    "ss.normal": _drawn,
+    "ss.nll_loss": _call("functional.nll_loss"),
+    "ss.dropout": _dropout,
+    "ss.attention_dropout": _attention_dropout,
 }
 
-RANDOM = ("ss.dropout", "ss.attention_dropout")
+RANDOM = ("ss.dropout", "ss.attention_dropout", "ss.uniform", "ss.normal")
 
 
 def expression(local: Local) -> str:
     """Return the source of an op on one part; ops without an entry are called by their ATen name."""
     return TABLE.get(local.op.target, _aten)(local)
+
+
+def draw(local: Local) -> tuple[Box, tuple[int, ...], Shape]:
+    """Return which random numbers an op needs, of its result's shape or of the attention scores': box of extents."""
+    op = local.op
+    scores = op.target == "ss.attention_dropout"
+    like, local_shape = (op.inputs[0], local.shapes[0]) if scores else (op.outputs[0], local.results[0])
+    first = local.tensors[like.tensor]
+    slots, extents, shape = ranges(like, first, local.box), first.extents, tuple(local_shape)
+    if scores:
+        keys = local.tensors[op.inputs[1].tensor].shape[-2]
+        width = len(first.slots[-1])
+        slots = (*slots[: len(slots) - width], (0, keys))
+        extents, shape = (*extents[: len(extents) - width], keys), (*shape[:-1], keys)
+    return slots, extents, shape

@@ -7,9 +7,9 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from superscaler.emit.expressions import RANDOM, Local, expression
-from superscaler.ir.graph import Op, Operand, PTensor
-from superscaler.ir.mask import Box
+from superscaler.emit.expressions import RANDOM, Local, draw, expression, ranges
+from superscaler.ir.graph import Op, Operand
+from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
 
 HEAD = '''"""The segments of this plan: what runs on a device between two communications. Written by superscaler."""
@@ -63,7 +63,7 @@ class _Writer:
         self.function = function
         self.numbers = numbers
         self.draws: list[Draw] = []
-        self.taken: Counter[str] = Counter()
+        self.taken = {"torch", "F", "functional", "random"}
         self.value: dict[str, str] = {}
         self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
         self.fused = self._fusable()
@@ -93,12 +93,13 @@ class _Writer:
             source = self._biased(producer, [*inner, self._name(op, 1, parameters)])
         else:
             names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
-            draw = f"random({len(self.draws)})" if op.target in RANDOM else ""
-            if draw:
-                self.draws.append(self._draw(op))
+            random = f"random({len(self.draws)})" if op.target in RANDOM else ""
             shapes = [self._local(op, o) for o in op.inputs]
             results = [self._local(op, o) for o in op.outputs]
-            source = expression(Local(op, self.boxes[op.name], names, shapes, results, self.tensors, draw))
+            local = Local(op, self.boxes[op.name], names, shapes, results, self.tensors, random)
+            if random:
+                self.draws.append(Draw(self.numbers[op.name], *draw(local)))
+            source = expression(local)
         for output in op.outputs:
             self.value[output.tensor] = self._fresh(self._short(output.tensor))
         return f"{', '.join(self.value[o.tensor] for o in op.outputs)} = {source}"
@@ -116,27 +117,16 @@ class _Writer:
         return re.sub(r"\W", "_", "_".join(words[-2:]))
 
     def _fresh(self, name: str) -> str:
-        self.taken[name] += 1
-        return name if self.taken[name] == 1 else f"{name}_{self.taken[name]}"
+        unique, n = name, 1
+        while unique in self.taken:
+            n += 1
+            unique = f"{name}_{n}"
+        self.taken.add(unique)
+        return unique
 
     def _local(self, op: Op, operand: Operand) -> tuple[int, ...]:
-        box, tensor = self.boxes[op.name], self.tensors[operand.tensor]
-        return tensor.local_shape(tuple(hi - lo for lo, hi in self._slots(box, operand, tensor)))
-
-    def _slots(self, box: Box, operand: Operand, tensor: PTensor) -> Box:
-        return tuple((0, e) if i is None else box[i] for i, e in zip(operand.slots, tensor.extents, strict=True))
-
-    def _draw(self, op: Op) -> Draw:
-        """Return which random numbers an op needs: of its output's shape, or of the attention scores'."""
-        box = self.boxes[op.name]
-        first = self.tensors[op.inputs[0].tensor]
-        slots, extents, shape = self._slots(box, op.inputs[0], first), first.extents, self._local(op, op.inputs[0])
-        if op.target == "ss.attention_dropout":
-            keys = self.tensors[op.inputs[1].tensor].shape[-2]
-            width = len(first.slots[-1])
-            slots = (*slots[: len(slots) - width], (0, keys))
-            extents, shape = (*extents[: len(extents) - width], keys), (*shape[:-1], keys)
-        return Draw(self.numbers[op.name], slots, extents, shape)
+        tensor = self.tensors[operand.tensor]
+        return tensor.local_shape(extents(ranges(operand, tensor, self.boxes[op.name])))
 
     # A bias that follows its matrix product is given to it again, as one call.
 

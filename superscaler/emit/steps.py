@@ -136,7 +136,8 @@ class _Writer:
                 return self._forward(i)
             case Backward():
                 left = f"{self.tuple_of(i.outputs)} = " if set(i.outputs) - {"_"} else ""
-                return f'{left}rt.backward("{i.tag}", {self.tuple_of(i.gradients)})'
+                wide = f', "{_bits(i.wide)}"' if any(i.wide) else ""
+                return f'{left}rt.backward("{i.tag}", {self.tuple_of(i.gradients)}{wide})'
             case Slice():
                 box = Tables.number(self.tables.boxes, i.ranges)
                 return f"{self.name(i.out)} = rt.slice({self.name(i.source)}, {i.view}, {box}, {i.shape})"
@@ -158,13 +159,17 @@ class _Writer:
             case Wait():
                 return f"{self.name(i.out)} = {self.name(i.work)}.wait().reshape({i.shape})"
             case Update():
-                pairs = "".join(f"\n        ({self.name(w)!r}, {self.name(g)})," for w, g in i.pairs)
-                return f"rt.update([{pairs}\n    ])" if i.pairs else "rt.update([])"
+                update = f"rt.update({self._pairs(i.pairs)})"
+                return f"{update}\n    rt.write({self._pairs(i.writes)})" if i.writes else update
             case Loss():
                 counted = Tables.number(self.tables.counted, i.counted)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"
             case Free():
                 return "del " + ", ".join(self.name(n) for n in i.names)
+
+    def _pairs(self, pairs: Sequence[tuple[str, str]]) -> str:
+        inner = "".join(f"\n        ({self.name(w)!r}, {self.name(value)})," for w, value in pairs)
+        return f"[{inner}\n    ]" if pairs else "[]"
 
     def _load(self, i: Load) -> str:
         if self.model.tensors[i.tensor].kind == "input":
@@ -175,7 +180,6 @@ class _Writer:
 
     def _forward(self, i: Forward) -> str:
         left = f"{self.tuple_of(i.outputs)} = " if i.outputs else ""
-        grads = "".join("1" if g else "0" for g in i.grads)
         function = f"segments.{self.functions[i.function]}"
         draws = self.draws[i.function]
         extra = ""
@@ -184,7 +188,7 @@ class _Writer:
             self.tables.draws.append(entry)
             extra = f", draws={len(self.tables.draws) - 1}"
         inputs = self.tuple_of(i.inputs)
-        return f'{left}rt.forward("{i.tag}", {function}, {inputs}, "{grads}", {i.saved}{extra})'
+        return f'{left}rt.forward("{i.tag}", {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
 
     def _combine(self, i: Combine) -> str:
         whole = tuple((0, size) for size in i.view)
@@ -210,3 +214,7 @@ class _Writer:
 
     def _message(self, peer: int, message: int) -> int:
         return Tables.number(self.tables.messages, (peer, message))
+
+
+def _bits(flags: Sequence[bool]) -> str:
+    return "".join("1" if flag else "0" for flag in flags)

@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.autocast import Autocast, read_autocast
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.flops import FlopCounter
 from superscaler.frontend.fold import fold, rename
@@ -26,6 +27,7 @@ from superscaler.frontend.linear import with_linearity
 from superscaler.frontend.naming import name_factors
 from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
+from superscaler.frontend.segments import Segments, cut_segments
 from superscaler.frontend.trace import Trace, read, substitute
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref
 
@@ -49,26 +51,46 @@ def capture(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    autocast: str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Captured:
     """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`.
 
-    Raises CaptureError where the module gives no scalar loss, cannot be exported, changes buffers or inputs, or where
-    the optimizer is not supported.
+    The forward runs under `torch.autocast` to "bf16" or "fp16", or in the autocast region around this call, if any.
+    `scaler` scales the loss and skips updates whose gradients are not finite, as a loop with it does. Raises
+    CaptureError where the module gives no scalar loss, cannot be exported, changes its inputs, or is on two
+    devices, or where the optimizer is not supported; InputError for another name of autocast.
     """
-    training = read_optimizer(module, optimizer)
-    own_args, own_kwargs = examples(module, args, kwargs or {})
+    device = _device(module)
+    cast = read_autocast(autocast, device.type)
+    training = read_optimizer(module, optimizer, scaler)
+    with torch.autocast(device.type, enabled=False):
+        return _capture(module, args, kwargs or {}, training, device, cast)
+
+
+def _capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    training: Training,
+    device: torch.device,
+    cast: Autocast | None,
+) -> Captured:
+    own_args, own_kwargs = examples(module, args, kwargs)
     start = time.perf_counter()
-    exported = export(module, own_args, own_kwargs)
+    exported = export(module, own_args, own_kwargs, cast)
     exported_at = time.perf_counter()
     aliases = aliases_of(module)
     trace = read(exported, aliases)
     _require_values(module, trace)
     remove_dead(trace)
-    fold(trace, _device(module))
+    fold(trace, device)
     normalize(trace)
-    model = _build(trace, training, aliases)
+    segments = cut_segments(trace)
+    training.groups.update({piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups})
+    model = _build(trace, training, aliases, segments)
     seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
-    return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs or {}))
+    return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs))
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
@@ -92,7 +114,16 @@ def _require_values(module: nn.Module, trace: Trace) -> None:
 
 def _device(module: nn.Module) -> torch.device:
     """Return where constants are computed: on the module's device, on the CPU for a module without data."""
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    first: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        first.setdefault(parameter.device, name)
+    if len(first) > 1:
+        (here, one), (there, other), *_ = first.items()
+        raise CaptureError(
+            f"parameter {one} of {type(module).__name__} is on {here}, but {other} on {there}; "
+            "put the whole module on one device before it is captured."
+        )
+    device = next(iter(first), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
 
 
@@ -105,11 +136,11 @@ def _batch(exported: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str
     return {s.arg.name: v for s, v in zip(specs, flat, strict=True) if isinstance(v, Tensor)}
 
 
-def _build(trace: Trace, training: Training, aliases: dict[str, str]) -> Model:
+def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: Segments) -> Model:
     trained = set(training.groups)
     same = remove_idle_detaches(trace, trained)
     trace.calls = [rename(call, same) for call in trace.calls if call.outputs[0] not in same]
-    trace.loss = same.get(trace.loss, trace.loss)
+    trace.rename_results(same)
     needed = with_gradient(trace, trained)
     if trace.loss not in needed:
         raise CaptureError(
@@ -117,13 +148,16 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str]) -> Model:
             "check requires_grad, torch.no_grad and .detach() in the model."
         )
     found = infer(trace)
-    builder = _Builder(trace, found, needed)
+    builder = Builder(trace, found, needed)
     forward = builder.forward()
     updates = [builder.update(name, group, training) for name, group in training.groups.items() if name in needed]
+    updates += [builder.write(name, new) for name, new in trace.writes.items()]
     tensors = {name: builder.tensor(name) for name in _order(trace)}
     inputs = tuple(name for name, kind in trace.kinds.items() if kind == "input")
     ops, factors = (*forward, *updates), builder.factors()
-    return Model(tensors, ops, factors, inputs, trace.loss, training.optimizer, aliases, dict(found.unsupported))
+    return Model(
+        tensors, ops, factors, inputs, trace.loss, training.optimizer, aliases, dict(found.unsupported), segments
+    )
 
 
 def _order(trace: Trace) -> list[str]:
@@ -132,7 +166,7 @@ def _order(trace: Trace) -> list[str]:
     return leaves + [name for call in trace.calls for name in call.outputs]
 
 
-class _Builder:
+class Builder:
     """Writes the inferred graph down as frozen data."""
 
     def __init__(self, trace: Trace, found: Inference, needed: set[str]) -> None:
@@ -183,18 +217,26 @@ class _Builder:
 
     def update(self, name: str, group: int, training: Training) -> Op:
         """Return the op that updates a parameter in place; each of its elements is updated apart."""
+        return self._in_place(name, f"update.{name}", f"ss.{training.optimizer.name}", group=group)
+
+    def write(self, name: str, new: str) -> Op:
+        """Return the op that sets a buffer at the end of the step."""
+        if new in self.trace.kinds:
+            raise CaptureError(f"the model sets its buffer {name} to {new}, which it does not compute; take it out.")
+        return self._in_place(name, f"write.{name}", "ss.write", (new,))
+
+    def _in_place(self, name: str, op: str, target: str, others: tuple[str, ...] = (), group: int = 0) -> Op:
         tensor = self.tensor(name)
         factors = [factor for dim in tensor.slots for factor in dim]
-        operand = Operand(name, tuple(range(len(factors))))
-        indices = tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, factors, strict=True))
+        slots = tuple(range(len(factors)))
         return Op(
-            name=f"update.{name}",
-            target=f"ss.{training.optimizer.name}",
-            args=(Ref(0),),
+            name=op,
+            target=target,
+            args=tuple(map(Ref, range(1 + len(others)))),
             kwargs=(),
-            inputs=(operand,),
-            outputs=(operand,),
-            indices=indices,
+            inputs=tuple(Operand(x, slots) for x in (name, *others)),
+            outputs=(Operand(name, slots),),
+            indices=tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, factors, strict=True)),
             kind="optimizer",
             module=name.rpartition(".")[0],
             from_weights=True,

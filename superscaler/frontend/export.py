@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, PlanError
+from superscaler.frontend import experts
+from superscaler.frontend.autocast import Autocast, open_regions, share_casts
 from superscaler.frontend.refusals import call, explain, forward_line, refuse_hooks
 
 
-def export(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """Return the functional, semantic-level ATen graph of the module's loss; what ran without gradients is detached.
+def export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast | None = None
+) -> ExportedProgram:
+    """Return the functional, semantic-level ATen graph of the module's loss; what ran without gradients is detached,
+    and what autocast does is casts.
 
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
     refuse_hooks(module)
-    with _only_loss(module), warnings.catch_warnings():
+    with _only_loss(module, autocast), experts.chosen(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, args, dict(kwargs), strict=False)
-            _detach_no_grad(exported.graph_module)
-            return exported.run_decompositions({})
+            open_regions(exported)
+            exported = exported.run_decompositions({})
+            share_casts(exported)
+            return exported
         except PlanError:
             raise
         except Exception as error:
@@ -69,14 +76,15 @@ def examples(
 
 
 @contextmanager
-def _only_loss(module: nn.Module) -> Iterator[None]:
+def _only_loss(module: nn.Module, autocast: Autocast | None) -> Iterator[None]:
     """Make the module return its loss alone. Its own `forward` is wrapped, so that all names stay what they are."""
     forward = module.forward
     own = module.__dict__.get("forward")
 
     @wraps(forward)
     def only_loss(*args: Any, **kwargs: Any) -> Tensor:
-        return loss_of(call(module, forward, args, kwargs), forward_line(module))
+        with _Detach(), torch.enable_grad(), torch.autocast(*autocast) if autocast else nullcontext():
+            return loss_of(call(module, forward, args, kwargs), forward_line(module))
 
     module.forward = only_loss  # type: ignore[method-assign]
     try:
@@ -105,31 +113,16 @@ def loss_of(output: Any, name: str) -> Tensor:
     return loss
 
 
-def _detach_no_grad(graph_module: GraphModule) -> None:
-    """Detach the results of `torch.no_grad` regions, which decomposition inlines without a trace."""
-    for node in list(graph_module.graph.nodes):
-        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
-            continue
-        region = graph_module.get_submodule(str(node.args[1].target))
-        assert isinstance(region, GraphModule)
-        if not node.args[0]:
-            _detach_results(region)
-    for child in graph_module.children():
-        if isinstance(child, GraphModule):
-            _detach_no_grad(child)
+class _Detach(TorchFunctionMode):
+    """Detaches what is computed without gradients, and hides the switch from torch.export, whose graph loses it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            with torch._C.DisableTorchFunction():
+                return func(*args)
+        result = func(*args, **(kwargs or {}))
+        return result if torch.is_grad_enabled() else pytree.tree_map(_detach, result)
 
 
-def _detach_results(region: GraphModule) -> None:
-    output = region.graph.output_node()
-
-    def detach(result: Node) -> Node:
-        value = result.meta.get("val")
-        if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
-            return result
-        with region.graph.inserting_before(output):
-            node: Node = region.graph.call_function(torch.ops.aten.detach.default, (result,))
-        node.meta = dict(result.meta)
-        return node
-
-    output.args = torch.fx.map_arg(output.args, detach)
-    region.recompile()
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and value.dtype.is_floating_point else value

@@ -22,15 +22,20 @@ class FlopCounter:
     def count(self, call: Call, specs: dict[str, Spec]) -> int:
         if call.target == "ss.attention_dropout":
             q, k, v, mask, _, causal, scale = call.args
-            return self._cached(call, _ATTENTION, (q, k, v, mask, 0.0, causal), {"scale": scale}, specs)
-        if not any(word in call.target for word in _COUNTED):
+            options = {"scale": scale, "enable_gqa": specs[q.name].shape[:-2] != specs[k.name].shape[:-2]}
+            return self._cached(call, _ATTENTION, (q, k, v, mask, 0.0, causal), options, specs)
+        if call.target == "ss.experts":
+            (tokens, hidden), (_, chosen), *_, (_, outputs, width) = (specs[name].shape for name in call.reads())
+            return 2 * tokens * chosen * width * (2 * hidden + outputs)
+        if not call.target.startswith("aten.") or not any(word in call.target for word in _COUNTED):
             return 0
         return self._cached(call, _overload(call.target), call.args, call.kwargs, specs)
 
     def _cached(
         self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[str, Spec]
     ) -> int:
-        key = (call.target, tuple((specs[n].shape, specs[n].dtype) for n in call.reads()), repr(call.kwargs))
+        options = repr(substitute((args, kwargs), lambda _: None))
+        key = (call.target, tuple((specs[n].shape, specs[n].dtype) for n in call.reads()), options)
         if key not in self.known:
             self.known[key] = _count(function, args, kwargs, specs)
         return self.known[key]

@@ -19,10 +19,12 @@ _SHAPE_ONLY = frozenset(
 
 def fold(trace: Trace, device: torch.device) -> None:
     """Replace every call on constants by its value, computed on `device`; buffers without data stay in the graph."""
-    constants = {n: v for n, v in trace.values.items() if trace.kinds[n] in ("buffer", "constant")}
+    constants = {
+        n: v for n, v in trace.values.items() if trace.kinds[n] in ("buffer", "constant") and n not in trace.writes
+    }
     last = {name: k for k, call in enumerate(trace.calls) for name in call.reads()}
     kept: list[Call] = []
-    needed: set[str] = {trace.loss}
+    needed = trace.results
     for k, call in enumerate(trace.calls):
         if _is_constant(call, constants):
             results = _evaluate(trace, call, constants, device)
@@ -68,7 +70,7 @@ def _store(trace: Trace, constants: dict[str, Tensor]) -> None:
             trace.kinds[name] = "constant"
             trace.values[name] = value.contiguous()
     trace.calls = [rename(call, same) for call in trace.calls]
-    trace.loss = same.get(trace.loss, trace.loss)
+    trace.rename_results(same)
 
 
 def rename(call: Call, names: dict[str, str]) -> Call:
@@ -82,16 +84,17 @@ def rename(call: Call, names: dict[str, str]) -> Call:
     return replace(call, args=substitute(call.args, swap), kwargs=substitute(call.kwargs, swap))
 
 
-def is_causal(mask: Tensor) -> bool:
-    """Tell whether a mask [..., queries, keys] lets each query see the keys up to its own number, and no other."""
-    seen = _seen(mask)
-    return seen is not None and bool((seen == torch.ones_like(seen).tril()).all())
+def kind_of_mask(mask: Tensor) -> str:
+    """Return "open" for a mask [..., queries, keys] that hides nothing, "causal" for one that hides the future, or "".
 
-
-def is_open(mask: Tensor) -> bool:
-    """Tell whether a mask hides nothing."""
+    A causal mask lets each query see the keys up to its own number, and no other.
+    """
     seen = _seen(mask)
-    return seen is not None and bool(seen.all())
+    if seen is None:
+        return ""
+    if bool(seen.all()):
+        return "open"
+    return "causal" if bool((seen == torch.ones_like(seen).tril()).all()) else ""
 
 
 def _seen(mask: Tensor) -> Tensor | None:

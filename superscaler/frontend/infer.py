@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from superscaler.frontend.notation import Dim, Signature
 from superscaler.frontend.recipes import Site
 from superscaler.frontend.rules import signature
@@ -47,6 +49,9 @@ def infer(trace: Trace) -> Inference:
         if name in trace.kinds:
             found.dims[name] = [[Span(size)] if size > 1 else [] for size in trace.specs[name].shape]
     instances = [_instantiate(found, trace, call) for call in trace.calls]
+    for buffer, new in trace.writes.items():
+        for have, want in zip(found.dims[buffer], found.dims[new], strict=True):
+            unify(have, want)
     found.calls = [_read_off(found, *instance) for instance in instances]
     return found
 
@@ -54,8 +59,9 @@ def infer(trace: Trace) -> Inference:
 def _instantiate(found: Inference, trace: Trace, call: Call) -> tuple[Call, Signature, dict[str, Span]]:
     """Give a call fresh indices, and unify them with what its operands already are."""
     reads = call.reads()
-    shapes = tuple(trace.specs[name].shape for name in reads)
-    rule, is_known = signature(Site(call, shapes, tuple(trace.specs[name].shape for name in call.outputs)))
+    ins, outs = (tuple(trace.specs[name].shape for name in names) for names in (reads, call.outputs))
+    masks = frozenset(k for k, name in enumerate(reads) if trace.specs[name].dtype == torch.bool)
+    rule, is_known = signature(Site(call, ins, outs, masks))
     if not is_known:
         found.unsupported[call.target] += 1
     spans = {letter: Span(rule.sizes[letter]) for letter in rule.marks}

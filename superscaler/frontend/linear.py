@@ -10,7 +10,7 @@ from superscaler.ir.graph import Op, Ref
 Groups = tuple[tuple[int, ...], ...]
 
 _SUMS = ("add.Tensor", "sub.Tensor", "cat.default", "stack.default")
-_PRODUCTS = ("mul.Tensor", "matmul.default", "mm.default", "bmm.default", "linear.default")
+_PRODUCTS = ("mul.Tensor", "matmul.default", "mm.default", "bmm.default", "linear.default", "einsum.default")
 _ALONE = (
     "neg.default", "view.default", "reshape.default", "_unsafe_view.default", "unsqueeze.default", "expand.default",
     "transpose.int", "permute.default", "t.default", "clone.default", "contiguous.default", "sum.default",
@@ -28,7 +28,8 @@ def linear_groups(op: Op) -> Groups:
         return (everything,) if whole else ()
     if name in _PRODUCTS:
         return tuple((k,) for k in everything)
-    if name in _ALONE and op.args and op.args[0] == Ref(0):
+    is_cast = name == "_to_copy.default" and "float" in str(dict(op.kwargs).get("dtype"))
+    if (is_cast or name in _ALONE) and op.args and op.args[0] == Ref(0):
         return ((0,),)
     return ()
 

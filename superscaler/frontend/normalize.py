@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.fold import is_causal, is_open, rename
+from superscaler.frontend.decompose import batch_norm, bernoulli
+from superscaler.frontend.fold import kind_of_mask, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var
 
 # A rewrite returns the calls to run instead, or the name of the tensor that the result equals.
@@ -18,7 +19,7 @@ _MEAN, _SUM = 1, 2
 
 
 def normalize(trace: Trace) -> None:
-    """Apply the rewrites in order, then drop what the loss does not depend on."""
+    """Apply the rewrites in order, then drop what no result depends on."""
     remove_dead(trace)
     same: dict[str, str] = {}
     calls: list[Call] = []
@@ -30,7 +31,7 @@ def normalize(trace: Trace) -> None:
         else:
             calls += result
     trace.calls = calls
-    trace.loss = same.get(trace.loss, trace.loss)
+    trace.rename_results(same)
     remove_dead(trace)
     _refuse_random(trace)
     _refuse_complex(trace)
@@ -48,8 +49,8 @@ def _spread(trace: Trace) -> Iterator[Call]:
 
 
 def remove_dead(trace: Trace) -> None:
-    """Drop calls, inputs and constants that the loss does not depend on. Parameters stay, read or not."""
-    live = {trace.loss}
+    """Drop calls, inputs and constants that no result depends on. Parameters stay, read or not."""
+    live = {*trace.results, *trace.writes}
     calls = []
     for call in reversed(trace.calls):
         if live.intersection(call.outputs):
@@ -66,7 +67,7 @@ def _refuse_random(trace: Trace) -> None:
         if _is_random(call):
             raise CaptureError(
                 f"{call.source or call.module or 'the model'} draws random numbers by {call.target}, and devices would "
-                "draw different ones; only dropout is supported: use torch.nn.functional.dropout, or set its rate to 0."
+                "draw different ones; use dropout, rand, randn or bernoulli, or draw it outside and pass it in."
             )
 
 
@@ -121,21 +122,34 @@ def _alias_if_equal(trace: Trace, call: Call) -> list[Call] | str:
     return [call]
 
 
+def _synonym(trace: Trace, call: Call) -> list[Call]:
+    """Call an operator that has two names by the one that has rules."""
+    del trace
+    _, name, overload = call.target.split(".")
+    return [replace(call, target=f"aten.{_SYNONYMS[name]}.{overload}")]
+
+
+def _cast_like(trace: Trace, call: Call) -> list[Call] | str:
+    """`type_as` reads nothing of the tensor whose dtype it takes."""
+    cast = {"dtype": trace.specs[call.outputs[0]].dtype}
+    call = replace(call, target="aten._to_copy.default", args=call.args[:1], kwargs=cast)
+    return _alias_if_equal(trace, call)
+
+
 def _copy(trace: Trace, call: Call) -> list[Call] | str:
     """`copy(old, new)` is new, in the shape and dtype of old."""
     source, result = call.args[1].name, trace.specs[call.outputs[0]]
     if trace.specs[source] == result:
         return str(source)
-    calls, spec = [], Spec(trace.specs[source].shape, result.dtype)
-    if trace.specs[source].dtype != result.dtype:
-        name = call.outputs[0] if spec == result else trace.derive(call.name, "cast")
-        trace.specs[name], args = spec, (Var(source),)
-        cast = {"dtype": result.dtype}
-        calls = [replace(call, name=name, target="aten._to_copy.default", args=args, kwargs=cast, outputs=(name,))]
-        source = name
-    if spec != result:
-        calls += [replace(call, target="aten.expand.default", args=(Var(source), result.shape), kwargs={})]
-    return calls
+    expand = replace(call, target="aten.expand.default", args=(call.args[1], result.shape), kwargs={})
+    if trace.specs[source].shape == result.shape:
+        return [_cast(trace, call, source)]
+    if trace.specs[source].dtype == result.dtype:
+        return [expand]
+    name = trace.derive(call.name, "cast")
+    trace.specs[name] = Spec(trace.specs[source].shape, result.dtype)
+    cast = replace(_cast(trace, call, source), name=name, outputs=(name,))
+    return [cast, replace(expand, args=(Var(name), result.shape))]
 
 
 def _reshape(trace: Trace, call: Call) -> list[Call] | str:
@@ -155,10 +169,18 @@ def _concatenate(trace: Trace, call: Call) -> list[Call] | str:
 
 
 def _lookup(trace: Trace, call: Call) -> list[Call]:
-    """x[rows, columns] with constants that name every row and column once, in order (as masks are read), is a view."""
+    """x[rows, columns] with constants that name every row and column once, in order (as masks are read), is a view.
+
+    x[..., [2, 3]] is a slice.
+    """
     operand, indices = call.args[0], call.args[1]
     known = [trace.values.get(v.name) for v in indices if isinstance(v, Var) and trace.kinds.get(v.name) == "constant"]
     shape = trace.specs[operand.name].shape
+    if len(known) == 1 and sum(v is not None for v in indices) == 1 and known[0] is not None and known[0].dim() == 1:
+        dim = next(d for d, v in enumerate(indices) if v is not None)
+        rows = [row % shape[dim] for row in known[0].tolist()] if known[0].dtype == torch.int64 else []
+        if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+            return [replace(call, target="aten.slice.Tensor", args=(operand, dim, rows[0], rows[-1] + 1))]
     if len(known) != len(shape) or len(indices) != len(shape):
         return [call]
     last = -len(trace.specs[call.outputs[0]].shape) - 1
@@ -179,12 +201,23 @@ def _linear(trace: Trace, call: Call) -> list[Call]:
     return _product_and_bias(trace, call, "aten.linear.default", (x, weight), bias)
 
 
-def _addmm(trace: Trace, call: Call) -> list[Call]:
-    """addmm(b, x, w) -> add(mm(x, w), b), unless scaled."""
-    if call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1:
-        return [call]
+def _added_product(trace: Trace, call: Call) -> list[Call]:
+    """addmm(b, x, w) -> add(mm(x, w), b), each scaled where the call says so; so for batches and vectors."""
     bias, x, weight = call.args[:3]
-    return _product_and_bias(trace, call, "aten.mm.default", (x, weight), bias)
+    name = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addr": "outer"}[call.target.split(".")[1]]
+    product, total = _product_and_bias(trace, call, f"aten.{name}.default", (x, weight), bias)
+    scaled = []
+    terms = []
+    for term, word in zip(total.args, ("alpha", "beta"), strict=True):
+        factor = call.kwargs.get(word, 1)
+        if factor != 1:
+            name = trace.derive(call.name, word)
+            trace.specs[name] = trace.specs[term.name]
+            args = (term, factor)
+            scaled.append(replace(call, name=name, target="aten.mul.Tensor", args=args, kwargs={}, outputs=(name,)))
+            term = Var(name)
+        terms.append(term)
+    return [product, *scaled, replace(total, args=tuple(terms))]
 
 
 def _product_and_bias(trace: Trace, call: Call, target: str, args: tuple[Any, ...], bias: Var) -> list[Call]:
@@ -209,9 +242,8 @@ def _attention(trace: Trace, call: Call) -> list[Call]:
     q, k, v = call.args[:3]
     mask, p = call.argument(3, "attn_mask"), call.argument(4, "dropout_p", 0.0)
     causal, scale = bool(call.argument(5, "is_causal", False)), call.kwargs.get("scale")
-    known = trace.values.get(mask.name) if mask is not None and trace.kinds.get(mask.name) == "constant" else None
-    if known is not None and not causal and (is_open(known) or is_causal(known)):
-        causal, mask = not is_open(known), None
+    if not causal and (kind := _mask(trace, mask)):
+        causal, mask = kind == "causal", None
     if p:
         args = (q, k, v, mask, float(p), causal, scale)
         return [replace(call, target="ss.attention_dropout", function=None, args=args, kwargs={})]
@@ -220,21 +252,41 @@ def _attention(trace: Trace, call: Call) -> list[Call]:
     return [replace(call, function=None, args=(q, k, v, mask, 0.0, causal), kwargs=kwargs)]
 
 
+def _mask(trace: Trace, mask: Var | None) -> str:
+    """Return the kind of a constant mask, found once although every layer reads it."""
+    if mask is None or trace.kinds.get(mask.name) != "constant" or mask.name not in trace.values:
+        return ""
+    if mask.name not in trace.masks:
+        trace.masks[mask.name] = kind_of_mask(trace.values[mask.name])
+    return trace.masks[mask.name]
+
+
 def _cross_entropy(trace: Trace, call: Call) -> list[Call]:
     """A mean over the labels that count -> their count, and the sum over it: exact however the labels are cut."""
     logits, labels = call.args[:2]
     weight, reduction = call.argument(2, "weight"), call.argument(3, "reduction", _MEAN)
     ignore, smoothing = call.argument(4, "ignore_index", -100), call.argument(5, "label_smoothing", 0.0)
     classes = trace.specs[labels.name].dtype.is_floating_point
-    if smoothing or classes or call.target != "aten.cross_entropy_loss.default":
+    if smoothing or classes:
         return _mean_over_labels(trace, call)
     if weight is not None or reduction != _MEAN or len(trace.specs[logits.name].shape) < 2:
         return [call]
     count, first = _count(trace, call)
-    call = replace(call, function=None, kwargs={})
-    trace.specs[call.outputs[0]] = trace.specs[count]
+    is_wider = trace.specs[result := call.outputs[0]].dtype != trace.specs[count].dtype and result != trace.loss
+    loss = trace.derive(call.name, "wide") if is_wider else result
+    trace.specs[loss] = trace.specs[count]
+    bare = replace(call, function=None, kwargs={})
+    target = "ss.cross_entropy" if "cross_entropy" in call.target else "ss.nll_loss"
     args = (logits, labels, Var(count), ignore)
-    return [first, replace(call, target="ss.cross_entropy", args=args)]
+    second = replace(bare, name=loss, target=target, args=args, outputs=(loss,))
+    return [first, second, *([_cast(trace, call, loss)] if is_wider else [])]
+
+
+def _cast(trace: Trace, call: Call, source: str) -> Call:
+    """Return the call that makes the result of `call` of another tensor by a change of dtype."""
+    dtype = {"dtype": trace.specs[call.outputs[0]].dtype}
+    function = torch.ops.aten._to_copy.default
+    return replace(call, target=str(function), function=function, args=(Var(source),), kwargs=dtype)
 
 
 def _count(trace: Trace, call: Call) -> tuple[str, Call]:
@@ -283,11 +335,58 @@ def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:
     return [first, replace(call, target="aten.mean.default", args=(Var(losses),), kwargs={})]
 
 
+def _ours(trace: Trace, call: Call) -> list[Call]:
+    """An operator that capture put there: the runtime has it too."""
+    del trace
+    return [replace(call, target=f"ss.{call.target.split('.')[1]}", function=None)]
+
+
+def _random(distribution: str) -> Rewrite:
+    """Return the rewrite of operators that draw a tensor of random numbers from nothing."""
+
+    def rewrite(trace: Trace, call: Call) -> list[Call]:
+        shape = trace.specs[call.outputs[0]].shape
+        return [replace(call, target=f"ss.{distribution}", function=None, args=(shape,), kwargs={})]
+
+    return rewrite
+
+
+def _eval_norm(trace: Trace, call: Call) -> list[Call]:
+    """A batch norm with given statistics, without the empty results beside it."""
+    del trace
+    args = (*call.args[:5], False, *call.args[5:], False)
+    return [replace(call, target="aten.batch_norm.default", function=None, args=args, outputs=call.outputs[:1])]
+
+
+def _masked_put(trace: Trace, call: Call) -> list[Call]:
+    """x[mask] = value, where the value does not depend on the place in the mask -> where(mask, value, x)."""
+    x, indices, value = call.args[:3]
+    shapes = {v: trace.specs[v.name].shape for v in (x, value, *(v for v in indices if v is not None))}
+    is_mask = len(indices) == 1 and trace.specs[indices[0].name].dtype == torch.bool
+    if not is_mask or call.argument(3, "accumulate") or len(shapes[value]) > len(shapes[x]) - len(shapes[indices[0]]):
+        return [call]
+    ones = len(shapes[x]) - len(shapes[indices[0]])
+    mask = trace.derive(call.name, "mask")
+    trace.specs[mask] = Spec((*shapes[indices[0]], *(1 for _ in range(ones))), torch.bool)
+    args = (indices[0], trace.specs[mask].shape)
+    view = replace(call, name=mask, target="aten.view.default", args=args, kwargs={}, outputs=(mask,))
+    where = replace(call, target="aten.where.self", args=(Var(mask) if ones else indices[0], value, x), kwargs={})
+    return [view, where] if ones else [where]
+
+
 def _names(*names: str) -> tuple[str, ...]:
     return tuple(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names)
 
 
+_SYNONYMS = {
+    "absolute": "abs", "clip": "clamp", "divide": "div", "greater": "gt", "greater_equal": "ge", "less": "lt",
+    "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "subtract": "sub",
+    "true_divide": "div",
+}  # fmt: skip
+
 TABLE: Mapping[str, Rewrite] = {
+    **{f"aten.{name}.{kind}": _synonym for name in _SYNONYMS for kind in ("default", "Tensor", "Scalar")},
+    "aten.type_as.default": _cast_like,
     **dict.fromkeys(_names("alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh"), _alias),
     **dict.fromkeys(
         _names("_to_copy", "view", "reshape", "_unsafe_view", "expand", "slice.Tensor", "unsqueeze"), _alias_if_equal
@@ -299,17 +398,31 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.cat.default": _concatenate,
     "aten.index.Tensor": _lookup,
     "aten.linear.default": _linear,
-    "aten.addmm.default": _addmm,
+    **dict.fromkeys(_names("addmm", "baddbmm", "addmv", "addr"), _added_product),
     "aten.native_dropout.default": _dropout,
+    "superscaler.experts.default": _ours,
+    **dict.fromkeys(
+        _names("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit.no_stats"), batch_norm
+    ),
+    **dict.fromkeys(_names("rand", "rand_like"), _random("uniform")),
+    **dict.fromkeys(_names("randn", "randn_like"), _random("normal")),
+    **dict.fromkeys(_names("bernoulli", "bernoulli.p"), bernoulli),
     "aten.dropout.default": _dropout,
     "aten.scaled_dot_product_attention.default": _attention,
     **dict.fromkeys(_names("cross_entropy_loss", "nll_loss_nd"), _cross_entropy),
+    "aten._native_batch_norm_legit_no_training.default": _eval_norm,
+    "aten.index_put.default": _masked_put,
     **dict.fromkeys(
         _names("l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
         _mean_of_losses,
     ),
     **dict.fromkeys(
-        _names("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        _names(
+            "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+            "hinge_embedding_loss",
+            "margin_ranking_loss",
+        ),
         _mean_of_losses,
     ),
 }

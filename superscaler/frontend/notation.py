@@ -2,8 +2,9 @@
 
 A letter is an index. `+` marks it summed, `^` frozen; one that is neither and stands in every result is spatial, any
 other one is frozen. `b..` stands for all remaining dims, aligned at the right; a dim of size 1 is broadcast. `(h d)` is
-a dim that is a product, major to minor; the sizes of its letters come from elsewhere. `_` is a dim with an index of
-its own that cannot be cut; in an operand it is read whole. Operands that a call leaves out are left out at the end.
+a dim that is a product, major to minor; the sizes of its letters, of all but one, come from elsewhere. `_` is a dim
+with an index of its own that cannot be cut; in an operand it is read whole. `1` is a dim of size 1. Operands that a
+call leaves out are left out at the end.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from superscaler.errors import InputError
 from superscaler.ir.graph import Mark
 
 Shape = tuple[int, ...]
 Dim = tuple[str, ...] | None
 _TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
+_SCAN = re.compile(r"->|[(),]|[^\s(),]+?(?=->|[\s(),]|$)")
+_WORD = re.compile(r"_|1|([A-Za-z]\w*(?:\.\.)?)([+^]?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,76 @@ class Signature:
     marks: Mapping[str, Mark]
 
 
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """A letter as it is written: its mark, its place, the number of its operand, and whether it is in a product."""
+
+    letter: str
+    mark: str
+    at: int
+    operand: int
+    is_factor: bool
+
+
+def check(notation: str) -> None:
+    """Raise InputError, with a caret below the place, for a notation that has no meaning."""
+    words, first, count = _words(notation)
+    # What an op without operands makes can be cut on any index: random numbers by element.
+    is_source = not notation.partition("->")[0].strip()
+    for n, word in enumerate(words):
+        before = [w.letter for w in words[:n] if w.operand == word.operand]
+        same = [w for w in words if w.letter == word.letter]
+        marks = {w.mark for w in same} - {""}
+        results = {w.operand for w in same if w.operand >= first}
+        name, is_result, is_read = word.letter, word.operand >= first, any(w.operand < first for w in same)
+        is_stretch, is_named = ".." in name, name not in "_1"
+        choice = f"{name}^" if results else f"{name}+ where the results of parts add up, or {name}^ where it is whole"
+        table = (
+            (word.is_factor and (is_stretch or name == "_"), f"{name} cannot be in a product"),
+            (is_stretch and any(".." in w for w in before), "one operand has at most one .."),
+            (is_named and name in before, f"{name} stands twice in one operand"),
+            (len(marks) > 1, f"{name} is marked + and ^"),
+            (
+                is_named and not is_read and marks != {"^"} and not is_source,
+                f"{name} is in no operand; a new dim is {name}^ or _",
+            ),
+            (is_result and "+" in marks, f"{name}+ is summed, so it is in no result"),
+            (is_named and not marks and len(results) < count - first, f"{name} is not in every result; write {choice}"),
+        )
+        for is_wrong, told in table:
+            if is_wrong:
+                raise _malformed(notation, word.at, told)
+
+
+def _words(notation: str) -> tuple[list[_Word], int, int]:
+    """Return the words, the number of the first result, and the number of operands and results together."""
+    words: list[_Word] = []
+    opened, operand, first = -1, 0, 0
+    for found in _SCAN.finditer(notation):
+        text, at, word = found[0], found.start(), _WORD.fullmatch(found[0])
+        if text in ("->", ",") and opened < 0 and not (text == "->" and first):
+            operand += 1
+            first = operand if text == "->" else first
+        elif text == "(" and opened < 0:
+            opened = at
+        elif text == ")" and opened >= 0:
+            opened = -1
+        elif word:
+            words.append(_Word(word[1] or text, word[2] or "", at, operand, opened >= 0))
+        elif text in "->,(":
+            raise _malformed(notation, *((opened, "this ( is not closed") if opened >= 0 else (at, "a second ->")))
+        else:
+            told = "this ) closes nothing" if text == ")" else f"{text} is no letter with .., + or ^ behind it"
+            raise _malformed(notation, at, told)
+    if opened >= 0 or not first:
+        raise _malformed(notation, *((opened, "this ( is not closed") if first else (len(notation), "-> is missing")))
+    return words, first, operand + 1
+
+
+def _malformed(notation: str, at: int, told: str) -> InputError:
+    return InputError(f"the notation has no meaning: {told}.\n  {notation}\n  {' ' * at}^")
+
+
 @lru_cache(maxsize=4096)
 def _tokens(side: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Return per operand its tokens, each the words of one dim."""
@@ -39,13 +113,23 @@ def _tokens(side: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
 
 
 def resolve(
-    notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape], sizes: Mapping[str, int] | None = None
+    notation: str,
+    inputs: Sequence[Shape],
+    outputs: Sequence[Shape],
+    sizes: Mapping[str, int] | None = None,
+    broadcasts: bool = True,
+    given: Sequence[int] | None = None,
 ) -> Signature | None:
-    """Return the signature of a call with these shapes, or None where the notation does not fit them."""
+    """Return the signature of a call with these shapes, or None where the notation does not fit them.
+
+    Unless it `broadcasts`, a dim of size 1 fits only where its letters are 1 everywhere. `given`: which of the operands
+    that the notation has are there, if not the first ones.
+    """
     left, right = (_tokens(side.strip()) for side in notation.split("->"))
+    left = left if given is None else tuple(left[k] for k in given if k < len(left))
     if len(inputs) > len(left) or len(outputs) != len(right):
         return None
-    found = _Sizes(dict(sizes or {}))
+    found = _Sizes({"1": 1, **(sizes or {})}, broadcasts)
     sides = []
     for shapes, patterns, prefix in ((inputs, left, ""), (outputs, right, "_")):
         rows = [_operand(shape, p, f"{prefix}{n}") for n, (shape, p) in enumerate(zip(shapes, patterns, strict=False))]
@@ -55,10 +139,30 @@ def resolve(
     pairs = [[row for row in rows if row is not None] for rows in sides]
     if not all(found.learn(size, dim) for rows in pairs for row in rows for size, dim in row):
         return None
+    found.solve([pair for rows in pairs for row in rows for pair in row])
     if not all(found.fits(size, dim) for rows in pairs for row in rows for size, dim in row):
         return None
     ins, outs = (tuple(tuple(found.strip(size, dim) for size, dim in row) for row in rows) for rows in pairs)
     return Signature(ins, outs, found.sizes, _marks(notation, ins, outs))
+
+
+def misfit(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
+    """Return why a notation does not fit a call with these shapes, where no dim broadcasts."""
+    sizes: dict[str, tuple[int, str]] = {"1": (1, "the notation")}
+    for kind, side, shapes in zip(("operand", "result"), notation.split("->"), (inputs, outputs), strict=True):
+        patterns, texts = _tokens(side.strip()), side.split(",")
+        if len(shapes) > len(patterns) or (kind == "result" and len(shapes) < len(patterns)):
+            return f"{len(shapes)} {kind}s, and the notation has {len(patterns)}"
+        for n, (shape, pattern, text) in enumerate(zip(shapes, patterns, texts, strict=False)):
+            row = _operand(shape, pattern, "")
+            if row is None:
+                return f"{kind} {n} has {len(shape)} dims, {shape}, and the notation '{text.strip()}'"
+            for size, dim in row:
+                if dim is not None and len(dim) == 1:
+                    known, where = sizes.setdefault(dim[0], (size, f"{kind} {n}"))
+                    if known != size:
+                        return f"{dim[0]} is {known} in {where} and {size} in {kind} {n}, {shape}"
+    return f"a product has another size than its letters; the shapes are {list(inputs)} -> {list(outputs)}"
 
 
 def frozen(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Signature:
@@ -88,19 +192,40 @@ def _operand(shape: Shape, pattern: Sequence[tuple[str, ...]], number: str) -> l
     return list(zip(shape, dims, strict=True))
 
 
-class _Sizes:
-    """The sizes of letters, learned from dims that are one letter; a dim of size 1 says nothing."""
+def operand_dims(notation: str, extra: int) -> list[list[Dim]]:
+    """Return the letters of each dim of each operand, where `..` stands for `extra` dims."""
+    found = []
+    for pattern in _tokens(notation.split("->")[0].strip()):
+        is_stretched = any(words and ".." in words[0] for words in pattern)
+        row = _operand((1,) * (len(pattern) + (extra - 1) * is_stretched), pattern, "")
+        found.append([dim for _, dim in row or ()])
+    return found
 
-    def __init__(self, sizes: dict[str, int]) -> None:
+
+class _Sizes:
+    """The sizes of letters, learned from dims that are one letter; a dim of size 1 that broadcasts says nothing."""
+
+    def __init__(self, sizes: dict[str, int], broadcasts: bool) -> None:
         self.sizes = sizes
+        self.broadcasts = broadcasts
 
     def learn(self, size: int, dim: Dim) -> bool:
-        if dim is None or len(dim) != 1 or size == 1:
+        if dim is None or len(dim) != 1 or (size == 1 and self.broadcasts):
             return True
         return self.sizes.setdefault(dim[0], size) == size
 
+    def solve(self, dims: Sequence[tuple[int, Dim]]) -> None:
+        """Learn a letter from a product of which it is the only unknown one."""
+        alone = {dim[0] for _, dim in dims if dim is not None and len(dim) == 1}
+        for size, dim in dims:
+            unknown = [letter for letter in dim or () if letter not in self.sizes and letter not in alone]
+            if len(unknown) == 1 and size > 1:
+                self.sizes[unknown[0]] = max(size // prod(self.sizes.get(letter, 1) for letter in dim or ()), 1)
+
     def fits(self, size: int, dim: Dim) -> bool:
-        return dim is None or size == 1 or prod(self.sizes.get(letter, 1) for letter in dim) == size
+        if dim is None or (size == 1 and self.broadcasts):
+            return True
+        return prod(self.sizes.get(letter, 1) for letter in dim) == size
 
     def strip(self, size: int, dim: Dim) -> Dim:
         """Leave out letters of size 1, and all of a dim of size 1, which is broadcast or has no slot."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,14 +24,18 @@ class Training:
     groups: dict[str, int]
 
 
-def read_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Training:
+def read_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler | None = None
+) -> Training:
     """Return what an optimizer does. None means SGD with lr 1e-2 on all parameters that require gradients.
 
     Raises CaptureError for another class than SGD, Adam, AdamW, and for parameters that are not the module's.
     """
     names = {id(p): name for name, p in module.named_parameters()}
+    scaling = tuple(scaler.state_dict().items()) if scaler is not None else ()
     if optimizer is None:
-        return Training(_DEFAULT, {name: 0 for name, p in module.named_parameters() if p.requires_grad})
+        trained = {name: 0 for name, p in module.named_parameters() if p.requires_grad}
+        return Training(replace(_DEFAULT, scaler=scaling), trained)
     kind = type(optimizer).__name__
     if _SUPPORTED.get(kind) is not type(optimizer):
         raise CaptureError(unknown("optimizer", kind, _SUPPORTED))
@@ -45,7 +49,8 @@ def read_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer | None) -
                 )
             if parameter.requires_grad:
                 groups[names[id(parameter)]] = number
-    return Training(Optimizer(kind, tuple(_options(type(optimizer), g) for g in optimizer.param_groups)), groups)
+    options = tuple(_options(type(optimizer), g) for g in optimizer.param_groups)
+    return Training(Optimizer(kind, options, scaling), groups)
 
 
 def _options(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import Interpreter, Node
+
+from superscaler.ir.graph import Model
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
 
+Draw = Callable[[str, tuple[int, ...]], Tensor]
+# What operators make of uniform numbers, and of their own first arguments.
+_DRAWN: Mapping[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("aten.rand.default", "aten.rand_like.default"), lambda u, *_: u),
+    **dict.fromkeys(
+        ("aten.randn.default", "aten.randn_like.default"), lambda u, *_: torch.special.ndtri(u.double() + 2.0**-25)
+    ),
+    "aten.bernoulli.default": lambda u, p: u < p,
+    "aten.bernoulli.p": lambda u, _, p: u < p,
+}
 _CONSTANT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def packed(model: Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that the model has in segments, whole."""
+    pieces: dict[str, list[Tensor]] = {}
+    dims = {}
+    for piece, (name, dim, *_) in model.segments.items():
+        pieces.setdefault(name, []).append(values[piece])
+        dims[name] = dim
+    return {name: torch.cat(parts, dims[name]) for name, parts in pieces.items()}
+
+
+class Reference(NamedTuple):
+    """What one step of the unsplit program gives."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 def reference_step(
@@ -24,28 +54,36 @@ def reference_step(
     values: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
     dropout: bool = False,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the gradient of every trained parameter, on one device, by canonical name.
+    draw: Draw | None = None,
+) -> Reference:
+    """Return the loss, the gradient of every trained parameter, by canonical name, and the changed buffers.
 
     `dtype` replaces every floating dtype, also of casts and factories. Dropout keeps everything unless `dropout`.
+    `draw(node, shape)` gives the uniform numbers of the operators that draw others; without it torch draws them.
     """
     model = captured.model
     trained = [t.name for t in model.parameters() if t.requires_grad]
     leaves = {name: _retype(values[name].detach(), dtype).clone().requires_grad_() for name in trained}
     device = next(iter(leaves.values())).device
     known = {**values, **leaves, **batch}
+    known.update(packed(model, known))
     inputs = [_argument(captured, spec, known, dtype, device) for spec in captured.exported.graph_signature.input_specs]
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        interpreter = _Retyped(captured.exported, dtype, before, device, dropout)
+        interpreter = _Retyped(captured.exported, dtype, before, device, dropout, draw)
         with torch.enable_grad():
-            loss = interpreter.run(*inputs)[-1]
+            *buffers, loss = interpreter.run(*inputs)
             found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     finally:
         torch.set_default_dtype(before)
     gradients = zip(leaves.items(), found, strict=True)
-    return loss.detach(), {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in gradients}
+    written = (s.target for s in captured.exported.graph_signature.output_specs)
+    return Reference(
+        loss.detach(),
+        {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in gradients},
+        {str(name): buffer.detach() for name, buffer in zip(written, buffers, strict=False)},
+    )
 
 
 def _argument(
@@ -53,13 +91,17 @@ def _argument(
 ) -> Any:
     """Return the value of one placeholder: the given one, or what the program itself holds."""
     exported = captured.exported
-    if spec.kind in _CONSTANT:
+    if _is_constant(exported, spec):
         value = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
         if value is not None and not value.is_meta:
             return value.to(device)
     name = captured.model.aliases.get(spec.target, spec.target) if spec.target else getattr(spec.arg, "name", "")
     value = known.get(name)
     return getattr(spec.arg, "value", None) if value is None else _retype(value.to(device), dtype)
+
+
+def _is_constant(exported: ExportedProgram, spec: InputSpec) -> bool:
+    return spec.kind in _CONSTANT and spec.target not in exported.graph_signature.buffers_to_mutate.values()
 
 
 def _retype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -79,9 +121,10 @@ class _Retyped(Interpreter):
         default: torch.dtype,
         device: torch.device,
         dropout: bool,
+        draw: Draw | None,
     ) -> None:
         super().__init__(exported.graph_module)
-        constant = {s.arg.name for s in exported.graph_signature.input_specs if s.kind in _CONSTANT}
+        constant = {s.arg.name for s in exported.graph_signature.input_specs if _is_constant(exported, s)}
         self.constants: set[Node] = set()
         for node in exported.graph.nodes:
             inner = node.op == "call_function" and all(n in self.constants for n in node.all_input_nodes)
@@ -92,8 +135,14 @@ class _Retyped(Interpreter):
         self.default = default
         self.device = device
         self.dropout = dropout
+        self.draw = draw
 
     def run_node(self, node: Node) -> Any:
+        if self.draw is not None and str(node.target) in _DRAWN:
+            spec = node.meta["val"]
+            args, _ = self.fetch_args_kwargs_from_env(node)
+            drawn = _DRAWN[str(node.target)](self.draw(node.name, tuple(spec.shape)), *args)
+            return drawn.to(dtype=self._convert(spec.dtype), device=self.device)
         if node not in self.constants or node.op != "call_function":
             return super().run_node(node)
         if "_assert" in str(node.target):

@@ -6,9 +6,11 @@ nothing can be cut. Sizes in the arguments of views, expansions and splits are c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 from superscaler.frontend.notation import Shape
@@ -18,11 +20,15 @@ from superscaler.frontend.trace import Call, Var
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One call with the shapes of its tensor operands, in the order of its arguments, and of its results."""
+    """One call with the shapes of its tensor operands, in the order of its arguments, and of its results.
+
+    `masks` are the operands that are bool: as indices, they stand for other elements than numbers do.
+    """
 
     call: Call
     ins: tuple[Shape, ...]
     outs: tuple[Shape, ...]
+    masks: frozenset[int] = frozenset()
 
     def dims(self, position: int, name: str, default: Any = None) -> list[int]:
         """Return an argument that names dims of the first operand, as non-negative numbers; None names all."""
@@ -132,14 +138,14 @@ def unbind(site: Site) -> str:
 
 
 def along(position: int, name: str = "dim", default: Any = None) -> Recipe:
-    """Return the recipe of operators that need some dims whole; all operands and results have the same dims."""
+    """Return the recipe of operators that need some dims whole, as are those whose size differs between operands."""
 
     def recipe(site: Site) -> str | None:
-        dims = site.dims(position, name, default)
         names = letters(len(site.ins[0]))
         if any(len(shape) != len(names) for shape in (*site.ins, *site.outs)):
             return None
-        side = whole(names, dims)
+        uneven = [d for d, sizes in enumerate(zip(*site.ins, *site.outs, strict=True)) if len(set(sizes)) > 1]
+        side = whole(names, [*site.dims(position, name, default), *uneven])
         return f"{', '.join([side] * len(site.ins))} -> {', '.join([side] * len(site.outs))}"
 
     return recipe
@@ -180,16 +186,18 @@ def stack(site: Site) -> str:
     return f"{', '.join([' '.join(names)] * len(site.ins))} -> {' '.join([*names[:dim], '_', *names[dim:]])}"
 
 
-def reduction(position: int | None, mark: str = "^") -> Recipe:
+def reduction(position: int | None, mark: str = "^", default: Any = None) -> Recipe:
     """Return the recipe of reductions: over all dims, or those of an argument. Kept dims have size 1."""
 
-    def recipe(site: Site) -> str:
-        dims = set(range(len(site.ins[0])) if position is None else site.dims(position, "dim"))
+    def recipe(site: Site) -> str | None:
+        dims = set(range(len(site.ins[0])) if position is None else site.dims(position, "dim", default))
         names = letters(len(site.ins[0]))
+        if len(set(site.ins)) > 1:
+            return None
         marked = " ".join(name + mark * (d in dims) for d, name in enumerate(names))
         keeps = len(site.outs[0]) == len(names)
         rest = " ".join(("1" if d in dims else name) for d, name in enumerate(names) if keeps or d not in dims)
-        return f"{marked} -> {', '.join([rest] * len(site.outs))}"
+        return f"{', '.join([marked] * len(site.ins))} -> {', '.join([rest] * len(site.outs))}"
 
     return recipe
 
@@ -226,43 +234,76 @@ def matmul(site: Site) -> str:
 
 def embedding(site: Site) -> str | None:
     """The gradient of `scale_grad_by_freq` depends on all ids."""
-    return None if site.call.argument(3, "scale_grad_by_freq", False) else "v^ h, i.. -> i.. h"
+    return None if site.call.argument(3, "scale_grad_by_freq", False) else "v+ h, i.. -> i.. h"
+
+
+def experts(site: Site) -> tuple[str, Mapping[str, int]]:
+    """Tokens; experts and their width are summed, since the result is a sum over both; outputs, but not inputs."""
+    width = {"s": 2, "f": site.ins[4][2]}
+    return "t a^, t k^, t k^, e+ (s^ f+) a^, e+ o f+ -> t o", width
+
+
+def histogram(site: Site) -> str | None:
+    """Counts add up, between ends that are given."""
+    low, high = site.call.argument(2, "min", 0), site.call.argument(3, "max", 0)
+    return "d..+ -> _" if low < high else None
 
 
 def attention(site: Site) -> tuple[str, Mapping[str, int]] | str:
-    """Batch and heads; queries unless causal (the mask is aligned at the first query); never keys."""
-    causal = bool(site.call.argument(5, "is_causal", False))
-    query = "l^" if causal else "l"
+    """Batch, heads and queries; never keys. Parts of the queries of causal attention get their rows of the mask."""
     keys = ["b.. s^ e^", "b.. s^ v"]
     if len(site.ins[0]) < 4 or site.ins[0][-3] == site.ins[1][-3]:
-        return f"b.. {query} e^, {', '.join(keys)}, b.. {query} s^ -> b.. {query} v"
+        return f"b.. l e^, {', '.join(keys)}, b.. l s^ -> b.. l v"
     groups = {"g": site.ins[0][-3] // site.ins[1][-3], "h": site.ins[1][-3]}
-    mask = f"b.. (h g) {query} s^" if len(site.ins) > 3 and len(site.ins[3]) > 2 else f"{query} s^"
+    mask = "b.. (h g) l s^" if len(site.ins) > 3 and len(site.ins[3]) > 2 else "l s^"
     shared = ", ".join(k.replace("b..", "b.. h") for k in keys)
-    return f"b.. (h g) {query} e^, {shared}, {mask} -> b.. (h g) {query} v", groups
+    return f"b.. (h g) l e^, {shared}, {mask} -> b.. (h g) l v", groups
 
 
 def index(site: Site) -> str | None:
     """x[:, i, j]: adjacent index tensors replace their dims by their own, which can be cut; theirs in x are whole."""
+    found = _indexed(site, len(site.ins))
+    return found and f"{found[0]} -> {' '.join(found[1])}"
+
+
+def index_put(site: Site) -> str | None:
+    """x[:, i, j] = values: only the dims that are not indexed can be cut."""
+    found = _indexed(site, len(site.ins) - 1)
+    if found is None:
+        return None
+    operands, result = found
+    values = result[len(result) - len(site.ins[-1]) :]
+    return f"{operands}, {' '.join(values)} -> {operands.split(',')[0]}"
+
+
+def _indexed(site: Site, count: int) -> tuple[str, list[str]] | None:
+    """Return the operands of x[:, i, j], which are the first `count`, and the dims of its result."""
     indices = site.call.args[1]
     at = [d for d, i in enumerate(indices) if i is not None]
-    if at != list(range(at[0], at[-1] + 1)):
+    if site.masks.intersection(range(1, count)) or at != list(range(at[0], at[-1] + 1)):
         return None
     names = letters(len(site.ins[0]))
-    rank = max(len(shape) for shape in site.ins[1:])
-    result = [*names[: at[0]], *(f"i..{rank - k}" for k in range(rank)), *names[at[-1] + 1 :]]
-    found = [" ".join(f"i..{len(s) - k}" for k in range(len(s))) for s in site.ins[1:]]
-    text = f"{whole(names, at)}, {', '.join(found)} -> {' '.join(result)}"
-    return text.replace("i..", "i")
+    rank = max(len(shape) for shape in site.ins[1:count])
+    result = [*names[: at[0]], *(f"i{rank - k}" for k in range(rank)), *names[at[-1] + 1 :]]
+    found = [" ".join(f"i{len(s) - k}" for k in range(len(s))) for s in site.ins[1:count]]
+    return f"{whole(names, at)}, {', '.join(found)}", result
+
+
+def index_write(site: Site) -> str:
+    """index_add and its like: only the other dims can be cut."""
+    dim = site.dims(1, "dim")[0]
+    names = letters(len(site.ins[0]))
+    source = " ".join("i" if d == dim else name for d, name in enumerate(names)) if site.ins[-1] else ""
+    return f"{whole(names, [dim])}, i, {source} -> {whole(names, [dim])}"
 
 
 def gather(site: Site) -> str:
-    """The dims of the index tensor that are as large as the operand's can be cut, but for the gathered one."""
+    """The dims of the index tensor that are as large as the operand's can be cut, and the gathered one in it alone."""
     dim = site.dims(1, "dim")[0]
     names = letters(len(site.ins[0]))
-    short = {d for d, (a, b) in enumerate(zip(site.ins[0], site.outs[0], strict=True)) if a != b}
-    own = [f"g{d}" if d == dim or d in short else name for d, name in enumerate(names)]
-    return f"{whole(names, short | {dim})}, {' '.join(own)} -> {' '.join(own)}"
+    short = {d for d, (a, b) in enumerate(zip(site.ins[0], site.outs[0], strict=True)) if a != b} - {dim}
+    own = whole(["i" if d == dim else name for d, name in enumerate(names)], short)
+    return f"{whole(names, short | {dim})}, {own} -> {own}"
 
 
 def index_select(site: Site) -> str:
@@ -272,17 +313,110 @@ def index_select(site: Site) -> str:
     return f"{whole(names, [dim])}, i -> {' '.join(own)}"
 
 
-def convolution(site: Site) -> str | None:
-    """Batch and output channels; input channels are contracted where nothing else is added; space is whole."""
-    groups = site.call.argument(8 if "convolution" in site.call.target else 6, "groups", 1)
-    if groups != 1 or len(site.ins[0]) != len(site.ins[1]):
+def convolution(site: Site) -> tuple[str, Mapping[str, int]] | None:
+    """Batch, groups, output channels; input channels are contracted where nothing is added; space is whole."""
+    is_general = "convolution" in site.call.target
+    groups = site.call.argument(8 if is_general else 6, "groups", 1)
+    if len(site.ins[0]) != len(site.ins[1]):
         return None
     space = " ".join("_" for _ in site.ins[0][2:])
-    contracted = "c^" if len(site.ins) > 2 else "c+"
-    return f"b {contracted} {space}, o {contracted} {space}, o -> b o {space}"
+    c = "c^" if len(site.ins) > 2 else "c+"
+    weight = f"(g {c}) o" if "transpose" in site.call.target or (is_general and site.call.args[6]) else f"(g o) {c}"
+    sizes = {"g": groups, "c": site.ins[0][1] // groups, "o": site.outs[0][1] // groups}
+    return f"b (g {c}) {space}, {weight} {space}, (g o) -> b (g o) {space}", sizes
+
+
+def batch_norm(site: Site) -> str:
+    """By given statistics; those of the batch are decomposed."""
+    return f"b c r..{', c' * (len(site.ins) - 1)} -> b c r.."
 
 
 def pool(site: Site) -> str:
-    rank = len(site.ins[0])
-    side = whole(letters(rank), range(2, rank))
+    """All but the space, whose number of dims is in the operator's name."""
+    rank, space = len(site.ins[0]), int("".join(re.findall(r"\dd", site.call.target))[0])
+    side = whole(letters(rank), range(rank - space, rank))
     return f"{side} -> {', '.join([side] * len(site.outs))}"
+
+
+def windows(site: Site) -> tuple[str, Mapping[str, int]]:
+    """im2col and col2im: channels and the places of a kernel are one dim."""
+    places = prod(site.call.args[1 if "im2col" in site.call.target else 2])
+    sizes = {"k": places, "c": max(site.ins[0][1], site.outs[0][1]) // places}
+    return ("b c _ _ -> b (c k^) _" if "im2col" in site.call.target else "b (c k^) _ -> b c _ _"), sizes
+
+
+def unfold(site: Site) -> str:
+    dim, names = site.dims(1, "dimension")[0], letters(len(site.ins[0]))
+    return f"{whole(names, [dim])} -> {whole(names, [dim])} _"
+
+
+def pixel_shuffle(site: Site) -> tuple[str, Mapping[str, int]]:
+    factor = site.call.args[1]
+    packed, spread = "b.. (c i^ j^) h w", "b.. c (h i^) (w j^)"
+    first, second = (spread, packed) if "unshuffle" in site.call.target else (packed, spread)
+    shape = site.outs[0] if "unshuffle" in site.call.target else site.ins[0]
+    sizes = {"i": factor, "j": factor, "c": shape[-3] // factor**2, "h": shape[-2], "w": shape[-1]}
+    return f"{first} -> {second}", sizes
+
+
+def repeat(site: Site) -> tuple[str, Mapping[str, int]]:
+    """Each dim of the result is (times dim)."""
+    names = letters(len(site.outs[0]))
+    before = (*(1 for _ in range(len(names) - len(site.ins[0]))), *site.ins[0])
+    sizes = {f"t{n}": b // a for n, a, b in zip(names, before, site.outs[0], strict=True)}
+    sizes |= dict(zip(names, before, strict=True))
+    own = names[len(names) - len(site.ins[0]) :]
+    return f"{' '.join(own)} -> {' '.join(f'(t{n} {n})' for n in names)}", sizes
+
+
+def repeat_interleave(site: Site) -> tuple[str, Mapping[str, int]]:
+    """The dim, or all dims as one, is (dim times) in the result."""
+    names, dim = letters(len(site.ins[0])), site.call.argument(2, "dim")
+    sizes = {"t": site.call.args[1], **dict(zip(names, site.ins[0], strict=True))}
+    if dim is None:
+        return f"{' '.join(names)} -> ({' '.join(names)} t)", sizes
+    result = [f"({name} t)" if d == dim % len(names) else name for d, name in enumerate(names)]
+    return f"{' '.join(names)} -> {' '.join(result)}", sizes
+
+
+def einsum(site: Site) -> str | None:
+    """The letters of the equation; those that are not in the result are summed. A diagonal cannot be cut."""
+    left, arrow, right = site.call.args[0].replace(" ", "").partition("->")
+    if not arrow:
+        once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
+        right = "..." * ("..." in left) + "".join(once)
+    sides = [re.findall(r"\.\.\.|\w", side) for side in (*left.split(","), right)]
+    if any(len(set(side)) < len(side) for side in sides):
+        return None
+    marked = [" ".join(w.replace("...", "e..") + "+" * (w not in sides[-1]) for w in side) for side in sides]
+    return f"{', '.join(marked[:-1])} -> {marked[-1]}"
+
+
+def tensordot(site: Site) -> str:
+    left, right = ([f"{side}{d}" for d in range(len(shape))] for side, shape in zip("ab", site.ins, strict=True))
+    for n, (a, b) in enumerate(zip(site.call.args[2], site.call.args[3], strict=True)):
+        left[a] = right[b] = f"k{n}+"
+    kept = [name for name in left + right if not name.endswith("+")]
+    return f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}"
+
+
+def added_to(product: str, result: str) -> Recipe:
+    """Return the recipe of a scaled product that is added to a first operand, which broadcasts: it is added once."""
+    words = result.split()
+    return lambda site: f"{' '.join(words[len(words) - len(site.ins[0]) :])}, {product} -> {result}"
+
+
+def gated(site: Site) -> tuple[str, Mapping[str, int]]:
+    """glu: the first half of a dim is gated by the second."""
+    dim, names = site.dims(1, "dim", -1)[0], letters(len(site.ins[0]))
+    packed = [f"(t^ {name})" if d == dim else name for d, name in enumerate(names)]
+    return f"{' '.join(packed)} -> {' '.join(names)}", {"t": 2, names[dim]: site.outs[0][dim]}
+
+
+def prelu(site: Site) -> str:
+    return "b c r.., c -> b c r.." if len(site.ins[0]) > 1 else "d.., _ -> d.."
+
+
+def diagonal(site: Site) -> str:
+    names, dims = letters(len(site.ins[0])), {*site.dims(2, "dim1", 0), *site.dims(3, "dim2", 1)}
+    return f"{whole(names, dims)} -> {' '.join(n for d, n in enumerate(names) if d not in dims)} _"

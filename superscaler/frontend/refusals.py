@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.rules import REGISTERED
 from superscaler.frontend.trace import FRAME, source_of
 
 _PYTHON = sysconfig.get_paths()["stdlib"]
@@ -214,8 +215,8 @@ _LOST: tuple[tuple[Any, str, str], ...] = (
     (
         torch.autograd.Function,
         "apply",
-        "uses {}, whose own backward the captured step would not run; write it in differentiable operators: "
-        "x + (f(x) - x).detach() passes a gradient straight through f",
+        "uses {}, whose own backward the captured step would not run; write it in differentiable operators, as "
+        "x + (f(x) - x).detach() for a gradient straight through, or make it an operator by superscaler.register",
     ),
     (
         CheckpointFunction,
@@ -248,11 +249,19 @@ def _refusing(original: Any, text: str) -> Any:
 
 
 def _refusing_apply(original: Any, text: str) -> Any:
-    """torch's own functions do what their operators do."""
+    """torch's own functions do what their operators do, and a registered operator runs as it is written."""
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if original is None or not cls.__module__.startswith("torch."):
+        if original is None or not (cls.__module__.startswith("torch.") or _in_operator(sys._getframe(1))):
             raise _Lost(text.format(cls.__qualname__))
         return original.__func__(cls, *args, **kwargs)
 
     return classmethod(apply)
+
+
+def _in_operator(frame: FrameType | None) -> bool:
+    """Tell whether a frame runs inside a registered function."""
+    codes = {rule.code for rule in REGISTERED.values()}
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None

@@ -3,47 +3,122 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType
 
-from superscaler.frontend.notation import Signature, frozen, resolve
+from superscaler.errors import CaptureError
+from superscaler.frontend.notation import Signature, frozen, misfit, resolve
 from superscaler.frontend.recipes import (
     Recipe,
     Site,
+    added_to,
     along,
     attention,
+    batch_norm,
     convolution,
     cross_entropy,
+    diagonal,
+    einsum,
     elementwise,
     embedding,
     expand,
+    experts,
+    gated,
     gather,
+    histogram,
     index,
+    index_put,
     index_select,
+    index_write,
     layer_norm,
     matmul,
     normalized,
     pad,
     permute,
+    pixel_shuffle,
     pool,
+    prelu,
     reduced_loss,
     reduction,
+    repeat,
+    repeat_interleave,
     reverse,
     select,
     select_scatter,
     split,
     stack,
+    tensordot,
     transpose,
     unbind,
+    unfold,
     view,
+    windows,
 )
+from superscaler.frontend.trace import variables
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The notation that a user gave an operator, the sizes of letters that stand in products only, and where it is.
+
+    `module` is empty for a file that is run but not imported by name, `file` for what was typed in. `code` is that of
+    a function.
+    """
+
+    notation: str
+    sizes: Mapping[str, int]
+    module: str
+    file: str
+    line: int
+    code: CodeType | None = None
+
+    @property
+    def place(self) -> str:
+        return f"{self.file or self.module or 'line'}:{self.line}"
+
+
+# Filled by superscaler.register, by the target of calls; torch keeps its operators per process too.
+REGISTERED: dict[str, Registered] = {}
 
 
 def signature(site: Site) -> tuple[Signature, bool]:
-    """Return the indices of a call, and whether its operator has a rule."""
+    """Return the indices of a call, and whether its operator has a rule.
+
+    Raises CaptureError where the notation that a user registered does not fit the call.
+    """
+    if site.call.target in REGISTERED:
+        return _registered(site, REGISTERED[site.call.target]), True
     rule = RULES.get(site.call.target)
     written = rule(site) if callable(rule) else rule
     notation, sizes = (written, {}) if isinstance(written, str) or written is None else written
     found = resolve(notation, site.ins, site.outs, sizes) if notation is not None else None
     return found or frozen(site.ins, site.outs), rule is not None
+
+
+def _registered(site: Site, rule: Registered) -> Signature:
+    given = _given(site)
+    found = resolve(rule.notation, site.ins, site.outs, rule.sizes, broadcasts=False, given=given)
+    if found is None:
+        left, right = rule.notation.split("->")
+        kept = ",".join(text for k, text in enumerate(left.split(",")) if k in given)
+        raise CaptureError(
+            f"{site.call.source or rule.place} calls {site.call.target}, whose notation is '{rule.notation}' "
+            f"({rule.place}), and it does not fit: {misfit(f'{kept}->{right}', site.ins, site.outs)}. "
+            "Mend the notation or the call; a dim that broadcasts is expanded before the call."
+        )
+    return found
+
+
+def _given(site: Site) -> list[int]:
+    """Return which of an operator's tensor operands a call has: optional ones may be None."""
+    found: list[int] = []
+    number = 0
+    for position, parameter in enumerate(site.call.function._schema.arguments):
+        if "Tensor" in str(parameter.type):
+            count = len(list(variables(site.call.argument(position, parameter.name))))
+            found += range(number, number + count)
+            number += max(count, 1)
+    return found
 
 
 def _aten(rule: str | Recipe, names: str) -> dict[str, str | Recipe]:
@@ -56,70 +131,104 @@ def _overloads(names: str, kinds: str) -> str:
 
 
 _UNARY = """neg abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal tanh sigmoid sin cos tan asin acos
-atan sinh cosh erf erfc gelu silu relu relu6 leaky_relu elu selu celu hardtanh hardswish hardsigmoid softplus mish
-log_sigmoid softsign clamp clamp_min clamp_max floor ceil round trunc sign sgn isnan isinf isfinite logical_not
-bitwise_not nan_to_num logit detach _to_copy copy threshold frac positive"""
-_BINARY = "add sub mul div pow eq ne lt le gt ge floor_divide remainder fmod bitwise_and bitwise_or bitwise_xor"
-_LOGIC = "logical_and logical_or logical_xor maximum minimum atan2 xlogy.Tensor addcmul addcdiv"
+atan sinh cosh asinh acosh atanh erf erfc lgamma gelu silu relu relu6 leaky_relu elu selu celu hardtanh hardswish
+hardsigmoid softplus mish log_sigmoid clamp clamp_min clamp_max floor ceil round trunc sign sgn isnan isinf isfinite
+logical_not bitwise_not nan_to_num logit detach _to_copy threshold frac positive hardshrink round.decimals fill.Scalar
+fill.Tensor"""
+_BINARY = "add sub mul div eq ne lt le gt ge remainder fmod bitwise_and bitwise_or bitwise_xor"
+_FURTHER = """logical_and logical_or logical_xor maximum minimum max.other min.other fmax fmin atan2 hypot logaddexp
+isclose copysign.Tensor xlogy.Tensor xlogy.Scalar_Self xlogy.Scalar_Other addcmul addcdiv pow.Tensor_Scalar
+pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode floor_divide floor_divide.Scalar where.self
+where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor clamp.Tensor"""
+_LOSSES = """mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy kl_div poisson_nll_loss
+binary_cross_entropy_with_logits hinge_embedding_loss margin_ranking_loss"""
+_POOLS = """max_pool1d max_pool2d max_pool3d max_pool2d_with_indices avg_pool1d avg_pool2d avg_pool3d
+adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+adaptive_max_pool3d"""
+_RESIZES = """upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d.vec
+upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_trilinear3d.vec"""
 
 RULES: Mapping[str, str | Recipe] = {
     **_aten(elementwise, _UNARY),
-    **_aten(elementwise, _overloads(_BINARY + " __and__ __or__ __xor__ rsub xlogy lerp", "Tensor Scalar")),
-    **_aten(elementwise, "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode"),
-    **_aten(elementwise, "bitwise_and.Tensor where.self where.ScalarOther where.ScalarSelf where.Scalar"),
-    **_aten(
-        elementwise,
-        "masked_fill.Scalar masked_fill.Tensor clamp.Tensor round.decimals fill.Scalar fill.Tensor floor_divide",
-    ),
-    **_aten(elementwise, _LOGIC),
+    **_aten(elementwise, _overloads(_BINARY + " __and__ __or__ __xor__ rsub lerp", "Tensor Scalar")),
+    **_aten(elementwise, _FURTHER),
     "ss.dropout": elementwise,
+    **dict.fromkeys(("ss.uniform", "ss.normal"), " -> d.."),
+    **_aten("d.., n^ -> d..", "bucketize.Tensor"),
+    **_aten(prelu, "prelu"),
+    **_aten(gated, "glu"),
     **_aten("b.. k+, n k -> b.. n", "linear"),
     **_aten("m k+, k n -> m n", "mm"),
     **_aten("b m k+, b k n -> b m n", "bmm"),
     **_aten("m k+, k -> m", "mv"),
-    **_aten("k+, k -> ", "dot"),
+    **_aten("k+, k -> ", "dot vdot"),
+    **_aten("m, n -> m n", "outer"),
     **_aten(matmul, "matmul"),
+    **_aten(einsum, "einsum"),
+    **_aten(tensordot, "tensordot"),
+    **_aten(added_to("b m k, b k n", "m n"), "addbmm"),
+    **_aten("b.. i^, b.. j^, o i j, o -> b.. o", "bilinear"),
+    **_aten("b.. m k^, b.. n k -> b.. m n", "cdist"),
     **_aten(embedding, "embedding"),
     **_aten(layer_norm, "layer_norm rms_norm"),
     **_aten("b c^ r..^, c, c -> b c r..", "group_norm"),
+    **_aten("b c r..^, c, c, c, c -> b c r..", "instance_norm"),
+    **_aten(batch_norm, "batch_norm"),
     **_aten(normalized(1), "softmax.int _softmax log_softmax.int _log_softmax"),
     **_aten(attention, "scaled_dot_product_attention"),
     "ss.attention_dropout": attention,
     "ss.count_labels": "b..+ -> ",
     "ss.cross_entropy": "b+ c^ r..+, b r.., -> ",
+    "ss.experts": experts,
+    **_aten(histogram, "histc"),
+    "ss.nll_loss": "b+ c^ r..+, b r.., -> ",
     **_aten(cross_entropy, "cross_entropy_loss nll_loss_nd"),
-    **_aten(reduced_loss, "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy"),
-    **_aten(reduced_loss, "binary_cross_entropy_with_logits soft_margin_loss kl_div poisson_nll_loss"),
+    **_aten(reduced_loss, _LOSSES),
     **_aten(view, "view reshape _unsafe_view unsqueeze"),
     **_aten(permute, "permute"),
     **_aten(transpose, "transpose.int swapaxes swapdims"),
     **_aten(reverse, "t numpy_T"),
     **_aten(expand, "expand broadcast_to expand_as"),
+    **_aten(repeat, "repeat tile"),
+    **_aten(repeat_interleave, "repeat_interleave.self_int"),
     **_aten(split, "split.Tensor split_with_sizes chunk split.sizes"),
     **_aten(unbind, "unbind.int"),
     **_aten(along(1, default=0), "slice.Tensor"),
-    **_aten(along(1, default=0), "cumsum cumprod"),
+    **_aten(along(1), "cumsum cumprod cummax cummin logcumsumexp"),
     **_aten(along(2, "dims"), "roll"),
     **_aten(along(1, "dims"), "flip"),
-    **_aten(along(2, default=-1), "diff topk"),
+    **_aten(along(2, default=-1), "diff topk linalg_cross"),
+    **_aten(along(2), "cross"),
     **_aten(along(1, default=-1), "sort argsort"),
+    **_aten(along(9, default=-1), "sort.stable"),
     **_aten(along(2, default=0), "slice_scatter"),
+    **_aten(along(1), "scatter.src scatter.value scatter_add scatter_reduce.two"),
     **_aten(select, "select.int"),
     **_aten(select_scatter, "select_scatter"),
+    **_aten(diagonal, "diagonal"),
+    **_aten(unfold, "unfold"),
     **_aten(pad, "pad constant_pad_nd"),
     **_aten(along(1, default=0), "cat"),
     **_aten(stack, "stack"),
     **_aten("b.. _ _ -> b.. _ _", "tril triu"),
     **_aten("i.. -> i.. _", "one_hot"),
     **_aten(index, "index.Tensor"),
+    **_aten(index_put, "index_put"),
     **_aten(index_select, "index_select"),
+    **_aten(index_write, "index_add index_copy index_fill.int_Scalar index_fill.int_Tensor"),
     **_aten(gather, "gather"),
-    **_aten(reduction(None, "+"), "sum mean"),
-    **_aten(reduction(1, "+"), "sum.dim_IntList mean.dim"),
+    **_aten(reduction(None, "+"), "sum mean count_nonzero"),
+    **_aten(reduction(1, "+"), "sum.dim_IntList mean.dim count_nonzero.dim_IntList"),
     **_aten(reduction(None), "max min any all prod var std norm.Scalar"),
     **_aten(reduction(1), "amax amin max.dim min.dim any.dim all.dim prod.dim_int var.correction var.dim std.dim"),
-    **_aten(reduction(1), "std.correction argmax argmin logsumexp any.dims all.dims"),
+    **_aten(reduction(1), "std.correction argmax argmin logsumexp any.dims all.dims var_mean.dim var_mean.correction"),
+    **_aten(reduction(1), "std_mean.dim std_mean.correction median.dim"),
     **_aten(reduction(2), "linalg_vector_norm norm.ScalarOpt_dim"),
-    **_aten(convolution, "conv1d conv2d conv3d convolution"),
-    **_aten(pool, "adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d max_pool2d max_pool2d_with_indices"),
+    **_aten(reduction(2, default=1), "cosine_similarity"),
+    **_aten(convolution, "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution"),
+    **_aten(convolution, "conv_transpose1d conv_transpose2d.input conv_transpose3d.input"),
+    **_aten(pool, f"{_POOLS} {_RESIZES}"),
+    **_aten(windows, "im2col col2im"),
+    **_aten(pixel_shuffle, "pixel_shuffle pixel_unshuffle"),
+    **_aten("b c _ _, b p q _ -> b c p q", "grid_sampler"),
 }

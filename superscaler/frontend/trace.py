@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
 from superscaler.errors import CaptureError
@@ -55,7 +55,11 @@ class Call:
 
 @dataclass(slots=True)
 class Trace:
-    """Calls in execution order, the shape of every tensor, the kind of those that no call makes, and known values."""
+    """Calls in execution order, the shape of every tensor, the kind of those that no call makes, and known values.
+
+    `writes` has for each buffer that the model changes the tensor that it is set to at the end of the step.
+    `masks` has the kind of each constant that attention reads as a mask.
+    """
 
     calls: list[Call]
     specs: dict[str, Spec]
@@ -63,6 +67,17 @@ class Trace:
     values: dict[str, Tensor]
     loss: str
     taken: set[str] = field(default_factory=set)
+    masks: dict[str, str] = field(default_factory=dict)
+    writes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def results(self) -> set[str]:
+        """Return the tensors that leave the step: the loss, and what buffers are set to."""
+        return {self.loss, *self.writes.values()}
+
+    def rename_results(self, same: dict[str, str]) -> None:
+        self.loss = same.get(self.loss, self.loss)
+        self.writes = {buffer: same.get(name, name) for buffer, name in self.writes.items()}
 
     def derive(self, name: str, word: str) -> str:
         """Return a new name made of a call's name and a word: `addmm_3`, `product` -> `addmm_product_3`."""
@@ -107,7 +122,11 @@ def read(exported: ExportedProgram, canonical: dict[str, str]) -> Trace:
     for node in exported.graph.nodes:
         if node.op == "call_function":
             reader.call(node)
-    reader.trace.loss = reader.names[exported.graph.output_node().args[0][-1]]
+    results = exported.graph.output_node().args[0]
+    reader.trace.loss = reader.names[results[-1]]
+    for spec, node in zip(exported.graph_signature.output_specs, results, strict=True):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            reader.trace.writes[spec.target] = reader.names[node]
     return reader.trace
 
 
@@ -202,15 +221,14 @@ def _spec(value: Tensor) -> Spec:
 
 def _refuse_mutation(exported: ExportedProgram) -> None:
     signature = exported.graph_signature
-    changed = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate, **signature.parameters_to_mutate}
+    changed = {**signature.user_inputs_to_mutate, **getattr(signature, "parameters_to_mutate", {})}
     if changed:
         node = next(node for node in exported.graph.nodes if node.name in changed)
         lines = (source_of(n.meta.get("stack_trace") or "") for n in (node, *node.all_input_nodes))
         where = next(filter(None, lines), "the model")
         raise CaptureError(
-            f"{where} changes {len(changed)} buffers, parameters or inputs of the model in place: "
-            f"{', '.join(changed.values())}; this is not supported yet. Compute new tensors; of layers with running "
-            "statistics, call .eval(), or use others."
+            f"{where} changes {len(changed)} parameters or inputs in place: {', '.join(changed.values())}; "
+            "compute new tensors (of an input, a clone)."
         )
 
 

@@ -1,13 +1,14 @@
 """The data-flow graph of one training iteration: pTensors, operators with their indices, and the factors they share.
 
 A forward op has a *mirror* (its backward op) exactly when `has_mirror`; mirrors are never stored, because everything
-about them follows from the op. An optimizer op is an op of kind `optimizer`, one per trained parameter.
+about them follows from the op. An optimizer op is an op of kind `optimizer`, one per trained parameter; so is the op
+that sets a buffer (`ss.write`) which the model changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -43,6 +44,11 @@ class PTensor:
         """Return the shape of a piece whose slots have these sizes: each dim is the product of its slots."""
         sizes = iter(extents)
         return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
+
+    @property
+    def wide_dtype(self) -> str:
+        """Return in which dtype to add many values of this tensor: halves in float32."""
+        return "float32" if self.dtype in ("float16", "bfloat16") else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,11 @@ class Op:
     passes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
+    def is_write(self) -> bool:
+        """Tell whether the op sets a buffer, its first input, to its second one at the end of the step."""
+        return self.target == "ss.write"
+
+    @property
     def is_forward(self) -> bool:
         return self.kind == "forward"
 
@@ -126,15 +137,24 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes."""
+    """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes.
+
+    `scaler` is the state of the `torch.amp.GradScaler` that scales the loss, empty without one.
+    """
 
     name: str
     groups: tuple[tuple[tuple[str, Any], ...], ...]
+    scaler: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What capture found and no plan changes. Ops are in execution order, the optimizer ops last."""
+    """What capture found and no plan changes. Ops are in execution order, the optimizer ops last.
+
+    `aliases` has for each further name of a tied parameter the one that is kept; `segments` for each parameter that is
+    a segment of a packed one that one, the dim, and the range there; `unsupported` how often operators without a rule
+    occur.
+    """
 
     tensors: Mapping[str, PTensor]
     ops: tuple[Op, ...]
@@ -144,6 +164,7 @@ class Model:
     optimizer: Optimizer
     aliases: Mapping[str, str]
     unsupported: Mapping[str, int]
+    segments: Mapping[str, tuple[str, int, int, int]] = field(default_factory=dict)
 
     def producers(self) -> dict[str, tuple[Op, int]]:
         """Return for each activation the op that writes it and which of its outputs it is."""

@@ -40,11 +40,15 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run the mirror of a segment: gradients of its outputs (None: not read) to gradients of its aliases."""
+    """Run the mirror of a segment: gradients of its outputs (None: not read) to gradients of its aliases.
+
+    `wide` tells which of these become float32.
+    """
 
     tag: str
     gradients: tuple[str | None, ...]
     outputs: tuple[str, ...]
+    wide: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +145,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Run the optimizer on weights at rest: pairs (weight, gradient)."""
+    """Run the optimizer on weights at rest, pairs (weight, gradient), and set buffers, pairs (buffer, value)."""
 
     pairs: tuple[tuple[str, str], ...]
+    writes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

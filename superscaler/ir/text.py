@@ -25,9 +25,10 @@ def print_model(model: Model) -> str:
     head = {
         "inputs": list(model.inputs),
         "loss": model.loss,
-        "optimizer": [model.optimizer.name, [dict(g) for g in model.optimizer.groups]],
+        "optimizer": [model.optimizer.name, [dict(g) for g in model.optimizer.groups], dict(model.optimizer.scaler)],
         "aliases": dict(model.aliases),
         "unsupported": dict(model.unsupported),
+        "segments": dict(model.segments),
         "factors": {f.name: f.size for f in model.factors.values()},
     }
     lines = [f"model {json.dumps(head)}"]
@@ -83,9 +84,9 @@ def parse_model(text: str) -> Model:
             raise InputError(f"line {number} of the model cannot be read ({error}): {line[:120]}") from None
     if not head:
         raise InputError("the text of a model starts with a line 'model {...}'.")
-    name, groups = head["optimizer"]
+    name, groups, scaler = head["optimizer"]
     factors = {k: Factor(k, size) for k, size in head["factors"].items()}
-    optimizer = Optimizer(name, tuple(tuple(g.items()) for g in groups))
+    optimizer = Optimizer(name, tuple(tuple(g.items()) for g in groups), tuple(scaler.items()))
     return Model(
         tensors,
         tuple(ops),
@@ -95,6 +96,7 @@ def parse_model(text: str) -> Model:
         optimizer,
         head["aliases"],
         head["unsupported"],
+        {name: tuple(segment) for name, segment in head["segments"].items()},
     )
 
 

@@ -139,7 +139,7 @@ class _Builder(Values):
             if output.tensor == self.model.loss and self.schedule.edges.seeds_gradient(row):
                 name = "one"
             gradients.append(name)
-        names = []
+        names, wide = [], []
         suffix = self._suffix(key)
         for number, alias in enumerate(segment.aliases):
             if alias.labels is None:
@@ -147,18 +147,22 @@ class _Builder(Values):
             place = Place(BACKWARD, segment.number, key, number)
             base = f"d_{self.names[alias.tensor]}~s{segment.number}_{number}{suffix}"
             names.append((base if place in self.piece_of else "_", place))
-        self.code[rank].append(Backward(self._tag(segment, key), tuple(gradients), tuple(n for n, _ in names)))
+            tensor = self.model.tensors[alias.tensor]
+            wide.append(alias.tensor in self.from_weights and tensor.wide_dtype != tensor.dtype)
+        outputs = tuple(n for n, _ in names)
+        self.code[rank].append(Backward(self._tag(segment, key), tuple(gradients), outputs, tuple(wide)))
         for name, place in names:
             if name != "_":
                 self.made(place, name, rank)
 
     def _update(self, rank: int) -> None:
-        pairs = []
+        pairs: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
         for weight in self.weights[rank].values():
-            gradient = self.value(self.place_of[rank, weight.name]) if weight.trained else None
-            if gradient is not None:
-                pairs.append((weight.name, gradient))
-        self.code[rank].append(Update(tuple(pairs)))
+            place = self.place_of.get((rank, weight.name))
+            value = self.value(place) if place is not None else None
+            if value is not None:
+                pairs[weight.trained].append((weight.name, value))
+        self.code[rank].append(Update(tuple(pairs[True]), tuple(pairs[False])))
 
     def _loss_places(self) -> set[Place]:
         """Return the parts of the loss that together are its value: one replica of each addend."""
@@ -181,8 +185,7 @@ class _Builder(Values):
                 continue
             found = None if transfer.is_local else match(transfer)
             if found is not None and found.kind == "all_reduce":
-                dtype = self.model.tensors[transfer.tensor].dtype
-                reductions.setdefault((found.group, dtype), []).append(node.number)
+                reductions.setdefault((found.group, self.dtype(transfer)), []).append(node.number)
             elif found is not None:
                 self._collective(node.number, transfer, found)
             elif not transfer.is_local:
@@ -194,7 +197,7 @@ class _Builder(Values):
 
     def _bytes(self, number: int) -> int:
         transfer = self.schedule.transfers[number]
-        return prod(extents(transfer.pieces[0].box)) * DTYPE_BYTES[self.model.tensors[transfer.tensor].dtype]
+        return prod(extents(transfer.pieces[0].box)) * DTYPE_BYTES[self.dtype(transfer)]
 
     def _buckets(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the transfers in runs that fill a bucket each; a tensor larger than a bucket goes alone."""
@@ -236,10 +239,10 @@ class _Builder(Values):
         source = self.cut(piece.device, self.piece_name[number, p], tensor, piece.box, common)
         shape = tensor.local_shape(extents(common))
         self.messages += 1
-        weight = prod(shape) * DTYPE_BYTES[tensor.dtype]
+        weight = prod(shape) * DTYPE_BYTES[self.dtype(transfer)]
         self.code[piece.device].append(Send(source, reader.device, self.messages, weight))
         name = f"{self.base(transfer)}~c{number}_{link}"
-        self.code[reader.device].append(Recv(f"{name}w", piece.device, self.messages, shape, tensor.dtype))
+        self.code[reader.device].append(Recv(f"{name}w", piece.device, self.messages, shape, self.dtype(transfer)))
         self.incoming.setdefault((number, r), []).append((f"{name}w", common, name))
 
     def _collective(self, number: int, transfer: Transfer, found: Match) -> None:
@@ -254,7 +257,7 @@ class _Builder(Values):
                 source, view = self.piece_name[number, p], extents(piece.box)
             box = readers[rank][1].box if rank in readers else transfer.pieces[0].box
             local, shape = tensor.local_shape(view), tensor.local_shape(extents(box))
-            weight = prod(view) * DTYPE_BYTES[tensor.dtype]
+            weight = prod(view) * DTYPE_BYTES[self.dtype(transfer)]
             self.code[rank].append(
                 Collective(
                     found.kind,
@@ -266,7 +269,7 @@ class _Builder(Values):
                     found.give,
                     local,
                     shape,
-                    tensor.dtype,
+                    self.dtype(transfer),
                     weight,
                 )
             )

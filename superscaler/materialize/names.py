@@ -73,7 +73,7 @@ def reads(i: Instruction) -> tuple[str, ...]:
         case Wait():
             return (i.work,)
         case Update():
-            return tuple(name for pair in i.pairs for name in pair)
+            return tuple(name for pair in (*i.pairs, *i.writes) for name in pair)
         case Loss():
             return i.parts
         case _:

@@ -26,6 +26,7 @@ class Values:
         self.code: list[list[Instruction]] = [[] for _ in range(world)]
         self.weights: list[dict[str, Weight]] = [{} for _ in range(world)]
         self.names = unique_identifiers(self.model.tensors)
+        self.from_weights = {o.tensor for op in self.model.ops if op.from_weights for o in op.outputs}
         self.piece_of: dict[Place, Address] = {}
         self.readers_of: dict[Place, list[Address]] = {}
         for number, transfer in enumerate(schedule.transfers):
@@ -55,7 +56,9 @@ class Values:
             for row, key in enumerate(rows.keys):
                 box = held.box(row)
                 name = self.names[tensor] + (f"_p{key[2]}" if key[2] else "")
-                self.weights[key[0]][name] = Weight(name, tensor, box, True, row in counted, op.group)
+                self.weights[key[0]][name] = Weight(
+                    name, tensor, box, not op.is_write, row in counted and not op.is_write, op.group
+                )
                 self._load(key[0], name, tensor, box)
                 place = self._weight_place(tensor, key)
                 self.place_of[key[0], name] = place
@@ -111,7 +114,7 @@ class Values:
         out = f"{self.base(transfer)}~t{owners[0][0]}_{owners[0][1]}"
         pieces = tuple((name, inside(box, box)) for name in names)
         rank = transfer.readers[owners[0][1]].device
-        self.code[rank].append(Combine(out, pieces, view, tensor.local_shape(view), tensor.dtype))
+        self.code[rank].append(Combine(out, pieces, view, tensor.local_shape(view), self.dtype(transfer)))
         self._totals[owners] = out
         return out
 
@@ -152,7 +155,7 @@ class Values:
         if len(parts) == 1 and parts[0][1] == reader.box:
             return parts[0][0]
         placed = tuple((name, inside(box, reader.box)) for name, box in sorted(parts, key=lambda x: (x[1], x[0])))
-        code.append(Combine(base, placed, extents(reader.box), shape, tensor.dtype))
+        code.append(Combine(base, placed, extents(reader.box), shape, self.dtype(transfer)))
         self._sums.add((rank, base))
         return base
 
@@ -163,6 +166,12 @@ class Values:
         out = f"{self.names[tensor]}~z{len(self.code[rank])}"
         self.code[rank].append(Combine(out, (), view, spec.local_shape(view), spec.dtype))
         return out
+
+    def dtype(self, transfer: Transfer) -> str:
+        """Return the dtype of what a transfer moves: gradients that are summed over microbatches are never halves."""
+        tensor = self.model.tensors[transfer.tensor]
+        is_summed = transfer.kind == BACKWARD and transfer.tensor in self.from_weights
+        return tensor.wide_dtype if is_summed else tensor.dtype
 
     def base(self, transfer: Transfer) -> str:
         return ("d_" if transfer.kind == BACKWARD else "") + self.names[transfer.tensor]

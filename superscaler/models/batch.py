@@ -15,26 +15,26 @@ def generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + 1) % 2**63)
 
 
-def tokens(seed: int, step: int, batch: int, sequence: int, vocabulary: int) -> dict[str, Tensor]:
-    """Return `input_ids` and `labels`, int64 of shape (batch, sequence), drawn apart; they share no memory.
+def tokens(seed: int, step: int, batch: int, sequences: tuple[int, int], vocabulary: int) -> dict[str, Tensor]:
+    """Return `input_ids` and `labels`, int64 of shapes (batch, sequence), drawn apart; they share no memory.
 
     Row r leaves out its first labels, none in row 0 and up to three quarters of them in the last one, so that a mean
     of the means of two halves is not the mean of the whole.
     """
     draw = generator(seed, step)
-    ids, labels = (torch.randint(vocabulary, (batch, sequence), generator=draw, device="cpu") for _ in range(2))
-    ignored = torch.arange(batch, device="cpu") * (3 * sequence) // (4 * batch)
-    labels[torch.arange(sequence, device="cpu") < ignored[:, None]] = IGNORED
+    ids, labels = (torch.randint(vocabulary, (batch, s), generator=draw, device="cpu") for s in sequences)
+    ignored = torch.arange(batch, device="cpu") * (3 * sequences[1]) // (4 * batch)
+    labels[torch.arange(sequences[1], device="cpu") < ignored[:, None]] = IGNORED
     return {"input_ids": ids, "labels": labels}
 
 
-def classes(seed: int, step: int, batch: int, inputs: int, count: int) -> dict[str, Tensor]:
-    """Return `x`, float32 of shape (batch, inputs), and `labels`, int64 of shape (batch,).
+def classes(seed: int, step: int, name: str, shape: tuple[int, ...], count: int) -> dict[str, Tensor]:
+    """Return the float32 input of this name and shape (batch, ...), and `labels`, int64 of shape (batch,).
 
     Every second label of the second half is left out, so that both halves count differently.
     """
     draw = generator(seed, step)
-    x = torch.randn(batch, inputs, generator=draw, device="cpu")
-    labels = torch.randint(count, (batch,), generator=draw, device="cpu")
-    labels[(batch + 1) // 2 :: 2] = IGNORED
-    return {"x": x, "labels": labels}
+    x = torch.randn(shape, generator=draw, device="cpu")
+    labels = torch.randint(count, shape[:1], generator=draw, device="cpu")
+    labels[(shape[0] + 1) // 2 :: 2] = IGNORED
+    return {name: x, "labels": labels}

@@ -15,8 +15,8 @@ from superscaler.errors import InputError, unknown
 from superscaler.models import file
 from superscaler.options import Options, read_pairs, settle
 
-# name -> the file of this package that holds it. A file has OPTIONS (by size), DEFAULT and build(options).
-_HOMES = {"gpt2": "gpt2", "llama": "llama", "mlp": "mlp"}
+# Each is a file of this package, which has OPTIONS (by size), DEFAULT, build(options) and make_batch(options, step).
+NAMES = ("alphafold2", "bert", "gpt2", "gpt3", "llama", "mbart", "mixtral", "mlp", "swin", "t5", "vit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +36,24 @@ class BuiltModel:
 
 def names() -> list[str]:
     """Return the names of the models that need no file."""
-    return sorted(_HOMES)
+    return list(NAMES)
 
 
 def build(spec: str) -> BuiltModel:
     """Return the model that `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]` describes.
 
-    Common keys of the named models: size, layers, hidden, batch, seed (default 0) and device (cpu or meta: shapes
-    only, no memory). Weights are random and depend on the seed only. Raises InputError for an unknown model, key,
-    file or function, and for a value of the wrong type.
+    Common keys of the named models: size, layers (of swin: depths), hidden, batch, seed (default 0) and device (cpu or
+    meta: shapes only, no memory). Weights are random and depend on the seed only. Raises InputError for an unknown
+    model, key, file or function, and for a value of the wrong type.
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):
         function, _, rest = rest.partition(":")
         module, args, kwargs = file.build(spec, name, function, rest)
         return BuiltModel(spec, module, args, kwargs, None)
-    if name not in _HOMES:
-        raise InputError(f"{unknown('model', name, _HOMES)} Or give a file: path/to/file.py:function.")
-    home = importlib.import_module(f"superscaler.models.{_HOMES[name]}")
+    if name not in NAMES:
+        raise InputError(f"{unknown('model', name, NAMES)} Or give a file: path/to/file.py:function.")
+    home = importlib.import_module(f"superscaler.models.{name}")
     options = settle(spec, read_pairs(spec, rest), home.OPTIONS, home.DEFAULT)
     try:
         with _seeded(options):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from superscaler.models.huggingface import check_sequence, from_config, make_batch
+from superscaler.models.huggingface import causal, check_sequence, make_batch
 from superscaler.options import Options, check_divides
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
@@ -25,12 +25,12 @@ OPTIONS = {
 }
 
 
-def build(options: Options) -> nn.Module:
+def build(options: Options, name: str = "gpt2") -> nn.Module:
     """Return the module. Keys: size, layers, hidden, heads, seq, batch, vocab, dropout, seed, device."""
-    check_divides("gpt2", "hidden", "heads", options)
-    check_sequence("gpt2", options)
+    check_divides(name, "hidden", "heads", options)
+    check_sequence(name, options)
     dropout, vocab = options["dropout"], options["vocab"]
-    return from_config(
+    return causal(
         "GPT2Config",
         "GPT2LMHeadModel",
         n_layer=options["layers"],

@@ -1,4 +1,4 @@
-"""Causal language models of the Hugging Face library, unmodified, from a config."""
+"""Models of the Hugging Face library, unmodified, from a config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError
 from superscaler.models import batch
-from superscaler.options import Options
+from superscaler.options import Options, check_divides
+
+CHANNELS = 3
 
 
 def library() -> ModuleType:
@@ -31,10 +33,7 @@ def from_config(config: str, model: str, **values: Any) -> nn.Module:
     """Return the model class of the library with random weights, for its config class with these values."""
     transformers = library()
     with _quiet():
-        built: Any = getattr(transformers, model)(getattr(transformers, config)(use_cache=False, **values))
-    # Not every class of the library names its loss; it would say in the first step that it takes this one.
-    built.loss_type = "ForCausalLM"
-    module: nn.Module = built
+        module: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**values))
     return module
 
 
@@ -50,12 +49,41 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def causal(config: str, model: str, **values: Any) -> nn.Module:
+    """Return a model that predicts the next token, without the cache of generation."""
+    built: Any = from_config(config, model, use_cache=False, **values)
+    # Not every class of the library names its loss; it would say in the first step that it takes this one.
+    built.loss_type = "ForCausalLM"
+    module: nn.Module = built
+    return module
+
+
 def make_batch(options: Options, step: int) -> dict[str, Tensor]:
-    """Return `input_ids` and `labels` of shape (batch, seq); the library shifts the labels in its loss."""
-    return batch.tokens(options["seed"], step, options["batch"], options["seq"], options["vocab"])
+    """Return `input_ids` of shape (batch, seq) and `labels` of the same shape, or (batch, target) where it is given."""
+    sequences = (options["seq"], options.get("target", options["seq"]))
+    return batch.tokens(options["seed"], step, options["batch"], sequences, options["vocab"])
+
+
+def make_images(options: Options, step: int) -> dict[str, Tensor]:
+    """Return `pixel_values` of shape (batch, 3, image, image) and `labels` of shape (batch,)."""
+    shape = (options["batch"], CHANNELS, options["image"], options["image"])
+    return batch.classes(options["seed"], step, "pixel_values", shape, options["classes"])
 
 
 def check_sequence(model: str, options: Options) -> None:
     """Raise InputError for sequences that leave nothing to predict after the shift of the labels."""
     if options["seq"] < 2:
         raise InputError(f"{model}: seq={options['seq']}, but predicting a next token needs a sequence of 2 or more.")
+
+
+def rotary_head(model: str, options: Options) -> int:
+    """Return the channels of a head of grouped attention. Raises InputError where they cannot be rotated in pairs."""
+    check_divides(model, "hidden", "heads", options)
+    check_divides(model, "heads", "kv_heads", options)
+    head: int = options["hidden"] // options["heads"]
+    if head % 2:
+        raise InputError(
+            f"{model}: hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels, but "
+            "its rotary embedding turns pairs of them; give numbers that make heads of an even size."
+        )
+    return head

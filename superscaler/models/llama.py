@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from superscaler.errors import InputError
-from superscaler.models.huggingface import check_sequence, from_config, make_batch
-from superscaler.options import Options, check_divides
+from superscaler.models.huggingface import causal, check_sequence, make_batch, rotary_head
+from superscaler.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 
@@ -28,16 +27,9 @@ OPTIONS = {
 
 def build(options: Options) -> nn.Module:
     """Return the module. Keys: size, layers, hidden, heads, kv_heads, mlp, tied, seq, batch, vocab, seed, device."""
-    check_divides("llama", "hidden", "heads", options)
-    check_divides("llama", "heads", "kv_heads", options)
     check_sequence("llama", options)
-    head = options["hidden"] // options["heads"]
-    if head % 2:
-        raise InputError(
-            f"llama: hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels, but its "
-            "rotary embedding turns pairs of them; give numbers that make heads of an even size."
-        )
-    return from_config(
+    head = rotary_head("llama", options)
+    return causal(
         "LlamaConfig",
         "LlamaForCausalLM",
         num_hidden_layers=options["layers"],

@@ -36,4 +36,4 @@ def build(options: Options) -> nn.Module:
 
 
 def make_batch(options: Options, step: int) -> dict[str, Tensor]:
-    return batch.classes(options["seed"], step, options["batch"], options["inputs"], options["classes"])
+    return batch.classes(options["seed"], step, "x", (options["batch"], options["inputs"]), options["classes"])

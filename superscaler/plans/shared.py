@@ -31,40 +31,47 @@ def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
     weight's own dim.
     """
     splits: dict[str, list[Split]] = {}
+    weights = {name for name, tensor in graph.model.tensors.items() if tensor.kind == "parameter"}
+    weights |= {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
     scopes = [block.ops for block in graph.blocks] + [graph.forward_ops]
     for ops in scopes:
         ops = tuple(op for op in ops if op.name not in splits)
         if ops is scopes[-1] and splits:
             break
-        for chain in _chains(ops, _candidates(graph, ops), parts):
+        for chain in _chains(ops, _candidates(weights, ops), parts):
             names = {s.factor for s in chain}
             for op in ops:
                 if any(op.find(f) is not None for f in names):
                     splits[op.name] = chain
     inside = {op.name for block in graph.blocks for op in block.ops}
     for op in graph.forward_ops:
-        if op.name not in inside and op.name not in splits and (factor := _own_factor(graph, op, parts)):
+        if op.name not in inside and op.name not in splits and (factor := _own_factor(weights, op, parts)):
             splits[op.name] = [Split(factor, parts)]
+    uses = graph.model.uses()
+    for op in reversed(graph.forward_ops):
+        # Casts and transposes of a weight are cut as what reads them.
+        readers = [splits.get(r.name) for o in op.outputs for r, _ in uses[o.tensor]] if op.from_weights else []
+        if op.name not in splits and readers and readers[0] and all(cut == readers[0] for cut in readers):
+            splits[op.name] = readers[0]
     if parts > 1 and not splits:
-        sizes = sorted({f"{f} of size {graph.factors[f].size}" for ops in scopes for f in _candidates(graph, ops)})
+        sizes = sorted({f"{f} of size {graph.factors[f].size}" for ops in scopes for f in _candidates(weights, ops)})
         shown = ", ".join(sizes[:6]) or "none"
         raise InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
     return splits
 
 
-def _weights(graph: Graph, op: Op) -> list[int]:
+def _weights(weights: set[str], op: Op) -> list[int]:
     """Return the indices of the weights that an op contracts, if it is a product with a weight."""
-    tensors = graph.model.tensors
-    used = [i for o in op.inputs if tensors[o.tensor].kind == "parameter" for i in o.slots if i is not None]
+    used = [i for o in op.inputs if o.tensor in weights for i in o.slots if i is not None]
     return used if any(op.indices[i].mark == "summed" for i in used) else []
 
 
-def _candidates(graph: Graph, ops: tuple[Op, ...]) -> list[str]:
+def _candidates(weights: set[str], ops: tuple[Op, ...]) -> list[str]:
     """Return the tensor-parallel factors of a scope, those in most ops first."""
     made: set[str] = set()
     found: list[str] = []
     for op in ops:
-        marks = {(op.indices[i].factor, op.indices[i].mark) for i in _weights(graph, op)}
+        marks = {(op.indices[i].factor, op.indices[i].mark) for i in _weights(weights, op)}
         found += [f for f, mark in marks if mark == "summed" and f in made and f not in found]
         made |= {f for f, mark in marks if mark == "spatial"}
     last = ops[-1].outputs[0]
@@ -95,8 +102,8 @@ def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int) -> list[list
     return [splits for splits, _, _ in chains]
 
 
-def _own_factor(graph: Graph, op: Op, parts: int) -> str | None:
-    own = [op.indices[i] for i in _weights(graph, op)]
+def _own_factor(weights: set[str], op: Op, parts: int) -> str | None:
+    own = [op.indices[i] for i in _weights(weights, op)]
     fits = [i.factor for i in own if i.mark == "spatial" and i.size % parts == 0]
     return fits[0] if fits else None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from superscaler.runtime import functional
 from superscaler.runtime.communicator import Communicator, Work
+from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
 Segment = Callable[..., tuple[Tensor, ...]]
@@ -30,6 +31,7 @@ class Rank:
         optimizer: tuple[str, Sequence[Mapping[str, Any]]],
         dtype: torch.dtype,
         seed: int = 0,
+        scaler: Scaler | None = None,
     ) -> None:
         self.communicator = communicator
         self.device = communicator.device
@@ -38,7 +40,7 @@ class Rank:
         self.seed = seed
         self.steps = 0
         self.dtype = dtype
-        self.one = torch.ones((), dtype=dtype, device=self.device)
+        self.scaler = scaler
         self.batch: Mapping[str, Tensor] = {}
         self.clip: float | None = None
         self.last_norm: float | None = None
@@ -47,6 +49,12 @@ class Rank:
         self._tapes: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
         self.optimizer = _optimizer(tables["weights"], weights, *optimizer)
         self._counted = [w["name"] for w in tables["weights"] if w["counted"]]
+
+    @property
+    def one(self) -> Tensor:
+        """Return the gradient of the loss: one, or the loss scale."""
+        scale = torch.ones((), device=self.device) if self.scaler is None else self.scaler.scale
+        return scale.to(self.dtype)
 
     # Residents.
 
@@ -78,21 +86,25 @@ class Rank:
             self._tapes[tag] = ([outputs[k] for k in saved], wanted)
         return tuple(o.detach() for o in outputs)
 
-    def backward(self, tag: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the gradients of a segment's aliases, given those of its saved outputs (None: nobody read them)."""
+    def backward(self, tag: str, gradients: Sequence[Tensor | None], wide: str = "") -> tuple[Tensor, ...]:
+        """Return the gradients of a segment's aliases, given those of its saved outputs (None: nobody read them).
+
+        Those with a 1 in `wide` are float32: they are added up before they are used.
+        """
         outputs, aliases = self._tapes.pop(tag)
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-        if not pairs:
-            return tuple(torch.zeros_like(a) for a in aliases)
-        found = torch.autograd.grad([o for o, _ in pairs], aliases, [g for _, g in pairs], allow_unused=True)
-        return tuple(torch.zeros_like(a) if g is None else g for a, g in zip(aliases, found, strict=True))
+        found: Sequence[Tensor | None] = [None] * len(aliases)
+        if pairs:
+            found = torch.autograd.grad([o for o, _ in pairs], aliases, [g for _, g in pairs], allow_unused=True)
+        made = [torch.zeros_like(a) if g is None else g for a, g in zip(aliases, found, strict=True)]
+        return tuple(g.float() if wide[k : k + 1] == "1" else g for k, g in enumerate(made))
 
     def _random(self, number: int) -> Callable[[int], Tensor]:
         entries = self.tables["draws"][number]
 
         def random(k: int) -> Tensor:
             e = entries[k]
-            drawn = functional.uniform(self.seed, self.steps, e["op"], e["box"], e["extents"], self.device)
+            drawn = functional.draw(self.seed, self.steps, e["op"], e["box"], e["extents"], self.device)
             return drawn.reshape(e["shape"])
 
         return random
@@ -155,36 +167,49 @@ class Rank:
     # The end of a step.
 
     def update(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
-        """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm."""
-        for name, gradient in pairs:
-            self.weights[name].grad = gradient.reshape(self.weights[name].shape)
+        """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm.
+
+        With a scaler they are divided by the loss scale first; where one is not finite, no rank changes a weight.
+        """
+        gradients = {name: gradient.reshape(self.weights[name].shape) for name, gradient in pairs}
+        is_finite = self.scaler is None or self._unscale(self.scaler, gradients)
         if self.clip is not None:
-            self._clip(self.clip)
+            self._clip(self.clip, gradients)
         if self.keep_gradients:
-            kept = ((name, self.weights[name].grad) for name, _ in pairs)
-            self.gradients = {name: gradient for name, gradient in kept if gradient is not None}
-        if self.optimizer is not None:
+            self.gradients = gradients
+        if self.optimizer is not None and is_finite:
+            for name, gradient in gradients.items():
+                self.weights[name].grad = gradient.to(self.weights[name].dtype)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _clip(self, limit: float) -> None:
-        norms = [self.weights[n].grad for n in self._counted]
-        squares = [g.double().pow(2).sum() for g in norms if g is not None]
+    def write(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Set buffers to their new values."""
+        for name, value in pairs:
+            self.weights[name].copy_(value.reshape(self.weights[name].shape))
+
+    def _unscale(self, scaler: Scaler, gradients: dict[str, Tensor]) -> bool:
+        """Divide the gradients by the loss scale, choose the next one, and tell whether all of all ranks are finite."""
+        found = self._world_sum(scaler.unscale(gradients))
+        scaler.update(found)
+        return not float(found)
+
+    def _clip(self, limit: float, gradients: dict[str, Tensor]) -> None:
+        squares = [gradients[n].double().pow(2).sum() for n in self._counted if n in gradients]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         norm = self._world_sum(total).sqrt()
         self.last_norm = float(norm)
         scale = min(1.0, limit / (self.last_norm + 1e-6))
-        for weight in self.weights.values():
-            gradient = weight.grad
-            if gradient is not None and scale < 1.0:
-                weight.grad = gradient * scale
+        if scale < 1.0:
+            gradients.update({name: gradient * scale for name, gradient in gradients.items()})
 
     def loss(self, parts: Sequence[Tensor], counted: int) -> Tensor:
         """Return the loss of the step: the sum of the parts of all devices that count, equal on all of them."""
-        kept = [p.reshape(()) for p, counts in zip(parts, self.tables["counted"][counted], strict=True) if counts]
-        here = torch.stack(kept).sum() if kept else torch.zeros_like(self.one)
+        pairs = zip(parts, self.tables["counted"][counted], strict=True)
+        kept = [p.reshape(()).to(self.dtype) for p, counts in pairs if counts]
+        here = torch.stack(kept).sum() if kept else torch.zeros((), dtype=self.dtype, device=self.device)
         self.steps += 1
-        return self._world_sum(here.to(self.dtype))
+        return self._world_sum(here)
 
     def _world_sum(self, x: Tensor) -> Tensor:
         world = self.communicator.world

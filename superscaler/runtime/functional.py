@@ -19,8 +19,17 @@ _BLOCK = 1 << 17
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
-    """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean."""
-    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index) / count
+    """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean.
+
+    Halves are widened to the dtype of `count`: the sum over many labels may be more than they can hold.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, count.dtype))
+    return F.cross_entropy(wide, labels, reduction="sum", ignore_index=ignore_index) / count
+
+
+def nll_loss(scores: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
+    """Return the summed loss of (N, C, ...) log probabilities and (N, ...) labels over `count`, as cross_entropy."""
+    return F.nll_loss(scores, labels, reduction="sum", ignore_index=ignore_index) / count
 
 
 def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -28,7 +37,18 @@ def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tenso
     return (labels != ignore_index).sum().to(dtype)
 
 
-def uniform(
+def uniform(random: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return random numbers in [0, 1) in the given dtype."""
+    return random.to(dtype)
+
+
+def normal(random: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return standard normal numbers made of as many numbers in [0, 1), by the inverse of the distribution."""
+    # Halfway between the multiples of 2**-24 that `draw` gives, so that neither 0 nor 1 occurs.
+    return torch.special.ndtri(random.double() + 2.0**-25).to(dtype)
+
+
+def draw(
     seed: int, step: int, op: int, box: Sequence[tuple[int, int]], extents: Sequence[int], device: torch.device | str
 ) -> Tensor:
     """Return float32 numbers in [0, 1) of the box's shape, multiples of 2**-24.
@@ -46,6 +66,31 @@ def uniform(
         piece = _mix(words[start : start + block].mul_(_signed(_GAMMA)).add_(key))
         torch.mul(_shift(piece, 40), 2.0**-24, out=numbers[start : start + block])
     return numbers.reshape(shape)
+
+
+def embedding_part(
+    ids: Tensor,
+    weight: Tensor,
+    box: Sequence[tuple[int, int]],
+    extents: Sequence[int],
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Return the rows of `ids` (any shape) that `weight` has, zeros for others: a part of the value of F.embedding.
+
+    `weight` has the rows `box` of a table of as many rows as `extents` says. Row `padding_idx` gets no gradient.
+    """
+    rows = _linear_index(box, extents, ids.device).reshape(-1)
+    places = torch.searchsorted(rows, ids).clamp_(max=len(rows) - 1)
+    found = F.embedding(places, weight)
+    if padding_idx is not None:
+        found = torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
+    return found.masked_fill((rows[places] != ids).unsqueeze(-1), 0.0)
+
+
+def causal_mask(box: Sequence[tuple[int, int]], extents: Sequence[int], keys: int, like: Tensor) -> Tensor:
+    """Return which of `keys` the queries `box` of as many as `extents` says may see, bool (queries, keys)."""
+    queries = _linear_index(box, extents, like.device).reshape(-1, 1)
+    return torch.arange(keys, device=like.device) <= queries
 
 
 def dropout(x: Tensor, p: float, random: Tensor) -> Tensor:
@@ -69,6 +114,24 @@ def attention_dropout(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     probabilities = _softmax(scores, mask)
     return dropout(probabilities, p, random) @ v
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, numbers: Sequence[int]
+) -> Tensor:
+    """Return for each token the sum over those of its experts that are here, by their `numbers`, of its weight *
+    down @ (activation(gate @ x) * (up @ x)).
+
+    x (tokens, hidden), ids and weights (tokens, chosen), gate_up (experts here, 2 width, hidden), down (experts here,
+    outputs, width); the result is (tokens, outputs), in the dtype of x.
+    """
+    total = torch.zeros(x.shape[0], down.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
+    for number, up_weight, down_weight in zip(numbers, gate_up, down, strict=True):
+        token, place = (ids == number).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], up_weight).chunk(2, -1)
+        each = F.linear(getattr(F, activation)(gate) * up, down_weight) * weights[token, place, None]
+        total = total.index_add(0, token, each.to(total.dtype))
+    return total.to(x.dtype)
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.executor import Rank, take
+from superscaler.runtime.operators import import_operators
+from superscaler.runtime.scaler import Scaler
 
 PLAN_FILE, WEIGHTS_FILE = "plan.json", "initial.safetensors"
 
@@ -42,8 +44,40 @@ class Step:
     def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None) -> Tensor:
         self._check(batch)
         self.state.batch, self.state.clip = batch, clip
-        loss: Tensor = self._function(self.state)
+        # What autocast casts is in the plan.
+        with torch.autocast(self.state.device.type, enabled=False):
+            loss: Tensor = self._function(self.state)
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what training changed on this rank: slices of `weights`, `optimizer`, `steps`, and `scaler` (as
+        `torch.amp.GradScaler.state_dict` has it; None without one).
+        """
+        state = self.state
+        return {
+            "weights": {name: weight.detach() for name, weight in state.weights.items()},
+            "optimizer": state.optimizer.state_dict() if state.optimizer else None,
+            "steps": state.steps,
+            "scaler": state.scaler.state_dict() if state.scaler else None,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned on the same rank of the same plan. Raises InputError for another."""
+        state = self.state
+        theirs, ours = ({n: tuple(w.shape) for n, w in x.items()} for x in (saved["weights"], state.weights))
+        if theirs != ours:
+            name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
+            raise InputError(
+                f"weight {name} has shape {theirs.get(name)} in this state and {ours.get(name)} on rank {self.rank}; "
+                "load what the same rank of the same plan saved."
+            )
+        for name, weight in state.weights.items():
+            weight.detach().copy_(saved["weights"][name])
+        if state.optimizer:
+            state.optimizer.load_state_dict(saved["optimizer"])
+        if state.scaler:
+            state.scaler.load_state_dict(saved["scaler"])
+        state.steps = saved["steps"]
 
     @property
     def last_norm(self) -> float | None:
@@ -89,12 +123,13 @@ def build_step(
     for entry in tables["weights"]:
         piece = take(weights[entry["tensor"]], plan["slots"][entry["tensor"]], entry["box"])
         local[entry["name"]] = piece.clone().to(communicator.device).requires_grad_(entry["trained"])
-    optimizer = plan["optimizer"]["name"], plan["optimizer"]["groups"]
+    optimizer, scaling = (plan["optimizer"]["name"], plan["optimizer"]["groups"]), plan["optimizer"]["scaler"]
+    scaler = Scaler(scaling, communicator.device) if scaling else None
     dtype = getattr(torch, plan["loss_dtype"])
     communicator.prepare(
         sorted({tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))})
     )
-    return Step(plan, programs, Rank(communicator, tables, local, optimizer, dtype, plan["seed"]))
+    return Step(plan, programs, Rank(communicator, tables, local, optimizer, dtype, plan["seed"], scaler))
 
 
 def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]:
@@ -124,7 +159,7 @@ def load(directory: str | Path) -> Step:
     try:
         plan = json.loads((path / PLAN_FILE).read_text())
         world, needed = int(os.environ.get("WORLD_SIZE", "1")), len(plan["devices"])
-        names = ("segments", *sorted(set(plan["programs"])))
+        names, operators = ("segments", *sorted(set(plan["programs"]))), dict(plan["operators"])
         files = {f"{name}.py": (path / f"{name}.py").read_text() for name in names}
         stored = safe_open(path / WEIGHTS_FILE, framework="pt")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -134,6 +169,7 @@ def load(directory: str | Path) -> Step:
             f"{path} is a plan for {needed} devices, but {world} processes run it; "
             f"start it with torchrun --nproc-per-node {needed} {path}/run.py."
         )
+    import_operators(operators, path)
     communicator = connect()
     with stored:
         tensors = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}

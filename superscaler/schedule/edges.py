@@ -52,26 +52,40 @@ class Edges:
             grid = self.graph.grids[op.name]
             if not grid.axes and not grid.children and int(grid.devices) < 0:
                 tensor = self.model.tensors[op.inputs[0].tensor]
-                self.graph.grids[op.name] = follow(op, tensor, self.places(tensor))
+                self.graph.grids[op.name] = follow(op, tensor, self.places(tensor) or self._made_at(op))
             self.rows[op.name] = self._expand(op)
 
     def places(self, tensor: PTensor) -> set[tuple[int, Box]]:
         """Return on which devices which boxes of a tensor are read."""
-        found: set[tuple[int, Box]] = set()
-        for op, k in self.uses[tensor.name]:
-            rows = self.rows[op.name]
-            wanted = self.wanted(rows, op.inputs[k])
-            found.update((int(rows.device[r]), wanted.box(r)) for r in range(len(rows)))
+        return {place for op, k in self.uses[tensor.name] for place in self._boxes(op, op.inputs[k])}
+
+    def _made_at(self, op: Op) -> set[tuple[int, Box]]:
+        """Return on which devices which boxes are made of what a buffer is set to that no op reads."""
+        producer, j = self.producers[op.inputs[-1].tensor]
+        return self._boxes(producer, producer.outputs[j])
+
+    def _boxes(self, op: Op, operand: Operand) -> set[tuple[int, Box]]:
+        rows = self.rows[op.name]
+        touched = self.wanted(rows, operand)
+        return {(int(rows.device[r]), touched.box(r)) for r in range(len(rows))}
+
+    @cached_property
+    def written(self) -> dict[str, list[Op]]:
+        """Return for each tensor that buffers are set to the ops that do so."""
+        found: dict[str, list[Op]] = {}
+        for op in self.model.ops:
+            if op.is_write:
+                found.setdefault(op.inputs[1].tensor, []).append(op)
         return found
 
     @cached_property
     def homes(self) -> dict[str, Op]:
-        """Return for each trained weight its optimizer op."""
+        """Return for each trained weight its optimizer op, and for each changed buffer the op that sets it."""
         return {op.inputs[0].tensor: op for op in self.model.ops if not op.is_forward}
 
     @cached_property
     def home_number(self) -> dict[str, int]:
-        """Return for each trained weight a number below -1, which stands for its optimizer op in places."""
+        """Return for each weight with a home a number below -1, which stands for its optimizer op in places."""
         return {tensor: -2 - n for n, tensor in enumerate(self.homes)}
 
     def face(self, rows: Rows, operand: Operand) -> tuple[Ints, Ints]:

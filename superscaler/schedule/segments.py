@@ -7,7 +7,7 @@ segment and comes back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,28 +80,39 @@ def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Seg
     """Group the forward ops into segments, in order. Ops named in `alone` each get a segment of their own."""
     ops = edges.graph.forward_ops
     marks = _signatures(edges.graph)
+    local: dict[tuple[str, str], bool] = {}
     levels: dict[str, int] = {}
-    parent = {op.name: op.name for op in ops}
     for op in ops:
-        level, merges = 0, []
+        levels[op.name] = 0
         for k, operand in enumerate(op.inputs):
             if operand.tensor not in edges.producers:
                 continue
             producer, _ = edges.producers[operand.tensor]
             free = marks[op.name] == marks[producer.name] and not {op.name, producer.name} & alone
-            local = free and op.from_data == producer.from_data and edges.is_local(op, k)
-            level = max(level, levels[producer.name] + (not local))
-            merges += [producer.name] if local else []
-        levels[op.name] = level
-        for name in merges:
-            if levels[name] == level:
-                parent[_root(parent, op.name)] = _root(parent, name)
+            joins = free and op.from_data == producer.from_data and edges.is_local(op, k)
+            local[producer.name, op.name] = joins and local.get((producer.name, op.name), True)
+            levels[op.name] = max(levels[op.name], levels[producer.name] + (not joins))
+    _sink(ops, local, levels)
+    parent = {op.name: op.name for op in ops}
+    for (source, reader), joins in local.items():
+        if joins and levels[source] == levels[reader]:
+            parent[_root(parent, reader)] = _root(parent, source)
     members: dict[str, list[Op]] = {}
     for op in ops:
         members.setdefault(_root(parent, op.name), []).append(op)
     segments = [_segment(edges, number, tuple(group)) for number, group in enumerate(members.values())]
     _find_outputs(edges, segments)
     return segments
+
+
+def _sink(ops: Sequence[Op], local: Mapping[tuple[str, str], bool], levels: dict[str, int]) -> None:
+    """Raise what depends on weights only (casts) to the level of what reads it: nothing else says when it runs."""
+    readers: dict[str, list[str]] = {}
+    for source, reader in local:
+        readers.setdefault(source, []).append(reader)
+    for op in reversed(ops):
+        if op.from_weights and op.name in readers:
+            levels[op.name] = min(levels[r] - (not local[op.name, r]) for r in readers[op.name])
 
 
 def _root(parent: dict[str, str], name: str) -> str:
@@ -158,7 +169,7 @@ def _normal(labels: list[Hashable]) -> Labels:
 
 
 def _find_outputs(edges: Edges, segments: list[Segment]) -> None:
-    read = {a.tensor for s in segments for a in s.aliases}
+    read = {a.tensor for s in segments for a in s.aliases} | set(edges.written)
     with_gradient = {a.tensor for s in segments for a in s.aliases if a.labels is not None}
     loss = edges.model.loss
     for segment in segments:

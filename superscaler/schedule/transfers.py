@@ -27,7 +27,8 @@ class Place:
     """An end of a transfer: output or alias `number` of segment instance (`segment`, `key`), or a weight at rest.
 
     kind F: an output of the forward, or an alias that the forward reads; B: the gradient of an alias that a backward
-    makes, or of an output that it reads; U: the part `key` of the optimizer op that `segment` stands for.
+    makes, or of an output that it reads; U: the part `key` of the optimizer op that `segment` stands for: the weight at
+    rest, and the gradient or the new value that it reads.
     """
 
     kind: str
@@ -74,7 +75,8 @@ def find_transfers(edges: Edges, segments: Sequence[Segment]) -> list[Transfer]:
         for number, output in enumerate(segment.outputs):
             outputs[output.tensor] = (segment, number)
     found: list[Transfer] = []
-    for tensor, readers in reads.items():
+    for tensor in dict.fromkeys((*reads, *edges.written)):
+        readers = reads.get(tensor, [])
         source = outputs.get(tensor)
         home = edges.homes.get(tensor)
         if source is None and home is None:
@@ -92,9 +94,14 @@ Source = tuple[Segment, int] | None
 
 def _forward(edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads) -> list[Transfer]:
     held, places = _made(edges, tensor, source, home)
-    wanted = _stack([_alias_wanted(segment, alias) for segment, _, alias in readers])
+    sides = [_alias_wanted(segment, alias) for segment, _, alias in readers]
     users = [Place(FORWARD, s.number, key, n) for s, n, _ in readers for key in s.keys]
     pairs = [edges.forward(*alias.uses[0])[row] for _, _, alias in readers for row in alias.keys_at.tolist()]
+    for op in edges.written.get(tensor, []):
+        sides.append(edges.wanted(edges.rows[op.name], op.inputs[1]))
+        users += [Place(UPDATE, edges.home_number[op.inputs[0].tensor], k, 0) for k in edges.rows[op.name].keys]
+        pairs += join(held, sides[-1])
+    wanted = _stack(sides)
     return _group(tensor, FORWARD, held, [(p,) for p in places], wanted, users, pairs)
 
 

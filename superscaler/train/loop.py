@@ -111,12 +111,15 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
     """Return the batch of a step number: text for models that read token ids, random tensors for others."""
     bounds: Mapping[str, int] = getattr(step, "bounds", {})
     ids = step.inputs.get("input_ids")
-    if ids is not None and len(ids[0]) == 2 and set(step.inputs) <= {"input_ids", "labels"}:
+    shapes = {tuple(shape) for shape, _ in step.inputs.values()}
+    if ids is not None and len(ids[0]) == 2 and len(shapes) == 1 and set(step.inputs) <= {"input_ids", "labels"}:
         size, sequence = ids[0]
         return TextBatches(data, size, sequence, bounds.get("input_ids", 256), seed).at
     names = ", ".join(step.inputs)
     if data is not None:
-        raise InputError(f"--data is text for models that read input_ids and labels, but this one reads {names}.")
+        raise InputError(
+            f"--data is text for models that read input_ids and labels of one shape, but this one reads {names}."
+        )
     if step.rank == 0:
         print(f"data: random tensors for {names}, the same at each run with seed {seed}", file=sys.stderr)
     return lambda number: synthetic_batch(step.inputs, number, seed, bounds)

@@ -16,7 +16,7 @@ def test_equals_eager_bit_for_bit(build: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module, batch = build(), tokens()
     captured = capture(module, (), batch)
-    loss, gradients = reference_step(captured, batch, captured.values)
+    loss, gradients, _ = reference_step(captured, batch, captured.values)
     expected = module(**batch).loss
     expected.backward()
     assert torch.equal(loss, expected)
@@ -28,10 +28,10 @@ def test_dropout_off_equals_evaluation() -> None:
     torch.manual_seed(0)
     module, batch = gpt2(dropout=0.1), tokens()
     captured = capture(module, (), batch)
-    loss, _ = reference_step(captured, batch, captured.values)
+    loss, *_ = reference_step(captured, batch, captured.values)
     assert torch.equal(loss, module.eval()(**batch).loss)
     torch.manual_seed(0)
-    noisy, _ = reference_step(captured, batch, captured.values, dropout=True)
+    noisy, *_ = reference_step(captured, batch, captured.values, dropout=True)
     assert not torch.equal(loss, noisy)
 
 
@@ -39,10 +39,10 @@ def test_retypes_casts_and_factories() -> None:
     torch.manual_seed(0)
     module, batch = llama(), tokens()
     captured = capture(module, (), batch)
-    loss, gradients = reference_step(captured, batch, captured.values, torch.float64)
+    loss, gradients, _ = reference_step(captured, batch, captured.values, torch.float64)
     assert loss.dtype == torch.float64
     assert {g.dtype for g in gradients.values()} == {torch.float64}
-    single, _ = reference_step(captured, batch, captured.values)
+    single, *_ = reference_step(captured, batch, captured.values)
     torch.testing.assert_close(loss.float(), single)
 
 
@@ -52,7 +52,7 @@ def test_meta_capture_runs_on_given_values() -> None:
     with torch.device("meta"):
         captured = capture(gpt2(), (), batch)
     values = {name: p.detach() for name, p in module.named_parameters()}
-    loss, gradients = reference_step(captured, batch, values)
+    loss, gradients, _ = reference_step(captured, batch, values)
     assert torch.equal(loss, module(**batch).loss)
     assert set(gradients) == set(values)
 
@@ -66,5 +66,5 @@ def test_follows_other_values_and_batches() -> None:
         module.head.weight.mul_(2)
     values = {**captured.values, "head.weight": module.head.weight.detach()}
     batch = {"ids": ids.flip(0), "labels": labels}
-    loss, _ = reference_step(captured, batch, values)
+    loss, *_ = reference_step(captured, batch, values)
     assert torch.equal(loss, module(ids.flip(0), labels)["loss"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from math import log
 
 import pytest
 import torch
@@ -12,7 +13,15 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.models import BuiltModel, build
 
-SMALL = ["gpt2:size=tiny", "llama:size=tiny", "mlp"]
+# Spec -> the loss of random weights: that of a uniform guess, of so many classes.
+LOSSES = {
+    **dict.fromkeys(("gpt2:size=tiny", "llama:size=tiny"), log(512)),
+    **dict.fromkeys(("gpt3:size=tiny", "mbart:size=tiny", "bert:size=tiny", "mixtral:size=tiny"), log(320)),
+    # T5 starts with logits of variance 1, which cost another half.
+    "t5:size=tiny": log(320) + 0.5,
+    **dict.fromkeys(("mlp", "vit:size=tiny", "swin:size=tiny"), log(10)),
+}
+SMALL = list(LOSSES)
 
 
 def loss_of(built: BuiltModel) -> Tensor:
@@ -26,9 +35,7 @@ def test_a_model_gives_a_scalar_loss_that_reaches_every_parameter(spec: str) -> 
     loss = loss_of(built)
     loss.backward()
     assert loss.shape == ()
-    # Random weights know nothing: the loss is that of a uniform guess.
-    classes = {"gpt2:size=tiny": 512, "llama:size=tiny": 512, "mlp": 10}[spec]
-    assert loss.item() == pytest.approx(torch.tensor(classes).log().item(), rel=0.05)
+    assert loss.item() == pytest.approx(LOSSES[spec], rel=0.05)
     assert built.module.training
     assert all(p.grad is not None and p.grad.isfinite().all() for p in built.module.parameters())
 
@@ -78,6 +85,18 @@ def test_batches_are_equal_for_equal_steps_and_fit_the_examples(spec: str) -> No
         ("gpt2:size=xl,device=meta", 1_557_611_200),
         ("llama:device=meta", 1_235_814_400),
         ("llama:size=8b,device=meta", 8_030_261_248),
+        # BERT, T5, ViT and Mixtral as published with these configs (T5: tied once; ViT: 1000 classes).
+        ("bert:device=meta", 109_514_298),
+        ("bert:size=large,device=meta", 335_174_458),
+        ("t5:device=meta", 60_506_624),
+        ("t5:size=base,device=meta", 222_903_552),
+        ("t5:size=large,device=meta", 737_668_096),
+        ("t5:size=3b,device=meta", 2_851_598_336),
+        ("t5:size=11b,device=meta", 11_307_321_344),
+        ("vit:device=meta", 86_567_656),
+        ("vit:size=large,device=meta", 304_326_632),
+        ("vit:size=huge,device=meta", 632_045_800),
+        ("mixtral:device=meta,batch=1", 46_702_792_704),
     ],
 )
 def test_the_families_own_sizes_on_meta(spec: str, parameters: int) -> None:
@@ -87,6 +106,35 @@ def test_the_families_own_sizes_on_meta(spec: str, parameters: int) -> None:
     assert {t.device.type for t in tensors} == {"meta"}
     assert built.make_batch is not None
     assert {t.device.type for t in built.make_batch(0).values()} == {"cpu"}
+
+
+# The paper's table: billions of parameters, layers, hidden size, heads.
+PAPER = {
+    "gpt3": {"1.3b": (1.3, 24, 2048, 32), "2.6b": (2.6, 32, 2560, 32), "6.7b": (6.7, 32, 4096, 32),
+             "15b": (15, 48, 5120, 32), "175b": (175, 96, 12288, 96)},
+    "swin": {"1.8b": (1.8, 32, 512, 16), "6.6b": (6.6, 48, 768, 24), "13b": (13, 56, 1024, 32),
+             "30b": (30, 64, 1536, 32)},
+    "mbart": {"4.7b": (4.7, 24, 3072, 16), "9.5b": (9.5, 32, 4096, 32), "20b": (20, 48, 5120, 32),
+              "32b": (32, 56, 6144, 32)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in PAPER.items() for size in sizes])
+def test_the_papers_sizes_on_meta(name: str, size: str) -> None:
+    billions, layers, hidden, heads = PAPER[name][size]
+    built = build(f"{name}:size={size},batch=1,device=meta")
+    config = built.module.config
+    if name == "swin":
+        found = (sum(config.depths), config.embed_dim, config.num_heads[0])
+        assert built.kwargs["pixel_values"].shape == (1, 3, 1536, 1536)
+    elif name == "mbart":
+        found = (config.encoder_layers + config.decoder_layers, config.d_model, config.decoder_attention_heads)
+        assert (built.kwargs["input_ids"].shape[1], config.vocab_size) == (1024, 500_000)
+    else:
+        found = (config.n_layer, config.n_embd, config.n_head)
+        assert built.kwargs["input_ids"].shape[1] == (2048 if size == "175b" else 16384)
+    assert found == (layers, hidden, heads)
+    assert sum(p.numel() for p in built.module.parameters()) == pytest.approx(billions * 1e9, rel=0.05)
 
 
 def test_keys_change_the_model() -> None:
@@ -107,8 +155,8 @@ def test_dropout_is_the_familys_own_and_zero_for_tiny(spec: str, rate: float) ->
 
 
 def test_building_and_running_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    loss_of(build("gpt2:size=tiny"))
-    loss_of(build("llama:size=tiny"))
+    for spec in SMALL:
+        loss_of(build(spec))
     assert capfd.readouterr() == ("", "")
 
 
@@ -133,6 +181,15 @@ def test_building_and_running_says_nothing(capfd: pytest.CaptureFixture[str]) ->
         ("llama:size=tiny,kv_heads=3", "heads=4 cannot be shared by kv_heads=3"),
         ("llama:size=tiny,hidden=12", "heads of 3 channels"),
         ("gpt2:size=tiny,seq=1", "a sequence of 2 or more"),
+        ("gpt3:size=tiny,heads=7", "gpt3: hidden=48 cannot be shared by heads=7"),
+        ("mbart:size=tiny,layers=3", "layers=3 cannot be halved"),
+        ("mbart:size=tiny,vocab=2", "vocab=2, but its special tokens are numbers 0 to 2"),
+        ("mixtral:size=tiny,chosen=13", "chosen=13 experts of a token, but there are experts=12"),
+        ("mixtral:size=tiny,heads=16", "mixtral: hidden=48 with heads=16 makes heads of 3 channels"),
+        ("swin:size=tiny,depths=2-x", "depths is '2-x', but it must be the layers of each stage, as 2-2-6-2"),
+        ("swin:size=tiny,drop_path=1", "drop_path is 1.0, but it must be at least 0 and below 1"),
+        ("swin:size=tiny,window=5", "makes 12 patches a side, but windows of 5 in 2 stages, each half as wide"),
+        ("vit:size=tiny,image=21", "image=21 cannot be shared by patch=4"),
     ],
 )
 def test_bad_specs_are_told_what_is_wrong(spec: str, message: str) -> None:

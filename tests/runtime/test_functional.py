@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from superscaler.runtime.functional import attention_dropout, count_labels, cross_entropy, dropout, uniform
+from superscaler.runtime.functional import attention_dropout, count_labels, cross_entropy, draw, dropout
 
 EXTENTS = (64, 48, 32)
 WHOLE = [(0, size) for size in EXTENTS]
 
 
 def numbers(seed: int = 0, step: int = 0, op: int = 0) -> torch.Tensor:
-    return uniform(seed, step, op, WHOLE, EXTENTS, "cpu").double()
+    return draw(seed, step, op, WHOLE, EXTENTS, "cpu").double()
 
 
 def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -24,16 +24,16 @@ def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("box", [[(0, 64), (0, 48), (0, 32)], [(3, 40), (47, 48), (5, 31)], [(2, 2), (0, 48), (1, 9)]])
 def test_uniform_depends_on_the_element_and_never_on_the_box(box: list[tuple[int, int]]) -> None:
-    whole = uniform(5, 6, 7, WHOLE, EXTENTS, "cpu")
-    part = uniform(5, 6, 7, box, EXTENTS, "cpu")
+    whole = draw(5, 6, 7, WHOLE, EXTENTS, "cpu")
+    part = draw(5, 6, 7, box, EXTENTS, "cpu")
     assert torch.equal(part, whole[tuple(slice(low, high) for low, high in box)])
 
 
 def test_uniform_blocks_do_not_show() -> None:
-    long = uniform(1, 2, 3, [(0, 300_000)], [300_000], "cpu")
-    assert torch.equal(long[131_000:131_200], uniform(1, 2, 3, [(131_000, 131_200)], [300_000], "cpu"))
-    assert uniform(1, 2, 3, [], [], "cpu").shape == ()
-    assert uniform(1, 2, 3, [], [], "cpu") == long[0]
+    long = draw(1, 2, 3, [(0, 300_000)], [300_000], "cpu")
+    assert torch.equal(long[131_000:131_200], draw(1, 2, 3, [(131_000, 131_200)], [300_000], "cpu"))
+    assert draw(1, 2, 3, [], [], "cpu").shape == ()
+    assert draw(1, 2, 3, [], [], "cpu") == long[0]
 
 
 def test_uniform_is_what_splitmix64_computes() -> None:
@@ -45,7 +45,7 @@ def test_uniform_is_what_splitmix64_computes() -> None:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & word
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & word
     z ^= z >> 31
-    assert float(uniform(-1, 2**70, 3, [(index, index + 1)], [2**41], "cpu")) == (z >> 40) * 2.0**-24
+    assert float(draw(-1, 2**70, 3, [(index, index + 1)], [2**41], "cpu")) == (z >> 40) * 2.0**-24
 
 
 def test_uniform_has_the_moments_of_a_uniform_distribution() -> None:
@@ -74,7 +74,7 @@ def test_neighbours_seeds_steps_and_ops_are_independent() -> None:
 
 def test_dropout_keeps_what_it_should() -> None:
     x = torch.randn(EXTENTS, dtype=torch.float64, requires_grad=True)
-    random = uniform(0, 0, 0, WHOLE, EXTENTS, "cpu").flatten()
+    random = draw(0, 0, 0, WHOLE, EXTENTS, "cpu").flatten()
     kept = (random.reshape(EXTENTS) >= 0.3).double()
     y = dropout(x, 0.3, random)
     assert torch.allclose(y, x * kept / 0.7, rtol=1e-15)
@@ -112,7 +112,7 @@ def test_attention_without_dropout_is_torch_attention(
 def test_attention_drops_probabilities() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(3))
-    random = uniform(0, 0, 0, [(0, 2), (0, 3), (0, 5), (0, 5)], [2, 3, 5, 5], "cpu")
+    random = draw(0, 0, 0, [(0, 2), (0, 3), (0, 5), (0, 5)], [2, 3, 5, 5], "cpu")
     probabilities = (q @ k.transpose(-2, -1) / math.sqrt(8)).softmax(-1)
     expected = (probabilities * (random >= 0.4) / 0.6) @ v
     assert torch.allclose(attention_dropout(q, k, v, None, 0.4, False, None, random), expected, rtol=1e-12)

@@ -68,6 +68,8 @@ def test_models_that_read_no_text_get_random_tensors_and_say_so(capsys: pytest.C
     batch = choose_batches(FakeStep(FLOATS), None, 0)(0)
     assert batch["x"].dtype == torch.float32
     assert "random tensors for x, labels" in capsys.readouterr().err
+    translation = choose_batches(FakeStep({**TEXT, "labels": ((2, 5), "int64")}), None, 0)(0)
+    assert translation["labels"].shape == (2, 5)
     with pytest.raises(InputError, match="this one reads x, labels"):
         choose_batches(FakeStep(FLOATS), Path("text"), 0)
 

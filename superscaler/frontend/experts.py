@@ -1,0 +1,90 @@
+"""Mixtures of experts of Hugging Face models, captured as one operator: it can be cut on tokens, experts and width.
+
+The library lets the experts' computation be chosen by name; ours is chosen while a model is exported. Experts of a form
+that the operator does not have (biases, gates of their own) run as batched matrix products.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAME = "superscaler"
+ACTIVATIONS = ("silu", "gelu", "relu")
+
+
+@torch.library.custom_op("superscaler::experts", mutates_args=())
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """Return for each token the sum over its experts of weight * down @ (activation(gate @ x) * (up @ x)).
+
+    x (tokens, hidden), ids and weights (tokens, chosen), gate_up (experts, 2 width, hidden), down (experts, hidden,
+    width). Gathers the matrices of each token: the oracle of `runtime.functional.experts`, not for use at scale.
+    """
+    return _gathered(x, ids, weights, gate_up, down, activation)
+
+
+def _gathered(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+    gate, up = torch.einsum("tkfh,th->tkf", gate_up[ids], x).chunk(2, -1)
+    each = torch.einsum("tkf,tkhf->tkh", getattr(F, activation)(gate) * up, down[ids])
+    return (each * weights[..., None]).sum(1).to(x.dtype)
+
+
+@experts.register_fake
+def _(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+    ctx.activation = inputs[-1]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, ids, *rest = ctx.saved_tensors
+    with torch.enable_grad():
+        leaves = token, weights, gate_up, down = [t.detach().requires_grad_() for t in (x, *rest)]
+        result = _gathered(token, ids, weights, gate_up, down, ctx.activation)
+        found = torch.autograd.grad(result, leaves, gradient)
+    return found[0], None, *found[1:], None
+
+
+experts.register_autograd(_backward, setup_context=_save)
+
+
+@contextmanager
+def chosen(module: nn.Module) -> Iterator[None]:
+    """Let the experts of a Hugging Face model run as this operator."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    configs: dict[int, Any] = {id(m.config): m.config for m in module.modules() if hasattr(m, "_is_expert_parallel")}
+    if moe is None or not configs:
+        yield
+        return
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+    before = {key: config._experts_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._experts_implementation = NAME
+        yield
+    finally:
+        for key, config in configs.items():
+            config._experts_implementation = before[key]
+
+
+def _forward(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    moe = sys.modules["transformers.integrations.moe"]
+    activation = getattr(module.config, "hidden_act", None)
+    usual = module.has_gate and module.is_concatenated and type(module)._apply_gate is moe._default_apply_gate
+    other = module.has_bias or module.is_transposed or module.has_post_expert_norm or module._is_expert_parallel
+    if not usual or other or activation not in ACTIVATIONS:
+        return moe.batched_mm_experts_forward(module, x, ids, weights)  # type: ignore[no-any-return]
+    operands: tuple[Tensor, ...] = (x, module.gate_up_proj, module.down_proj)
+    if torch.is_autocast_enabled(x.device.type):
+        operands = tuple(t.to(torch.get_autocast_dtype(x.device.type)) for t in operands)
+    result: Tensor = experts(operands[0], ids, weights, *operands[1:], activation)
+    return result.to(x.dtype)

@@ -1,0 +1,209 @@
+"""Is the notation of an op true? The op is executed in parts, forward and backward, and compared with the whole.
+
+record (one call) -> ops_of (its indices) -> prove (each index and each pair of indices, in 2 and 3 parts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise, product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Buffer
+
+from superscaler.frontend.capture import Builder
+from superscaler.frontend.infer import infer
+from superscaler.frontend.trace import Call, Spec, Trace, Var
+from superscaler.ir.graph import Op, Operand, PTensor, TensorKind
+from superscaler.ir.mask import Box, Range
+
+# Executes an op on the part with a box: its local operands and the shapes that its results must have -> its results.
+Run = Callable[[Box, Sequence[Tensor], Sequence[tuple[int, ...]]], Sequence[Tensor]]
+Cut = Mapping[int, tuple[int, ...]]
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How an op in parts differs from the whole: the indices cut and their sizes, the tensor, what is wrong with it."""
+
+    op: Op
+    cut: Cut
+    tensor: str
+    difference: str
+
+    def __str__(self) -> str:
+        cuts = " and ".join(f"{self.op.indices[i].factor} in {' + '.join(map(str, s))}" for i, s in self.cut.items())
+        how = f" cut on {cuts}" if cuts else ""
+        return f"{self.op.notation()}{how}: {self.tensor} {self.difference}"
+
+
+def record(
+    target: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Trace, dict[str, Tensor]]:
+    """Return the trace of one call on tensors x0, x1, ... (in order), and their values by name.
+
+    The call is executed once for the shapes of its results y0, y1, .... A `torch.nn.Buffer` has no gradient.
+    """
+    values: dict[str, Tensor] = {}
+
+    def name(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            values[f"x{len(values)}"] = value
+            return Var(f"x{len(values) - 1}")
+        return tuple(map(name, value)) if isinstance(value, list | tuple) else value
+
+    found = function(*args, **kwargs)
+    results = {f"y{k}": y for k, y in enumerate([found] if isinstance(found, Tensor) else found)}
+    named, options = name(args), {k: name(v) for k, v in kwargs.items()}
+    call = Call("op", target, function, named, options, tuple(results), "", "")
+    specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in {**values, **results}.items()}
+    kinds: dict[str, TensorKind] = {n: "buffer" if isinstance(v, Buffer) else "input" for n, v in values.items()}
+    return Trace([call], specs, kinds, {}, "y0", {*specs, "op"}), values
+
+
+def ops_of(trace: Trace) -> tuple[list[Op], dict[str, PTensor]]:
+    """Return the ops of a trace with the indices that the rules give them, and its tensors."""
+    builder = Builder(trace, infer(trace), set())
+    return builder.forward(), {name: builder.tensor(name) for name in builder.found.dims}
+
+
+def prove(op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run: Run, seed: int = 0) -> Failure | None:
+    """Return the first difference between the op in parts and the whole op, or None: its notation is true.
+
+    `values` are those of `op.inputs`, floating ones in float64; all of these have gradients, but for buffers. Every
+    index that may be cut is cut in 2 and 3 parts, even and uneven, and every pair of them in 2 each. Results of parts
+    are put together by the marks; the backward of a part gets its piece of a random output gradient, and the gradients
+    of an input are added where it was read. In each set of inputs in `op.linear` the op must be 0 at 0 and additive.
+    """
+    job = _Job(op, tensors, values, run, seed)
+    cut: Cut = {}
+    try:
+        expected = job.execute(cut)
+        for cut in _cuts(op):
+            found = job.execute(cut)
+            for tensor, value in expected.items():
+                _compare(tensor, found[tensor], value)
+        cut = {}
+        for group in op.linear:
+            if all(values[k].is_floating_point() for k in group):
+                job.superpose(group)
+    except _Wrong as wrong:
+        return Failure(op, cut, *wrong.args)
+    return None
+
+
+def _cuts(op: Op) -> Iterator[Cut]:
+    free = {n: i.size for n, i in enumerate(op.indices) if i.mark != "frozen"}
+    for n, size in free.items():
+        even = [tuple(size // k + (j < size % k) for j in range(k)) for k in (2, 3)]
+        uneven = [(1, size - 1), (size - 1, 1), (1, size - 2, 1)]
+        yield from ({n: sizes} for sizes in dict.fromkeys(even + uneven) if min(sizes))
+    for a, b in combinations(free, 2):
+        yield {a: (1, free[a] - 1), b: (free[b] - free[b] // 2, free[b] // 2)}
+
+
+class _Wrong(Exception):
+    """A tensor of an op in parts, and what is wrong with it."""
+
+
+def _compare(tensor: str, found: Tensor, expected: Tensor, tolerance: float = _TOLERANCE) -> None:
+    if not expected.is_floating_point():
+        found, expected = found.double(), expected.double()
+    equal = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if not equal.all():
+        at = tuple((~equal).nonzero()[0].tolist())
+        raise _Wrong(tensor, f"is {found[at].item():.9g} at {list(at)}, of the whole op {expected[at].item():.9g}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    op: Op
+    tensors: Mapping[str, PTensor]
+    values: Sequence[Tensor]
+    run: Run
+    seed: int
+
+    def execute(self, cut: Cut) -> dict[str, Tensor]:
+        """Return the results and the gradients of the inputs, put together from the parts of a cut."""
+        ranges: list[list[Range]] = []
+        for n, index in enumerate(self.op.indices):
+            ends = list(accumulate(cut.get(n, (index.size,)), initial=0))
+            ranges.append(list(pairwise(ends)))
+        total: dict[str, Tensor] = {}
+        for box in product(*ranges):
+            pieces = [self._piece(o, v, box) for o, v in zip(self.op.inputs, self.values, strict=True)]
+            results = self._forward(box, pieces)
+            self._add("result", self.op.outputs, results, box, total)
+            self._add("gradient of operand", self.op.inputs, self._backward(box, pieces, results), box, total)
+        return total
+
+    def superpose(self, group: tuple[int, ...]) -> None:
+        """Compare f(a + b) with f(a) + f(b), and f(0) with 0, in these inputs together, on the whole op."""
+        box = tuple((0, index.size) for index in self.op.indices)
+
+        def outcome(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            changed = [change(v) if k in group else v for k, v in enumerate(self.values)]
+            return self._forward(box, [self._piece(o, v, box) for o, v in zip(self.op.inputs, changed, strict=True)])
+
+        a, b, both = outcome(lambda v: v), outcome(lambda v: v * v - 1), outcome(lambda v: v * v + v - 1)
+        where = f"is not linear in operands {list(group)} together"
+        for k, (x, y, z, zero) in enumerate(zip(a, b, both, outcome(torch.zeros_like), strict=True)):
+            _compare(f"result {k} {where}: at 0 it", zero, torch.zeros_like(zero))
+            # A cast to fewer bits rounds.
+            rounding = 4 * torch.finfo(z.dtype).eps if z.is_floating_point() else 0.0
+            _compare(f"result {k} {where}: the sum", x + y, z, max(_TOLERANCE, rounding))
+
+    def _forward(self, box: Box, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Execute a part; its results have the shapes that the notation says."""
+        for piece, operand in zip(pieces, self.op.inputs, strict=True):
+            is_buffer = self.tensors[operand.tensor].kind == "buffer"
+            piece.requires_grad_(piece.is_floating_point() and not is_buffer)
+        shapes = [self._shape(o, box) for o in self.op.outputs]
+        try:
+            results = list(self.run(box, pieces, shapes))
+        except Exception as error:
+            raise _Wrong("the part", f"{box} fails: {error}") from error
+        if (found := [tuple(r.shape) for r in results]) != shapes:
+            raise _Wrong("the part", f"{box} gives the shapes {found}, its notation {shapes}")
+        return results
+
+    def _backward(self, box: Box, pieces: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradient of each floating operand from a random gradient of the results."""
+        chosen, given = [], []
+        for k, (operand, result) in enumerate(zip(self.op.outputs, results, strict=True)):
+            shape, generator = self.tensors[operand.tensor].shape, torch.Generator().manual_seed(self.seed + k)
+            if result.requires_grad:
+                chosen.append(result)
+                gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
+                given.append(self._piece(operand, gradient, box).to(result.dtype))
+        wanted = [piece for piece in pieces if piece.requires_grad]
+        if not chosen or not wanted:
+            return [None] * len(pieces)
+        found = iter(torch.autograd.grad(chosen, wanted, given, materialize_grads=True))
+        return [next(found) if piece.requires_grad else None for piece in pieces]
+
+    def _add(
+        self, what: str, operands: Sequence[Operand], found: Sequence[Tensor | None], box: Box, total: dict[str, Tensor]
+    ) -> None:
+        for k, (operand, value) in enumerate(zip(operands, found, strict=True)):
+            if value is not None:
+                tensor, slices = self.tensors[operand.tensor], self._slices(operand, box)
+                whole = total.setdefault(f"{what} {k}", torch.zeros(tensor.extents, dtype=value.dtype))
+                whole[slices] += value.detach().reshape(whole[slices].shape)
+
+    def _slices(self, operand: Operand, box: Box) -> tuple[slice, ...]:
+        extents = self.tensors[operand.tensor].extents
+        pairs = zip(operand.slots, extents, strict=True)
+        return tuple(slice(0, extent) if i is None else slice(*box[i]) for i, extent in pairs)
+
+    def _shape(self, operand: Operand, box: Box) -> tuple[int, ...]:
+        return self.tensors[operand.tensor].local_shape(tuple(s.stop - s.start for s in self._slices(operand, box)))
+
+    def _piece(self, operand: Operand, value: Tensor, box: Box) -> Tensor:
+        """Return a copy of what a part with this box has of a tensor."""
+        pieces = value.detach().reshape(self.tensors[operand.tensor].extents)[self._slices(operand, box)]
+        return pieces.reshape(self._shape(operand, box)).clone()

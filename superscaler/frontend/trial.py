@@ -1,0 +1,188 @@
+"""A registered operator on small random operands: does it run, and is its notation true?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations, cycle
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from superscaler.errors import InputError
+from superscaler.frontend.notation import operand_dims
+from superscaler.frontend.proof import Failure, ops_of, prove, record
+from superscaler.frontend.recipes import Site
+from superscaler.frontend.rules import Registered, signature
+from superscaler.frontend.trace import Call, Trace, substitute
+
+Sizes = Mapping[str, int]
+Example = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
+Arguments = tuple[list[Any], dict[str, Any]]
+
+# Different ones, so that dims that are mixed up differ.
+_SIZES = (4, 3, 5, 6, 2)
+_MISSING = object()
+
+
+class CannotRun(InputError):
+    """The operator raises on the operands that were drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """An operator with its rule, and what the user says of its operands; see `register`."""
+
+    overload: OpOverload
+    rule: Registered
+    sizes: Sizes
+    example: Example
+    device: torch.device
+
+    def check(self) -> None:
+        """Raise InputError unless the operator in parts gives what the whole gives."""
+        optional = [p.name for p in self.overload._schema.arguments if str(p.type) == "Optional[Tensor]"]
+        missing = [set(names) for k in range(1, len(optional) + 1) for names in combinations(optional, k)]
+        for extra in (1, 2):
+            self._check(self._draw(extra, set()))
+        for extra, absent in [(0, set()), *((1, names) for names in missing)]:
+            # A model cannot run it either on what it cannot run on here: on no dims, or without an operand.
+            with suppress(CannotRun):
+                self._check(self._draw(extra, absent))
+
+    def _draw(self, extra: int, absent: set[str]) -> Arguments:
+        """Return arguments; `..` is `extra` dims, and the `absent` operands are None."""
+        following, known = cycle(_SIZES[extra:] + _SIZES[:extra]), dict(self.sizes)
+        shapes = []
+        for dims in operand_dims(self.rule.notation, extra):
+            for letter in (letter for dim in dims for letter in dim or ()):
+                known.setdefault(letter, 1 if letter == "1" else next(following))
+            shapes.append([next(following) if dim is None else prod(known[letter] for letter in dim) for dim in dims])
+        random = torch.Generator().manual_seed(extra)
+        operands = iter([torch.randn(s, dtype=torch.float64, generator=random).to(self.device) for s in shapes])
+        given = self.example(known) if callable(self.example) else self.example
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in self.overload._schema.arguments:
+            drawn = _value(parameter, operands)
+            value = None if parameter.name in absent else given.get(parameter.name, drawn)
+            if value is _MISSING:
+                raise InputError(
+                    f"{self.rule.place}: {self.overload} cannot be checked without its '{parameter.name}' "
+                    f"({parameter.type}); give example={{'{parameter.name}': VALUE}}, or check=False."
+                )
+            if parameter.kwarg_only:
+                kwargs[parameter.name] = value
+            else:
+                args.append(value)
+        return args, kwargs
+
+    def _check(self, given: Arguments) -> None:
+        self._check_repeats(given)
+        trace, values = record(str(self.overload), self.overload, *given)
+        ops, tensors = ops_of(trace)
+        call = trace.calls[0]
+        reads = call.reads()
+
+        def run(box: Any, pieces: Sequence[Tensor], shapes: Any) -> list[Tensor]:
+            del box, shapes
+            local = dict(zip(reads, (piece.to(self.device) for piece in pieces), strict=True))
+            args, kwargs = substitute((call.args, call.kwargs), lambda v: local[v.name])
+            return [result.cpu() for result in _results(self.overload(*args, **kwargs))]
+
+        try:
+            failure = prove(ops[0], tensors, [values[name].cpu() for name in reads], run)
+        except Exception as error:
+            told = f"cannot be differentiated: {_line(error)} A custom_op needs register_autograd before ss.register"
+            raise self._error(CannotRun, told, given) from error
+        if failure:
+            told = f"is not what its notation says: {_told(failure, trace, call)}"
+            raise self._error(InputError, f"{told}. {self._hint(given)}", given)
+
+    def _hint(self, given: Arguments) -> str:
+        with _Precision() as seen:
+            self.overload(*given[0], **given[1])
+        if not seen.lower:
+            return "Mark a letter ^ where it must be whole"
+        return (
+            f"It computes in {', '.join(sorted(seen.lower))} inside, also on float64 operands; where only the last "
+            "digits differ, write x.to(torch.promote_types(x.dtype, torch.float32)) instead of x.float()"
+        )
+
+    def _check_repeats(self, given: Arguments) -> None:
+        """Raise InputError unless the op runs, gives numbers, the same ones twice, and leaves its operands alone."""
+        operands = _tensors(given)
+        before = [x.clone() for x in operands]
+        try:
+            first, second = (_results(self.overload(*given[0], **given[1])) for _ in range(2))
+        except Exception as error:
+            told = f"fails as {self.overload._schema}: {_line(error)} Give sizes={{...}} or example={{...}}"
+            raise self._error(CannotRun, told, given) from error
+        for is_wrong, told in (
+            (not _equal(before, operands), "changes its operands; return new tensors"),
+            (any(x.isnan().any() for x in first), "gives nan; give operands that it is made for by example={...}"),
+            (not _equal(first, second), "gives two results for the same operands; take out random numbers and state"),
+        ):
+            if is_wrong:
+                raise self._error(InputError, told, given)
+
+    def _error(self, kind: type[InputError], told: str, given: Arguments) -> InputError:
+        shapes = ", ".join(str(tuple(x.shape)) for x in _tensors(given))
+        return kind(
+            f"{self.rule.place}: {self.overload}, registered as '{self.rule.notation}', {told} "
+            f"(checked on shapes {shapes}; check=False registers it unchecked)."
+        )
+
+
+class _Precision(TorchDispatchMode):
+    """Sees in which floating dtypes less precise than float64 something is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.is_floating_point()]
+        self.lower |= {str(x.dtype).removeprefix("torch.") for x in tensors} - {"float64"}
+        return found
+
+
+def _value(parameter: Any, operands: Iterator[Tensor]) -> Any:
+    """Return what a parameter gets that no example names."""
+    kind = str(parameter.type)
+    if "List[" in kind and "Tensor" in kind:
+        return list(operands)
+    if "Tensor" in kind:
+        return next(operands)
+    return parameter.default_value if parameter.has_default_value() else _MISSING
+
+
+def _told(failure: Failure, trace: Trace, call: Call) -> str:
+    """Return how parts differ from the whole, in the letters of the notation."""
+    ins, outs = (tuple(trace.specs[name].shape for name in names) for names in (call.reads(), call.outputs))
+    letters = list(signature(Site(call, ins, outs))[0].marks)
+    cuts = " and ".join(f"{letters[i]} is cut in {' + '.join(map(str, sizes))}" for i, sizes in failure.cut.items())
+    return f"{f'when {cuts}, ' if cuts else ''}{failure.tensor} {failure.difference}".rstrip(".")
+
+
+def _tensors(given: Arguments) -> list[Tensor]:
+    return [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+
+
+def _results(found: Any) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".") + "."

@@ -1,0 +1,42 @@
+"""The page about operators, from the command line: its code is run as a user's file, on threads and on processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+PAGE = (Path(__file__).parents[2] / "docs" / "ops.md").read_text()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "ops.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)))
+    return f"{tmp_path / 'ops.py'}:build"
+
+
+def superscaler(*arguments: str) -> dict:
+    command = [sys.executable, "-m", "superscaler", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("plan", "more"), [("data_parallel", []), ("tensor_parallel", ["--processes"])])
+def test_verify(model: str, plan: str, more: list[str]) -> None:
+    assert superscaler("verify", model, "--plan", plan, "--cluster", "local:2", *more)["equal"]
+
+
+def test_train_in_processes_that_import_the_file(model: str) -> None:
+    found = [
+        superscaler("train", model, "--plan", plan, "--cluster", cluster, "--steps", "3")["losses"]
+        for plan, cluster in (("single", "local:1"), ("data_parallel", "local:2"))
+    ]
+    assert len(found[0]) == 3
+    assert found[1] == pytest.approx(found[0], abs=1e-5)

@@ -1,0 +1,239 @@
+"""Users' own operators: one op of the graph, a notation that is executed before it is believed, clear refusals."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.errors import CaptureError, InputError
+from superscaler.frontend.capture import capture
+from superscaler.frontend.rules import REGISTERED
+from superscaler.usercode import load_file
+from tests.frontend import own
+from tests.frontend.test_cuts import check_cuts
+
+BATCH = (torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8),)
+
+
+def test_a_registered_function_is_one_op_with_the_indices_of_its_notation() -> None:
+    captured = capture(own.Block(), BATCH)
+    ops = {op.target: op for op in captured.model.ops}
+    norm = ops["ss_own.rms_norm.default"]
+    assert norm.args[2] == 1e-5
+    assert norm.flops == 0
+    assert norm.source.endswith(f"own.py:{own.Block.forward.__code__.co_firstlineno + 1}")
+    assert [(i.size, i.mark) for i in norm.indices] == [(4, "spatial"), (6, "spatial"), (8, "frozen")]
+    assert len(ops["ss_own.scale_and_size.default"].outputs) == 2
+    assert "superscaler_tests.gate.default" in ops
+    assert not captured.model.unsupported
+    cuts, _ = check_cuts(captured)
+    assert cuts >= 12
+
+
+def test_a_registered_function_runs_as_it_is_written() -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    before = own.RmsNorm.backwards
+    result = own.rms_norm(x=x, weight=weight)
+    result.sum().backward()
+    assert own.RmsNorm.backwards == before + 1
+    torch.testing.assert_close(result, own.RmsNorm.apply(x, weight, 1e-6), rtol=0, atol=0)
+    assert own.rms_norm.__doc__ == "Scale by the root of the mean square."
+
+
+def softmax(x):
+    return x.softmax(-1)
+
+
+def running_sum(x):
+    return x.cumsum(0).sum(1)
+
+
+def twice(x):
+    return x * 2
+
+
+def half_precision(x, w):
+    return (x.float() * w.float()).to(x.dtype)
+
+
+def wrong_gradient(x, w):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            return x * w
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad.mean(0)
+
+    return Wrong.apply(x, w)
+
+
+def noise(x):
+    return x + torch.randn_like(x)
+
+
+def in_place(x):
+    return x.mul_(2)
+
+
+def logarithm(x):
+    return x.log()
+
+
+def scaled(x, n: int):
+    return x * n
+
+
+def lookup(ids, weight):
+    return weight[ids]
+
+
+def norm_of_groups(x, groups: int):
+    return nn.functional.group_norm(x, groups)
+
+
+def rotate(x, angle):
+    return (x.unflatten(-1, (-1, angle.shape[-1])) * angle).flatten(-2)
+
+
+def shifted(x, mask=None, bias=None):
+    x = x if mask is None else x * mask
+    return x if bias is None else x + bias
+
+
+def running_unless_masked(x, mask=None):
+    return x.cumsum(0) if mask is None else x * mask
+
+
+def detached(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.numpy())
+
+
+@pytest.mark.parametrize(
+    ("notation", "op", "options", "told"),
+    [
+        ("b s -> b", softmax, {}, r"the notation has no meaning: s is not in every result.*\n  b s -> b\n    \^$"),
+        ("b s -> b s", softmax, {}, r"when s is cut in 3 \+ 2, result 0 is 0\.\d+ at \[0, 0\], of the whole op 0\.\d+"),
+        ("b s+ -> b", running_sum, {}, r"when b is cut in 2 \+ 1, result 0 is .* Mark a letter \^"),
+        ("b s -> b s", running_sum, {}, "result 0 has 1 dims, .*, and the notation 'b s'"),
+        ("b h, h -> b h", wrong_gradient, {}, r"when b is cut in 2 \+ 1, gradient of operand 1 is"),
+        ("b h, h -> b h", half_precision, {}, r"It computes in float32 inside.*write x\.to\(torch\.promote_types"),
+        ("b, b -> b", twice, {}, r"has 2 operands, and ss_test_register.twice.default takes 1: ss"),
+        ("b -> b, b", twice, {}, r"fails as ss_test_register::twice\(Tensor x\) -> \(Tensor, Tensor\): "),
+        ("b s, b s -> b s", running_unless_masked, {}, r"when b is cut.*\(checked on shapes \(3, 5\); check"),
+        ("b -> b", noise, {}, "gives two results for the same operands"),
+        ("b -> b", in_place, {}, "changes its operands"),
+        ("b -> b", logarithm, {}, r"gives nan.*example="),
+        ("b -> b", scaled, {}, r"cannot be checked without its 'n' \(int\); give example=\{'n': VALUE\}"),
+        (
+            "i, v^ h -> i h",
+            lookup,
+            {},
+            r"fails as .*: tensors used as indices must be long.*checked on shapes \(3,\), \(5, 6\)",
+        ),
+        ("b (g c^) -> b (g c)", norm_of_groups, {"sizes": {"g": 2}, "example": {"groups": 2}}, "when g is cut in 1"),
+        ("b -> b", nn.ReLU(), {}, r"ReLU\(\) is neither a function with a name nor a torch operator"),
+        ("b -> b", lambda x: x, {}, "is neither a function with a name"),
+        ("b, b -> b", torch.ops.aten.mul, {}, r"aten.mul has \d+ overloads; register one: aten.mul.Tensor"),
+        ("b -> b", torch.ops.aten.relu_.default, {}, "changes its operands; register an op that returns new tensors"),
+        ("b -> b", torch.library.custom_op("superscaler_tests::detached", detached, mutates_args=()), {}, "autograd"),
+    ],
+)
+def test_what_cannot_be_believed_is_refused(notation: str, op: object, options: dict, told: str) -> None:
+    before = dict(REGISTERED)
+    with pytest.raises(InputError, match=told) as error:
+        ss.register(notation, op, **options)
+    assert "test_register.py:" in str(error.value)
+    assert before == REGISTERED
+
+
+@pytest.mark.parametrize(
+    ("notation", "op", "options"),
+    [
+        ("b s^ -> b s", softmax, {}),
+        ("b^ s+ -> b", running_sum, {}),
+        ("b.. -> b..", twice, {}),
+        ("b, b -> b", torch.ops.aten.mul.Tensor, {}),
+        ("b -> b", logarithm, {"example": lambda size: {"x": torch.rand(size["b"], dtype=torch.float64)}}),
+        ("b -> b", scaled, {"example": {"n": 3}}),
+        ("i, v^ h -> i h", lookup, {"example": lambda size: {"ids": torch.randint(size["v"], (size["i"],))}}),
+        ("b (g^ c^) -> b (g c)", norm_of_groups, {"sizes": {"g": 2}, "example": {"groups": 2}}),
+        ("b (h d), d -> b (h d)", rotate, {}),
+        ("b s, s, b s -> b s", shifted, {}),
+        ("b -> b", noise, {"check": False}),
+    ],
+)
+def test_what_is_true_is_registered(notation: str, op: object, options: dict) -> None:
+    before = dict(REGISTERED)
+    try:
+        ss.register(notation, op, **options)
+        assert any(rule.notation == notation for target, rule in REGISTERED.items() if before.get(target) != rule)
+    finally:
+        REGISTERED.clear()
+        REGISTERED.update(before)
+
+
+class Calls(nn.Module):
+    """Calls a function on its input and its weight."""
+
+    def __init__(self, function, *shape: int) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight).square().mean()
+
+
+def test_a_call_that_the_notation_does_not_fit_is_an_error_of_capture() -> None:
+    @ss.register("b h, h -> b h")
+    def product(x, weight):
+        return x * weight
+
+    for shape, weight, told in (
+        ((2, 3, 8), (8,), r"operand 0 has 3 dims, \(2, 3, 8\), and the notation 'b h'"),
+        ((2, 8), (1,), r"h is 8 in operand 0 and 1 in operand 1, \(1,\).*expanded before the call"),
+    ):
+        with pytest.raises(CaptureError, match=told) as error:
+            capture(Calls(product, *weight), (torch.randn(shape),))
+        line = Calls.forward.__code__.co_firstlineno + 1
+        assert f"test_register.py:{line} calls ss_test_register.product.default" in str(error.value)
+    assert capture(Calls(product, 8), (torch.randn(2, 8),)).model.ops
+
+
+def test_operands_that_a_call_leaves_out_are_not_mistaken_for_others() -> None:
+    add = ss.register("b s, s^, b s -> b s")(shifted)
+    module = Calls(lambda x, w: add(x, None, w), 3, 3)
+    op = capture(module, (torch.randn(3, 3),)).model.ops[0]
+    assert op.inputs[1].slots == op.inputs[0].slots == (0, 1)
+    assert [i.mark for i in op.indices] == ["spatial", "frozen"]
+
+
+def test_registering_again_replaces_and_another_file_does_not(tmp_path: Path) -> None:
+    text = "import superscaler as ss\n\n@ss.register('b -> b')\ndef again(x):\n    return x * {}\n"
+    first, second = tmp_path / "one" / "fresh.py", tmp_path / "two" / "fresh.py"
+    for file in (first, second):
+        file.parent.mkdir()
+        file.write_text(text.format(2))
+    assert load_file(first).again(torch.ones(1)) == 2
+    first.write_text(text.format(" 3"))
+    assert load_file(first).again(torch.ones(1)) == 3
+    with pytest.raises(InputError, match=re.escape(f"the name again is taken by {first}:3")):
+        load_file(second)
+
+
+def test_the_message_in_the_documentation(tmp_path: Path) -> None:
+    file = tmp_path / "ops.py"
+    file.write_text(
+        "import superscaler as ss\n\n\n@ss.register('b s -> b s')\ndef softmax(x):\n    return x.softmax(-1)\n"
+    )
+    with pytest.raises(InputError) as error:
+        load_file(file)
+    page = " ".join((Path(__file__).parents[2] / "docs" / "ops.md").read_text().split())
+    assert str(error.value).removeprefix(f"{tmp_path}/") in page

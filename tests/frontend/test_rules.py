@@ -1,0 +1,225 @@
+"""Every rule is true: calls of every operator that has one are executed in parts, forward and backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from superscaler.emit.expressions import RANDOM, TABLE, Local, draw, expression
+from superscaler.frontend import linear, recipes
+from superscaler.frontend.normalize import normalize
+from superscaler.frontend.proof import Run, ops_of, prove, record
+from superscaler.frontend.recipes import Recipe
+from superscaler.frontend.rules import RULES
+from superscaler.frontend.trace import Call, Spec, Trace, Var
+from superscaler.ir.graph import Mark, Op, PTensor
+from superscaler.ir.mask import Box
+from superscaler.runtime import functional
+from tests.frontend.samples import FROZEN, SAMPLES, Draw, Sample
+
+Case = tuple[Op, dict[str, PTensor], list[Tensor], Run]
+
+
+def function(target: str) -> Any:
+    space, name, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, space), name), overload)
+
+
+def executor(op: Op, tensors: dict[str, PTensor]) -> Run:
+    """Return what runs the expression that is emitted for a part."""
+
+    def run(box: Box, pieces: Sequence[Tensor], results: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        names = [f"x{k}" for k in range(len(pieces))]
+        local = Local(op, box, names, [tuple(p.shape) for p in pieces], results, tensors, "random")
+        scope = {"torch": torch, "F": F, "functional": functional, **dict(zip(names, pieces, strict=True))}
+        if op.target in RANDOM:
+            where, extents, shape = draw(local)
+            scope["random"] = functional.draw(1, 2, 3, where, extents, "cpu").reshape(shape)
+        found = eval(expression(local), scope)
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    return run
+
+
+def refine(trace: Trace, values: dict[str, Tensor], draw: Draw) -> None:
+    """Make some inputs views, so that their dims of size 4 or 6 are products of two indices."""
+    for name, value in list(values.items()):
+        factors = [
+            ({4: (2, 2), 6: draw.one_of((2, 3), (3, 2))}.get(n, (n,)), (n,))[draw.one_of(0, 1)] for n in value.shape
+        ]
+        shape = tuple(f for dim in factors for f in dim)
+        if shape == tuple(value.shape) or trace.kinds[name] == "buffer":
+            continue
+        source = f"{name}_parts"
+        values[source] = values.pop(name).reshape(shape)
+        trace.specs[source], trace.kinds[source] = Spec(shape, value.dtype), "input"
+        del trace.kinds[name]
+        args = (Var(source), tuple(value.shape))
+        view = Call(f"view_{name}", "aten.view.default", function("aten.view.default"), args, {}, (name,), "", "")
+        trace.calls.insert(0, view)
+
+
+def cases(sample: Sample, draw: Draw) -> list[Case]:
+    """Draw a call, and return the ops that it is captured as, with the values that they read."""
+    args, kwargs = sample.make(draw)
+    torch.manual_seed(0)
+    trace, values = record(sample.source, function(sample.source), args, kwargs)
+    expected = function(sample.source)(*args, **kwargs)
+    refine(trace, values, draw)
+    normalize(trace)
+    ops, tensors = ops_of(trace)
+    found: list[Case] = []
+    for op in ops:
+        run, own = executor(op, tensors), [values[o.tensor] for o in op.inputs]
+        found.append((op, tensors, own, run))
+        results = run(tuple((0, i.size) for i in op.indices), own, [tensors[o.tensor].shape for o in op.outputs])
+        values.update(zip((o.tensor for o in op.outputs), results, strict=True))
+    if not any(op.target in RANDOM for op in ops):
+        first = expected if isinstance(expected, Tensor) else expected[0]
+        torch.testing.assert_close(values[trace.loss], first, rtol=1e-9, atol=1e-9, equal_nan=True)
+    return found
+
+
+def check(name: str, random: Random) -> Counter[str]:
+    """Prove the ops of one call of an operator; return how many indices of each may be cut."""
+    cut: Counter[str] = Counter()
+    for op, tensors, values, run in cases(random.choice(SAMPLES[name]), Draw(random)):
+        failure = prove(op, tensors, values, run)
+        assert failure is None, str(failure)
+        cut[op.target] += sum(i.mark != "frozen" for i in op.indices)
+    return cut
+
+
+def attack(name: str, examples: int) -> None:
+    """Check drawn calls of an operator, always the same ones."""
+    seen: Counter[str] = Counter()
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.randoms(use_true_random=False))
+    def each(random: Random) -> None:
+        seen.update(check(name, random))
+
+    each()
+    assert (seen[name] > 0) == (name not in FROZEN), f"{seen[name]} indices of calls of {name} could be cut"
+
+
+def test_every_rule_has_a_sample() -> None:
+    assert set(RULES) == set(SAMPLES)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule(name: str) -> None:
+    attack(name, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_rule_on_many_calls(name: str) -> None:
+    attack(name, 30)
+
+
+def is_needless(case: Case, number: int) -> bool:
+    """Tell whether an index that is frozen could be cut: as spatial where all results have it, as summed where none."""
+    op, tensors, values, run = case
+    has = {number in output.slots for output in op.outputs}
+    if len(has) > 1 or not any(number in operand.slots for operand in op.inputs):
+        return False
+    mark: Mark = "spatial" if has == {True} else "summed"
+    indices = (replace(i, mark=mark if n == number else "frozen") for n, i in enumerate(op.indices))
+    return prove(replace(op, indices=tuple(indices), linear=()), tensors, values, run) is None
+
+
+# Sums of what is bool, or of counts: right in this arithmetic, but no gradient asks for them.
+NEEDLESS = frozenset(f"aten.{name}" for name in (
+    "any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims", "bucketize.Tensor",
+))  # fmt: skip
+
+
+def freezes_needlessly(name: str) -> bool:
+    """Tell whether each of some calls that have a frozen index has one that could be cut."""
+    draws = [Random(seed) for seed in range(8)]
+    own = [c for random in draws for c in cases(random.choice(SAMPLES[name]), Draw(random)) if c[0].target == name]
+    frozen = [(c, [n for n, i in enumerate(c[0].indices) if i.mark == "frozen"]) for c in own]
+    found = [any(is_needless(c, n) for n in numbers) for c, numbers in frozen if numbers]
+    return bool(found) and all(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RULES if name not in NEEDLESS])
+def test_no_rule_freezes_what_could_be_cut(name: str) -> None:
+    assert not freezes_needlessly(name)
+
+
+_ATTENTION, _CONVOLUTION = "aten.scaled_dot_product_attention.default", "aten.conv2d.default"
+# What is changed, of which operator, to which rule; without a rule, the operator is emitted as it was captured.
+MUTATIONS: list[tuple[str, str, str | Recipe | None]] = [
+    ("a frozen mark removed", "aten._softmax.default", "d.. -> d.."),
+    ("a frozen mark removed", "aten.group_norm.default", "b c r..^, c, c -> b c r.."),
+    ("a frozen mark removed", "aten.instance_norm.default", "b c r.., c, c -> b c r.."),
+    ("a summed mark dropped", "aten.linear.default", "b.. k, n k -> b.. n"),
+    ("a summed mark added", "aten.amax.default", recipes.reduction(1, "+")),
+    ("a summed mark added", _ATTENTION, "b.. l e^, b.. s+ e^, b.. s+ v, b.. l s -> b.. l v"),
+    ("a bias added in each part", "aten.addbmm.default", recipes.added_to("b+ m k, b k n", "m n")),
+    ("two letters swapped", "aten.mm.default", "m k+, n k -> m n"),
+    ("a whole dim cut", "aten.roll.default", "d.. -> d.."),
+    ("a size not rewritten", "aten.view.default", None),
+    ("groups not rewritten", _CONVOLUTION, None),
+    ("the mean of a part", "aten.mean.default", None),
+    ("a mask aligned at a part", _ATTENTION, None),
+    ("ids looked up in a part", "aten.embedding.default", None),
+]
+
+
+def believe(name: str) -> None:
+    attack(name, 20)
+    assert not freezes_needlessly(name), f"{name} freezes an index that could be cut"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "name", "rule"), MUTATIONS)
+def test_a_wrong_rule_is_caught(
+    what: str, name: str, rule: str | Recipe | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rule is None:
+        monkeypatch.delitem(TABLE, name)
+    else:
+        monkeypatch.setitem(RULES, name, rule)
+    with pytest.raises(AssertionError):
+        believe(name)
+
+
+@pytest.mark.slow
+def test_a_wrong_claim_of_linearity_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_ALONE", ("tanh.default",))
+    with pytest.raises(AssertionError, match=r"is not linear in operands \[0\]"):
+        attack("aten.tanh.default", 3)
+
+
+def test_a_failure_names_the_cut_the_tensor_and_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "aten._softmax.default", "a b -> a b")
+    trace, values = record(
+        "aten._softmax.default", torch.ops.aten._softmax.default, (torch.eye(2).double(), 1, False), {}
+    )
+    (op,), tensors = ops_of(trace)
+    failure = prove(op, tensors, [values["x0"]], executor(op, tensors))
+    assert str(failure) == (
+        "aten._softmax.default: batch x0.1 -> batch x0.1 cut on x0.1 in 1 + 1: "
+        "result 0 is 1 at [0, 0], of the whole op 0.731058579"
+    )

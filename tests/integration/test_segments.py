@@ -1,0 +1,92 @@
+"""Packed projections of unequal segments: each segment can be cut on its own heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import FalconConfig, FalconForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+
+import superscaler as ss
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
+
+
+def phi3() -> PreTrainedModel:
+    return Phi3ForCausalLM(
+        Phi3Config(**SIZES, intermediate_size=40, num_key_value_heads=4, pad_token_id=0, eos_token_id=1)
+    )
+
+
+def falcon(grouped: bool) -> PreTrainedModel:
+    options = {"num_kv_heads": 4, "new_decoder_architecture": True} if grouped else {"multi_query": True, "bias": True}
+    return FalconForCausalLM(FalconConfig(**SIZES, **options, alibi=False))
+
+
+@pytest.mark.parametrize(
+    ("module", "pieces"),
+    [(phi3, 2 * 3), (lambda: falcon(True), 0), (lambda: falcon(False), 2 * 2 * 3)],
+    ids=["phi3", "falcon-grouped", "falcon-multi-query"],
+)
+def test_hugging_face(module, pieces: int) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    ids = torch.randint(2, 96, (4, 6))
+    graph = ss.capture(module(), kwargs={"input_ids": ids, "labels": ids})
+    assert len(graph.model.segments) == pieces
+    for plan in ("data_parallel", "tensor_parallel"):
+        assert ss.compile(graph, plan, ss.Cluster.local(4)).verify()["equal"]
+    cut = next(op for op in graph.ops if op.target.endswith("scaled_dot_product_attention.default"))
+    assert "spatial" in {cut.indices[i].mark for i in cut.outputs[0].slots[1:2] if i is not None}
+
+
+class Packed(nn.Module):
+    """One projection read in unequal segments: as slices, as a split, or in a way that leaves it whole."""
+
+    def __init__(self, how: str, trained: bool = True) -> None:
+        super().__init__()
+        self.how = how
+        self.packed, self.out = nn.Linear(6, 18), nn.Linear(4, 3)
+        self.packed.weight.requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.packed(x)
+        if self.how == "view":
+            p = p.view(x.shape[0], 9, 2)
+            a, b, c = (p[:, at : at + n].flatten(1) for at, n in ((0, 2), (2, 2), (4, 5)))
+        elif self.how == "split":
+            a, b, c = p.split([4, 4, 10], -1)
+        else:
+            a, b, c = p[:, :4], p[:, 4:8], p[:, 8:]
+        extra = {"overlap": lambda: p[:, 2:6], "whole": lambda: p, "weight": lambda: self.packed.weight}
+        rest = extra[self.how]().sum() if self.how in extra else 0.0
+        return F.silu(self.out(a * b)).sum() + (c**2).mean() + rest
+
+
+@pytest.mark.parametrize(
+    ("how", "is_cut"),
+    [("slices", True), ("split", True), ("view", True), ("overlap", False), ("whole", False), ("weight", False)],
+)
+def test_segments_are_parameters(how: str, is_cut: bool) -> None:
+    torch.manual_seed(0)
+    graph = ss.capture(Packed(how), (torch.randn(8, 6),))
+    names = {f"packed.{kind}.{k}" for kind in ("weight", "bias") for k in range(3)}
+    assert set(graph.model.segments) == (names if is_cut else set())
+    assert ("packed.weight" in graph.model.tensors) == (not is_cut)
+
+    @ss.sprogram
+    def cut(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        factor = graph.model.tensors["out.weight"].slots[1][0]
+        for op in graph.ops:
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(factor, 2)), cluster.devices)
+
+    plan = ss.compile(graph, cut, ss.Cluster.local(2))
+    assert plan.verify()["equal"]
+    boxes = {w.box[0] for d in plan.compiled.program.devices for w in d.weights if w.tensor == "packed.weight.1"}
+    assert len(boxes) == (2 if is_cut else 0)
+
+
+def test_frozen_packed_weights() -> None:
+    torch.manual_seed(0)
+    graph = ss.capture(Packed("slices", trained=False), (torch.randn(8, 6),))
+    assert ss.compile(graph, "data_parallel", ss.Cluster.local(2)).verify()["equal"]

@@ -1,0 +1,78 @@
+"""Every named model is captured with a rule for each operator, is cut by both plans, and its step equals one device."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from superscaler.cluster import Cluster
+from superscaler.models import build
+from superscaler.plan import Graph, capture, compile
+from superscaler.plans import resolve
+from superscaler.plans.shared import tensor_splits
+from tests.frontend.test_cuts import check_cuts
+
+MODELS = {name: f"{name}:size=tiny" for name in ("bert", "gpt2", "gpt3", "llama", "mbart", "mixtral", "t5", "vit")}
+# Its drop path draws random numbers of its own.
+MODELS["swin"] = "swin:size=tiny,drop_path=0"
+# The experts' operators read all tokens, so that nothing after them is cut.
+WITHOUT_RULE = {"mixtral": {"aten.histc.default", "aten.index_put.default", "transformers.grouped_mm_fallback.default"}}
+PLANS = ("data_parallel", "tensor_parallel")
+
+
+@functools.cache
+def graph_of(name: str) -> Graph:
+    built = build(MODELS[name])
+    return capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_operator_has_a_rule(name: str) -> None:
+    model = graph_of(name).model
+    assert set(model.unsupported) <= WITHOUT_RULE.get(name, set())
+    built = build(MODELS[name])
+    assert model.inputs == tuple(built.kwargs)
+    assert {t.name for t in model.parameters()} == {n for n, _ in built.module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_RULE])
+def test_batch_and_tensor_parallel_factors_reach_the_work(name: str) -> None:
+    graph = graph_of(name)
+    assert not [op.notation() for op in graph.forward_ops if not op.from_weights and op.find("batch") is None]
+    splits = tensor_splits(graph, 4)
+    products = [op for op in graph.forward_ops if op.flops and not op.from_weights]
+    left = {op.module.rpartition(".")[2] for op in products if op.name not in splits}
+    # Patches of images, their merging between Swin's stages, and the linear layer to the classes.
+    assert left <= {"projection", "reduction", "classifier"}
+    assert len(products) > 10
+
+
+def check_equal(name: str, plan: str) -> None:
+    result = compile(graph_of(name), resolve(plan), Cluster.local(4)).verify()
+    assert result["equal"], result
+    assert max(result["loss_error"], result["gradient_error"], result["parameter_error"]) <= 1e-9
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["bert", "swin", "t5"])
+def test_three_models_equal_one_device(name: str, plan: str) -> None:
+    check_equal(name, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [*PLANS, "hybrid:tp=2,pp=2,microbatches=2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_models_equal_one_device(name: str, plan: str) -> None:
+    if plan not in PLANS and name in WITHOUT_RULE:
+        pytest.skip("its microbatches depend on each other")
+    check_equal(name, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_cut_of_every_operator_gives_the_whole_result(name: str) -> None:
+    captured = graph_of(name).captured
+    cuts, _ = check_cuts(captured)
+    assert cuts > len(captured.model.ops)
