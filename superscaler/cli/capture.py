@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from math import prod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from superscaler.cli.common import AsJson, AutocastName, LearningRate, Model, OptimizerName, capture_model, printing
@@ -11,10 +10,8 @@ from superscaler.cli.common import AsJson, AutocastName, LearningRate, Model, Op
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from superscaler.ir.graph import Model as GraphModel
-
-# Places of a factor that the table shows, and rows of the table; --json has all.
-_PLACES, _ROWS = 3, 40
+# Places and factors that a cell of the tables names; --json has all.
+_PLACES = 4
 
 
 def capture(
@@ -24,79 +21,91 @@ def capture(
     autocast: AutocastName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Capture MODEL and list its operators, its factors (what a plan can split) and what no rule supports."""
+    """Capture MODEL and list its operators, its factors (what a plan can split) and what cannot be cut, and why."""
     with printing(as_json) as printer:
         graph, built = capture_model(model, optimizer, lr, autocast)
+        from superscaler.ir.report import describe
+
         found = describe(graph.model)
-        printer.show(_op_table(found), _factor_table(found), _summary(built.name, found))
+        printer.show(_op_table(found), _factor_table(found), _summary(built.name, found), *_frozen(found))
         printer.result = {"model": built.name, **found, "seconds": dict(graph.captured.seconds)}
-
-
-def describe(model: GraphModel) -> dict[str, Any]:
-    """Return what was captured, in plain data. `flops` counts the forward of one step."""
-    forward = [op for op in model.ops if op.is_forward]
-    parameters = list(model.parameters())
-    return {
-        "ops": dict(Counter(op.target for op in forward).most_common()),
-        "mirrors": sum(op.has_mirror for op in forward),
-        "updates": len(model.ops) - len(forward),
-        "factors": _factors(model),
-        "parameters": sum(prod(t.shape) for t in parameters),
-        "trained_parameters": sum(prod(t.shape) for t in parameters if t.requires_grad),
-        "flops": sum(op.flops for op in forward),
-        "unsupported": dict(model.unsupported),
-    }
-
-
-def _factors(model: GraphModel) -> list[dict[str, Any]]:
-    """Return each factor with its size, how many ops have it free to cut, and the inputs and parameters it is in."""
-    places: dict[str, list[str]] = defaultdict(list)
-    for tensor in model.tensors.values():
-        if tensor.kind in ("input", "parameter"):
-            for dim, slots in enumerate(tensor.slots):
-                for factor in dict.fromkeys(slots):
-                    places[factor].append(f"{tensor.name}.{dim}")
-    ops = Counter(f for op in model.ops if op.is_forward for f in {i.factor for i in op.indices if i.mark != "frozen"})
-    return [
-        {"name": f.name, "size": f.size, "ops": ops[f.name], "where": places[f.name]} for f in model.factors.values()
-    ]
 
 
 def _op_table(found: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    table = Table("operator", "count", title="Forward operators")
+    table = Table("operator", "count", "one of them", "frozen on", title="Forward operators")
     table.columns[1].justify = "right"
-    for target, count in found["ops"].items():
-        mark = " (no rule: never cut)" if target in found["unsupported"] else ""
-        table.add_row(target + mark, str(count))
+    for row in found["operators"]:
+        notation = " ".join(map(_collapse_word, row["notation"].partition(": ")[2].split()))
+        frozen = [f"{factor} ({count})" for factor, count in row["frozen"].items()]
+        table.add_row(row["operator"], str(row["count"]), notation, _some(frozen))
     return table
+
+
+def _collapse_word(word: str) -> str:
+    from superscaler.ir.report import collapse
+
+    name = word.rstrip("+^,")
+    return collapse(name) + word[len(name) :]
 
 
 def _factor_table(found: dict[str, Any]) -> Table:
+    """Return the table of factors; those of one size that differ only in the numbers of their blocks share a row."""
     from rich.table import Table
 
-    table = Table("factor", "size", "ops", "where", title="Factors", caption=_left_out(len(found["factors"])))
-    for column in table.columns[1:3]:
+    from superscaler.ir.report import collapse
+
+    table = Table("factor", "size", "count", "spatial", "summed", "frozen", "where", title="Factors")
+    for column in table.columns[1:6]:
         column.justify = "right"
-    for factor in found["factors"][:_ROWS]:
-        where = factor["where"]
-        more = f" and {len(where) - _PLACES} more" if len(where) > _PLACES else ""
-        table.add_row(factor["name"], str(factor["size"]), str(factor["ops"]), ", ".join(where[:_PLACES]) + more)
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for factor in found["factors"]:
+        groups.setdefault((collapse(factor["name"]), factor["size"]), []).append(factor)
+    for (name, size), rows in groups.items():
+        counts = [str(sum(row[mark] for row in rows)) for mark in ("spatial", "summed", "frozen")]
+        where = dict.fromkeys(collapse(place) for row in rows for place in row["where"])
+        table.add_row(name, str(size), str(len(rows)), *counts, _some(where))
     return table
 
 
-def _left_out(count: int) -> str | None:
-    return f"and {count - _ROWS} more; --json lists all" if count > _ROWS else None
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _PLACES} more" if len(names) > _PLACES else ""
+    return ", ".join(names[:_PLACES]) + more
 
 
 def _summary(name: str, found: dict[str, Any]) -> str:
-    lines = [
-        f"{name}: {found['parameters']:,} parameters, {found['trained_parameters']:,} of them trained; "
-        f"{sum(found['ops'].values())} forward ops, {found['mirrors']} mirrors, {found['updates']} updates; "
-        f"{found['flops']:.4g} FLOPs in the forward of a step",
-    ]
+    return (
+        f"{name}: {found['parameters']:,} parameters ({_bytes(found['parameter_bytes'])}), "
+        f"{found['trained_parameters']:,} of them trained; {found['buffers']:,} elements of buffers "
+        f"({_bytes(found['buffer_bytes'])})\n"
+        f"{sum(found['ops'].values())} forward ops, {found['mirrors']} mirrors, {found['updates']} updates; in the "
+        f"forward of a step {found['flops']:.4g} FLOPs, and {_bytes(found['activation_bytes'])} of activations that "
+        "mirrors read"
+    )
+
+
+def _frozen(found: dict[str, Any]) -> list[str]:
+    """Return one list of operators without a rule, and one line per operator and reason that freezes an index."""
+    lines = []
     if found["unsupported"]:
         named = ", ".join(f"{target} ({count})" for target, count in found["unsupported"].items())
         lines.append(f"operators without a rule, which can be replicated and placed but not cut: {named}")
-    return "\n".join(lines)
+    rows = [row for row in found["frozen"] if row["reason"] != "no rule"]
+    if rows:
+        lines.append("frozen indices, which their ops read or make whole on every device:")
+    lines += [f"  {r['operator']} ({r['count']}) {r['reason']}: {_some(r['factors'])}" for r in rows]
+    return lines
+
+
+def _bytes(count: int) -> str:
+    """Return a number of bytes for people.
+
+    >>> _bytes(1500), _bytes(2_500_000_000)
+    ('1.5 kB', '2.5 GB')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"

@@ -1,44 +1,73 @@
-"""Readable names of factors: from the inputs, else from the first weight in which they occur, else from an op."""
+"""Readable names of factors: batch, sequence, hidden, heads, mlp, vocabulary; else the place where they occur first.
+
+A name is the path of the module that holds all weights with the factor, and what the factor is there: h.0.attn.heads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
+from superscaler.frontend.gradients import depends
 from superscaler.frontend.infer import Inference
 from superscaler.frontend.spans import Span
-from superscaler.frontend.trace import Trace
+from superscaler.frontend.trace import Call, Trace
+
+Words = list[str]
+_ATTENTION = ("aten.scaled_dot_product_attention.default", "ss.attention_dropout")
+_SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
+_LABELED = ("ss.cross_entropy", "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
+_BATCH = "batch"
+_HEADS = ("heads", "kv_heads", "groups")
+# What belongs to the whole model, not to a module.
+_GLOBAL = ("vocabulary", "classes")
 
 
 def name_factors(trace: Trace, found: Inference) -> dict[int, str]:
-    """Return a unique name for the `id` of every class that a tensor or an op holds."""
+    """Return a name for the `id` of every class that a tensor or an op holds: unique, but for `batch`.
+
+    Inputs that no operator ties together (two towers) have a batch each; those of one size are one factor.
+    """
     names: dict[int, str] = {}
-    taken: set[str] = set()
+    taken: dict[str, int] = {}
     for span, name in _candidates(trace, found):
         if id(span) in names:
             continue
         unique, n = name, 1
-        while unique in taken:
+        while unique in taken and (unique, taken[unique]) != (_BATCH, span.size):
             n += 1
             unique = f"{name}.{n}"
-        taken.add(unique)
+        taken[unique] = span.size
         names[id(span)] = unique
     return names
 
 
 def _candidates(trace: Trace, found: Inference) -> Iterator[tuple[Span, str]]:
-    inputs = [name for name, kind in trace.kinds.items() if kind == "input" and trace.specs[name].shape]
-    for name in inputs:
-        yield from ((span, "batch") for span in found.classes(name)[0])
-    for name in inputs:
-        yield from _dims(found, name, name)
+    yield from _inputs(trace, found)
+    weights = _Weights(trace, found)
+    for span, role in _roles(trace, found, weights):
+        yield span, weights.name(span, role)
     for kind in ("parameter", "buffer", "constant"):
         for name in (n for n, k in trace.kinds.items() if k == kind):
-            yield from _dims(found, name, _short(name))
+            yield from _dims(found, name, ".".join(weights.short(_words(name))))
     for indexed in found.calls:
         for name in indexed.call.outputs:
             yield from _dims(found, name, name)
         for number, span in enumerate(indexed.classes):
             yield span, f"{indexed.call.name}.index.{number}"
+
+
+def _inputs(trace: Trace, found: Inference) -> Iterator[tuple[Span, str]]:
+    """The first dim of all inputs is the batch; the second of the first that holds token ids is the sequence."""
+    inputs = [name for name, kind in trace.kinds.items() if kind == "input" and trace.specs[name].shape]
+    for name in inputs:
+        yield from ((span, _BATCH) for span in found.classes(name)[0])
+    tokens = (n for n in inputs if len(trace.specs[n].shape) == 2 and not trace.specs[n].dtype.is_floating_point)
+    for name in tokens:
+        yield from ((span, "sequence") for span in found.classes(name)[1])
+        break
+    for name in inputs:
+        yield from _dims(found, name, name)
 
 
 def _dims(found: Inference, tensor: str, stem: str) -> Iterator[tuple[Span, str]]:
@@ -47,12 +76,102 @@ def _dims(found: Inference, tensor: str, stem: str) -> Iterator[tuple[Span, str]
             yield span, f"{stem}.{d}.{k}" if len(dim) > 1 else f"{stem}.{d}"
 
 
-def _short(name: str) -> str:
-    """Return a parameter's path from its block on, without `.weight`.
+def _roles(trace: Trace, found: Inference, weights: _Weights) -> Iterator[tuple[Span, str]]:
+    """Yield what factors are by the operators that read them, and then by the weights that have them."""
+    from_inputs = depends(trace, ("input",))
+    heads: set[int] = set()
+    for indexed in found.calls:
+        for span, role in _read_by(indexed.call, found, from_inputs):
+            if id(span) in weights.holders:
+                heads |= {id(span)} if role in _HEADS else set()
+                yield span, role
+    for dim in weights.dims:
+        at = [k for k, span in enumerate(dim) if id(span) in heads]
+        yield from ((span, "packed" if k < at[0] else "head_dim") for k, span in enumerate(dim) if at and k not in at)
+    summed = {id(s) for i in found.calls for s, mark in zip(i.classes, i.marks, strict=True) if mark == "summed"}
+    for dim in weights.dims:
+        yield from ((span, role) for span in dim if id(span) in summed and (role := weights.role(span)))
 
-    >>> _short("transformer.h.0.attn.c_attn.weight")
-    'h.0.attn.c_attn'
+
+def _read_by(call: Call, found: Inference, from_inputs: set[str]) -> Iterator[tuple[Span, str]]:
+    reads = call.reads()
+    if call.target in _ATTENTION:
+        query, value = found.classes(reads[0]), found.classes(reads[2])
+        if len(query) > 3:
+            first, *groups = ["kv_heads", "groups"] if len(query[-3]) > 1 else ["heads"]
+            yield from ((span, groups[0] if k else first) for k, span in enumerate(query[-3]))
+        yield from ((span, "head_dim") for span in query[-1])
+        yield from ((span, "value_dim") for span in value[-1])
+    elif call.target in _SOFTMAX and len(scores := found.classes(call.outputs[0])) > 3:
+        yield from ((span, "heads") for span in scores[-3])
+    elif call.target == "aten.embedding.default":
+        role = "vocabulary" if reads[1] in from_inputs else "rows"
+        yield from ((span, role) for span in found.classes(reads[0])[0])
+    elif call.target in _LABELED:
+        yield from ((span, "classes") for span in found.classes(reads[0])[1])
+
+
+class _Weights:
+    """Which parameters hold each class, and the paths that all blocks of the model start with."""
+
+    def __init__(self, trace: Trace, found: Inference) -> None:
+        self.dims: list[list[Span]] = []
+        self.holders: dict[int, list[Words]] = {}
+        self.matrices: dict[int, list[Words]] = {}
+        for name in (n for n, kind in trace.kinds.items() if kind == "parameter"):
+            dims = found.classes(name)
+            self.dims += dims
+            for span in (s for dim in dims for s in dim):
+                self.holders.setdefault(id(span), []).append(_words(name))
+                if len(dims) > 1:
+                    self.matrices.setdefault(id(span), []).append(_words(name))
+        paths = [words for rows in self.holders.values() for words in rows]
+        self.root = _common(words[: k - 1] for words in paths if (k := _first_number(words)))
+
+    def short(self, words: Words) -> Words:
+        """Return a path without what all blocks start with."""
+        return (
+            words[len(self.root) :] if words[: len(self.root)] == self.root and len(words) > len(self.root) else words
+        )
+
+    def name(self, span: Span, role: str) -> str:
+        if role in _GLOBAL:
+            return role
+        holders = self.holders[id(span)]
+        parent = _common(holders)
+        if all(len(words) > len(parent) and words[len(parent)].isdigit() for words in holders):
+            parent = parent[:-1]
+        path = self.short(parent) if len(parent) > len(self.root) else []
+        return ".".join(path if path[-1:] == [role] else [*path, role])
+
+    def role(self, span: Span) -> str:
+        """Return what a factor of two or more matrices is: mlp inside one block, hidden across them."""
+        matrices = self.matrices.get(id(span), [])
+        blocks = {tuple(words[: _last_number(words) + 1]) for words in matrices}
+        return "" if len(matrices) < 2 else "mlp" if len(blocks) == 1 and blocks != {()} else "hidden"
+
+
+def _words(parameter: str) -> Words:
+    """Return the path of a parameter's module, or of a parameter that is no weight or bias itself.
+
+    >>> _words("transformer.h.0.attn.c_attn.weight")
+    ['transformer', 'h', '0', 'attn', 'c_attn']
     """
-    words = name.removesuffix(".weight").split(".")
-    at = next((k for k, word in enumerate(words) if word.isdigit()), None)
-    return ".".join(words[max(at - 1, 0) :] if at is not None else words[-2:])
+    words = parameter.split(".")
+    return words[:-1] if len(words) > 1 and words[-1] in ("weight", "bias") else words
+
+
+def _first_number(words: Words) -> int:
+    return next((k for k, word in enumerate(words) if word.isdigit()), 0)
+
+
+def _last_number(words: Words) -> int:
+    """Return the position of the last number in a path, or -1."""
+    return max((k for k, word in enumerate(words) if word.isdigit()), default=-1)
+
+
+def _common(paths: Iterable[Words]) -> Words:
+    """Return the longest path that all of them start with."""
+    first, *rest = list(paths) or [[]]
+    same = (all(other[k : k + 1] == [word] for other in rest) for k, word in enumerate(first))
+    return first[: sum(takewhile(bool, same))]

@@ -8,7 +8,7 @@ that sets a buffer (`ss.write`) which the model changes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -182,3 +182,22 @@ class Model:
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""
         return (t for t in self.tensors.values() if t.kind == "parameter")
+
+
+def renamed(model: Model, old: str, new: str) -> Model:
+    """Return the model with a factor renamed."""
+
+    def name(factor: str) -> str:
+        return new if factor == old else factor
+
+    tensors = {n: replace(t, slots=tuple(tuple(map(name, dim)) for dim in t.slots)) for n, t in model.tensors.items()}
+    ops = tuple(
+        replace(
+            op,
+            indices=tuple(replace(i, factor=name(i.factor)) for i in op.indices),
+            passes=tuple(sorted((name(f), group) for f, group in op.passes)),
+        )
+        for op in model.ops
+    )
+    factors = {name(f): replace(factor, name=name(f)) for f, factor in model.factors.items()}
+    return replace(model, tensors=tensors, ops=ops, factors=factors)

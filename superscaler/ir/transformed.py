@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
-from superscaler.ir.graph import Factor, Model, Op
+from superscaler.ir.graph import Factor, Model, Op, renamed
 from superscaler.ir.parts import Grid, Ints, Rows, expand
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
@@ -164,8 +165,25 @@ class Graph:
         if name not in self.model.factors:
             raise InputError(unknown("factor", name, self.model.factors))
 
+    def rename_factor(self, old: str, new: str) -> None:
+        """Call the factor `old` by the name `new` from now on. Raises InputError for an unknown or a taken name."""
+        self.check_factor(old)
+        if new in self.model.factors or not re.fullmatch(r"[\w.]+", new):
+            why = (
+                "is the name of another factor"
+                if new in self.model.factors
+                else "is no name (letters, digits, _ and .)"
+            )
+            raise InputError(f"rename_factor('{old}', '{new}'): '{new}' {why}; choose another.")
+        self.model = renamed(self.model, old, new)
+        self._by_name = {op.name: op for op in self.model.ops}
+        frame = sys._getframe(1)
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self.journal.append(Entry("rename_factor", old, f"to {new}", where))
+
     def parts(self, op: Op) -> Parts:
         """Return the parts of an op that was not cut irregularly, as one grid."""
+        op = self.op(op.name)
         grid = self.grids[op.name]
         cells = np.arange(prod(len(a.sizes) for a in grid.axes)).reshape([len(a.sizes) for a in grid.axes])
         return Parts(op, grid, (), cells, len(grid.axes))

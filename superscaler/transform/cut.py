@@ -15,7 +15,8 @@ from superscaler.transform.algorithms import Algorithm, Box
 
 def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     """Apply an algorithm to all cells of a grid, or to one. Returns the new parts with one more axis, (*parts, new)."""
-    op, grid = parts.op, parts.grid
+    # A factor may have been renamed since the handle was made.
+    op, grid = graph.op(parts.op.name), parts.grid
     parts.check()
     if not parts.cells.size:
         raise TransformError(f"op_trans at {where} selects none of the parts of {op.name}; select at least one.")

@@ -66,6 +66,38 @@ def test_capture_names_an_operator_without_a_rule_once(tmp_path: Path, capsys: p
     assert "(2)" in named[0]
 
 
+def test_capture_of_many_layers_is_as_long_as_of_few(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = []
+    for layers in (2, 6):
+        assert run("capture", f"gpt2:size=tiny,layers={layers},device=meta") == 0
+        out = capsys.readouterr().out
+        lengths.append(len(out.splitlines()))
+        assert "h.*.attn.heads" in out
+        assert "aten.layer_norm.default (" + str(2 * layers + 1) + ") needs the whole dim: hidden" in out
+    assert lengths[0] == lengths[1]
+
+
+def test_capture_json_has_what_the_tables_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("capture", "gpt2:size=tiny,layers=2,batch=4", "--json") == 0
+    found = last(capsys.readouterr().out)
+    factors = {f["name"]: f for f in found["factors"]}
+    heads = factors["h.1.attn.heads"]
+    assert (heads["size"], heads["summed"], heads["frozen"]) == (4, 1, 0)
+    assert heads["spatial"] == heads["ops"] - heads["summed"]
+    assert "transformer.h.1.attn.c_proj.weight.0" in heads["where"]
+    assert found["parameter_bytes"] == 4 * found["parameters"]
+    # Two layers: the queries, keys and values; 64 wide, 32 long.
+    assert found["activation_bytes"] > 4 * (2 * 3 * 4 * 32 * 64)
+    operators = {row["operator"]: row for row in found["operators"]}
+    assert {name: row["count"] for name, row in operators.items()} == found["ops"]
+    assert operators["aten.layer_norm.default"]["frozen"] == {"hidden": 5}
+    assert {
+        key: value
+        for key, value in next(r for r in found["frozen"] if "split" in r["operator"]).items()
+        if key != "factors"
+    } == {"operator": "aten.split.Tensor", "reason": "needs the whole dim", "count": 2}
+
+
 def test_a_model_without_trained_parameters_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "frozen.py"
     source.write_text("import torch\n\n\ndef f():\n    return torch.nn.Identity(), (torch.ones(()),)\n")

@@ -1,0 +1,140 @@
+"""Readable names of factors, and what the user calls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superscaler.cluster import Cluster
+from superscaler.errors import InputError
+from superscaler.frontend.capture import Captured, capture
+from superscaler.plan import compile
+from superscaler.verbs import Graph, Replicate, Split, op_assign, op_trans
+from tests.frontend.examples import Mlp
+
+
+def names(captured: Captured, tensor: str) -> tuple[tuple[str, ...], ...]:
+    return captured.model.tensors[tensor].slots
+
+
+def test_names_of_gpt2(gpt2_captured: Captured) -> None:
+    block = "transformer.h.1"
+    assert names(gpt2_captured, "input_ids") == (("batch",), ("sequence",))
+    assert names(gpt2_captured, "transformer.wte.weight") == (("vocabulary",), ("hidden",))
+    assert names(gpt2_captured, "transformer.wpe.weight") == (("wpe.rows",), ("hidden",))
+    packed = ("h.1.attn.c_attn.packed", "h.1.attn.heads", "h.1.attn.head_dim")
+    assert names(gpt2_captured, f"{block}.attn.c_attn.weight") == (("hidden",), packed)
+    assert names(gpt2_captured, f"{block}.attn.c_proj.weight") == (packed[1:], ("hidden",))
+    assert names(gpt2_captured, f"{block}.mlp.c_fc.weight") == (("hidden",), ("h.1.mlp",))
+    assert names(gpt2_captured, f"{block}.mlp.c_proj.weight") == (("h.1.mlp",), ("hidden",))
+
+
+def test_names_of_llama(llama_captured: Captured) -> None:
+    attention = "layers.0.self_attn"
+    query = names(llama_captured, f"model.{attention}.q_proj.weight")[0]
+    assert query == (f"{attention}.kv_heads", f"{attention}.groups", "head_dim")
+    assert names(llama_captured, f"model.{attention}.v_proj.weight")[0] == (query[0], f"{attention}.value_dim")
+    assert names(llama_captured, "model.layers.1.mlp.gate_proj.weight") == (("layers.1.mlp",), ("hidden",))
+    # The head of this model is not tied: what it predicts are classes of their own.
+    assert names(llama_captured, "lm_head.weight") == (("classes",), ("hidden",))
+    assert names(llama_captured, "model.embed_tokens.weight") == (("vocabulary",), ("hidden",))
+
+
+class Stages(nn.Module):
+    """Two stages of two blocks each, with attention by hand, and a second encoder with blocks of the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(self.block(8) for _ in range(2))
+        self.right = nn.ModuleList(self.block(12) for _ in range(2))
+        self.between = nn.Linear(8, 12)
+
+    @staticmethod
+    def block(width: int) -> nn.ModuleDict:
+        dims = {"q": (width, width), "v": (width, width), "out": (width, width), "up": (width, 20), "down": (20, width)}
+        return nn.ModuleDict({name: nn.Linear(*d, bias=False) for name, d in dims.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, block in enumerate([*self.left, *self.right]):
+            x = self.between(x) if k == 2 else x
+            q, v = (block[n](x).unflatten(-1, (2, -1)).transpose(1, 2) for n in ("q", "v"))
+            x = x + block["out"](((q @ q.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+            x = x + block["down"](torch.relu(block["up"](x)))
+        return x.square().mean()
+
+
+def test_each_stage_has_its_hidden_and_each_block_its_heads() -> None:
+    captured = capture(Stages(), (torch.randn(4, 3, 8),))
+    # The first stage flows in from the input, which names its dims.
+    assert names(captured, "left.1.q.weight") == (("left.1.heads", "left.1.q.head_dim"), ("x.2",))
+    assert names(captured, "left.1.out.weight") == (("x.2",), ("left.1.heads", "left.1.head_dim"))
+    assert names(captured, "right.0.v.weight") == (("right.0.heads", "right.0.head_dim"), ("hidden",))
+    assert names(captured, "right.0.up.weight") == (("right.0.mlp",), ("hidden",))
+    assert names(captured, "between.weight") == (("hidden",), ("x.2",))
+
+
+def test_inputs_of_one_batch_size_share_the_factor() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            return self.left(x).square().mean() + self.right(y).square().mean() + self.third(z).square().mean()
+
+    captured = capture(Towers(), (torch.randn(4, 6), torch.randn(4, 6), torch.randn(3, 6)))
+    assert [names(captured, n)[0] for n in ("x", "y", "z")] == [("batch",), ("batch",), ("batch.2",)]
+    compiled = compile(Graph(captured.model, captured), "data_parallel", Cluster.local(4))
+    cut = {
+        op.module
+        for op in captured.model.ops
+        if any(a.index is not None for a in compiled.compiled.graph.grids[op.name].axes)
+    }
+    assert {"left", "right"} <= cut
+    assert "third" not in cut
+    assert compiled.verify()["equal"]
+
+
+def graph() -> Graph:
+    torch.manual_seed(0)
+    captured = capture(Mlp(), (torch.randn(4, 12), torch.randn(4, 12)))
+    return Graph(captured.model, captured)
+
+
+def test_a_renamed_factor_is_cut_by_its_new_name(tmp_path: Path) -> None:
+    mine = graph()
+    before = mine.ops
+    hidden = mine.model.tensors["second.weight"].slots[1][0]
+    mine.rename_factor(hidden, "width")
+    assert hidden not in mine.factors
+    assert mine.factors["width"].size == 12
+    assert mine.model.tensors["first.weight"].slots[0] == ("width",)
+    assert mine.journal[-1].where.startswith(__file__)
+    assert f"rename_factor {hidden} to width" in str(mine.journal[-1])
+
+    def plan(inner: Graph, cluster: Cluster) -> None:
+        # The handles are older than the name.
+        for op in before:
+            algorithm = Split("width", 2) if op.is_forward else Replicate(2)
+            op_assign(inner, op_trans(inner, op, algorithm), cluster.devices)
+
+    compiled = compile(mine, plan, Cluster.local(2))
+    assert any("width" in str(e) and "replicated" not in str(e) for e in compiled.compiled.graph.journal)
+    assert sum(axis.index is not None for g in compiled.compiled.graph.grids.values() for axis in g.axes) > 2
+    assert compiled.verify()["equal"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("bach", "b", r"unknown factor 'bach'; did you mean 'batch'\?"),
+        ("batch", "x.1", r"'x\.1' is the name of another factor; choose another"),
+        ("batch", "two words", r"'two words' is no name \(letters, digits, _ and \.\)"),
+    ],
+)
+def test_wrong_names_are_refused(old: str, new: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        graph().rename_factor(old, new)
