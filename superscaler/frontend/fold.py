@@ -77,29 +77,32 @@ def _evaluate(trace: Trace, call: Call, constants: dict[str, Tensor], device: to
         number, spec = _FILLS[call.target], trace.specs[call.outputs[0]]
         fill = call.args[-1] if number is None else number
         return [torch.full((), fill, dtype=spec.dtype, device=device).expand(spec.shape)]
+    # Elements that repeat are computed once. torch does not tag the operators that are named after Python's.
+    is_pointwise = torch.Tag.pointwise in call.function.tags or call.target.startswith("aten.__")
 
     def value(variable: Var) -> Tensor:
         found = constants.get(variable.name)
         if found is not None:
-            return found
+            return compact(found) if is_pointwise else found
         spec = trace.specs[variable.name]
         return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
 
     kwargs = {k: device if isinstance(v, torch.device) else v for k, v in substitute(call.kwargs, value).items()}
     with torch.no_grad(), device:
         result = call.function(*substitute(call.args, value), **kwargs)
-    return [_compact(t) for t in ([result] if isinstance(result, Tensor) else result)]
+    results = [result] if isinstance(result, Tensor) else result
+    return [_repeated(t).expand(trace.specs[n].shape) for t, n in zip(results, call.outputs, strict=True)]
 
 
-def _compact(x: Tensor) -> Tensor:
+def _repeated(x: Tensor) -> Tensor:
     """Return the tensor with stride 0 in the dims along which it repeats: a mask of a whole batch is one row of it."""
-    kept = x
-    for d, size in enumerate(x.shape):
-        row = kept.narrow(d, 0, 1) if size > 1 else kept
+    kept = compact(x)
+    for d, size in enumerate(kept.shape):
+        row, last = (kept.narrow(d, k, min(size, 1)) for k in (0, max(size - 1, 0)))
         # The last row tells most that differ without a look at the rest.
-        if size > 1 and torch.equal(row, kept.narrow(d, size - 1, 1)) and bool((kept == row).all()):
+        if size > 1 and torch.equal(row, last) and bool((kept == row).all()):
             kept = row
-    return kept.clone().expand(x.shape) if kept is not x else x
+    return kept.clone().expand(x.shape) if kept.shape != x.shape else x
 
 
 def compact(x: Tensor) -> Tensor:
