@@ -256,6 +256,19 @@ def test_a_step_equals_the_exported_model(name: str, world: int) -> None:
     assert max(result["loss_error"], result["gradient_error"], result["parameter_error"]) <= 1e-9
 
 
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("residues", ("",)), ("sequences", ("column", "transition", "row.qkv", "row.gate", "row.out"))],
+)
+def test_what_holds_the_factor_is_cut_and_not_replicated(name: str, modules: tuple[str, ...]) -> None:
+    graph = plan_of(TINY, name, 2).compiled.graph
+    replicated = {entry.op for entry in graph.journal if "replicated" in entry.what}
+    paths = tuple(f"{block.path}.{module}".rstrip(".") for block in graph.blocks for module in modules)
+    held = [op.name for op in graph.forward_ops if op.module.startswith(paths)]
+    assert len(held) > 100
+    assert not replicated.intersection(held)
+
+
 def step_loss(plan: Plan) -> float:
     """Return the loss of one step in this process, dropout on, which is the same on all ranks."""
     compiled = plan.compiled
