@@ -88,7 +88,9 @@ def _roles(trace: Trace, found: Inference, weights: _Weights) -> Iterator[tuple[
     for dim in weights.dims:
         at = [k for k, span in enumerate(dim) if id(span) in heads]
         yield from ((span, "packed" if k < at[0] else "head_dim") for k, span in enumerate(dim) if at and k not in at)
-    summed = {id(s) for i in found.calls for s, mark in zip(i.classes, i.marks, strict=True) if mark == "summed"}
+    of_weights = depends(trace, ("parameter",)) - from_inputs
+    products = [indexed for indexed in found.calls if of_weights.intersection(indexed.call.reads())]
+    summed = {id(s) for i in products for s, mark in zip(i.classes, i.marks, strict=True) if mark == "summed"}
     for dim in weights.dims:
         yield from ((span, role) for span in dim if id(span) in summed and (role := weights.role(span)))
 
@@ -107,6 +109,10 @@ def _read_by(call: Call, found: Inference, from_inputs: set[str]) -> Iterator[tu
     elif call.target == "aten.embedding.default":
         role = "vocabulary" if reads[1] in from_inputs else "rows"
         yield from ((span, role) for span in found.classes(reads[0])[0])
+    elif call.target == "ss.experts":
+        yield from (
+            (span, "experts") for name in reads if len(found.dims[name]) == 3 for span in found.classes(name)[0]
+        )
     elif call.target in _LABELED:
         yield from ((span, "classes") for span in found.classes(reads[0])[1])
 
