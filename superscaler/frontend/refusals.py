@@ -7,14 +7,18 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from superscaler.errors import CaptureError
@@ -50,6 +54,8 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     ),
     (r"UnsupportedOperator", "runs an operator whose result has no shape before it ran", "use a dense one"),
 )
+# So many elements are tried at most, to see whether a function's own backward is its derivative.
+_MOST = 1 << 24
 _INPUT = re.compile(r"Unsupported input type <class '(.*?)'>")
 
 
@@ -215,7 +221,7 @@ _LOST: tuple[tuple[Any, str, str], ...] = (
     (
         torch.autograd.Function,
         "apply",
-        "uses {}, whose own backward the captured step would not run; write it in differentiable operators, as "
+        "uses {}, whose own backward is not its derivative and would not run; write it in differentiable operators, as "
         "x + (f(x) - x).detach() for a gradient straight through, or make it an operator by superscaler.register",
     ),
     (
@@ -249,14 +255,66 @@ def _refusing(original: Any, text: str) -> Any:
 
 
 def _refusing_apply(original: Any, text: str) -> Any:
-    """torch's own functions do what their operators do, and a registered operator runs as it is written."""
+    """torch's own functions do what their operators do, and a registered operator runs as it is written.
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if original is None or not (cls.__module__.startswith("torch.") or _in_operator(sys._getframe(1))):
+    Of any other one the forward is captured, if its own backward is the derivative of that.
+    """
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if original is not None and (cls.__module__.startswith("torch.") or _in_operator(sys._getframe(1))):
+            return original.__func__(cls, *args, **kwargs)
+        if original is None or kwargs or not _is_derivative(cls, original, args):
             raise _Lost(text.format(cls.__qualname__))
-        return original.__func__(cls, *args, **kwargs)
+        return _forward(cls, *args)
 
     return classmethod(apply)
+
+
+class _Context(SimpleNamespace):
+    """Takes what a function's forward keeps for its backward."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def _forward(cls: type[Function], *args: Any) -> Any:
+    is_split = cls.setup_context is not Function.setup_context
+    return cls.forward(*args) if is_split else cls.forward(_Context(needs_input_grad=[True] * len(args)), *args)
+
+
+def _is_derivative(cls: type[Function], original: Any, args: Sequence[Any]) -> bool:
+    """Tell whether the own backward of a function gives what autograd gives of its forward, on random numbers."""
+    if sum(a.numel() for a in args if isinstance(a, Tensor)) > _MOST:
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not value.is_floating_point():
+            return torch.zeros(value.shape, dtype=value.dtype)
+        return torch.randn(value.shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    forward = partial(_forward, cls)
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        try:
+            given = [real(a) for a in args]
+            leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+            first, second = (_with_gradients(f, given, leaves) for f in (partial(original.__func__, cls), forward))
+            return len(first) == len(second) and all(map(partial(torch.allclose, rtol=1e-6, atol=1e-6), first, second))
+        except Exception:
+            return False
+
+
+def _with_gradients(function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the results of a function, and the gradients of the leaves from some gradient of each result."""
+    outputs = [y for y in pytree.tree_leaves(function(*given)) if isinstance(y, Tensor) and y.requires_grad]
+    gradients = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape) for y in outputs]
+    # torch.autograd.grad itself is refused here.
+    found = _engine_run_backward(
+        tuple(outputs), tuple(gradients), False, False, tuple(leaves), True, accumulate_grad=False
+    )
+    return [*outputs, *(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))]
 
 
 def _in_operator(frame: FrameType | None) -> bool:
