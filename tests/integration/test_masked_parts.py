@@ -13,13 +13,17 @@ from superscaler.verbs import Split, op_assign, op_trans, sprogram
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize(
-    ("factor", "function"), [("transformer.wte.0", "embedding_part"), ("input_ids.1", "causal_mask")]
-)
-def test_a_part_knows_where_it_starts(factor: str, function: str, parts: int) -> None:
+@pytest.mark.parametrize(("target", "slot", "function"), [
+    ("aten.embedding.default", 0, "embedding_part"),
+    ("aten.scaled_dot_product_attention.default", -2, "causal_mask"),
+])  # fmt: skip
+def test_a_part_knows_where_it_starts(target: str, slot: int, function: str, parts: int) -> None:
     built = build("gpt2:size=tiny")
     graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
-    size = graph.factors[factor].size
+    op = next(op for op in graph.forward_ops if op.target == target)
+    index = op.inputs[0].slots[slot]
+    assert index is not None
+    factor, size = op.indices[index].factor, op.indices[index].size
     sizes = (*[size // parts + 1] * (parts - 1), size - (size // parts + 1) * (parts - 1))
 
     @sprogram
