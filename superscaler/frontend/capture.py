@@ -30,6 +30,7 @@ from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
 from superscaler.frontend.segments import Segments, cut_segments
 from superscaler.frontend.trace import Trace, read, substitute
+from superscaler.garbage import without_garbage_collection
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref
 
 
@@ -65,7 +66,7 @@ def capture(
     device = _device(module)
     cast = read_autocast(autocast, device.type)
     training = read_optimizer(module, optimizer, scaler)
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), without_garbage_collection():
         return _capture(module, args, kwargs or {}, training, device, cast)
 
 

@@ -26,7 +26,6 @@ from superscaler.frontend.autocast import (
     stand_ins,
 )
 from superscaler.frontend.refusals import call, explain, forward_line, refuse_hooks
-from superscaler.garbage import without_garbage_collection
 
 
 def export(
@@ -38,12 +37,7 @@ def export(
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
     refuse_hooks(module)
-    with (
-        _only_loss(module, autocast),
-        experts.chosen(module),
-        warnings.catch_warnings(),
-        without_garbage_collection(),
-    ):
+    with _only_loss(module, autocast), experts.chosen(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, args, dict(kwargs), strict=False)

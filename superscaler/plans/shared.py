@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from math import gcd, prod
 
 import numpy as np
@@ -26,9 +27,9 @@ def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
     """Return the splits of each op under tensor parallelism into `parts`, found from the factors (Megatron's).
 
     A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
-    sums over it, nothing in the block needs it whole, and the block's result does not carry it. Grouped-query heads
-    are two such factors, which are cut one after the other. Outside the blocks, products with a weight are cut on the
-    weight's own dim.
+    sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
+    result does not carry it. Grouped-query heads are two such factors, which are cut one after the other. Outside the
+    blocks, products with a weight are cut on the weight's own dim.
     """
     splits: dict[str, list[Split]] = {}
     weights = {name for name, tensor in graph.model.tensors.items() if tensor.kind == "parameter"}
@@ -72,6 +73,9 @@ def _candidates(weights: set[str], ops: tuple[Op, ...]) -> list[str]:
     made: set[str] = set()
     found: list[str] = []
     for op in ops:
+        times = Counter(i for o in op.inputs if o.tensor in weights for i in o.slots if i is not None)
+        inner = [op.indices[i] for i, count in times.items() if count > 1]
+        found += [i.factor for i in inner if i.mark == "summed" and i.factor not in found]
         marks = {(op.indices[i].factor, op.indices[i].mark) for i in _weights(weights, op)}
         found += [f for f, mark in marks if mark == "summed" and f in made and f not in found]
         made |= {f for f, mark in marks if mark == "spatial"}

@@ -169,7 +169,7 @@ LINES = {
     gradient: r"computes gradients inside the forward; return the loss only",
     backward: r"computes gradients inside the forward; return the loss only",
     hook: r"registers a gradient hook, which the captured step would not run",
-    own_backward: r"uses Rounded, whose own backward is not its derivative and would not run; write it in differentiable",
+    own_backward: r"uses Rounded, whose own backward is not its derivative and would not run; write it in",
     reentrant: r"uses a reentrant checkpoint, which runs without gradients; pass use_reentrant=False",
     attribute: r"AttributeError: .*summ'",
     missing_file: r"FileNotFoundError: .*Run the module once on these arguments",

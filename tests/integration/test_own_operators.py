@@ -17,17 +17,17 @@ def captured(module: torch.nn.Module) -> ss.Graph:
 @ss.sprogram
 def split_inner(graph: ss.Graph, cluster: ss.Cluster) -> None:
     for op in graph.ops:
-        algo = ss.Split("up.0", 2) if op.find("up.0") is not None else ss.Replicate(2)
+        algo = ss.Split("hidden", 2) if op.find("hidden") is not None else ss.Replicate(2)
         for part, device in zip(ss.op_trans(graph, op, algo), cluster.devices, strict=True):
             ss.op_assign(graph, part, device)
 
 
-@pytest.mark.parametrize("factor", ["batch", "up.0", "norm.0"])
+@pytest.mark.parametrize("factor", ["batch", "hidden", "x.2"])
 def test_which_operators_a_factor_cuts(factor: str) -> None:
     cut = {op.target for op in captured(own.Block()).ops if op.find(factor) is not None}
     norm, gate, project, scale = (f"{n}.default" for n in (
         "ss_own.rms_norm", "superscaler_tests.gate", "ss_own.project", "ss_own.scale_and_size"))  # fmt: skip
-    expected = {"batch": {norm, gate, project, scale}, "up.0": {gate, project}, "norm.0": set()}[factor]
+    expected = {"batch": {norm, gate, project, scale}, "hidden": {gate, project}, "x.2": {project}}[factor]
     assert cut & {norm, gate, project, scale} == expected
 
 
