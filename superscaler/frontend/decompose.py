@@ -10,6 +10,8 @@ import torch
 
 from superscaler.frontend.trace import Call, Spec, Trace, Var
 
+_MEAN = 1
+
 
 class Steps:
     """The calls that a call becomes, in order, named after it."""
@@ -19,21 +21,108 @@ class Steps:
         self.call = replace(call, function=None, kwargs={})
         self.calls: list[Call] = []
 
-    def add(self, name: str, args: tuple[Any, ...], spec: Spec, out: str = "", **kwargs: Any) -> Var:
-        """Append a call of an ATen operator (or `ss.` one of ours) that makes `out`, a new tensor by default."""
-        word = name.removeprefix("ss.").split(".")[0].strip("_")
-        result = out or self.trace.derive(self.call.name, word)
+    def add(self, name: str, args: tuple[Any, ...], spec: Spec, out: str = "", word: str = "", **kwargs: Any) -> Var:
+        """Append a call of an ATen operator (or `ss.` one of ours) that makes `out`: by default a new tensor, with
+        `word` or the operator's name in its name. What makes the first result has the name of the call.
+        """
+        result = out or self.trace.derive(self.call.name, word or name.removeprefix("ss.").split(".")[0].strip("_"))
         self.trace.specs[result] = spec
         target = name if name.startswith("ss.") else f"aten.{name}"
-        # The first keeps the call's name, by which random numbers are drawn.
-        own = self.call.name if not self.calls else self.trace.derive(self.call.name, "result") if out else result
+        own = self.call.name if result == self.call.outputs[0] else result
         self.calls.append(replace(self.call, name=own, target=target, args=args, kwargs=kwargs, outputs=(result,)))
         return Var(result)
 
-    def rename_last(self, out: str) -> None:
-        """Let the last call make `out`."""
-        self.trace.specs[out] = self.trace.specs[self.calls[-1].outputs[0]]
-        self.calls[-1] = replace(self.calls[-1], outputs=(out,))
+
+def linear(trace: Trace, call: Call) -> list[Call]:
+    """linear(x, w, b) -> add(linear(x, w), b): a bias is added once, however the product is cut."""
+    x, weight, bias = call.args[0], call.args[1], call.argument(2, "bias")
+    if bias is None:
+        return [replace(call, args=(x, weight), kwargs={})]
+    return _added(Steps(trace, call), "linear.default", (x, weight), bias)
+
+
+def added_product(trace: Trace, call: Call) -> list[Call]:
+    """addmm(b, x, w) -> add(mm(x, w), b), each scaled where the call says so; so for batches and vectors."""
+    bias, *factors = call.args[:3]
+    name = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addr": "outer"}[call.target.split(".")[1]]
+    scales = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
+    return _added(Steps(trace, call), f"{name}.default", tuple(factors), bias, *scales)
+
+
+def _added(
+    steps: Steps, name: str, factors: tuple[Any, ...], bias: Var, alpha: float = 1, beta: float = 1
+) -> list[Call]:
+    out, specs = steps.call.outputs[0], steps.trace.specs
+    product = steps.add(name, factors, specs[out], word="product")
+    if alpha != 1:
+        product = steps.add("mul.Tensor", (product, alpha), specs[out], word="alpha")
+    if beta != 1:
+        bias = steps.add("mul.Tensor", (bias, beta), specs[bias.name], word="beta")
+    steps.add("add.Tensor", (product, bias), specs[out], out)
+    return steps.calls
+
+
+def cross_entropy(trace: Trace, call: Call) -> list[Call]:
+    """A mean over the labels that count -> their count, and the sum over it: exact however the labels are cut."""
+    (logits, labels), out = call.args[:2], call.outputs[0]
+    ignore, smoothing = call.argument(4, "ignore_index", -100), call.argument(5, "label_smoothing", 0.0)
+    shape, given = trace.specs[logits.name].shape, trace.specs[out]
+    if call.argument(2, "weight") is not None or call.argument(3, "reduction", _MEAN) != _MEAN or len(shape) < 2:
+        return [call]
+    steps, is_class = Steps(trace, call), not trace.specs[labels.name].dtype.is_floating_point
+    # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
+    wide = Spec((), torch.promote_types(trace.specs[logits.name].dtype, torch.float32))
+    end = "" if given.dtype != wide.dtype and out != trace.loss else out
+    if smoothing or not is_class:
+        # Without a rule for the sum: the losses, and their sum over how many count.
+        losses = Spec((shape[0], *shape[2:]), given.dtype)
+        named = {"ignore_index": ignore, "label_smoothing": smoothing}
+        each = steps.add("cross_entropy_loss.default", (logits, labels, None, 0), losses, word="losses", **named)
+        if not is_class:
+            steps.add("mean.default", (each,), given, out)
+            return steps.calls
+        total = steps.add("sum.default", (each,), Spec((), given.dtype))
+        count = steps.add("ss.count_labels", (labels, ignore), wide, word="count")
+        loss = steps.add("div.Tensor", (total, count), wide, end, word="wide")
+    else:
+        count = steps.add("ss.count_labels", (labels, ignore), wide, word="count")
+        name = "ss.cross_entropy" if "cross_entropy" in call.target else "ss.nll_loss"
+        loss = steps.add(name, (logits, labels, count, ignore), wide, end, word="wide")
+    if not end:
+        steps.add("_to_copy.default", (loss,), given, out, dtype=given.dtype)
+    return steps.calls
+
+
+def mean_of_losses(trace: Trace, call: Call) -> list[Call]:
+    """A mean loss without a rule of its own -> the losses of the elements, and their mean."""
+    position = [a.name for a in call.function._schema.arguments].index("reduction")
+    if call.argument(position, "reduction", _MEAN) != _MEAN:
+        return [call]
+    steps, result = Steps(trace, call), trace.specs[call.outputs[0]]
+    at = call.args[position : position + 1]
+    args = (*call.args[:position], *(0 for _ in at), *call.args[position + 1 :])
+    kwargs = call.kwargs if at else {**call.kwargs, "reduction": 0}
+    shape = torch.broadcast_shapes(*(trace.specs[name].shape for name in call.reads()))
+    name = call.target.removeprefix("aten.")
+    losses = steps.add(name, args, Spec(tuple(shape), result.dtype), word="losses", **kwargs)
+    steps.add("mean.default", (losses,), result, call.outputs[0])
+    return steps.calls
+
+
+def masked_put(trace: Trace, call: Call) -> list[Call]:
+    """x[mask] = value, where the value does not depend on the place in the mask -> where(mask, value, x)."""
+    x, indices, value = call.args[:3]
+    mask, shape = indices[0], trace.specs[x.name].shape
+    is_mask = len(indices) == 1 and trace.specs[mask.name].dtype == torch.bool
+    ones = len(shape) - len(trace.specs[mask.name].shape) if is_mask else 0
+    if not is_mask or call.argument(3, "accumulate") or len(trace.specs[value.name].shape) > ones:
+        return [call]
+    steps = Steps(trace, call)
+    if ones:
+        spec = Spec((*trace.specs[mask.name].shape, *[1] * ones), torch.bool)
+        mask = steps.add("view.default", (mask, spec.shape), spec, word="mask")
+    steps.add("where.self", (mask, value, x), trace.specs[call.outputs[0]], call.outputs[0])
+    return steps.calls
 
 
 def bernoulli(trace: Trace, call: Call) -> list[Call]:
@@ -43,7 +132,9 @@ def bernoulli(trace: Trace, call: Call) -> list[Call]:
     compare, p = ("lt.Scalar", call.args[1]) if call.target == "aten.bernoulli.p" else ("lt.Tensor", call.args[0])
     below = steps.add(compare, (drawn, p), Spec(spec.shape, torch.bool))
     steps.add("_to_copy.default", (below,), spec, call.outputs[0], dtype=spec.dtype)
-    return steps.calls
+    draw, *between, cast = steps.calls
+    # The numbers are drawn by the name of the call.
+    return [replace(draw, name=call.name), *between, replace(cast, name=draw.name)]
 
 
 def batch_norm(trace: Trace, call: Call) -> list[Call]:
@@ -72,7 +163,8 @@ def batch_norm(trace: Trace, call: Call) -> list[Call]:
             result = steps.add(name, (result, aligned), spec)
     if narrow != spec:
         steps.add("_to_copy.default", (result,), narrow, dtype=narrow.dtype)
-    steps.rename_last(call.outputs[0])
+    trace.specs[call.outputs[0]] = narrow
+    steps.calls[-1] = replace(steps.calls[-1], name=call.name, outputs=call.outputs[:1])
     count = prod(spec.shape) / channels
     both = (mean, 1.0), (variance, count / max(count - 1, 1))
     # Without running statistics there are no results beside the first.

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.decompose import batch_norm, bernoulli
+from superscaler.frontend.decompose import (
+    added_product,
+    batch_norm,
+    bernoulli,
+    cross_entropy,
+    linear,
+    masked_put,
+    mean_of_losses,
+)
 from superscaler.frontend.fold import compact, kind_of_mask, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var
 
 # A rewrite returns the calls to run instead, or the name of the tensor that the result equals.
 Rewrite = Callable[[Trace, Call], list[Call] | str]
-_MEAN, _SUM = 1, 2
 
 
 def normalize(trace: Trace) -> None:
@@ -206,40 +212,6 @@ def _lookup(trace: Trace, call: Call) -> list[Call]:
     return [replace(call, target="aten.view.default", args=(operand, trace.specs[call.outputs[0]].shape))]
 
 
-def _linear(trace: Trace, call: Call) -> list[Call]:
-    """linear(x, w, b) -> add(linear(x, w), b): a bias is added once, however the product is cut."""
-    x, weight, bias = call.args[0], call.args[1], call.argument(2, "bias")
-    if bias is None:
-        return [replace(call, args=(x, weight), kwargs={})]
-    return _product_and_bias(trace, call, "aten.linear.default", (x, weight), bias)
-
-
-def _added_product(trace: Trace, call: Call) -> list[Call]:
-    """addmm(b, x, w) -> add(mm(x, w), b), each scaled where the call says so; so for batches and vectors."""
-    bias, x, weight = call.args[:3]
-    name = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addr": "outer"}[call.target.split(".")[1]]
-    product, total = _product_and_bias(trace, call, f"aten.{name}.default", (x, weight), bias)
-    scaled = []
-    terms = []
-    for term, word in zip(total.args, ("alpha", "beta"), strict=True):
-        factor = call.kwargs.get(word, 1)
-        if factor != 1:
-            name = trace.derive(call.name, word)
-            trace.specs[name] = trace.specs[term.name]
-            args = (term, factor)
-            scaled.append(replace(call, name=name, target="aten.mul.Tensor", args=args, kwargs={}, outputs=(name,)))
-            term = Var(name)
-        terms.append(term)
-    return [product, *scaled, replace(total, args=tuple(terms))]
-
-
-def _product_and_bias(trace: Trace, call: Call, target: str, args: tuple[Any, ...], bias: Var) -> list[Call]:
-    product = trace.derive(call.name, "product")
-    trace.specs[product] = trace.specs[call.outputs[0]]
-    first = replace(call, name=product, target=target, args=args, kwargs={}, outputs=(product,))
-    return [first, replace(call, target="aten.add.Tensor", args=(Var(product), bias), kwargs={})]
-
-
 def _dropout(trace: Trace, call: Call) -> list[Call] | str:
     x, p, is_training = call.args[0], call.args[1], call.argument(2, "train", True)
     if not p or is_training is False:
@@ -274,78 +246,11 @@ def _mask(trace: Trace, mask: Var | None) -> str:
     return trace.masks[mask.name]
 
 
-def _cross_entropy(trace: Trace, call: Call) -> list[Call]:
-    """A mean over the labels that count -> their count, and the sum over it: exact however the labels are cut."""
-    logits, labels = call.args[:2]
-    weight, reduction = call.argument(2, "weight"), call.argument(3, "reduction", _MEAN)
-    ignore, smoothing = call.argument(4, "ignore_index", -100), call.argument(5, "label_smoothing", 0.0)
-    classes = trace.specs[labels.name].dtype.is_floating_point
-    if smoothing or classes:
-        return _mean_over_labels(trace, call)
-    if weight is not None or reduction != _MEAN or len(trace.specs[logits.name].shape) < 2:
-        return [call]
-    count, first = _count(trace, call)
-    is_wider = trace.specs[result := call.outputs[0]].dtype != trace.specs[count].dtype and result != trace.loss
-    loss = trace.derive(call.name, "wide") if is_wider else result
-    trace.specs[loss] = trace.specs[count]
-    bare = replace(call, function=None, kwargs={})
-    target = "ss.cross_entropy" if "cross_entropy" in call.target else "ss.nll_loss"
-    args = (logits, labels, Var(count), ignore)
-    second = replace(bare, name=loss, target=target, args=args, outputs=(loss,))
-    return [first, second, *([_cast(trace, call, loss)] if is_wider else [])]
-
-
 def _cast(trace: Trace, call: Call, source: str) -> Call:
     """Return the call that makes the result of `call` of another tensor by a change of dtype."""
     dtype = {"dtype": trace.specs[call.outputs[0]].dtype}
     function = torch.ops.aten._to_copy.default
     return replace(call, target=str(function), function=function, args=(Var(source),), kwargs=dtype)
-
-
-def _count(trace: Trace, call: Call) -> tuple[str, Call]:
-    """Return the tensor that says how many labels count in a loss, and its call."""
-    count = trace.derive(call.name, "count")
-    # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
-    trace.specs[count] = Spec((), torch.promote_types(trace.specs[_input(call)].dtype, torch.float32))
-    args = (call.args[1], call.argument(4, "ignore_index", -100))
-    call = replace(call, name=count, target="ss.count_labels", function=None, args=args, kwargs={}, outputs=(count,))
-    return count, call
-
-
-def _mean_over_labels(trace: Trace, call: Call) -> list[Call]:
-    """A mean loss of labels without a rule of its own -> the losses, and their sum over how many count."""
-    (logits, labels), weight = call.args[:2], call.argument(2, "weight")
-    shape = trace.specs[logits.name].shape
-    if weight is not None or call.argument(3, "reduction", _MEAN) != _MEAN or len(shape) < 2:
-        return [call]
-    losses, dtype = trace.derive(call.name, "losses"), trace.specs[call.outputs[0]].dtype
-    trace.specs[losses] = Spec((shape[0], *shape[2:]), dtype)
-    args = (logits, labels, None, 0, *call.args[4:])
-    kwargs = {name: value for name, value in call.kwargs.items() if name not in ("weight", "reduction")}
-    first = replace(call, name=losses, args=args, kwargs=kwargs, outputs=(losses,))
-    if trace.specs[labels.name].dtype.is_floating_point:
-        return [first, replace(call, target="aten.mean.default", args=(Var(losses),), kwargs={})]
-    count, second = _count(trace, call)
-    total = trace.derive(call.name, "sum")
-    trace.specs[total] = Spec((), dtype)
-    third = replace(call, name=total, target="aten.sum.default", args=(Var(losses),), kwargs={}, outputs=(total,))
-    trace.specs[call.outputs[0]] = trace.specs[count]
-    return [first, second, third, replace(call, target="aten.div.Tensor", args=(Var(total), Var(count)), kwargs={})]
-
-
-def _mean_of_losses(trace: Trace, call: Call) -> list[Call]:
-    """A mean loss without a rule of its own -> the losses of the elements, and their mean."""
-    parameters = [a.name for a in call.function._schema.arguments]
-    position = parameters.index("reduction")
-    if call.argument(position, "reduction", _MEAN) != _MEAN:
-        return [call]
-    args = (*call.args[:position], *([0] if position < len(call.args) else []), *call.args[position + 1 :])
-    kwargs = call.kwargs if position < len(call.args) else {**call.kwargs, "reduction": 0}
-    losses = trace.derive(call.name, "losses")
-    shape = torch.broadcast_shapes(*(trace.specs[name].shape for name in call.reads()))
-    trace.specs[losses] = Spec(tuple(shape), trace.specs[call.outputs[0]].dtype)
-    first = replace(call, name=losses, args=args, kwargs=kwargs, outputs=(losses,))
-    return [first, replace(call, target="aten.mean.default", args=(Var(losses),), kwargs={})]
 
 
 def _ours(trace: Trace, call: Call) -> list[Call]:
@@ -369,22 +274,6 @@ def _eval_norm(trace: Trace, call: Call) -> list[Call]:
     del trace
     args = (*call.args[:5], False, *call.args[5:], False)
     return [replace(call, target="aten.batch_norm.default", function=None, args=args, outputs=call.outputs[:1])]
-
-
-def _masked_put(trace: Trace, call: Call) -> list[Call]:
-    """x[mask] = value, where the value does not depend on the place in the mask -> where(mask, value, x)."""
-    x, indices, value = call.args[:3]
-    shapes = {v: trace.specs[v.name].shape for v in (x, value, *(v for v in indices if v is not None))}
-    is_mask = len(indices) == 1 and trace.specs[indices[0].name].dtype == torch.bool
-    if not is_mask or call.argument(3, "accumulate") or len(shapes[value]) > len(shapes[x]) - len(shapes[indices[0]]):
-        return [call]
-    ones = len(shapes[x]) - len(shapes[indices[0]])
-    mask = trace.derive(call.name, "mask")
-    trace.specs[mask] = Spec((*shapes[indices[0]], *(1 for _ in range(ones))), torch.bool)
-    args = (indices[0], trace.specs[mask].shape)
-    view = replace(call, name=mask, target="aten.view.default", args=args, kwargs={}, outputs=(mask,))
-    where = replace(call, target="aten.where.self", args=(Var(mask) if ones else indices[0], value, x), kwargs={})
-    return [view, where] if ones else [where]
 
 
 def _names(*names: str) -> tuple[str, ...]:
@@ -411,8 +300,8 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.cat.default": _concatenate,
     "aten.index.Tensor": _lookup,
     **dict.fromkeys(_names("where.self", "where.ScalarOther", "where.ScalarSelf"), _where),
-    "aten.linear.default": _linear,
-    **dict.fromkeys(_names("addmm", "baddbmm", "addmv", "addr"), _added_product),
+    "aten.linear.default": linear,
+    **dict.fromkeys(_names("addmm", "baddbmm", "addmv", "addr"), added_product),
     "aten.native_dropout.default": _dropout,
     "superscaler.experts.default": _ours,
     **dict.fromkeys(
@@ -423,12 +312,12 @@ TABLE: Mapping[str, Rewrite] = {
     **dict.fromkeys(_names("bernoulli", "bernoulli.p"), bernoulli),
     "aten.dropout.default": _dropout,
     "aten.scaled_dot_product_attention.default": _attention,
-    **dict.fromkeys(_names("cross_entropy_loss", "nll_loss_nd"), _cross_entropy),
+    **dict.fromkeys(_names("cross_entropy_loss", "nll_loss_nd"), cross_entropy),
     "aten._native_batch_norm_legit_no_training.default": _eval_norm,
-    "aten.index_put.default": _masked_put,
+    "aten.index_put.default": masked_put,
     **dict.fromkeys(
         _names("l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
-        _mean_of_losses,
+        mean_of_losses,
     ),
     **dict.fromkeys(
         _names(
@@ -437,6 +326,6 @@ TABLE: Mapping[str, Rewrite] = {
             "hinge_embedding_loss",
             "margin_ranking_loss",
         ),
-        _mean_of_losses,
+        mean_of_losses,
     ),
 }

@@ -245,10 +245,27 @@ class _Nodes:
             at = ring.index(node)
             why, previous = self._why(ring, at)
             lines.append(f"  {self.describe(node)} needs {self.describe(previous)}  ({why})")
+        transfers = [self.schedule.transfers[n.number] for n in ring if n.kind == "C"]
+        coupled = next(((t.tensor, reader) for t in transfers if (reader := self._coupled(t))), None)
+        if coupled:
+            lines.append(
+                f"  {coupled[1]} reads {coupled[0]} of several microbatches, as norms and losses over the whole batch do: "
+                "order all forwards before the first backward, or use 1 microbatch."
+            )
         orders = [self.graph.orders[n.number].where for n in ring if n.kind == "O"]
         if orders:
             lines.append(f"  Remove or reverse the op_order at {', '.join(dict.fromkeys(orders))}.")
         return "\n".join(lines)
+
+    def _coupled(self, transfer: Transfer) -> str:
+        """Return what reads an activation of other microbatches than its own, if anything does."""
+        made = {place.key[1] for piece in transfer.pieces for place in piece.places} - {-1}
+        readers = (place for reader in transfer.readers for place in reader.places if place.kind == FORWARD)
+        if transfer.kind != FORWARD or len(made) < 2:
+            return ""
+        place = next((p for p in readers if p.key[1] >= 0), None)
+        segment = None if place is None else self.schedule.segments[place.segment]
+        return "" if segment is None else segment.module or segment.ops[0].name
 
     def _why(self, ring: list[Node], at: int) -> tuple[str, Node]:
         previous = ring[at - 1]
