@@ -249,7 +249,7 @@ class _Nodes:
         coupled = next(((t.tensor, reader) for t in transfers if (reader := self._coupled(t))), None)
         if coupled:
             lines.append(
-                f"  {coupled[1]} reads {coupled[0]} of several microbatches, as norms and losses over the whole batch do: "
+                f"  {coupled[1]} reads {coupled[0]} of several microbatches, as norms and losses over the batch do: "
                 "order all forwards before the first backward, or use 1 microbatch."
             )
         orders = [self.graph.orders[n.number].where for n in ring if n.kind == "O"]
