@@ -109,6 +109,24 @@ def mean_of_losses(trace: Trace, call: Call) -> list[Call]:
     return steps.calls
 
 
+def strided(trace: Trace, call: Call) -> list[Call]:
+    """x[k::n] -> x viewed as (..., n) and of that dim k only: the dim before it can be cut."""
+    x, dim, step = call.args[0], call.argument(1, "dim", 0), call.argument(4, "step", 1)
+    shape, given = trace.specs[x.name].shape, trace.specs[call.outputs[0]]
+    dim, first = dim % len(shape), call.argument(2, "start") or 0
+    if step == 1 or shape[dim] % step or not 0 <= first < step or given.shape[dim] != shape[dim] // step:
+        return [call]
+    steps, dtype = Steps(trace, call), given.dtype
+    rest = shape[dim + 1 :]
+    apart = Spec((*shape[:dim], shape[dim] // step, step, *rest), dtype)
+    one = Spec((*apart.shape[: dim + 1], 1, *rest), dtype)
+    picked = steps.add(
+        "slice.Tensor", (steps.add("view.default", (x, apart.shape), apart), dim + 1, first, first + 1), one
+    )
+    steps.add("view.default", (picked, given.shape), given, call.outputs[0])
+    return steps.calls
+
+
 def masked_put(trace: Trace, call: Call) -> list[Call]:
     """x[mask] = value, where the value does not depend on the place in the mask -> where(mask, value, x)."""
     x, indices, value = call.args[:3]

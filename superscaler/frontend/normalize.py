@@ -16,6 +16,7 @@ from superscaler.frontend.decompose import (
     linear,
     masked_put,
     mean_of_losses,
+    strided,
 )
 from superscaler.frontend.fold import compact, kind_of_mask, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var
@@ -126,6 +127,12 @@ def _alias_if_equal(trace: Trace, call: Call) -> list[Call] | str:
     if trace.specs[_input(call)] == trace.specs[call.outputs[0]]:
         return _input(call)
     return [call]
+
+
+def _slice(trace: Trace, call: Call) -> list[Call] | str:
+    if isinstance(kept := _alias_if_equal(trace, call), str):
+        return kept
+    return strided(trace, call)
 
 
 def _synonym(trace: Trace, call: Call) -> list[Call]:
@@ -290,9 +297,8 @@ TABLE: Mapping[str, Rewrite] = {
     **{f"aten.{name}.{kind}": _synonym for name in _SYNONYMS for kind in ("default", "Tensor", "Scalar")},
     "aten.type_as.default": _cast_like,
     **dict.fromkeys(_names("alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh"), _alias),
-    **dict.fromkeys(
-        _names("_to_copy", "view", "reshape", "_unsafe_view", "expand", "slice.Tensor", "unsqueeze"), _alias_if_equal
-    ),
+    **dict.fromkeys(_names("_to_copy", "view", "reshape", "_unsafe_view", "expand", "unsqueeze"), _alias_if_equal),
+    "aten.slice.Tensor": _slice,
     **dict.fromkeys(
         _names("squeeze", "squeeze.dim", "squeeze.dims", "flatten.using_ints", "unflatten.int", "view_as"), _reshape
     ),

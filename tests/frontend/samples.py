@@ -310,6 +310,7 @@ def _shapes() -> list[Row]:
         ("split_with_sizes split.sizes", lambda d: _split(d, lambda n, dim: ([n // 2] * 2, dim))),
         ("chunk", lambda d: _split(d, lambda n, dim: (2, dim))),
         ("unbind.int", lambda d: call(x := d.x(2), d.dim(x.dim()))),
+        ("aten.slice.Tensor slice.Tensor", lambda d: call(d.floats(4, 6, 3), d.one_of(0, 1), d.one_of(0, 1), None, 2)),
         ("slice.Tensor", lambda d: call(x := d.x(2), k := d.dim(x.dim()), n := d.one_of(0, 1), x.shape[k] - 1 + n)),
         ("cumsum cumprod cummax cummin logcumsumexp", lambda d: call(x := d.x(2), d.dim(x.dim()))),
         ("roll", lambda d: call(x := d.x(2), [1] * len(k := d.some_dims(x.dim())), k)),
