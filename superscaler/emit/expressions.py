@@ -282,6 +282,7 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
     "ss.count_labels": _count_labels,
     "ss.cross_entropy": _call("functional.cross_entropy"),
     "ss.experts": _experts,
+    "ss.histc": _call("functional.histc"),
     "ss.uniform": _drawn,
     "ss.normal": _drawn,
     "ss.nll_loss": _call("functional.nll_loss"),

@@ -84,7 +84,7 @@ def _forward(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     if not usual or other or activation not in ACTIVATIONS:
         return moe.batched_mm_experts_forward(module, x, ids, weights)  # type: ignore[no-any-return]
     operands: tuple[Tensor, ...] = (x, module.gate_up_proj, module.down_proj)
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         operands = tuple(t.to(torch.get_autocast_dtype(x.device.type)) for t in operands)
     result: Tensor = experts(operands[0], ids, weights, *operands[1:], activation)
     return result.to(x.dtype)

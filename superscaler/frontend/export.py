@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -96,12 +97,23 @@ def _only_loss(module: nn.Module, autocast: Autocast | None) -> Iterator[None]:
     @wraps(forward)
     def only_loss(*args: Any, **kwargs: Any) -> Tensor:
         with _Explicit(), torch.enable_grad(), torch.autocast(*autocast) if autocast else nullcontext():
-            return loss_of(call(module, forward, args, kwargs), forward_line(module))
+            try:
+                output = call(module, forward, args, kwargs)
+            except RuntimeError as error:
+                if "data-dependent" not in str(error):
+                    raise
+                # torch.export would print the whole graph before it raised this.
+                raise explain(module, error) from error
+            return loss_of(output, forward_line(module))
 
+    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = shapes.level
     module.forward = only_loss  # type: ignore[method-assign]
+    shapes.setLevel(logging.ERROR)
     try:
         yield
     finally:
+        shapes.setLevel(level)
         del module.forward
         if own is not None:
             module.forward = own  # type: ignore[method-assign]

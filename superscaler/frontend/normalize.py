@@ -21,6 +21,9 @@ from superscaler.frontend.decompose import (
 from superscaler.frontend.fold import compact, kind_of_mask, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var
 
+_PRODUCTS = frozenset(
+    f"aten.{name}.default" for name in ("linear", "mm", "bmm", "matmul", "mv", "scaled_dot_product_attention")
+)
 # A rewrite returns the calls to run instead, or the name of the tensor that the result equals.
 Rewrite = Callable[[Trace, Call], list[Call] | str]
 
@@ -42,6 +45,7 @@ def normalize(trace: Trace) -> None:
     remove_dead(trace)
     _refuse_random(trace)
     _refuse_complex(trace)
+    _refuse_mixed(trace)
 
 
 def _spread(trace: Trace) -> Iterator[Call]:
@@ -96,6 +100,18 @@ def _refuse_complex(trace: Trace) -> None:
             raise CaptureError(
                 f"{places.get(name) or 'the model'} has {name} in complex numbers, which are not supported; compute "
                 "with real ones (torch.view_as_real holds both parts in a last dim of 2)."
+            )
+
+
+def _refuse_mixed(trace: Trace) -> None:
+    """Raise CaptureError for products of different floating dtypes, which the tensors without data of export allow."""
+    for call in trace.calls:
+        specs = [trace.specs[name] for name in call.reads()]
+        dtypes = {str(s.dtype).removeprefix("torch.") for s in specs if s.dtype.is_floating_point}
+        if call.target in _PRODUCTS and len(dtypes) > 1:
+            raise CaptureError(
+                f"{call.source or call.module or 'the model'} multiplies tensors of {' and '.join(sorted(dtypes))} "
+                f"({call.target}); torch wants one dtype: cast one of them, or capture with autocast."
             )
 
 
@@ -261,7 +277,7 @@ def _cast(trace: Trace, call: Call, source: str) -> Call:
 
 
 def _ours(trace: Trace, call: Call) -> list[Call]:
-    """An operator that capture put there: the runtime has it too."""
+    """An operator that capture put there, or that not every device has for every dtype: the runtime has its own."""
     del trace
     return [replace(call, target=f"ss.{call.target.split('.')[1]}", function=None)]
 
@@ -310,6 +326,7 @@ TABLE: Mapping[str, Rewrite] = {
     **dict.fromkeys(_names("addmm", "baddbmm", "addmv", "addr"), added_product),
     "aten.native_dropout.default": _dropout,
     "superscaler.experts.default": _ours,
+    "aten.histc.default": _ours,
     **dict.fromkeys(
         _names("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit.no_stats"), batch_norm
     ),

@@ -95,6 +95,8 @@ def _argument(
         value = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
         if value is not None and not value.is_meta:
             return value.to(device)
+        if value is not None and not value.numel():
+            return torch.empty(value.shape, dtype=value.dtype, device=device)
     name = captured.model.aliases.get(spec.target, spec.target) if spec.target else getattr(spec.arg, "name", "")
     value = known.get(name)
     return getattr(spec.arg, "value", None) if value is None else _retype(value.to(device), dtype)
@@ -170,6 +172,8 @@ class _Retyped(Interpreter):
             kwargs.pop("dropout_p", None)
         if name == "aten.copy.default":
             return args[1].to(args[0].dtype).expand(args[0].shape)
+        if name == "aten.histc.default" and not args[0].is_floating_point():
+            return target(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
         # Kernels differ between devices and dtypes in the strides of their results, and a view needs the captured ones.
         return args[0].reshape(args[1]) if name == "aten.view.default" else target(*args, **kwargs)
 

@@ -178,7 +178,7 @@ RULES: Mapping[str, str | Recipe] = {
     "ss.count_labels": "b..+ -> ",
     "ss.cross_entropy": "b+ c^ r..+, b r.., -> ",
     "ss.experts": experts,
-    **_aten(histogram, "histc"),
+    "ss.histc": histogram,
     "ss.nll_loss": "b+ c^ r..+, b r.., -> ",
     **_aten(cross_entropy, "cross_entropy_loss nll_loss_nd"),
     **_aten(reduced_loss, _LOSSES),

@@ -116,6 +116,13 @@ def attention_dropout(
     return dropout(probabilities, p, random) @ v
 
 
+def histc(x: Tensor, bins: int, low: float, high: float) -> Tensor:
+    """Return how many elements are in each of `bins` equal intervals from low to high, in the dtype of x (any)."""
+    # CPUs count floating-point numbers only.
+    counted = x if x.is_floating_point() or x.device.type != "cpu" else x.float()
+    return torch.histc(counted, bins, low, high).to(x.dtype)
+
+
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, numbers: Sequence[int]
 ) -> Tensor:

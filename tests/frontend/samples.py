@@ -245,7 +245,7 @@ def _networks() -> list[Row]:
         ("ss.uniform rand", lambda d: call(d.sizes(1, 3))),
         ("ss.normal randn", lambda d: call(d.sizes(1, 3))),
         ("ss.experts superscaler.experts.default", _experts),
-        ("histc", lambda d: call(d.unit(*d.sizes(1, 3)), d.size(), 0.0, 1.0)),
+        ("ss.histc histc", lambda d: call(d.unit(*d.sizes(1, 3)), d.size(), 0.0, 1.0)),
         ("ss.dropout dropout", lambda d: call(d.x(), 0.4, True)),
         ("ss.count_labels cross_entropy_loss", lambda d: _labelled(d, 1)),
         ("ss.cross_entropy cross_entropy_loss", lambda d: _labelled(d, 1)),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import superscaler as ss
 from superscaler.errors import CaptureError
 from superscaler.frontend.capture import capture
 
@@ -136,6 +137,10 @@ def own_backward(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
     return Rounded.apply(y).sum()
 
 
+def mixed_dtypes(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
+    return torch.nn.functional.linear(y.double(), m.linear.weight).sum()
+
+
 def reentrant(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
     return checkpoint(torch.tanh, y, use_reentrant=True).sum()
 
@@ -170,10 +175,39 @@ LINES = {
     backward: r"computes gradients inside the forward; return the loss only",
     hook: r"registers a gradient hook, which the captured step would not run",
     own_backward: r"uses Rounded, whose own backward is not its derivative and would not run; write it in",
+    mixed_dtypes: r"multiplies tensors of float32 and float64 \(aten\.linear\.default\); torch wants one dtype",
     reentrant: r"uses a reentrant checkpoint, which runs without gradients; pass use_reentrant=False",
     attribute: r"AttributeError: .*summ'",
     missing_file: r"FileNotFoundError: .*Run the module once on these arguments",
 }
+
+
+class Squared(torch.autograd.Function):
+    """Its own backward is the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return scale * x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 2.0 * ctx.scale * x * gradient, None
+
+
+def test_a_function_whose_backward_is_its_derivative_is_captured() -> None:
+    module, x = Wrong(lambda m, x, y, e: Squared.apply(y, 3.0).sum()), torch.rand(4, 4)
+    plan = ss.compile(ss.capture(module, (x,)), "data_parallel", "local:2")
+    assert plan.verify()["equal"]
+    assert plan.verify()["loss"] == pytest.approx(float(module(x).detach()), rel=1e-5)  # type: ignore[attr-defined]
+
+
+def test_a_refused_branch_prints_no_graph(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptureError):
+        capture(Wrong(branch), (torch.rand(3, 4),))
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("function", LINES, ids=lambda f: f.__name__)

@@ -87,6 +87,15 @@ def test_shared_experts_of_another_family() -> None:
     assert ss.compile(graph, "data_parallel", ss.Cluster.local(2)).verify()["equal"]
 
 
+def test_without_data() -> None:
+    with torch.device("meta"):
+        module = MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=20, num_local_experts=4))
+    ids = torch.randint(0, 32, (4, 6))
+    graph = ss.capture(module, kwargs={"input_ids": ids, "labels": ids})
+    assert not any(name.startswith("model") for name in graph.captured.values)
+    assert ss.compile(graph, "data_parallel", ss.Cluster.local(2)).verify()["equal"]
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 def test_experts_one_by_one_are_experts_gathered(activation: str) -> None:
     torch.manual_seed(0)
