@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from superscaler.ir.graph import Op, Operand, PTensor, Ref
+from superscaler.ir.graph import PLACED, Op, Operand, PTensor, Ref
 from superscaler.ir.mask import Box
 
 Shape = tuple[int, ...]
@@ -53,8 +53,9 @@ class Local:
             return self.op.args[position]
         return dict(self.op.kwargs).get(name, default)
 
-    def part(self, operand: int, dim: int) -> str:
-        """Return which range of each slot of an operand's dim this part has, and their sizes; '' where it has all."""
+    def part(self) -> str:
+        """Return which range of each slot of the dim that places it this part has, and their sizes; '' for all."""
+        operand, dim = PLACED.get(self.op.target, (0, -2))
         tensor = self.tensors[self.op.inputs[operand].tensor]
         first = sum(len(slots) for slots in tensor.slots[:dim])
         own = slice(first, first + len(tensor.slots[dim]))
@@ -180,7 +181,7 @@ def _attention(x: Local) -> str:
     options = [f"attn_mask={x.literal(mask)}"] if mask is not None else []
     options += [f"dropout_p={dropout}"] if dropout else []
     if x.argument(5, "is_causal", False):
-        options += [f"attn_mask={_causal_mask(x)}" if x.part(0, -2) else "is_causal=True"]
+        options += [f"attn_mask={_causal_mask(x)}" if x.part() else "is_causal=True"]
     options += [
         f"{k}={x.literal(v)}" for k, v in x.op.kwargs if k in ("scale", "enable_gqa") and v not in (None, False)
     ]
@@ -189,12 +190,12 @@ def _attention(x: Local) -> str:
 
 def _causal_mask(x: Local) -> str:
     """torch aligns a causal mask at the first query that it is given: a part of the queries needs its own rows."""
-    return f"functional.causal_mask({x.part(0, -2)}, {x.shapes[1][-2]}, {x.names[0]})"
+    return f"functional.causal_mask({x.part()}, {x.shapes[1][-2]}, {x.names[0]})"
 
 
 def _attention_dropout(x: Local) -> str:
     q, k, v, mask, p, causal, scale = map(x.literal, x.op.args)
-    if x.op.args[5] and x.part(0, -2):
+    if x.op.args[5] and x.part():
         mask, causal = _causal_mask(x), "False"
     return f"functional.attention_dropout({q}, {k}, {v}, {mask}, {p}, {causal}, {scale}, {x.random})"
 
@@ -203,7 +204,7 @@ def _embedding(x: Local) -> str:
     weight, ids = x.literal(x.op.args[0]), x.literal(x.op.args[1])
     padding = x.argument(2, "padding_idx", -1)
     extra = f", padding_idx={padding}" if padding not in (-1, None) else ""
-    if part := x.part(0, 0):
+    if part := x.part():
         return f"functional.embedding_part({ids}, {weight}, {part}{extra})"
     return f"F.embedding({ids}, {weight}{extra})"
 
@@ -289,8 +290,6 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
     "ss.dropout": _dropout,
     "ss.attention_dropout": _attention_dropout,
 }
-
-RANDOM = ("ss.dropout", "ss.attention_dropout", "ss.uniform", "ss.normal")
 
 
 def expression(local: Local) -> str:

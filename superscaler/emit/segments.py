@@ -7,8 +7,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from superscaler.emit.expressions import RANDOM, Local, draw, expression, ranges
-from superscaler.ir.graph import Op, Operand
+from superscaler.emit.expressions import Local, draw, expression, ranges
+from superscaler.ir.graph import RANDOM, Op, Operand
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
 

@@ -17,6 +17,16 @@ OpKind = Literal["forward", "optimizer"]
 Mark = Literal["spatial", "summed", "frozen"]
 
 
+# What a part computes depends on its sizes only, but for these: where it starts on the dim of an operand (number, dim),
+# or anywhere (random numbers are drawn by element).
+PLACED: Mapping[str, tuple[int, int]] = {
+    "aten.embedding.default": (0, 0),
+    "aten.scaled_dot_product_attention.default": (0, -2),
+    "ss.experts": (3, 0),
+}
+RANDOM = frozenset({"ss.dropout", "ss.attention_dropout", "ss.uniform", "ss.normal"})
+
+
 @dataclass(frozen=True, slots=True)
 class Factor:
     """A class of indices of all ops through which the same index flows: batch, sequence, heads."""
@@ -178,6 +188,17 @@ class Model:
                 for k, operand in enumerate(op.inputs):
                     found[operand.tensor].append((op, k))
         return found
+
+    def placed(self, op: Op) -> tuple[int, ...]:
+        """Return the indices of an op on which it matters where a part starts, not only how large it is."""
+        if op.target in RANDOM:
+            return tuple(range(len(op.indices)))
+        if op.target not in PLACED:
+            return ()
+        number, dim = PLACED[op.target]
+        slots = iter(op.inputs[number].slots)
+        dims = [[next(slots) for _ in own] for own in self.tensors[op.inputs[number].tensor].slots]
+        return tuple(i for i in dims[dim] if i is not None)
 
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""

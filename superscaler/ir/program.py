@@ -184,7 +184,9 @@ Instruction = (
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """The ops of a segment with the box of each on one part: what emit turns into source, once per distinct text."""
+    """The ops of a segment with the box of each on a part: what emit turns into source, once per distinct text. Parts
+    of equal sizes share a function, where what they compute does not depend on where they are (`Model.placed`).
+    """
 
     ops: tuple[Op, ...]
     boxes: tuple[Box, ...]

@@ -10,7 +10,10 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby
 from math import prod
 
+import numpy as np
+
 from superscaler.ir.mask import extents, intersect
+from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
     Backward,
     Bucket,
@@ -48,6 +51,7 @@ class _Builder(Values):
     def __init__(self, schedule: Schedule, world: int) -> None:
         super().__init__(schedule, world)
         self.functions: dict[Hashable, int] = {}
+        self.forms: dict[int, Ints] = {}
         self.made_functions: list[Function] = []
         self.messages = 0
         self.loss_places = self._loss_places()
@@ -114,19 +118,29 @@ class _Builder(Values):
                 self.loss_parts[rank].append((name, place in self.loss_places))
 
     def _function(self, segment: Segment, at: int) -> int:
-        rows = self.schedule.edges.rows
-        boxes = []
-        for op in segment.ops:
-            r, row = rows[op.name], segment.row_of[op.name][at]
-            boxes.append(tuple(zip(r.lo[row].tolist(), r.hi[row].tolist(), strict=True)))
-        key = (segment.number, tuple(boxes))
+        key = (segment.number, self._forms(segment)[at].tobytes())
         if key not in self.functions:
+            rows = self.schedule.edges.rows
+            boxes = []
+            for op in segment.ops:
+                r, row = rows[op.name], segment.row_of[op.name][at]
+                boxes.append(tuple(zip(r.lo[row].tolist(), r.hi[row].tolist(), strict=True)))
             input_of = {(op.name, k): n for n, alias in enumerate(segment.aliases) for op, k in alias.uses}
             names = tuple(alias.tensor for alias in segment.aliases)
             outputs = tuple(o.tensor for o in segment.outputs)
             self.functions[key] = len(self.made_functions)
             self.made_functions.append(Function(segment.ops, tuple(boxes), names, input_of, outputs, segment.module))
         return self.functions[key]
+
+    def _forms(self, segment: Segment) -> Ints:
+        """Return per key of a segment a row that is equal for parts which the same function computes."""
+        if segment.number not in self.forms:
+            columns = []
+            for op in segment.ops:
+                rows, at = self.schedule.edges.rows[op.name], segment.row_of[op.name]
+                columns += [(rows.hi - rows.lo)[at], rows.lo[at][:, self.model.placed(op)]]
+            self.forms[segment.number] = np.concatenate(columns, axis=1)
+        return self.forms[segment.number]
 
     def _backward(self, segment: Segment, key: Key) -> None:
         rank = key[0]

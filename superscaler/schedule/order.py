@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ from superscaler.schedule.segments import Segment, find_segments
 from superscaler.schedule.transfers import FORWARD, UPDATE, Place, Transfer, find_transfers
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A unit of work: F or B of a segment instance, U (the updates of a device), or C (transfer `number`).
 
     For a transfer that is not joint, `link` is the message; -1 is the whole transfer. O is the hub of an op_order.
@@ -92,6 +92,8 @@ class _Nodes:
         self.after: list[list[int]] = []
         self.waits: list[int] = []
         self.reason: dict[tuple[int, int], str] = {}
+        self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
+        self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
         for segment in schedule.segments:
             for key in segment.keys:
                 self._add(Node("F", segment.number, key))
@@ -159,9 +161,16 @@ class _Nodes:
 
     def _members(self, group: Group, where: str) -> list[Node]:
         found: dict[Node, None] = {}
-        segment_of = {op.name: s for s in self.schedule.segments for op in s.ops}
+        done: set[int] = set()
         for name, paths in group.members:
-            segment = segment_of.get(name)
+            segment = self.segment_of.get(name)
+            if segment is not None and not paths:
+                # All parts of all its ops have the same keys.
+                if segment.number not in done:
+                    done.add(segment.number)
+                    keys = self._keys(segment, group.microbatch)
+                    found.update(dict.fromkeys(Node(group.kind, segment.number, key) for key in keys))
+                continue
             rows = self.schedule.edges.rows[name]
             chosen = range(len(rows)) if not paths else [r for p in paths for r in self._span(name, p)]
             for row in chosen:
@@ -177,6 +186,15 @@ class _Nodes:
                 "choose a microbatch that Microbatch made, and for B ops that have a backward."
             )
         return members
+
+    def _keys(self, segment: Segment, microbatch: int | None) -> list[Key]:
+        """Return the keys of a segment, of all microbatches or of one."""
+        if segment.number not in self.keys_of:
+            by_microbatch: dict[int | None, list[Key]] = {None: list(segment.keys)}
+            for key in segment.keys:
+                by_microbatch.setdefault(key[1], []).append(key)
+            self.keys_of[segment.number] = by_microbatch
+        return self.keys_of[segment.number].get(microbatch, [])
 
     def _span(self, name: str, path: tuple[tuple[int, int], ...]) -> range:
         return range(*rows_under(self.graph.grids[name], path))

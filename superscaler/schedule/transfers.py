@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ from superscaler.schedule.segments import Alias, Segment
 FORWARD, BACKWARD, UPDATE = "F", "B", "U"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """An end of a transfer: output or alias `number` of segment instance (`segment`, `key`), or a weight at rest.
 
     kind F: an output of the forward, or an alias that the forward reads; B: the gradient of an alias that a backward
