@@ -1,0 +1,56 @@
+"""Parts of equal sizes share a function where what they compute does not depend on where they are."""
+
+from __future__ import annotations
+
+import pytest
+
+import superscaler as ss
+from superscaler.emit.segments import _Writer
+from superscaler.ir.program import Function
+from superscaler.materialize.build import _Builder
+from superscaler.models import build
+
+
+@ss.sprogram
+def rows(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Cut the sequence unevenly where an op has it, else the vocabulary, else the batch."""
+    for op in graph.ops:
+        factor = next((f for f in ("sequence", "vocabulary", "batch") if op.find(f) is not None), "batch")
+        size = graph.factors[factor].size
+        algorithm = ss.Split(factor, sizes=(size // 4, size // 2, size - size // 4 - size // 2))
+        for part, device in zip(ss.op_trans(graph, op, algorithm), cluster.devices, strict=True):
+            ss.op_assign(graph, part, device)
+
+
+@pytest.mark.parametrize(
+    ("spec", "plan", "devices"),
+    [
+        ("gpt2:size=tiny,dropout=0.1", "data_parallel", 4),
+        ("gpt2:size=tiny", rows, 3),
+        ("gpt2:size=tiny,dropout=0.1", rows, 3),
+        ("mixtral:size=tiny", "tensor_parallel", 4),
+        ("swin:size=tiny", "data_parallel", 2),
+        ("llama:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2),
+    ],
+)
+def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, devices: int) -> None:
+    built = build(spec)
+    compiled = ss.compile(ss.capture(built.module, built.args, built.kwargs), plan, ss.Cluster.local(devices)).compiled  # type: ignore[arg-type]
+    program, schedule = compiled.program, compiled.schedule
+    builder, numbers = _Builder(schedule, devices), {op.name: n for n, op in enumerate(program.model.ops)}
+    texts: dict[tuple[int, bytes], set[str]] = {}
+    parts = 0
+    for segment in schedule.segments:
+        forms = builder._forms(segment)
+        for at in range(len(segment.keys)):
+            shared = builder.made_functions[builder._function(segment, at)]
+            boxes = []
+            for op in segment.ops:
+                held, row = schedule.edges.rows[op.name], segment.row_of[op.name][at]
+                boxes.append(tuple(zip(held.lo[row].tolist(), held.hi[row].tolist(), strict=True)))
+            own = Function(shared.ops, tuple(boxes), shared.inputs, shared.input_of, shared.outputs, shared.module)
+            writer = _Writer(program, own, numbers)
+            texts.setdefault((segment.number, forms[at].tobytes()), set()).add(writer.write() + str(writer.draws))
+            parts += 1
+    assert {len(found) for found in texts.values()} == {1}
+    assert len(texts) < parts
