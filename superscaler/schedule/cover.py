@@ -8,7 +8,7 @@ grids by arithmetic on labels, for irregular trees by taking one branch at each 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,12 +18,16 @@ from superscaler.ir.parts import Ints, Rows, Tree
 
 @dataclass(frozen=True)
 class Wanted:
-    """Boxes `lo`, `hi` [rows, slots] of a pTensor, read on `device` by `microbatch` (-1: none) [rows]."""
+    """Boxes `lo`, `hi` [rows, slots] of a pTensor, read on `device` by `microbatch` (-1: none) [rows].
+
+    `turns`, if not empty, says when each row is made or read: a replica that is made in time is preferred.
+    """
 
     lo: Ints
     hi: Ints
     device: Ints
     microbatch: Ints
+    turns: Sequence[float] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.device)
@@ -69,6 +73,21 @@ def join(held: Held, wanted: Wanted) -> list[list[int]]:
         tile = branch(held.tree, held, int(wanted.device[row]), int(wanted.microbatch[row]))
         found.append(_overlapping(held, wanted, row, np.array(tile, dtype=np.int64)).tolist())
     return found
+
+
+def alternatives(held: Held, wanted: Wanted) -> list[list[list[int]]]:
+    """Return for each wanted row, for each addend that `join` takes, its replicas: first the one that it takes.
+
+    Irregular trees have no alternatives: their replicas may overlap otherwise.
+    """
+    taken = join(held, wanted)
+    if held.tree is not None:
+        return [[[source] for source in sources] for sources in taken]
+    replicas: dict[Hashable, list[int]] = {}
+    labels = [(held.labels[row], held.lo[row].tobytes(), held.hi[row].tobytes()) for row in range(len(held))]
+    for row, label in enumerate(labels):
+        replicas.setdefault(label, []).append(row)
+    return [[[s, *(r for r in replicas[labels[s]] if r != s)] for s in sources] for sources in taken]
 
 
 Turn = tuple[tuple[int, int], ...]
@@ -123,11 +142,17 @@ def _join_labels(held: Held, wanted: Wanted, rows: list[int]) -> list[list[int]]
     order = _Index(held.lo[first], held.hi[first])
     position = _positions(held, members)
     devices, micros = held.device.tolist(), held.microbatch.tolist()
+
+    def in_time(rows: list[int], row: int) -> list[int]:
+        if not held.turns or not wanted.turns:
+            return rows
+        return [r for r in rows if held.turns[r] < wanted.turns[row]] or rows
+
     found = []
     for row in range(len(wanted)):
         device, micro = int(wanted.device[row]), int(wanted.microbatch[row])
         hits = order.overlapping(wanted.lo[row], wanted.hi[row])
-        found.append([_nearest(members[c], devices, micros, device, micro, position) for c in hits])
+        found.append([_nearest(in_time(members[c], row), devices, micros, device, micro, position) for c in hits])
     return found
 
 

@@ -5,7 +5,8 @@ The work is done once per pair of grids: two edges whose producers, consumers an
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -19,13 +20,18 @@ from superscaler.schedule.homes import follow
 
 Labels = tuple[Hashable, ...]
 Key = tuple[int, int, int]
+Work = tuple[str, str, Key]
 
 
 class Edges:
-    """The parts of all ops as rows, and the joins between them."""
+    """The parts of all ops as rows, and the joins between them.
 
-    def __init__(self, graph: Graph) -> None:
+    `turns`, if not empty, says when each work (kind, op, key) can run: readers take replicas that are made in time.
+    """
+
+    def __init__(self, graph: Graph, turns: Mapping[Work, int] | None = None) -> None:
         self.graph = graph
+        self._turns = turns or {}
         self.model = graph.model
         self.producers = self.model.producers()
         self.uses = self.model.uses()
@@ -106,6 +112,21 @@ class Edges:
         marks = tuple(rows.addends()) if labels is None else labels
         return Held(*self.face(rows, operand), rows.device, rows.microbatch, marks, tree, labels is not None, k, every)
 
+    def turns(self, kind: str, op: Op) -> Sequence[float]:
+        """Return when the parts of an op run (infinite: never), or nothing if no turns are known."""
+        rows = self.rows[op.name]
+        return [self._turns.get((kind, op.name, key), float("inf")) for key in rows.keys] if self._turns else ()
+
+    def is_replicated(self, name: str) -> bool:
+        """Tell whether some parts of an op repeat others."""
+        addends = self.rows[name].addends()
+        return len(set(addends)) < len(addends)
+
+    def is_free(self, producer: Op, consumer: Op, k: int) -> bool:
+        """Tell whether any replica may serve input `k`: not if parts share it out, or if mirrors follow who reads."""
+        follows = self.rows[producer.name].routes and producer.has_mirror
+        return not follows and not self.rows[consumer.name].is_shared(k)
+
     def forward(self, consumer: Op, k: int) -> list[list[int]]:
         """Return for each part of `consumer` the parts that its input `k` is read from: of its producer, or of the
         optimizer op with which a weight lives.
@@ -115,10 +136,15 @@ class Edges:
         producer, j = (home, 0) if home is not None else self.producers[operand.tensor]
         made, read = self.rows[producer.name], self.rows[consumer.name]
         shared = read.is_shared(k)
-        key = (id(made), producer.outputs[j].slots, id(read), operand.slots, k if shared else -1)
+        is_timed = bool(self._turns) and producer.is_forward and self.is_free(producer, consumer, k)
+        names = (producer.name, consumer.name) if is_timed else ()
+        key = (id(made), producer.outputs[j].slots, id(read), operand.slots, k if shared else -1, names)
         if key not in self._joins:
             held = self.held(made, producer.outputs[j])
             wanted = self.wanted(read, operand)
+            if is_timed:
+                held = replace(held, turns=self.turns("F", producer))
+                wanted = replace(wanted, turns=self.turns("F", consumer))
             self._joins[key] = (
                 share_out(held, wanted, [read.share(r, k) for r in range(len(read))]) if shared else join(held, wanted)
             )
@@ -129,10 +155,12 @@ class Edges:
         operand = consumer.inputs[k]
         producer, j = self.producers[operand.tensor]
         made, read, labels = self.rows[producer.name], self.rows[consumer.name], self.labels(consumer, k)
-        key = ("B", id(made), producer.outputs[j].slots, id(read), operand.slots, id(labels))
+        names = (producer.name, consumer.name) if self._turns else ()
+        key = ("B", id(made), producer.outputs[j].slots, id(read), operand.slots, id(labels), names)
         if key not in self._joins:
-            held = self.held(read, operand, labels, k)
-            self._joins[key] = join(held, self.wanted(made, producer.outputs[j]))
+            held = replace(self.held(read, operand, labels, k), turns=self.turns("B", consumer))
+            wanted = replace(self.wanted(made, producer.outputs[j]), turns=self.turns("B", producer))
+            self._joins[key] = join(held, wanted)
         return self._joins[key]
 
     def labels(self, op: Op, k: int) -> Labels:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.mask import Mask
-from superscaler.ir.transformed import Graph, Group, rows_under
+from superscaler.ir.transformed import Graph, Group
+from superscaler.schedule.alternatives import find_turns, members
 from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.segments import Segment, find_segments
 from superscaler.schedule.transfers import FORWARD, UPDATE, Place, Transfer, find_transfers
@@ -45,6 +46,7 @@ def complete(graph: Graph) -> Schedule:
     check_assigned(graph)
     edges = Edges(graph)
     alone: frozenset[str] = frozenset()
+    is_searched = False
     while True:
         segments = find_segments(edges, alone)
         schedule = Schedule(edges, segments, find_transfers(edges, segments))
@@ -58,6 +60,10 @@ def complete(graph: Graph) -> Schedule:
         merged = {op.name for n in cycle if n.kind in "FB" for op in segments[n.number].ops}
         if any(len(segments[n.number].ops) > 1 for n in cycle if n.kind in "FB"):
             alone |= merged
+            continue
+        # Nor is one through a replica, if its readers can take another.
+        if not is_searched and any(edges.is_replicated(name) for name in merged):
+            edges, is_searched = Edges(graph, find_turns(edges)), True
             continue
         raise ScheduleError(nodes.explain(cycle))
 
@@ -162,30 +168,25 @@ class _Nodes:
     def _members(self, group: Group, where: str) -> list[Node]:
         found: dict[Node, None] = {}
         done: set[int] = set()
+        rest = []
         for name, paths in group.members:
             segment = self.segment_of.get(name)
-            if segment is not None and not paths:
+            if segment is None or paths:
+                rest.append((name, paths))
+            elif segment.number not in done:
                 # All parts of all its ops have the same keys.
-                if segment.number not in done:
-                    done.add(segment.number)
-                    keys = self._keys(segment, group.microbatch)
-                    found.update(dict.fromkeys(Node(group.kind, segment.number, key) for key in keys))
-                continue
-            rows = self.schedule.edges.rows[name]
-            chosen = range(len(rows)) if not paths else [r for p in paths for r in self._span(name, p)]
-            for row in chosen:
-                key = rows.keys[row]
-                if segment is None:
-                    found[Node("U", key[0])] = None
-                elif group.microbatch is None or key[1] == group.microbatch:
-                    found[Node(group.kind, segment.number, key)] = None
-        members = [n for n in found if n in self.number]
-        if not members:
+                done.add(segment.number)
+                keys = self._keys(segment, group.microbatch)
+                found.update(dict.fromkeys(Node(group.kind, segment.number, key) for key in keys))
+        for kind, name, key in members(self.schedule.edges, replace(group, members=tuple(rest))):
+            found[Node("U", key[0]) if kind == "U" else Node(kind, self.segment_of[name].number, key)] = None
+        existing = [n for n in found if n in self.number]
+        if not existing:
             raise ScheduleError(
                 f"op_order at {where}: no part of {group} exists, so there is nothing to order; "
                 "choose a microbatch that Microbatch made, and for B ops that have a backward."
             )
-        return members
+        return existing
 
     def _keys(self, segment: Segment, microbatch: int | None) -> list[Key]:
         """Return the keys of a segment, of all microbatches or of one."""
@@ -195,9 +196,6 @@ class _Nodes:
                 by_microbatch.setdefault(key[1], []).append(key)
             self.keys_of[segment.number] = by_microbatch
         return self.keys_of[segment.number].get(microbatch, [])
-
-    def _span(self, name: str, path: tuple[tuple[int, int], ...]) -> range:
-        return range(*rows_under(self.graph.grids[name], path))
 
     def sort(self) -> list[Node]:
         """Return the nodes in one order that keeps every edge; fewer than all where there is a cycle.
@@ -225,33 +223,39 @@ class _Nodes:
         return rank, node.key[1], place, node.key[0], number
 
     def shortest_cycle(self, sorted_nodes: Sequence[Node]) -> list[Node]:
-        """Return a shortest cycle among the nodes that could not be sorted."""
+        """Return a cycle with the least work among the nodes that could not be sorted."""
         done = np.zeros(len(self.names), dtype=bool)
         done[[self.number[n] for n in sorted_nodes]] = True
         best: list[int] = []
-        left = [n for n in np.flatnonzero(~done).tolist() if self.names[n].kind != "C"]
+        limit = len(self.names) + 1
+        left = [n for n in np.flatnonzero(~done).tolist() if self._is_work(n)]
         for start in left[:2000]:
-            path = self._cycle_from(start, done, len(best) or len(self.names) + 1)
-            best = path or best
+            if path := self._cycle_from(start, done, limit):
+                best, limit = path, sum(map(self._is_work, path))
         return [self.names[n] for n in best]
 
+    def _is_work(self, number: int) -> bool:
+        return self.names[number].kind not in "CO"
+
     def _cycle_from(self, start: int, done: np.ndarray, limit: int) -> list[int]:
+        """Return a cycle through `start` of less work than `limit`; transfers and orders are passed at no cost."""
         came = {start: -1}
         depth = {start: 1}
         queue = deque([start])
         while queue:
             here = queue.popleft()
-            if depth[here] >= limit:
-                return []
             for after in self.after[here]:
                 if after == start:
                     path = [here]
                     while came[path[-1]] != -1:
                         path.append(came[path[-1]])
                     return path[::-1]
-                if not done[after] and after not in came:
-                    came[after], depth[after] = here, depth[here] + 1
-                    queue.append(after)
+                if done[after] or after in came:
+                    continue
+                depth[after] = depth[here] + self._is_work(after)
+                if depth[after] < limit:
+                    came[after] = here
+                    (queue.append if self._is_work(after) else queue.appendleft)(after)
         return []
 
     def explain(self, cycle: Sequence[Node]) -> str:

@@ -125,19 +125,22 @@ def _backward(edges: Edges, tensor: str, source: Source, home: Op | None, reader
     users = [Place(UPDATE if home else BACKWARD, p.segment, p.key, p.number) for p in places]
     routes = source is not None and edges.rows[source[0].outputs[source[1]].op.name].routes
     found: list[Transfer] = []
-    for group in _merge(readers):
+    maker = home or edges.producers[tensor][0]
+    wanted = replace(wanted, turns=edges.turns("U" if home else "B", maker))
+    for group in _merge(edges, readers):
         held = _gradient(edges, group)
         pairs = _routed(edges, tensor, source, group, wanted) if routes else join(held, wanted)
         found += _group(tensor, BACKWARD, held, _sources(group), wanted, users, pairs)
     return found
 
 
-def _merge(readers: Reads) -> list[Reads]:
+def _merge(edges: Edges, readers: Reads) -> list[Reads]:
     """Group the aliases whose gradients are alike on all keys: they are summed before they travel."""
     found: dict[Hashable, Reads] = {}
     for segment, number, alias in readers:
         tree = None if alias.rows.regular else id(alias.rows)
-        status = (segment.keys, alias.lo.tobytes(), alias.hi.tobytes(), alias.labels, tree, alias.shares)
+        turns = edges.turns("B", alias.uses[0][0])
+        status = (segment.keys, alias.lo.tobytes(), alias.hi.tobytes(), alias.labels, tree, alias.shares, tuple(turns))
         found.setdefault(status, []).append((segment, number, alias))
     return list(found.values())
 
@@ -153,7 +156,9 @@ def _gradient(edges: Edges, group: Reads) -> Held:
     if not (alias.rows.regular or (alias.rows.routes and not alias.rows.has_shares)):
         return _irregular(edges, alias)
     wanted = _alias_wanted(segment, alias)
-    return Held(wanted.lo, wanted.hi, wanted.device, wanted.microbatch, alias.labels or ())
+    turns = edges.turns("B", alias.uses[0][0])
+    mine = [turns[row] for row in alias.keys_at] if turns else ()
+    return Held(wanted.lo, wanted.hi, wanted.device, wanted.microbatch, alias.labels or (), turns=mine)
 
 
 def _irregular(edges: Edges, alias: Alias) -> Held:
