@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,8 +110,18 @@ def _record(
     try:
         run_ranks(exact.program.world, run, timeout)
     except RuntimeFailure as error:
-        return events, str(error)
+        return events, str(error) + _line_of(error, exact.emitted.files)
     return events, ""
+
+
+def _line_of(error: BaseException, files: Mapping[str, str]) -> str:
+    """Return the emitted line where a rank failed."""
+    frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
+    found = [(f.filename, f.lineno) for f in frames if f.filename in files and f.lineno]
+    if not found:
+        return ""
+    name, number = found[-1]
+    return f"\n  {name}, line {number}: {files[name].splitlines()[number - 1].strip()}"
 
 
 class _Search:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from superscaler.compiler import Compiled, finish, retype
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model
+from superscaler.ir.mask import Mask
+from superscaler.ir.program import Weight
 from superscaler.locate import first_difference
 from superscaler.materialize.check import check_program
 from superscaler.materialize.rendezvous import check_rendezvous
@@ -70,6 +72,7 @@ def certify(
     first = next((text for text in refused.values() if text), "")
     loss_error = gradient_error = parameter_error = 0.0 if not first else float("inf")
     worst = ""
+    of_gradients, of_weights = [], []
     if not first:
         try:
             results = _BACKENDS[backend](exact, values, inputs, timeout)
@@ -80,13 +83,20 @@ def certify(
             loss_error = gradient_error = parameter_error = float("inf")
         else:
             updated = {**_reference_update(exact.graph.model, values, gradients), **buffers}
-            gradient_error, worst_gradient = _largest(exact, [r.gradients for r in results], gradients)
-            parameter_error, worst = _largest(exact, [r.weights for r in results], updated)
+            of_gradients = list(_errors(exact, [r.gradients for r in results], gradients))
+            of_weights = list(_errors(exact, [r.weights for r in results], updated))
+            gradient_error, worst_gradient = _largest(of_gradients)
+            parameter_error, worst = _largest(of_weights)
             worst = worst_gradient if gradient_error >= parameter_error else worst
             loss_error = max(float((r.loss - loss).abs() / loss.abs().clamp_min(1e-30)) for r in results)
     is_equal = all(e <= TOLERANCE for e in (loss_error, gradient_error, parameter_error))
     if not is_equal and not first:
-        first = first_difference(exact, values, inputs, timeout) or worst
+        first = (
+            first_difference(exact, values, inputs, timeout)
+            or _first(of_gradients, "the gradient of ")
+            or _first(of_weights, "after its update ")
+            or f"{exact.graph.model.loss}, the loss of the step, is off by {loss_error:.2g}"
+        )
     return {
         "equal": is_equal,
         "loss_error": loss_error,
@@ -146,13 +156,12 @@ def _reference_update(model: Model, values: Mapping[str, Tensor], gradients: Map
     return {name: weight.detach() for name, weight in updated.items()}
 
 
-def _largest(
+def _errors(
     compiled: Compiled, found: Sequence[Mapping[str, Tensor | None]], expected: Mapping[str, Tensor]
-) -> tuple[float, str]:
-    """Return the largest error over all slices on all devices, and the tensor and device where it is."""
+) -> Iterator[tuple[float, Weight, int]]:
+    """Return the error of each slice on each device."""
     model = compiled.graph.model
     floor = FLOOR * max((float(t.abs().max()) for t in expected.values() if t.numel()), default=1.0)
-    worst, where = 0.0, ""
     for device in compiled.program.devices:
         for weight in device.weights:
             if weight.tensor not in expected:
@@ -163,9 +172,22 @@ def _largest(
             have = torch.zeros_like(want) if have is None else have
             scale = max(float(whole.abs().max()), floor, 1e-300)
             error = float((have - want).abs().max()) / scale if have.shape == want.shape else float("inf")
-            if not error <= worst:
-                worst, where = error, f"{weight.tensor} on device {device.rank}"
+            yield error, weight, device.rank
+
+
+def _largest(errors: Sequence[tuple[float, Weight, int]]) -> tuple[float, str]:
+    """Return the largest error, and the tensor and device where it is."""
+    worst, where = 0.0, ""
+    for error, weight, rank in errors:
+        if not error <= worst:
+            worst, where = error, f"{weight.tensor} on device {rank}"
     return worst, where
+
+
+def _first(errors: Sequence[tuple[float, Weight, int]], what: str) -> str:
+    """Return the first slice that is not equal."""
+    found = ((Mask(w.tensor, w.box), rank, error) for error, w, rank in errors if not error <= TOLERANCE)
+    return next((f"{what}{mask} on device {rank} is off by {error:.2g}" for mask, rank, error in found), "")
 
 
 def _run(step: Step, batch: Mapping[str, Tensor]) -> Result:

@@ -9,6 +9,7 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.mask import Box, Mask
 from superscaler.ir.program import Backward, Device, Forward, Free, Program, Update
 from superscaler.materialize.names import reads, tag, unique_identifiers, writes
+from superscaler.materialize.sizes import check_sizes
 from superscaler.schedule.order import Schedule
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import BACKWARD, UPDATE
@@ -16,10 +17,20 @@ from superscaler.schedule.transfers import BACKWARD, UPDATE
 
 def check_program(schedule: Schedule, program: Program) -> None:
     """Raise ScheduleError at the first part that does not run once, name that is not there, or weight left as it is."""
+    _check_ops(schedule)
     for device in program.devices:
         _check_names(device)
         _check_parts(schedule, program, device)
     _check_updates(schedule, program)
+    check_sizes(schedule, program)
+
+
+def _check_ops(schedule: Schedule) -> None:
+    """Every op of the graph is in one segment."""
+    runs = Counter(op.name for segment in schedule.segments for op in segment.ops)
+    for op in schedule.edges.graph.forward_ops:
+        if runs[op.name] != 1:
+            raise ScheduleError(f"{op.name} ({op.module or op.target}) is in {runs[op.name]} segments instead of 1.")
 
 
 def _check_names(device: Device) -> None:
@@ -97,9 +108,11 @@ def _check_updates(schedule: Schedule, program: Program) -> None:
         given = Counter(name for name, _ in pairs)
         for weight in device.weights:
             op = schedule.edges.homes.get(weight.tensor)
-            if op is None or not weight.trained:
+            if op is None or op.is_write:
                 continue
             shown = f"{Mask(weight.tensor, weight.box)} on device {device.rank}"
+            if not weight.trained:
+                raise ScheduleError(f"{shown} is at rest as if it were frozen, but {op.name} trains it.")
             expected = (device.rank, weight.name) in wanted
             if given[weight.name] != expected:
                 raise ScheduleError(
