@@ -145,7 +145,8 @@ class _Search:
         at = segment.keys.index(node.key)
         for alias, given in zip(segment.aliases, event.given, strict=True):
             box = tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
-            error = 0.0 if given is None or alias.is_zero(at) else self._error("F", alias.tensor, box, given)
+            # What is shared out has a part of the value here, which only their sum shows.
+            error = 0.0 if given is None or alias.shares is not None else self._error("F", alias.tensor, box, given)
             if not error <= TOLERANCE:
                 op, _ = alias.uses[0]
                 yield f"{self._shown(alias.tensor, box, node)} arrives {_off(error)} at {_told(op)}"

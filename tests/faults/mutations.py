@@ -541,12 +541,25 @@ def value_freed_before_its_last_read(exact: Compiled, code: list[Code]) -> None:
     code[0].insert(at(code[0], Forward, tag="s2"), Free(("gelu_1",)))
 
 
-@mutation(TP, "add_4", model="gpt2:size=tiny")
-def addend_of_a_gradient_left_out(exact: Compiled, code: list[Code]) -> None:
-    n = next(n for n, i in enumerate(code[0]) if isinstance(i, Combine) and i.out.startswith("d_add_4"))
-    combine = code[0][n]
-    assert len(combine.pieces) > 1
-    code[0][n] = replace(combine, pieces=combine.pieces[1:])
+def change_combine(code: Code, turn: Callable[[Any], Any]) -> None:
+    n = at(code, Combine)
+    combine = code[n]
+    assert isinstance(combine, Combine)
+    code[n] = replace(combine, pieces=turn(combine.pieces))
+
+
+@mutation(TP, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
+def use_of_a_tied_weight_left_out(exact: Compiled, code: list[Code]) -> None:
+    change_combine(code[0], lambda pieces: pieces[1:])
+
+
+@mutation(HYBRID, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
+def pieces_of_a_gradient_at_each_others_places(exact: Compiled, code: list[Code]) -> None:
+    def turn(pieces: Any) -> Any:
+        names, boxes = zip(*pieces, strict=True)
+        return tuple(zip(names, boxes[::-1], strict=True))
+
+    change_combine(code[0], turn)
 
 
 @mutation(GRID, "linear")
