@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.mask import Box, Mask
@@ -18,11 +18,15 @@ from superscaler.schedule.transfers import BACKWARD, UPDATE
 def check_program(schedule: Schedule, program: Program) -> None:
     """Raise ScheduleError at the first part that does not run once, name that is not there, or weight left as it is."""
     _check_ops(schedule)
+    parts: dict[int, list[tuple[Segment, int]]] = {device.rank: [] for device in program.devices}
+    for segment in schedule.segments:
+        for at, key in enumerate(segment.keys):
+            parts[key[0]].append((segment, at))
     for device in program.devices:
         _check_names(device)
-        _check_parts(schedule, program, device)
+        _check_parts(schedule, program, device, parts[device.rank])
     _check_updates(schedule, program)
-    check_sizes(schedule, program)
+    check_sizes(schedule, program, parts)
 
 
 def _check_ops(schedule: Schedule) -> None:
@@ -53,25 +57,23 @@ def _is_made(device: Device, name: str) -> bool:
     return any(name in writes(i) for i in device.instructions)
 
 
-def _check_parts(schedule: Schedule, program: Program, device: Device) -> None:
+def _check_parts(schedule: Schedule, program: Program, device: Device, parts: Sequence[tuple[Segment, int]]) -> None:
     runs = Counter((type(i), i.tag) for i in device.instructions if isinstance(i, Forward | Backward))
-    forwards = {i.tag: i for i in device.instructions if isinstance(i, Forward)}
-    order = [(type(i), i.tag) for i in device.instructions if isinstance(i, Forward | Backward)]
-    for segment in schedule.segments:
-        for at, key in enumerate(segment.keys):
-            if key[0] != device.rank:
-                continue
-            name = tag(segment.number, key)
-            for kind in (Forward, Backward) if segment.has_mirror else (Forward,):
-                found = runs.pop((kind, name), 0)
-                if found != 1:
-                    raise ScheduleError(f"the {kind.__name__.lower()} of {_shown(segment, name)} on device {key[0]} "
-                                        f"runs {found} times; every part runs once.")  # fmt: skip
-            if segment.has_mirror and order.index((Backward, name)) < order.index((Forward, name)):
+    begins = {(type(i), i.tag): n for n, i in enumerate(device.instructions) if isinstance(i, Forward | Backward)}
+    for segment, at in parts:
+        name = tag(segment.number, segment.keys[at])
+        where = f"{_shown(segment, name)} on device {device.rank}"
+        for kind in (Forward, Backward) if segment.has_mirror else (Forward,):
+            found = runs.pop((kind, name), 0)
+            if found != 1:
                 raise ScheduleError(
-                    f"the backward of {_shown(segment, name)} on device {key[0]} runs before its forward."
+                    f"the {kind.__name__.lower()} of {where} runs {found} times; every part runs once in a step."
                 )
-            _check_function(schedule, program, segment, at, forwards[name])
+        if segment.has_mirror and begins[Backward, name] < begins[Forward, name]:
+            raise ScheduleError(f"the backward of {where} runs before its forward.")
+        forward = device.instructions[begins[Forward, name]]
+        assert isinstance(forward, Forward)
+        _check_function(schedule, program, segment, at, forward)
     if runs:
         kind, name = next(iter(runs))
         raise ScheduleError(

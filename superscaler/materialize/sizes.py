@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from superscaler.errors import ScheduleError
@@ -27,15 +27,16 @@ from superscaler.ir.program import (
 )  # fmt: skip
 from superscaler.materialize.names import tag, writes
 from superscaler.schedule.order import Schedule
+from superscaler.schedule.segments import Segment
 
 Sizes = Iterator[tuple[str, int]]
 
 
-def check_sizes(schedule: Schedule, program: Program) -> None:
+def check_sizes(schedule: Schedule, program: Program, parts: Mapping[int, Sequence[tuple[Segment, int]]]) -> None:
     """Raise ScheduleError at the first value that is read with another number of elements than it has."""
     messages: dict[int, int] = {}
     for device in program.devices:
-        messages.update(_Device(schedule, device).walk())
+        messages.update(_Device(schedule, device, parts[device.rank]).walk())
     for device in program.devices:
         for i in device.instructions:
             if isinstance(i, Recv) and messages.get(i.message, prod(i.shape)) != prod(i.shape):
@@ -46,18 +47,13 @@ def check_sizes(schedule: Schedule, program: Program) -> None:
 
 
 class _Device:
-    def __init__(self, schedule: Schedule, device: Device) -> None:
+    def __init__(self, schedule: Schedule, device: Device, parts: Sequence[tuple[Segment, int]]) -> None:
         self.device, self.edges = device, schedule.edges
         self.wants: Mapping[str, tuple[bool, ...]] = {
             i.tag: i.grads for i in device.instructions if isinstance(i, Forward)
         }
         self.weights = {w.name: prod(extents(w.box)) for w in device.weights}
-        self.parts = {
-            tag(s.number, key): (s, at)
-            for s in schedule.segments
-            for at, key in enumerate(s.keys)
-            if key[0] == device.rank
-        }
+        self.parts = {tag(segment.number, segment.keys[at]): (segment, at) for segment, at in parts}
         self.size: dict[str, int] = {}
 
     def walk(self) -> dict[int, int]:
