@@ -17,6 +17,7 @@ from superscaler.errors import InputError
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Send
 from superscaler.ir.transformed import Graph
+from superscaler.materialize.check import check_program
 from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import initial_values, write
 from superscaler.plans import resolve
@@ -43,10 +44,11 @@ class Plan:
         return self.compiled.counts
 
     def validate(self) -> dict[str, Any]:
-        """Check conservation and deadlock freedom. Raises ScheduleError at the first thing that does not hold."""
+        """Check conservation, completeness and deadlock freedom. Raises ScheduleError at the first that fails."""
         check_conservation(self.compiled.schedule)
+        check_program(self.compiled.schedule, self.compiled.program)
         check_rendezvous(self.compiled.program)
-        return {"conservation": True, "deadlock_free": True, **self.counts}
+        return {"conservation": True, "complete": True, "deadlock_free": True, **self.counts}
 
     def verify(self, backend: str = "threads", batch: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
         """Compare one step with the exported model in float64; see `superscaler.verify.verify`."""

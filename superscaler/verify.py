@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 from torch import Tensor
 
 from superscaler.compiler import Compiled, finish, retype
-from superscaler.errors import InputError, PlanError, unknown
+from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model
+from superscaler.ir.mask import Mask
+from superscaler.ir.program import Weight
+from superscaler.locate import first_difference
+from superscaler.materialize.check import check_program
 from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import describe, initial_values, slots_of, write
 from superscaler.runtime import functional
@@ -43,35 +48,74 @@ def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Ten
 
     `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. Returns equal,
     loss_error (relative), gradient_error and parameter_error (largest over pTensors, buffers that the step changes
-    included, and replicas, relative with a floor), worst_tensor, conservation, deadlock_free.
+    included, and replicas, relative with a floor), worst_tensor, first_difference (text: the first check that does not
+    hold, or the first tensor in execution order that is not the model's; empty when equal), conservation, complete
+    (every part runs once, every weight is updated once), deadlock_free.
+    """
+    return certify(finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster), backend, batch)
+
+
+def certify(
+    exact: Compiled, backend: str = "threads", batch: Mapping[str, Tensor] | None = None, timeout: float = 60.0
+) -> dict[str, Any]:
+    """Do what `verify` does with a plan that is in float64 already. `timeout`: of a message, in seconds.
+
+    A plan that a check refuses is not run: its errors are infinite.
     """
     if backend not in _BACKENDS:
         raise InputError(unknown("backend", backend, _BACKENDS))
-    captured = compiled.graph.captured
-    exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
+    captured = exact.graph.captured
     values = {k: _double(v) for k, v in initial_values(exact.graph.model, captured.values).items()}
     inputs = {k: _double(v) for k, v in (batch or captured.batch).items()}
     loss, gradients, buffers = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
-    updated = {**_reference_update(exact.graph.model, values, gradients), **buffers}
-    results = _BACKENDS[backend](exact, values, inputs)
-    gradient_error, worst = _largest(exact, [r.gradients for r in results], gradients)
-    parameter_error, worst_parameter = _largest(exact, [r.weights for r in results], updated)
-    loss_error = max(float((r.loss - loss).abs() / loss.abs().clamp_min(1e-30)) for r in results)
-    conservation = _holds(lambda: check_conservation(exact.schedule))
-    deadlock_free = _holds(lambda: check_rendezvous(exact.program))
-    errors = (loss_error, gradient_error, parameter_error)
+    refused = {name: _refusal(partial(check, exact)) for name, check in _CHECKS.items()}
+    first = next((text for text in refused.values() if text), "")
+    loss_error = gradient_error = parameter_error = 0.0 if not first else float("inf")
+    worst = ""
+    of_gradients, of_weights = [], []
+    if not first:
+        try:
+            results = _BACKENDS[backend](exact, values, inputs, timeout)
+        except RuntimeFailure:
+            first = first_difference(exact, values, inputs, timeout)
+            if not first:
+                raise
+            loss_error = gradient_error = parameter_error = float("inf")
+        else:
+            updated = {**_reference_update(exact.graph.model, values, gradients), **buffers}
+            of_gradients = list(_errors(exact, [r.gradients for r in results], gradients))
+            of_weights = list(_errors(exact, [r.weights for r in results], updated))
+            gradient_error, worst_gradient = _largest(of_gradients)
+            parameter_error, worst = _largest(of_weights)
+            worst = worst_gradient if gradient_error >= parameter_error else worst
+            loss_error = max(float((r.loss - loss).abs() / loss.abs().clamp_min(1e-30)) for r in results)
+    is_equal = all(e <= TOLERANCE for e in (loss_error, gradient_error, parameter_error))
+    if not is_equal and not first:
+        first = (
+            first_difference(exact, values, inputs, timeout)
+            or _first(of_gradients, "the gradient of ")
+            or _first(of_weights, "after its update ")
+            or f"{exact.graph.model.loss}, the loss of the step, is off by {loss_error:.2g}"
+        )
     return {
-        "equal": all(e <= TOLERANCE for e in errors) and conservation and deadlock_free,
+        "equal": is_equal,
         "loss_error": loss_error,
         "gradient_error": gradient_error,
         "parameter_error": parameter_error,
-        "worst_tensor": worst if gradient_error >= parameter_error else worst_parameter,
-        "conservation": conservation,
-        "deadlock_free": deadlock_free,
+        "worst_tensor": worst,
+        "first_difference": first,
+        **{name: not text for name, text in refused.items()},
         "world": exact.program.world,
         "backend": backend,
         "loss": float(loss),
     }
+
+
+_CHECKS: Mapping[str, Callable[[Compiled], None]] = {
+    "conservation": lambda exact: check_conservation(exact.schedule),
+    "complete": lambda exact: check_program(exact.schedule, exact.program),
+    "deadlock_free": lambda exact: check_rendezvous(exact.program),
+}
 
 
 def _draw(model: Model) -> Callable[[str, tuple[int, ...]], Tensor]:
@@ -88,12 +132,12 @@ def _double(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
 
-def _holds(check: Any) -> bool:
+def _refusal(check: Callable[[], None]) -> str:
     try:
         check()
-    except PlanError:
-        return False
-    return True
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def _reference_update(model: Model, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -112,13 +156,12 @@ def _reference_update(model: Model, values: Mapping[str, Tensor], gradients: Map
     return {name: weight.detach() for name, weight in updated.items()}
 
 
-def _largest(
+def _errors(
     compiled: Compiled, found: Sequence[Mapping[str, Tensor | None]], expected: Mapping[str, Tensor]
-) -> tuple[float, str]:
-    """Return the largest error over all slices on all devices, and the tensor and device where it is."""
+) -> Iterator[tuple[float, Weight, int]]:
+    """Return the error of each slice on each device."""
     model = compiled.graph.model
     floor = FLOOR * max((float(t.abs().max()) for t in expected.values() if t.numel()), default=1.0)
-    worst, where = 0.0, ""
     for device in compiled.program.devices:
         for weight in device.weights:
             if weight.tensor not in expected:
@@ -129,9 +172,22 @@ def _largest(
             have = torch.zeros_like(want) if have is None else have
             scale = max(float(whole.abs().max()), floor, 1e-300)
             error = float((have - want).abs().max()) / scale if have.shape == want.shape else float("inf")
-            if not error <= worst:
-                worst, where = error, f"{weight.tensor} on device {device.rank}"
+            yield error, weight, device.rank
+
+
+def _largest(errors: Sequence[tuple[float, Weight, int]]) -> tuple[float, str]:
+    """Return the largest error, and the tensor and device where it is."""
+    worst, where = 0.0, ""
+    for error, weight, rank in errors:
+        if not error <= worst:
+            worst, where = error, f"{weight.tensor} on device {rank}"
     return worst, where
+
+
+def _first(errors: Sequence[tuple[float, Weight, int]], what: str) -> str:
+    """Return the first slice that is not equal."""
+    found = ((Mask(w.tensor, w.box), rank, error) for error, w, rank in errors if not error <= TOLERANCE)
+    return next((f"{what}{mask} on device {rank} is off by {error:.2g}" for mask, rank, error in found), "")
 
 
 def _run(step: Step, batch: Mapping[str, Tensor]) -> Result:
@@ -141,10 +197,12 @@ def _run(step: Step, batch: Mapping[str, Tensor]) -> Result:
     return Result(loss.detach(), dict(step.state.gradients), weights)
 
 
-def _threads(compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> list[Result]:
+def _threads(
+    compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[str, Tensor], timeout: float
+) -> list[Result]:
     plan, code = describe(compiled), modules(compiled.emitted.files)
     return run_ranks(
-        compiled.program.world, lambda communicator: _run(build_step(plan, code, values, communicator), batch)
+        compiled.program.world, lambda communicator: _run(build_step(plan, code, values, communicator), batch), timeout
     )
 
 
@@ -160,7 +218,7 @@ run_rank(lambda: rank_main(Path(sys.argv[1])))
 '''
 
 
-def _processes(compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> list[Result]:
+def _processes(compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[str, Tensor], _: float) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as folder:
         path = Path(folder)
         write(compiled, path, values)

@@ -1,11 +1,12 @@
-"""What all tests share: where the generators of random graphs live, and the flag that rewrites golden files."""
+"""What all tests share: where the generators of random graphs and faults live, and the flag of golden files."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "property"))
+for folder in ("property", "faults"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -59,11 +59,11 @@ def real_batch(built: BuiltModel) -> dict[str, Tensor] | None:
 
 
 def _certificate(result: Mapping[str, Any]) -> str:
-    verdict = "equal to one device" if result["equal"] else f"NOT equal; worst at {result['worst_tensor']}"
+    verdict = "equal to one device" if result["equal"] else f"NOT equal: {result['first_difference']}"
     errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in _ERRORS)
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
     return f"{verdict} (one step in float64, dropout off){errors}{checks}"
 
 
 _ERRORS = ("loss_error", "gradient_error", "parameter_error")
-_CHECKS = ("conservation", "deadlock_free")
+_CHECKS = ("conservation", "complete", "deadlock_free")

@@ -30,7 +30,7 @@ from superscaler.ir.program import (
     Update,
 )  # fmt: skip
 from superscaler.materialize.collectives import Match, match
-from superscaler.materialize.names import reads, writes
+from superscaler.materialize.names import reads, suffix, tag, writes
 from superscaler.materialize.values import Values
 from superscaler.schedule.edges import Key
 from superscaler.schedule.order import Node, Schedule
@@ -83,12 +83,6 @@ class _Builder(Values):
 
     # Work.
 
-    def _suffix(self, key: Key) -> str:
-        return (f"_m{key[1]}" if key[1] >= 0 else "") + (f"_p{key[2]}" if key[2] else "")
-
-    def _tag(self, segment: Segment, key: Key) -> str:
-        return f"s{segment.number}{self._suffix(key)}"
-
     def _forward(self, segment: Segment, key: Key) -> None:
         rank, at = key[0], segment.keys.index(key)
         inputs = []
@@ -105,12 +99,12 @@ class _Builder(Values):
             )
             assert name is not None, (alias.tensor, key)
             inputs.append(name)
-        outputs = tuple(f"{self.names[o.tensor]}{self._suffix(key)}" for o in segment.outputs)
+        outputs = tuple(f"{self.names[o.tensor]}{suffix(key)}" for o in segment.outputs)
         saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
         grads = tuple(a.labels is not None for a in segment.aliases)
         function = self._function(segment, at)
         code = self.code[rank]
-        code.append(Forward(self._tag(segment, key), function, tuple(inputs), grads, outputs, saved, segment.module))
+        code.append(Forward(tag(segment.number, key), function, tuple(inputs), grads, outputs, saved, segment.module))
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
             self.made(place, name, rank)
@@ -154,17 +148,16 @@ class _Builder(Values):
                 name = "one"
             gradients.append(name)
         names, wide = [], []
-        suffix = self._suffix(key)
         for number, alias in enumerate(segment.aliases):
             if alias.labels is None:
                 continue
             place = Place(BACKWARD, segment.number, key, number)
-            base = f"d_{self.names[alias.tensor]}~s{segment.number}_{number}{suffix}"
+            base = f"d_{self.names[alias.tensor]}~s{segment.number}_{number}{suffix(key)}"
             names.append((base if place in self.piece_of else "_", place))
             tensor = self.model.tensors[alias.tensor]
             wide.append(alias.tensor in self.from_weights and tensor.wide_dtype != tensor.dtype)
         outputs = tuple(n for n, _ in names)
-        self.code[rank].append(Backward(self._tag(segment, key), tuple(gradients), outputs, tuple(wide)))
+        self.code[rank].append(Backward(tag(segment.number, key), tuple(gradients), outputs, tuple(wide)))
         for name, place in names:
             if name != "_":
                 self.made(place, name, rank)

@@ -22,6 +22,7 @@ from superscaler.ir.program import (
     Update,
     Wait,
 )  # fmt: skip
+from superscaler.schedule.edges import Key
 
 # What the parts of a tensor are told apart by: microbatch, part, slice.
 _SUFFIX = re.compile(r"_[mps]\d+$")
@@ -52,6 +53,16 @@ def unique_identifiers(tensors: Iterable[str]) -> dict[str, str]:
         taken.add(name)
         found[tensor] = name
     return found
+
+
+def suffix(key: Key) -> str:
+    """Return what tells the names of one part from those of others: its microbatch, its place among them."""
+    return (f"_m{key[1]}" if key[1] >= 0 else "") + (f"_p{key[2]}" if key[2] else "")
+
+
+def tag(segment: int, key: Key) -> str:
+    """Return the name of one part of a segment, as Forward and Backward have it."""
+    return f"s{segment}{suffix(key)}"
 
 
 def reads(i: Instruction) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Bucket, Collective, Program, Recv, Send
@@ -10,22 +11,31 @@ from superscaler.ir.program import Bucket, Collective, Program, Recv, Send
 Meeting = tuple[object, ...]
 
 
-def meetings(program: Program) -> list[list[tuple[Meeting, frozenset[int]]]]:
-    """Return per device its communication in order: what it meets for, and who must be there."""
+def meetings(program: Program) -> list[list[tuple[Meeting, frozenset[int], str]]]:
+    """Return per device its communication in order: what it meets for, who must be there, and of which value."""
     found = []
     for device in program.devices:
-        mine: list[tuple[Meeting, frozenset[int]]] = []
+        mine: list[tuple[Meeting, frozenset[int], str]] = []
         count: dict[tuple[int, ...], int] = defaultdict(int)
         for i in device.instructions:
             if isinstance(i, Collective | Bucket):
-                mine.append(((i.kind, i.group, count[i.group]), frozenset(i.group)))
+                meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
+                works = i.works if isinstance(i, Bucket) else (i.work,)
+                mine.append((meeting, frozenset(i.group), f"{i.kind} of {_shown(works)} over devices {i.group}"))
                 count[i.group] += 1
             elif isinstance(i, Send):
-                mine.append((("message", device.rank, i.peer, i.message), frozenset((device.rank, i.peer))))
+                pair = device.rank, i.peer
+                mine.append((("message", *pair, i.message), frozenset(pair), f"send of {i.source} to device {i.peer}"))
             elif isinstance(i, Recv):
-                mine.append((("message", i.peer, device.rank, i.message), frozenset((device.rank, i.peer))))
+                pair = i.peer, device.rank
+                text = f"recv of {_shown([i.work])} from device {i.peer}"
+                mine.append((("message", *pair, i.message), frozenset(pair), text))
         found.append(mine)
     return found
+
+
+def _shown(works: Sequence[str]) -> str:
+    return ", ".join(work.split("~")[0] for work in works[:4]) + (f" and {len(works) - 4} more" if works[4:] else "")
 
 
 def check_rendezvous(program: Program) -> None:
@@ -36,7 +46,7 @@ def check_rendezvous(program: Program) -> None:
     while ready:
         device = ready.pop()
         while at[device] < len(left[device]):
-            meeting, members = left[device][at[device]]
+            meeting, members, _ = left[device][at[device]]
             if not all(at[m] < len(left[m]) and left[m][at[m]][0] == meeting for m in members):
                 break
             for member in members:
@@ -44,5 +54,5 @@ def check_rendezvous(program: Program) -> None:
             ready += [m for m in members if m != device]
     stuck = [d for d in range(len(left)) if at[d] < len(left[d])]
     if stuck:
-        lines = [f"  device {d}, step {at[d]}: waits in {left[d][at[d]][0]}" for d in stuck[:8]]
+        lines = [f"  device {d}, step {at[d]}: waits in {left[d][at[d]][2]}" for d in stuck[:8]]
         raise ScheduleError("the communication of this plan deadlocks:\n" + "\n".join(lines))

@@ -45,6 +45,8 @@ class Rank:
         self.clip: float | None = None
         self.last_norm: float | None = None
         self.keep_gradients = False
+        # Is told what each segment is given and makes: kind (F, B), tag, inputs, outputs.
+        self.watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
         self.gradients: dict[str, Tensor] = {}
         self._tapes: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
         self.optimizer = _optimizer(tables["weights"], weights, *optimizer)
@@ -84,7 +86,10 @@ class Rank:
         if "1" in grads:
             wanted = [a for a in aliases if a.requires_grad]
             self._tapes[tag] = ([outputs[k] for k in saved], wanted)
-        return tuple(o.detach() for o in outputs)
+        made = tuple(o.detach() for o in outputs)
+        if self.watch is not None:
+            self.watch("F", tag, inputs, made)
+        return made
 
     def backward(self, tag: str, gradients: Sequence[Tensor | None], wide: str = "") -> tuple[Tensor, ...]:
         """Return the gradients of a segment's aliases, given those of its saved outputs (None: nobody read them).
@@ -97,7 +102,10 @@ class Rank:
         if pairs:
             found = torch.autograd.grad([o for o, _ in pairs], aliases, [g for _, g in pairs], allow_unused=True)
         made = [torch.zeros_like(a) if g is None else g for a, g in zip(aliases, found, strict=True)]
-        return tuple(g.float() if wide[k : k + 1] == "1" else g for k, g in enumerate(made))
+        result = tuple(g.float() if wide[k : k + 1] == "1" else g for k, g in enumerate(made))
+        if self.watch is not None:
+            self.watch("B", tag, gradients, result)
+        return result
 
     def _random(self, number: int) -> Callable[[int], Tensor]:
         entries = self.tables["draws"][number]

@@ -1,0 +1,595 @@
+"""Bugs on purpose: small changes of compiled plans, each with the culprit that a report must name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from superscaler.compiler import Compiled, finish, retype
+from superscaler.emit.steps import emit
+from superscaler.ir.graph import Ref
+from superscaler.ir.program import (
+    Accumulate,
+    Backward,
+    Bucket,
+    Collective,
+    Combine,
+    Forward,
+    Free,
+    Function,
+    Instruction,
+    Load,
+    Loss,
+    Program,
+    Recv,
+    Send,
+    Slice,
+    Update,
+    Wait,
+)
+from superscaler.models import build
+from superscaler.plan import capture, compile
+from superscaler.verify import certify
+
+# A mutated step that hangs must not take long.
+TIMEOUT = 5.0
+MODELS = ("mlp", "gpt2:size=tiny", "noise")
+Code = list[Instruction]
+Edit = Callable[[Compiled, list[Code]], Compiled | None]
+
+
+class Noise(nn.Module):
+    """A layer with noise, whose numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second((h + torch.rand_like(h)).tanh()).square().mean()
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`edit` changes a plan `spec` of `model`; a report must contain one of `culprits`."""
+
+    name: str
+    model: str
+    spec: str
+    culprits: tuple[str, ...]
+    edit: Edit
+
+
+READS = ("inputs", "gradients", "source", "sources", "pieces", "into", "value", "pairs", "parts")
+TABLE: list[Mutation] = []
+DP, TP = "data_parallel", "tensor_parallel"
+PIPE = "pipeline_1f1b:stages=2,microbatches=4"
+HYBRID = "hybrid:dp=2,tp=2"
+GRID = "hybrid:dp=1,tp=2,pp=2,microbatches=2"
+WORLD = {GRID: 4, DP: 2, TP: 2, PIPE: 2, HYBRID: 4}
+
+
+def mutation(spec: str, *culprits: str, model: str = "mlp") -> Callable[[Edit], Edit]:
+    def keep(edit: Edit) -> Edit:
+        TABLE.append(Mutation(edit.__name__.replace("_", " "), model, spec, culprits, edit))
+        return edit
+
+    return keep
+
+
+@cache
+def intact(model: str, spec: str) -> Compiled:
+    """Return a plan in float64 without Free, which an edit would have to keep up to date."""
+    torch.manual_seed(0)
+    if model == "noise":
+        module, args, kwargs = Noise(), (torch.randn(8, 6),), {}
+    else:
+        built = build(model)
+        module, args, kwargs = built.module, built.args, dict(built.kwargs)
+    halves = [list(module.parameters())[::2], list(module.parameters())[1::2]]
+    groups = [{"params": params, "lr": lr} for params, lr in zip(halves, (1e-2, 1e-3), strict=True)]
+    plan = compile(capture(module, args, kwargs, torch.optim.AdamW(groups)), spec, f"local:{WORLD[spec]}")
+    exact = finish(retype(plan.compiled.graph, "float64", dropout=False), plan.compiled.cluster)
+    code = [[i for i in d.instructions if not isinstance(i, Free)] for d in exact.program.devices]
+    return with_code(exact, code)
+
+
+def with_code(exact: Compiled, code: Sequence[Code]) -> Compiled:
+    devices = zip(exact.program.devices, code, strict=True)
+    return with_program(
+        exact, replace(exact.program, devices=tuple(replace(d, instructions=tuple(c)) for d, c in devices))
+    )
+
+
+def with_program(exact: Compiled, program: Program) -> Compiled:
+    return replace(exact, program=program, emitted=emit(program))
+
+
+def mutate(mutation: Mutation) -> Compiled:
+    """Return the plan with the bug: what `edit` returns, or its plan with the instructions that it changed."""
+    exact = intact(mutation.model, mutation.spec)
+    code = [list(d.instructions) for d in exact.program.devices]
+    return mutation.edit(exact, code) or with_code(exact, code)
+
+
+def report(mutation: Mutation) -> tuple[str, str]:
+    """Return what caught a mutation, and what was said; nothing caught it where the first is empty."""
+    result = certify(mutate(mutation), timeout=TIMEOUT)
+    checks = [name for name in ("conservation", "complete", "deadlock_free") if not result[name]]
+    return "" if result["equal"] else (checks or ["numbers"])[0], result["first_difference"]
+
+
+def at(code: Code, of: type, /, **fields: Any) -> int:
+    """Return where the first instruction of a kind is, some of whose fields start as given."""
+    return next(
+        n
+        for n, i in enumerate(code)
+        if isinstance(i, of) and all(str(getattr(i, name)).startswith(str(value)) for name, value in fields.items())
+    )
+
+
+def change(code: Code, of: type, where: dict[str, Any], **new: Any) -> None:
+    n = at(code, of, **where)
+    code[n] = replace(code[n], **new)
+
+
+def rename(code: Code, old: str, new: str) -> None:
+    """Let all readers of a value read another one."""
+    swap = {old: new}
+
+    def turn(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(turn(v) for v in value)
+        return swap.get(value, value) if isinstance(value, str) else value
+
+    for n, i in enumerate(code):
+        fields = {name: turn(getattr(i, name)) for name in READS if hasattr(i, name)}
+        code[n] = replace(i, **fields)
+
+
+def skip_collective(code: Code, work: str) -> None:
+    """Drop a collective and give its readers what it was given."""
+    started = at(code, Collective, work=work)
+    waited = at(code, Wait, work=work)
+    out, source = code[waited].out, code[started].source
+    del code[waited], code[started]
+    rename(code, out, source)
+
+
+def edit_op(exact: Compiled, op: str, number: int, new: Callable[[Any], Any]) -> Compiled:
+    """Change an op in the function of one part."""
+    functions = list(exact.program.functions)
+    found = [n for n, f in enumerate(functions) if any(o.name == op for o in f.ops)]
+    function = functions[found[number]]
+    functions[found[number]] = replace(function, ops=tuple(new(o) if o.name == op else o for o in function.ops))
+    return with_program(exact, replace(exact.program, functions=tuple(functions)))
+
+
+def remove_op(function: Function, name: str) -> Function:
+    """Take an element-wise op out of a function: its readers read its first input."""
+    gone = next(op for op in function.ops if op.name == name)
+    old, new = gone.outputs[0].tensor, gone.inputs[0].tensor
+    ops = []
+    for op in function.ops:
+        inputs = tuple(replace(o, tensor=new) if o.tensor == old else o for o in op.inputs)
+        ops.append(replace(op, inputs=inputs))
+    kept = [(op, box) for op, box in zip(ops, function.boxes, strict=True) if op.name != name]
+    outputs = tuple(new if o == old else o for o in function.outputs)
+    return replace(function, ops=tuple(o for o, _ in kept), boxes=tuple(b for _, b in kept), outputs=outputs)
+
+
+# Communication.
+
+
+@mutation(TP, "linear_product_1")
+def all_reduce_of_an_activation_dropped(exact: Compiled, code: list[Code]) -> None:
+    for mine in code:
+        skip_collective(mine, "linear_product_1~")
+
+
+@mutation(TP, "linear_product_1")
+def all_reduce_dropped_on_one_device(exact: Compiled, code: list[Code]) -> None:
+    skip_collective(code[1], "linear_product_1~")
+
+
+@mutation(TP, "gelu_1")
+def all_reduce_of_a_gradient_dropped(exact: Compiled, code: list[Code]) -> None:
+    for mine in code:
+        skip_collective(mine, "d_gelu_1~")
+
+
+@mutation(DP, "layers.1.weight")
+def tensor_of_a_bucket_dropped(exact: Compiled, code: list[Code]) -> None:
+    for mine in code:
+        n = at(mine, Bucket)
+        bucket = mine[n]
+        assert isinstance(bucket, Bucket)
+        k = next(k for k, s in enumerate(bucket.sources) if s.startswith("d_layers_1_weight"))
+        waited = at(mine, Wait, work=bucket.works[k])
+        out = mine[waited].out
+        works, sources = ((*x[:k], *x[k + 1 :]) for x in (bucket.works, bucket.sources))
+        mine[n] = replace(bucket, works=works, sources=sources)
+        del mine[waited]
+        rename(mine, out, bucket.sources[k])
+
+
+@mutation(DP, "d_layers_0_weight")
+def tensors_of_a_bucket_swapped(exact: Compiled, code: list[Code]) -> None:
+    mine = code[1]
+    n = at(mine, Bucket)
+    bucket = mine[n]
+    assert isinstance(bucket, Bucket)
+    mine[n] = replace(bucket, sources=bucket.sources[::-1])
+
+
+@mutation(HYBRID, "layers.0.weight", "layers.0.bias", "layers.1.weight")
+def gradients_reduced_over_the_wrong_group(exact: Compiled, code: list[Code]) -> None:
+    """Rows of the mesh for columns: tensor-parallel peers add up the slices of each other."""
+    for rank, mine in enumerate(code):
+        for n, i in enumerate(mine):
+            if isinstance(i, Bucket) and i.group == (rank % 2, rank % 2 + 2):
+                mine[n] = replace(i, group=(rank // 2 * 2, rank // 2 * 2 + 1))
+
+
+@mutation(HYBRID, "all_reduce of")
+def group_that_one_device_sees_differently(exact: Compiled, code: list[Code]) -> None:
+    change(code[0], Collective, {"kind": "all_reduce"}, group=(0, 3))
+
+
+@mutation(TP, "linear_product_2")
+def all_gather_in_reversed_order(exact: Compiled, code: list[Code]) -> None:
+    for mine in code:
+        change(mine, Collective, {"kind": "all_gather"}, group=(1, 0))
+
+
+@mutation(TP, "all_gather of linear_product_2")
+def order_of_a_group_reversed_on_one_device(exact: Compiled, code: list[Code]) -> None:
+    change(code[1], Collective, {"kind": "all_gather"}, group=(1, 0))
+
+
+@mutation(DP, "cross_entropy_loss_count")
+def count_of_labels_not_reduced(exact: Compiled, code: list[Code]) -> None:
+    for mine in code:
+        skip_collective(mine, "cross_entropy_loss_count~")
+
+
+@mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0")
+def messages_swapped(exact: Compiled, code: list[Code]) -> None:
+    first, second = at(code[0], Send, message=1), at(code[0], Send, message=2)
+    code[0][first], code[0][second] = (
+        replace(code[0][second], message=1),
+        replace(code[0][first], message=2),
+    )
+    # The later value is not there yet: its forward comes first, too.
+    code[0].insert(first + 1, code[0].pop(first))
+    send = code[0].pop(first + 1)
+    code[0].insert(at(code[0], Send, message=2), send)
+
+
+@mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0")
+def arrived_messages_swapped(exact: Compiled, code: list[Code]) -> None:
+    waits = [n for n, i in enumerate(code[1]) if isinstance(i, Wait) and i.out.startswith("linear~")][:2]
+    a, b = (code[1][n] for n in waits)
+    code[1][waits[0]] = replace(a, work=b.work)
+    code[1][waits[1]] = replace(b, work=a.work)
+    received = [n for n, i in enumerate(code[1]) if isinstance(i, Recv)][:2]
+    code[1].insert(received[0] + 1, code[1].pop(received[1]))
+
+
+@mutation(PIPE, "recv of linear")
+def send_dropped(exact: Compiled, code: list[Code]) -> None:
+    del code[0][at(code[0], Send, message=2)]
+
+
+@mutation(PIPE, "send of linear_m0")
+def receive_dropped(exact: Compiled, code: list[Code]) -> None:
+    """The second microbatch is used twice."""
+    first, second = (i.work for i in code[1] if isinstance(i, Recv) and i.message in (1, 2))
+    del code[1][at(code[1], Recv, work=first)]
+    wait = at(code[1], Wait, work=first)
+    code[1][wait] = replace(code[1][wait], work=second)
+    code[1].insert(wait - 1, code[1].pop(at(code[1], Recv, work=second)))
+
+
+@mutation(PIPE, "recv of d_linear")
+def receive_before_the_send_that_its_sender_waits_for(exact: Compiled, code: list[Code]) -> None:
+    code[0].insert(at(code[0], Send), code[0].pop(at(code[0], Recv)))
+
+
+# What runs, and when.
+
+
+@mutation(PIPE, "s0_m2")
+def forward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
+    del code[0][at(code[0], Forward, tag="s0_m2")]
+    rename(code[0], "linear_m2", "linear_m1")
+    del code[0][at(code[0], Backward, tag="s0_m2")]
+    for name in ("d_layers_0_weight~s0_1", "d_layers_0_bias~s0_2"):
+        del code[0][at(code[0], Accumulate, value=f"{name}_m2")]
+        rename(code[0], f"{name}_m2", f"{name}_m1")
+
+
+@mutation(PIPE, "s0_m3")
+def backward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
+    del code[0][at(code[0], Backward, tag="s0_m3")]
+    for name in ("d_layers_0_weight~s0_1", "d_layers_0_bias~s0_2"):
+        del code[0][at(code[0], Accumulate, value=f"{name}_m3")]
+
+
+@mutation(PIPE, "s0_m1")
+def microbatch_run_twice(exact: Compiled, code: list[Code]) -> None:
+    n = at(code[0], Forward, tag="s0_m1")
+    code[0].insert(n, code[0][n])
+
+
+@mutation(PIPE, "layers.0.weight")
+def gradient_of_a_microbatch_left_out(exact: Compiled, code: list[Code]) -> None:
+    n = at(code[0], Accumulate, value="d_layers_0_weight~s0_1_m3")
+    gone = code[0].pop(n)
+    assert isinstance(gone, Accumulate)
+    rename(code[0], gone.out, gone.into)
+
+
+@mutation(PIPE, "layers.0.weight")
+def gradient_of_a_microbatch_accumulated_twice(exact: Compiled, code: list[Code]) -> None:
+    n = at(code[0], Accumulate, value="d_layers_0_weight~s0_1_m3")
+    code[0].insert(n, replace(code[0][n], in_place=True))
+
+
+@mutation(TP, "linear_product_1~r")
+def consumer_before_its_producer(exact: Compiled, code: list[Code]) -> None:
+    code[0].insert(at(code[0], Collective), code[0].pop(at(code[0], Forward, tag="s1")))
+
+
+@mutation(TP, "s3) on device 0 runs before its forward")
+def backward_before_its_forward(exact: Compiled, code: list[Code]) -> None:
+    code[0].insert(at(code[0], Forward, tag="s3"), code[0].pop(at(code[0], Backward, tag="s3")))
+
+
+@mutation(DP, "gelu (aten.gelu.default) is in 0 segments")
+def op_dropped_from_the_schedule_too(exact: Compiled, code: list[Code]) -> Compiled:
+    functions = [remove_op(f, "gelu") if any(o.name == "gelu" for o in f.ops) else f for f in exact.program.functions]
+    segments = [replace(s, ops=tuple(o for o in s.ops if o.name != "gelu")) for s in exact.schedule.segments]
+    changed = with_program(exact, replace(exact.program, functions=tuple(functions)))
+    return replace(changed, schedule=replace(exact.schedule, segments=segments))
+
+
+@mutation(PIPE, "gelu")
+def microbatch_dropped_from_the_schedule(exact: Compiled, code: list[Code]) -> Compiled:
+    """The last part of an op works on nothing."""
+    edges = copy(exact.schedule.edges)
+    rows = edges.rows["gelu"]
+    edges.rows = {**edges.rows, "gelu": replace(rows, hi=np.concatenate([rows.hi[:-1], rows.lo[-1:]]))}
+    return replace(exact, schedule=replace(exact.schedule, edges=edges))
+
+
+@mutation(DP, "gelu_1", model="mlp")
+def op_missing_from_the_segment_of_one_device(exact: Compiled, code: list[Code]) -> Compiled:
+    functions = list(exact.program.functions)
+    n = next(n for n, f in enumerate(functions) if any(o.name == "gelu_1" for o in f.ops))
+    functions[n] = remove_op(functions[n], "gelu_1")
+    return with_program(exact, replace(exact.program, functions=tuple(functions)))
+
+
+@mutation(DP, "add_7[4:8, 0:32, 0:64] is made", model="gpt2:size=tiny")
+def residual_of_a_block_left_out(exact: Compiled, code: list[Code]) -> Compiled:
+    return edit_op(exact, "add_7", 1, lambda op: replace(op, args=(Ref(1), 0.0)))
+
+
+# What is computed.
+
+
+@mutation(DP, "gelu_1", model="mlp")
+def other_function_with_the_same_shape(exact: Compiled, code: list[Code]) -> Compiled:
+    return edit_op(exact, "gelu_1", 1, lambda op: replace(op, target="aten.tanh.default", kwargs=()))
+
+
+@mutation(DP, "scaled_dot_product_attention", model="gpt2:size=tiny")
+def attention_with_the_wrong_scale(exact: Compiled, code: list[Code]) -> Compiled:
+    op = next(o for o in exact.graph.forward_ops if "attention" in o.target)
+    return edit_op(exact, op.name, 1, lambda op: replace(op, kwargs=(("scale", 0.1),)))
+
+
+@mutation(TP, "layers.0.bias", "linear", model="mlp")
+def bias_added_twice(exact: Compiled, code: list[Code]) -> Compiled:
+    functions = list(exact.program.functions)
+    for n, function in enumerate(functions):
+        if any(op.name == "linear_1" for op in function.ops):
+            add = next(op for op in function.ops if op.name == "linear_1")
+            k = function.ops.index(add)
+            functions[n] = replace(
+                function,
+                ops=(*function.ops[:k], replace(add, kwargs=(("alpha", 2),)), *function.ops[k + 1 :]),
+            )
+    return with_program(exact, replace(exact.program, functions=tuple(functions)))
+
+
+@mutation(TP, "layers.0.weight")
+def wrong_rows_of_a_weight_at_rest(exact: Compiled, code: list[Code]) -> Compiled:
+    """Device 1 holds what device 0 holds."""
+    first, second = exact.program.devices
+    weights = tuple(replace(w, box=v.box) for w, v in zip(second.weights, first.weights, strict=True))
+    devices = (first, replace(second, weights=(weights[0], *second.weights[1:])))
+    return with_program(exact, replace(exact.program, devices=devices))
+
+
+@mutation(DP, "x[8:16, 0:32]")
+def wrong_rows_of_the_batch(exact: Compiled, code: list[Code]) -> None:
+    change(code[1], Load, {"tensor": "x"}, box=((0, 8), (0, 32)))
+
+
+@mutation(TP, "linear_product_2")
+def wrong_box_of_a_slice(exact: Compiled, code: list[Code]) -> None:
+    change(code[1], Slice, {"source": "d_linear_product_2"}, ranges=((0, 16), (0, 5)))
+
+
+@mutation(TP, "linear_product_2")
+def slice_outside_its_tensor(exact: Compiled, code: list[Code]) -> None:
+    change(code[1], Slice, {"source": "d_linear_product_2"}, ranges=((0, 16), (4, 10)), shape=(16, 6))
+
+
+@mutation(DP, "rand_like", model="noise")
+def random_numbers_of_the_wrong_part(exact: Compiled, code: list[Code]) -> Compiled:
+    tables = exact.emitted.tables
+    assert tables[0].draws != tables[1].draws
+    tables = (tables[0], replace(tables[1], draws=tables[0].draws))
+    return replace(exact, emitted=replace(exact.emitted, tables=tables))
+
+
+@mutation(DP, "cross_entropy_loss")
+def loss_counted_on_one_device_only(exact: Compiled, code: list[Code]) -> None:
+    change(code[1], Loss, {}, counted=(False,))
+
+
+@mutation(TP, "cross_entropy_loss")
+def loss_counted_twice(exact: Compiled, code: list[Code]) -> None:
+    change(code[0], Loss, {}, counted=(True,))
+
+
+@mutation(DP, "layers.0.weight", "cross_entropy_loss")
+def gradient_of_the_loss_left_out(exact: Compiled, code: list[Code]) -> None:
+    n = at(code[1], Backward, tag="s2")
+    code[1][n] = replace(code[1][n], gradients=(None,))
+
+
+# Updates.
+
+
+def without_update(code: Code, weight: str) -> None:
+    n = at(code, Update)
+    update = code[n]
+    assert isinstance(update, Update)
+    code[n] = replace(update, pairs=tuple(p for p in update.pairs if p[0] != weight))
+
+
+@mutation(DP, "layers.1.bias")
+def replica_of_a_weight_not_updated(exact: Compiled, code: list[Code]) -> None:
+    without_update(code[1], "layers_1_bias")
+
+
+@mutation(TP, "head.weight")
+def weight_updated_nowhere(exact: Compiled, code: list[Code]) -> None:
+    for mine in code:
+        without_update(mine, "head_weight")
+
+
+@mutation(DP, "layers.0.bias")
+def weight_updated_with_the_gradient_of_another(exact: Compiled, code: list[Code]) -> None:
+    """layers.0.bias and layers.1.bias have one shape."""
+    n = at(code[0], Update)
+    update = code[0][n]
+    assert isinstance(update, Update)
+    gradients = dict(update.pairs)
+    other = gradients["layers_1_bias"]
+    code[0][n] = replace(update, pairs=tuple((w, other if w == "layers_0_bias" else g) for w, g in update.pairs))
+
+
+@mutation(DP, "layers.1.weight")
+def local_gradient_instead_of_the_reduced_one(exact: Compiled, code: list[Code]) -> None:
+    n = at(code[0], Update)
+    update = code[0][n]
+    assert isinstance(update, Update)
+    local = next(s for i in code[0] if isinstance(i, Bucket) for s in i.sources if s.startswith("d_layers_1_weight"))
+    code[0][n] = replace(update, pairs=tuple((w, local if w == "layers_1_weight" else g) for w, g in update.pairs))
+
+
+def with_table(exact: Compiled, rank: int, tensor: str, **new: Any) -> Compiled:
+    """Change an entry of a device's table of weights in what was emitted."""
+    tables = list(exact.emitted.tables)
+    weights = [{**w, **new} if w["tensor"] == tensor else w for w in tables[rank].weights]
+    tables[rank] = replace(tables[rank], weights=weights)
+    return replace(exact, emitted=replace(exact.emitted, tables=tuple(tables)))
+
+
+@mutation(DP, "head.weight")
+def weight_frozen_on_one_device(exact: Compiled, code: list[Code]) -> Compiled:
+    return with_table(exact, 1, "head.weight", trained=False)
+
+
+@mutation(DP, "layers.0.weight")
+def weight_in_another_optimizer_group(exact: Compiled, code: list[Code]) -> Compiled:
+    return with_table(exact, 0, "layers.0.weight", group=1)
+
+
+@mutation(TP, "layers.0.bias")
+def weight_in_another_optimizer_group_by_the_program(exact: Compiled, code: list[Code]) -> Compiled:
+    first, *rest = exact.program.devices
+    weights = tuple(replace(w, group=1 - w.group) if w.tensor == "layers.0.bias" else w for w in first.weights)
+    return with_program(exact, replace(exact.program, devices=(replace(first, weights=weights), *rest)))
+
+
+@mutation(TP, "gelu_1")
+def stale_activation(exact: Compiled, code: list[Code]) -> None:
+    """The reader reads what is there before the layer, of the same shape."""
+    n = at(code[0], Forward, tag="s2")
+    forward = code[0][n]
+    assert isinstance(forward, Forward)
+    before = next(i.out for i in code[0] if isinstance(i, Wait))
+    code[0][n] = replace(forward, inputs=(before, *forward.inputs[1:]))
+
+
+@mutation(TP, "gelu_1, which is freed")
+def value_freed_before_its_last_read(exact: Compiled, code: list[Code]) -> None:
+    code[0].insert(at(code[0], Forward, tag="s2"), Free(("gelu_1",)))
+
+
+def change_combine(code: Code, turn: Callable[[Any], Any]) -> None:
+    n = at(code, Combine)
+    combine = code[n]
+    assert isinstance(combine, Combine)
+    code[n] = replace(combine, pieces=turn(combine.pieces))
+
+
+@mutation(TP, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
+def use_of_a_tied_weight_left_out(exact: Compiled, code: list[Code]) -> None:
+    change_combine(code[0], lambda pieces: pieces[1:])
+
+
+@mutation(HYBRID, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
+def pieces_of_a_gradient_at_each_others_places(exact: Compiled, code: list[Code]) -> None:
+    def turn(pieces: Any) -> Any:
+        names, boxes = zip(*pieces, strict=True)
+        return tuple(zip(names, boxes[::-1], strict=True))
+
+    change_combine(code[0], turn)
+
+
+@mutation(GRID, "linear")
+def message_to_the_wrong_peer(exact: Compiled, code: list[Code]) -> None:
+    n = at(code[0], Send)
+    send = code[0][n]
+    assert isinstance(send, Send)
+    code[0][n] = replace(send, peer=5 - send.peer)
+
+
+# What was emitted, where the program is right.
+
+
+@mutation(PIPE, "linear")
+def tags_of_messages_swapped_in_the_tables(exact: Compiled, code: list[Code]) -> Compiled:
+    first, second = exact.emitted.tables
+    messages = [first.messages[1], first.messages[0], *first.messages[2:]]
+    tables = (replace(first, messages=messages), second)
+    return replace(exact, emitted=replace(exact.emitted, tables=tables))
+
+
+@mutation(TP, "linear_product_1[0:16, 0:64]")
+def groups_of_the_tables_with_one_device_each(exact: Compiled, code: list[Code]) -> Compiled:
+    """Collectives become copies of what is there."""
+    tables = tuple(replace(t, groups=[(rank,)]) for rank, t in enumerate(exact.emitted.tables))
+    return replace(exact, emitted=replace(exact.emitted, tables=tables))
+
+
+@mutation(DP, "linear_2[0:8, 0:10] is made")
+def other_function_in_the_emitted_text(exact: Compiled, code: list[Code]) -> Compiled:
+    files = dict(exact.emitted.files)
+    files["segments.py"] = files["segments.py"].replace("F.gelu(", "F.silu(").replace(", approximate='none'", "")
+    return replace(exact, emitted=replace(exact.emitted, files=files))

@@ -1,0 +1,31 @@
+"""Every bug put into a plan is caught, with its culprit named; plans without one raise no alarm."""
+
+from __future__ import annotations
+
+import pytest
+from mutations import DP, GRID, HYBRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report
+
+from superscaler.locate import first_difference
+from superscaler.package import initial_values
+from superscaler.verify import certify
+
+
+@pytest.mark.parametrize("mutation", TABLE, ids=lambda m: m.name.replace(" ", "_"))
+def test_a_fault_is_caught_and_its_culprit_named(mutation: Mutation) -> None:
+    caught, text = report(mutation)
+    assert caught
+    assert any(culprit in text for culprit in mutation.culprits), text
+
+
+PLANS = [(model, spec) for model in ("mlp", "gpt2:size=tiny") for spec in (DP, TP, PIPE, HYBRID, GRID)]
+
+
+@pytest.mark.parametrize(("model", "spec"), [*PLANS, ("noise", DP)])
+def test_an_intact_plan_has_no_difference(model: str, spec: str) -> None:
+    exact = intact(model, spec)
+    assert certify(exact)["equal"]
+    captured = exact.graph.captured
+    double = {k: v.double() if v.is_floating_point() else v for k, v in captured.batch.items()}
+    values = initial_values(exact.graph.model, captured.values)
+    values = {k: v.double() if v.is_floating_point() else v for k, v in values.items()}
+    assert first_difference(exact, values, double, TIMEOUT) == ""
