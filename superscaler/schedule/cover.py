@@ -7,8 +7,10 @@ grids by arithmetic on labels, for irregular trees by taking one branch at each 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from math import prod
 
 import numpy as np
 
@@ -70,19 +72,29 @@ def join(held: Held, wanted: Wanted) -> list[list[int]]:
         return _join_labels(held, wanted, list(range(len(held))))
     found = []
     for row in range(len(wanted)):
-        tile = branch(held.tree, held, int(wanted.device[row]), int(wanted.microbatch[row]))
+        near = int(wanted.device[row]), int(wanted.microbatch[row])
+        late: set[int] = set()
+        if held.turns and wanted.turns:
+            touched = _overlapping(held, wanted, row, np.arange(len(held))).tolist()
+            late = {r for r in touched if held.turns[r] >= wanted.turns[row]}
+        tile = branch(held.tree, held, *near, late)
         found.append(_overlapping(held, wanted, row, np.array(tile, dtype=np.int64)).tolist())
     return found
 
 
 def alternatives(held: Held, wanted: Wanted) -> list[list[list[int]]]:
-    """Return for each wanted row, for each addend that `join` takes, its replicas: first the one that it takes.
+    """Return for each wanted row sets of held rows: it has all it reads exactly when it has one of each.
 
-    Irregular trees have no alternatives: their replicas may overlap otherwise.
+    First in each is one that `join` takes.
     """
     taken = join(held, wanted)
     if held.tree is not None:
-        return [[[source] for source in sources] for sources in taken]
+        found = []
+        for row, sources in enumerate(taken):
+            hits = set(_overlapping(held, wanted, row, np.arange(len(held))).tolist())
+            sets = _clauses(held.tree, held, hits, sources)
+            found.append([sorted(some, key=lambda r: (r not in sources, r)) for some in sets])
+        return found
     replicas: dict[Hashable, list[int]] = {}
     labels = [(held.labels[row], held.lo[row].tobytes(), held.hi[row].tobytes()) for row in range(len(held))]
     for row, label in enumerate(labels):
@@ -197,14 +209,36 @@ def _nearest(
     return next(r for r in same if devices[r] == owner)
 
 
-def branch(tree: Tree, held: Held, device: int, micro: int) -> list[int]:
-    """Return the rows of one branch at each replication, the nearest to (device, micro)."""
+def branch(tree: Tree, held: Held, device: int, micro: int, late: Container[int] = ()) -> list[int]:
+    """Return the rows of one branch at each replication, the nearest to (device, micro) without a row in `late`."""
     if not tree.children:
         return [tree.row]
-    below = [branch(child, held, device, micro) for child in tree.children]
-    shared = held.all_routes and held.operand in tree.value
-    counted = tree.is_replica and (held.all_replicas or (held.all_routes and tree.mirror == "route"))
-    if counted or not (tree.is_replica or shared):
+    below = [branch(child, held, device, micro, late) for child in tree.children]
+    if _is_sum(tree, held):
         return [row for rows in below for row in rows]
     near = [sum((held.device[r] == device) * 2 + (held.microbatch[r] == micro) for r in rows) for rows in below]
-    return below[near.index(max(near))]
+    order = [(not any(r in late for r in rows), close) for rows, close in zip(below, near, strict=True)]
+    return below[order.index(max(order))]
+
+
+def _is_sum(tree: Tree, held: Held) -> bool:
+    """Tell whether all branches below a node count, not one of them."""
+    shared = held.all_routes and held.operand in tree.value
+    counted = tree.is_replica and (held.all_replicas or (held.all_routes and tree.mirror == "route"))
+    return counted or not (tree.is_replica or shared)
+
+
+# Branches of n parts in r replicas make n to the power of r sets; beyond these the branch that was taken stays.
+MOST_SETS = 64
+
+
+def _clauses(tree: Tree, held: Held, hits: Container[int], taken: Sequence[int]) -> list[frozenset[int]]:
+    if not tree.children:
+        return [frozenset((tree.row,))] if tree.row in hits else []
+    below = [_clauses(child, held, hits, taken) for child in tree.children]
+    if _is_sum(tree, held):
+        return [some for sets in below for some in sets]
+    if prod(map(len, below)) > MOST_SETS:
+        within = frozenset[int]().union(*(some for sets in below for some in sets))
+        return [frozenset((row,)) for row in taken if row in within]
+    return [frozenset[int]().union(*sets) for sets in product(*below)]

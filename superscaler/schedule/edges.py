@@ -120,7 +120,7 @@ class Edges:
     def is_replicated(self, name: str) -> bool:
         """Tell whether some parts of an op repeat others."""
         addends = self.rows[name].addends()
-        return len(set(addends)) < len(addends)
+        return len(set(addends)) < len(addends) or not self.rows[name].regular
 
     def is_free(self, producer: Op, consumer: Op, k: int) -> bool:
         """Tell whether any replica may serve input `k`: not if parts share it out, or if mirrors follow who reads."""

@@ -171,7 +171,9 @@ def _irregular(edges: Edges, alias: Alias) -> Held:
     labels = tuple(held.labels[row] for row in at)
     tree = _renumber(held.tree, order)
     arrays = held.lo[at], held.hi[at], held.device[at], held.microbatch[at]
-    return replace(Held(*arrays, labels, tree), all_routes=True, operand=k, all_replicas=held.all_replicas)
+    turns = edges.turns("B", op)
+    mine = [turns[row] for row in at] if turns else ()
+    return replace(Held(*arrays, labels, tree, turns=mine), all_routes=True, operand=k, all_replicas=held.all_replicas)
 
 
 def _renumber(tree: Tree, order: dict[int, int]) -> Tree:

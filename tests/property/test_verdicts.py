@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from superscaler.compiler import finish
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Model, Op, Operand, Ref
-from superscaler.ir.parts import Axis, Grid, Rows
+from superscaler.ir.parts import Axis, Grid, Rows, Tree
 from superscaler.ir.program import Program
 from superscaler.ir.transformed import Graph, Group, Order, rows_under
 from superscaler.materialize.build import materialize
@@ -58,8 +59,7 @@ def _grid(op: Op, draw: random.Random, devices: int, is_cut: bool) -> Grid:
             axes.append(Axis(None, (1,) * draw.choice([2, 2, 3])))
     shape = [len(a.sizes) for a in axes]
     grid = Grid(tuple(axes), np.array([draw.randrange(devices) for _ in range(int(np.prod(shape)))]).reshape(shape))
-    if axes and cuttable and all(a.index is not None for a in axes) and draw.random() < 0.3:
-        # Without replicas, a part that is cut apart from its neighbours still leaves one source of each addend.
+    if axes and cuttable and draw.random() < 0.3:
         i = draw.choice(cuttable)
         where = np.array([draw.randrange(devices) for _ in range(2)])
         grid.children[0] = Grid((Axis(i, (1, op.indices[i].size - 1)),), where)
@@ -85,11 +85,11 @@ def _rank(model: Model, group: Group) -> int:
 
 @dataclass
 class Needs:
-    """What each work needs: all of `every`, and one of each of `some` (the replicas of one addend)."""
+    """What each work needs: all of `every`, and for each of its reads in `some` all of one of the alternatives."""
 
     graph: Graph
     every: dict[Work, set[Work]] = field(default_factory=dict)
-    some: list[tuple[Work, frozenset[Work]]] = field(default_factory=list)
+    some: list[tuple[Work, frozenset[frozenset[Work]]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows: dict[str, Rows] = {op.name: self.graph.rows(op) for op in self.graph.ops}
@@ -127,11 +127,15 @@ class Needs:
     def _read(self, kind: str, reader: Op, wanted: Operand, made: str, maker: Op, held: Operand) -> None:
         rows = self.rows[maker.name]
         for row, key in enumerate(self.rows[reader.name].keys):
-            replicas: dict[tuple[int, ...], set[Work]] = {}
+            hits: dict[int, Work] = {}
+            replicas: dict[tuple[int, ...], set[frozenset[Work]]] = {}
             for source, box in enumerate(rows.boxes):
                 sides = zip(self._box(reader, wanted, row), self._box(maker, held, source), strict=True)
                 if all(max(a, c) < min(b, d) for (a, b), (c, d) in sides):
-                    replicas.setdefault(box, set()).add((made, maker.name, rows.keys[source]))
+                    hits[source] = made, maker.name, rows.keys[source]
+                    replicas.setdefault(box, set()).add(frozenset((hits[source],)))
+            if not rows.regular:
+                replicas = {(): {frozenset(hits[r] for r in b if r in hits) for b in branches(rows.tree)}}
             self.some += [((kind, reader.name, key), frozenset(sources)) for sources in replicas.values()]
 
     def _before_update(self, reader: Op, update: Op) -> None:
@@ -149,36 +153,55 @@ class Needs:
 
     def is_need(self, before: Work, after: Work) -> bool:
         """Tell whether a work needs another as data or as its own forward."""
-        return before == ("F", *after[1:]) or any(after == reader and before in some for reader, some in self.some)
+        return before == ("F", *after[1:]) or any(
+            after == reader and any(before in sources for sources in some) for reader, some in self.some
+        )
 
     def is_possible(self) -> bool:
         """Tell whether some choice of a source for each read makes no cycle, by trying all that do not make one yet."""
         number = {work: n for n, work in enumerate(self.every)}
         reach = [1 << n for n in range(len(number))]
         fixed = [(number[b], number[a]) for a, needs in self.every.items() for b in needs]
-        fixed += [(number[next(iter(some))], number[reader]) for reader, some in self.some if len(some) == 1]
-        free = {(number[reader], tuple(sorted(number[s] for s in some))) for reader, some in self.some if len(some) > 1}
+        fixed += [(number[s], number[reader]) for reader, some in self.some if len(some) == 1 for s in next(iter(some))]
+        free = {
+            (number[reader], tuple(sorted(tuple(sorted(number[s] for s in sources)) for sources in some)))
+            for reader, some in self.some
+            if len(some) > 1
+        }
         return all(_join(reach, before, after) for before, after in fixed) and _choose(reach, sorted(free))
 
 
-def _choose(reach: list[int], free: list[tuple[int, tuple[int, ...]]]) -> bool:
+def branches(tree: Tree) -> list[list[int]]:
+    """Return the rows of all choices of one branch at each replication."""
+    if not tree.children:
+        return [[tree.row]]
+    below = [branches(child) for child in tree.children]
+    if tree.is_replica:
+        return [rows for choice in below for rows in choice]
+    return [[row for rows in choice for row in rows] for choice in product(*below)]
+
+
+def _choose(reach: list[int], free: list[tuple[int, tuple[tuple[int, ...], ...]]]) -> bool:
     """Try the sources of the read that has fewest left.
 
     A read needs no choice if a source comes first anyway, or if one can never wait for it, whatever the others choose.
     """
-    free = [(r, tuple(s for s in some if not reach[r] >> s & 1)) for r, some in free]
+    free = [(r, tuple(b for b in some if not any(reach[r] >> s & 1 for s in b))) for r, some in free]
     widest = list(reach)
     for reader, some in free:
-        for source in some:
+        for source in {s for sources in some for s in sources}:
             _join(widest, source, reader)
-    free = [(r, some) for r, some in free if not any(reach[s] >> r & 1 or not widest[r] >> s & 1 for s in some)]
+    free = [
+        (r, some)
+        for r, some in free
+        if not any(all(reach[s] >> r & 1 or not widest[r] >> s & 1 for s in sources) for sources in some)
+    ]
     if not free:
         return True
     reader, left = min(free, key=lambda read: len(read[1]))
-    for source in left:
+    for sources in left:
         longer = list(reach)
-        _join(longer, source, reader)
-        if _choose(longer, free):
+        if all(_join(longer, source, reader) for source in sources) and _choose(longer, free):
             return True
     return False
 
@@ -200,7 +223,7 @@ def check_accepted(schedule: Schedule, needs: Needs, draw: random.Random) -> Non
     orders = {(b, a) for o in needs.graph.orders for b in needs.members(o.before) for a in needs.members(o.after)}
     assert all(at[before] < at[after] for before, after in orders)
     for after, sources in needs.some:
-        assert after[0] == "U" or any(at[source] <= at[after] for source in sources), after
+        assert after[0] == "U" or any(all(at[s] <= at[after] for s in few) for few in sources), after
     check_conservation(schedule)
     program = materialize(schedule, 4)
     for _ in range(100):
@@ -252,13 +275,13 @@ def check_cycle(message: str, needs: Needs) -> bool:
     return widest == forced
 
 
-def girth(needs: Needs, counts: Callable[[frozenset[Work]], bool]) -> float:
+def girth(needs: Needs, counts: Callable[[frozenset[frozenset[Work]]], bool]) -> float:
     """Return how much work the shortest cycle holds, by walks from every work; of alternatives only some count."""
     after: dict[Work, set[Work]] = {work: set() for work in needs.every}
     for work, before in [(w, b) for w, many in needs.every.items() for b in many]:
         after[before].add(work)
     for work, sources in needs.some:
-        for source in sources if counts(sources) else ():
+        for source in {s for few in sources for s in few} if counts(sources) else ():
             after[source].add(work)
     best = float("inf")
     for start in after:
@@ -305,7 +328,7 @@ def test_many_more_verdicts_equal_brute_force(block: int) -> None:
 
 
 # Found among seeds 0 to 3000: the nearest replicas make a cycle, others do not.
-@pytest.mark.parametrize("seed", [23, 38, 995, 1203, 2036, 2918])
+@pytest.mark.parametrize("seed", [20, 37, 157, 1203, 2036, 2827])
 def test_plans_that_need_another_replica_than_the_nearest_equal_the_unsplit_graph(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
