@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.mask import Box, Mask, extents
-from superscaler.ir.program import Backward, Device, Forward, Free, Program, Update
+from superscaler.ir.program import Backward, Device, Forward, Free, Loss, Program, Update
 from superscaler.materialize.names import reads, tag, unique_identifiers, writes
 from superscaler.materialize.sizes import check_sizes
 from superscaler.schedule.order import Schedule
@@ -23,6 +23,8 @@ def check_program(schedule: Schedule, program: Program) -> None:
         for at, key in enumerate(segment.keys):
             parts[key[0]].append((segment, at))
     for device in program.devices:
+        if sum(isinstance(i, Loss) for i in device.instructions) != 1:
+            raise ScheduleError(f"device {device.rank} does not give the loss {program.model.loss} once, at its end.")
         _check_names(device)
         _check_parts(schedule, program, device, parts[device.rank])
     _check_updates(schedule, program)

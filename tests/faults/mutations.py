@@ -40,7 +40,6 @@ from superscaler.verify import certify
 
 # A mutated step that hangs must not take long.
 TIMEOUT = 5.0
-MODELS = ("mlp", "gpt2:size=tiny", "noise")
 Code = list[Instruction]
 Edit = Callable[[Compiled, list[Code]], Compiled | None]
 
@@ -164,12 +163,12 @@ def skip_collective(code: Code, work: str) -> None:
     rename(code, out, source)
 
 
-def edit_op(exact: Compiled, op: str, number: int, new: Callable[[Any], Any]) -> Compiled:
-    """Change an op in the function of one part."""
+def edit_op(exact: Compiled, op: str, new: Callable[[Any], Any]) -> Compiled:
+    """Change an op in the last of the functions that have it."""
     functions = list(exact.program.functions)
     found = [n for n, f in enumerate(functions) if any(o.name == op for o in f.ops)]
-    function = functions[found[number]]
-    functions[found[number]] = replace(function, ops=tuple(new(o) if o.name == op else o for o in function.ops))
+    function = functions[found[-1]]
+    functions[found[-1]] = replace(function, ops=tuple(new(o) if o.name == op else o for o in function.ops))
     return with_program(exact, replace(exact.program, functions=tuple(functions)))
 
 
@@ -371,7 +370,7 @@ def microbatch_dropped_from_the_schedule(exact: Compiled, code: list[Code]) -> C
     return replace(exact, schedule=replace(exact.schedule, edges=edges))
 
 
-@mutation(DP, "gelu_1", model="mlp")
+@mutation(DP, "gelu_1")
 def op_missing_from_the_segment_of_one_device(exact: Compiled, code: list[Code]) -> Compiled:
     functions = list(exact.program.functions)
     n = next(n for n, f in enumerate(functions) if any(o.name == "gelu_1" for o in f.ops))
@@ -379,26 +378,26 @@ def op_missing_from_the_segment_of_one_device(exact: Compiled, code: list[Code])
     return with_program(exact, replace(exact.program, functions=tuple(functions)))
 
 
-@mutation(DP, "add_7[4:8, 0:32, 0:64] is made", model="gpt2:size=tiny")
+@mutation(DP, "add_7[0:4, 0:32, 0:64] is made", model="gpt2:size=tiny")
 def residual_of_a_block_left_out(exact: Compiled, code: list[Code]) -> Compiled:
-    return edit_op(exact, "add_7", 1, lambda op: replace(op, args=(Ref(1), 0.0)))
+    return edit_op(exact, "add_7", lambda op: replace(op, args=(Ref(1), 0.0)))
 
 
 # What is computed.
 
 
-@mutation(DP, "gelu_1", model="mlp")
+@mutation(DP, "gelu_1")
 def other_function_with_the_same_shape(exact: Compiled, code: list[Code]) -> Compiled:
-    return edit_op(exact, "gelu_1", 1, lambda op: replace(op, target="aten.tanh.default", kwargs=()))
+    return edit_op(exact, "gelu_1", lambda op: replace(op, target="aten.tanh.default", kwargs=()))
 
 
 @mutation(DP, "scaled_dot_product_attention", model="gpt2:size=tiny")
 def attention_with_the_wrong_scale(exact: Compiled, code: list[Code]) -> Compiled:
     op = next(o for o in exact.graph.forward_ops if "attention" in o.target)
-    return edit_op(exact, op.name, 1, lambda op: replace(op, kwargs=(("scale", 0.1),)))
+    return edit_op(exact, op.name, lambda op: replace(op, kwargs=(("scale", 0.1),)))
 
 
-@mutation(TP, "layers.0.bias", "linear", model="mlp")
+@mutation(TP, "layers.0.bias", "linear")
 def bias_added_twice(exact: Compiled, code: list[Code]) -> Compiled:
     functions = list(exact.program.functions)
     for n, function in enumerate(functions):
@@ -593,3 +592,32 @@ def other_function_in_the_emitted_text(exact: Compiled, code: list[Code]) -> Com
     files = dict(exact.emitted.files)
     files["segments.py"] = files["segments.py"].replace("F.gelu(", "F.silu(").replace(", approximate='none'", "")
     return replace(exact, emitted=replace(exact.emitted, files=files))
+
+
+@mutation(PIPE, "labels[4:8] on device 1, microbatch 1")
+def labels_of_another_microbatch(exact: Compiled, code: list[Code]) -> None:
+    change(code[1], Load, {"tensor": "labels", "out": "labels_s1"}, box=((0, 4),))
+
+
+@mutation(PIPE, "the gradient of linear[0:4, 0:64] on device 0, microbatch 0")
+def gradients_of_microbatches_swapped(exact: Compiled, code: list[Code]) -> None:
+    one, two = ("d_linear~s1_0_m0", "d_linear~s1_0_m1")
+    first, second = at(code[1], Send, source=one), at(code[1], Send, source=two)
+    code[1][first] = replace(code[1][first], source=two)
+    code[1][second] = replace(code[1][second], source=one)
+    code[1].insert(second - 1, code[1].pop(first))
+
+
+@mutation(DP, "the gradient of layers.0.weight")
+def bucket_reduced_twice(exact: Compiled, code: list[Code]) -> None:
+    """The sum over two replicas of what is a sum already."""
+    for mine in code:
+        n = at(mine, Bucket)
+        bucket = mine[n]
+        assert isinstance(bucket, Bucket)
+        waits = {i.work: m for m, i in enumerate(mine) if isinstance(i, Wait) and i.work in bucket.works}
+        done = [replace(mine[m], out=f"{work}~once") for work, m in waits.items()]
+        for work, m in waits.items():
+            mine[m] = replace(mine[m], work=f"{work}~twice")
+        again = replace(bucket, works=tuple(f"{w}~twice" for w in waits), sources=tuple(d.out for d in done))
+        mine[n + 1 : n + 1] = [*done, again]

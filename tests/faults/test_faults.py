@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutations import DP, GRID, HYBRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report
+from mutations import DP, GRID, HYBRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report, with_code
 
 from superscaler.locate import first_difference
 from superscaler.package import initial_values
@@ -15,6 +15,18 @@ def test_a_fault_is_caught_and_its_culprit_named(mutation: Mutation) -> None:
     caught, text = report(mutation)
     assert caught
     assert any(culprit in text for culprit in mutation.culprits), text
+
+
+@pytest.mark.parametrize("spec", [DP, TP, PIPE])
+def test_no_instruction_can_be_left_out(spec: str) -> None:
+    exact = intact("mlp", spec)
+    for device in exact.program.devices:
+        for n, gone in enumerate(device.instructions):
+            code = [list(d.instructions) for d in exact.program.devices]
+            del code[device.rank][n]
+            result = certify(with_code(exact, code), timeout=TIMEOUT)
+            assert not result["equal"], gone
+            assert result["first_difference"], gone
 
 
 PLANS = [(model, spec) for model in ("mlp", "gpt2:size=tiny") for spec in (DP, TP, PIPE, HYBRID, GRID)]

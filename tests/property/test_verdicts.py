@@ -237,7 +237,7 @@ def interleave(program: Program, draw: random.Random) -> set[int]:
     while ready:
         device = ready.pop(draw.randrange(len(ready)))
         if left[device]:
-            meeting, members = left[device][-1]
+            meeting, members, _ = left[device][-1]
             if all(left[m] and left[m][-1][0] == meeting for m in members):
                 for member in members:
                     left[member].pop()
