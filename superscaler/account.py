@@ -34,7 +34,7 @@ MOST = 8
 def account(compiled: Compiled) -> dict[str, Any]:
     """Return explain.json: what `superscaler.explain` puts into words. Equal blocks share one entry."""
     blocks = _Blocks(compiled)
-    found = describe(compiled.graph.model)
+    found, optimizer = describe(compiled.graph.model), compiled.graph.model.optimizer
     return {
         "version": VERSION,
         "world": compiled.program.world,
@@ -42,7 +42,8 @@ def account(compiled: Compiled) -> dict[str, Any]:
         "model": {
             **{k: found[k] for k in ("parameters", "parameter_bytes", "trained_parameters", "buffers", "flops")},
             "ops": sum(found["ops"].values()),
-            "optimizer": compiled.graph.model.optimizer.name,
+            "optimizer": optimizer.name,
+            "options": [dict(group) for group in optimizer.groups],
         },
         "blocks": _collapse({name: blocks.describe(name) for name in blocks.ops}),
         "schedule": blocks.schedule(),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from superscaler.errors import InputError
 VERSION = 1
 PLAN_FILE, EXPLAIN_FILE = "plan.json", "explain.json"
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
+# What the manifest of plan.json holds.
+_HASHES = ("model", "plan", "cluster", "weights", "code", "explain")
 _VERSIONS = ("superscaler", "torch", "python")
 
 
@@ -23,16 +26,16 @@ def read(directory: Path) -> dict[str, Any]:
 
     Raises InputError for anything but a whole plan directory of this version.
     """
-    if not (directory / PLAN_FILE).is_file():
-        raise InputError(
-            f"{directory} is not a plan directory (it has no {PLAN_FILE}); write one with superscaler compile --out."
-        )
     again = "write it again with superscaler compile --out."
     try:
+        if not (directory / PLAN_FILE).is_file():
+            raise InputError(
+                f"{directory} is not a plan directory (it has no {PLAN_FILE}); write one by superscaler compile --out."
+            )
         plan = json.loads((directory / PLAN_FILE).read_text())
-        kept = plan.get("manifest")
-        if kept is None or not (directory / EXPLAIN_FILE).exists():
+        if plan.get("manifest") is None or not (directory / EXPLAIN_FILE).exists():
             raise InputError(f"{directory} was written by an older version, which kept nothing to explain; {again}")
+        kept = {key: str(plan["manifest"][key]) for key in (*_HASHES, *_VERSIONS)}
         text = (directory / EXPLAIN_FILE).read_text()
         found = json.loads(text)
         if found["version"] != VERSION:
@@ -41,7 +44,7 @@ def read(directory: Path) -> dict[str, Any]:
             )
         if digest(text) != kept["explain"]:
             raise InputError(f"{directory}/{EXPLAIN_FILE} is not what compile wrote there; {again}")
-        return {"manifest": {**kept}, "seed": int(plan["seed"]), **found}
+        return {"manifest": kept, "seed": int(plan["seed"]), **found}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"the plan in {directory} is damaged ({error}); {again}") from None
 
@@ -105,10 +108,29 @@ def _block(block: Mapping[str, Any]) -> Iterator[str]:
 
 def _held(block: Mapping[str, Any]) -> Iterator[str]:
     """Yield how the ops of a block are cut and placed, and where its weights live."""
+    placed: dict[str, list[Mapping[str, Any]]] = {}
     for row in block["splits"]:
-        cuts = ", ".join(map(_axis, row["axes"])) or "whole"
-        yield f"{cuts}; on {_on(row['devices'])}: {_ops(row)}"
+        placed.setdefault(row["devices"], []).append(row)
+    for devices, rows in placed.items():
+        if len(rows) == 1:
+            yield f"{_on(devices)}: {_axes(rows[0]['axes'], 'whole')}: {_ops(rows[0])}"
+            continue
+        # What all have in common is told once.
+        levels = takewhile(
+            lambda axes: all(axis == axes[0] for axis in axes), zip(*(r["axes"] for r in rows), strict=False)
+        )
+        shared = len(list(levels))
+        yield f"{_on(devices)}: {_axes(rows[0]['axes'][:shared], 'cut in several ways')}"
+        yield from (f"  {_axes(row['axes'][shared:], 'not cut further')}: {_ops(row)}" for row in rows)
     yield from map(_weights, block["weights"])
+
+
+def _axes(axes: Sequence[Mapping[str, Any]], none: str = "whole") -> str:
+    return ", ".join(map(_axis, axes)) or none
+
+
+def _groups(groups: Sequence[str]) -> str:
+    return " | ".join(groups if len(groups) <= 4 else (*groups[:2], "...", groups[-1]))
 
 
 def _alike(block: Mapping[str, Any], *more: str) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
@@ -116,7 +138,7 @@ def _alike(block: Mapping[str, Any], *more: str) -> dict[tuple[str, ...], list[M
     found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in block["moves"]:
         if row["way"] != "local":
-            key = (row["direction"], row["kind"], " | ".join(row["groups"]), *(row[m] for m in more))
+            key = (row["direction"], row["kind"], _groups(row["groups"]), *(row[m] for m in more))
             found.setdefault(key, []).append(row)
     return found
 
@@ -138,13 +160,13 @@ def _moved(block: Mapping[str, Any]) -> int:
 
 def _axis(axis: Mapping[str, Any]) -> str:
     if axis["how"] == "nested":
-        return f"{axis['parts']} parts cut further (" + " / ".join(", ".join(map(_axis, a)) for a in axis["axes"]) + ")"
+        return f"{axis['parts']} of these cut further ({' / '.join(map(_axes, axis['axes']))})"
     what = {"value": f"the value into {axis['parts']} addends", "copies": f"{axis['parts']} copies"}
     sizes = " of sizes " + ", ".join(map(str, axis["sizes"])) if "sizes" in axis else ""
     if axis["how"] == "microbatches":
         what["microbatches"] = f"{axis['parts']} microbatches" + (f" of {axis['factor']}" if "factor" in axis else "")
     told = what.get(axis["how"]) or f"{axis['factor']} into {axis['parts']}{sizes}"
-    return told + (f" ({' | '.join(axis['devices'])})" if "devices" in axis else "")
+    return told + (f" ({_groups(axis['devices'])})" if "devices" in axis else "")
 
 
 def _ops(row: Mapping[str, Any]) -> str:
@@ -168,7 +190,7 @@ def _weights(row: Mapping[str, Any]) -> str:
     if "percent" in row:
         places = [f"{percent}% on {devices}" for percent, devices in zip(row["percent"], places, strict=True)]
     return (
-        f"{names} of {size(row['bytes'])} {pieces}{':' if 'percent' in row else ' on'} {' | '.join(places)}; "
+        f"{names} of {size(row['bytes'])} {pieces}{':' if 'percent' in row else ' on'} {_groups(places)}; "
         f"all devices hold {size(row['held_bytes'])}"
     )
 
@@ -213,7 +235,9 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 def _heads(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Yield what differs of the whole plans: model, cluster, seed."""
     if a["manifest"]["model"] != b["manifest"]["model"]:
-        told = [f"{k.replace('_', ' ')} {_pair(a['model'], b['model'], k)}" for k in a["model"] if _unlike(a, b, k)]
+        first, second = (_numbers(x["model"]) for x in (a, b))
+        keys = [k for k in {**first, **second} if first.get(k) != second.get(k)]
+        told = [f"{k} {first.get(k, 'none')} -> {second.get(k, 'none')}" for k in keys]
         yield "model: " + (", ".join(told) or "another graph of the same size")
     elif a["manifest"]["weights"] != b["manifest"]["weights"]:
         yield "weights: the same model with other initial values"
@@ -224,13 +248,11 @@ def _heads(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         yield "cluster: the same name, but other devices"
 
 
-def _unlike(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> bool:
-    return bool(a["model"][key] != b["model"].get(key))
-
-
-def _pair(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> str:
-    shown = [f"{x:,}" if isinstance(x, int) else str(x) for x in (a[key], b[key])]
-    return " -> ".join(shown)
+def _numbers(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is said about a model and its optimizer, by name."""
+    found = {k.replace("_", " "): f"{v:,}" if isinstance(v, int) else v for k, v in model.items() if k != "options"}
+    options = ((n, k, v) for n, group in enumerate(model["options"]) for k, v in group.items())
+    return found | {k + (f" of group {n}" if n else ""): json.dumps(v) for n, k, v in options}
 
 
 def _blocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

@@ -104,7 +104,8 @@ def test_equal_blocks_are_told_once_with_megatrons_collectives(plans: dict[str, 
     plan = plans["hybrid:dp=2,tp=2"]
     text = plan.explain()
     assert "\ntransformer.h.0 to transformer.h.2: " in text
-    assert "batch into 2 (0, 1 | 2, 3), attn.heads into 2 (0, 2 | 1, 3); on devices 0 to 3" in text
+    assert "\n  devices 0 to 3: batch into 2 (0, 1 | 2, 3)\n" in text
+    assert "\n    attn.heads into 2 (0, 2 | 1, 3): 15 ops: attn.c_attn mm, " in text
     block = blocks_of(plan)["transformer.h.1"]
     sent = {(r["direction"], r["tensor"]): r for r in block["moves"] if r["way"] == "collective"}
     # A product with rows cut gives partial sums, all reduced forward; the gradient of what enters, backward.
@@ -171,7 +172,7 @@ def test_an_irregular_plan_is_told(tmp_path: Path) -> None:
     )
     text = plan_of(f"{source}:mine", "local:2", MLP).explain()
     assert "batch into 2 of sizes 6, 2 (0 | 1)" in text
-    assert "1 parts cut further (batch into 2)" in text
+    assert "1 of these cut further (batch into 2)" in text
 
 
 def test_numbers_of_devices_are_told_in_few_words_and_none_is_lost() -> None:
@@ -213,7 +214,7 @@ def test_diff_tells_splits_orders_and_bytes(
     ("other", "line"),
     [
         ({"model": MLP.replace("batch=8", "batch=16")}, "model: flops "),
-        ({"lr": 1e-2}, "model: another graph of the same size"),
+        ({"lr": 1e-2}, "model: lr 0.001 -> 0.01"),
         ({"spec": "single", "cluster": "local:1"}, "cluster: local:2 -> local:1"),
         ({"cluster": "v100:1x2"}, "cluster: local:2 -> v100:1x2"),
     ],
@@ -352,6 +353,7 @@ WRONG = [
     (lambda d: (d / PLAN_FILE).write_text("[]"), "is damaged"),
     (lambda d: (d / PLAN_FILE).write_bytes(b"\xff\xfe"), "is damaged"),
     (lambda d: (d / PLAN_FILE).write_text('{"manifest": 3}'), "is damaged"),
+    (lambda d: (d / PLAN_FILE).write_text('{"manifest": {}}'), "is damaged"),
     (damage_explain, "is damaged"),
     (lambda d: (d / EXPLAIN_FILE).write_text("3"), "is damaged"),
     (change_explain, "is not what compile wrote there"),
