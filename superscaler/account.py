@@ -23,12 +23,14 @@ from superscaler.ir.graph import Op
 from superscaler.ir.mask import extents
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.program import Backward, Forward, Instruction, Move
-from superscaler.ir.report import describe, width
+from superscaler.ir.report import collapse, describe, width
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
 
 # Devices or groups that a list names; beyond, only how many there are.
 MOST = 8
+# The block of what is outside of all modules.
+_NONE = "the model"
 
 
 def account(compiled: Compiled) -> dict[str, Any]:
@@ -184,11 +186,15 @@ class _Blocks:
         self.ops: dict[str, list[Op]] = {}
         for op in self.graph.forward_ops:
             self.ops.setdefault(_block(op), []).append(op)
-        # Weights belong to what reads them first, activations to what makes them.
-        self.home = {name: _block(readers[0][0]) for name, readers in uses.items() if readers}
+        # Weights belong to what reads them first, constants of several blocks to none, activations to what makes them.
+        self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in uses.items() if found}
         self.home |= {name: _block(op) for name, (op, _) in self.producers.items()}
-        written = {op.inputs[0].tensor: self.home[op.inputs[1].tensor] for op in self.model.ops if op.is_write}
+        written = {
+            op.inputs[0].tensor: self.home.get(op.inputs[1].tensor, _NONE) for op in self.model.ops if op.is_write
+        }
         self.home = {**written, **self.home}
+        for name in self.home.values():
+            self.ops.setdefault(name, [])
         block_of_op = {op.name: name for name, ops in self.ops.items() for op in ops}
         block_of_op |= {op.name: self.home[op.inputs[0].tensor] for op in self.model.ops if not op.is_forward}
         self.moves: dict[str, list[Move]] = _group(compiled.program.moves, lambda move: self.home[move.tensor])
@@ -199,6 +205,10 @@ class _Blocks:
             for weight in device.weights:
                 self.places.setdefault(weight.tensor, {}).setdefault(weight.box, []).append(device.rank)
                 self.trained |= {weight.tensor} if weight.trained else set()
+
+    def _reader(self, tensor: str, ops: Sequence[Op]) -> str:
+        blocks = {_block(op) for op in ops}
+        return _NONE if len(blocks) > 1 and self.model.tensors[tensor].kind != "parameter" else _block(ops[0])
 
     def describe(self, name: str) -> dict[str, Any]:
         names = _Names.of(name)
@@ -257,7 +267,7 @@ class _Blocks:
             entry = found.setdefault(json.dumps(row), {**row, "bytes": 0, "held_bytes": 0, "of": []})
             entry["bytes"] += prod(spec.shape) * width(spec.dtype)
             entry["held_bytes"] += held * width(spec.dtype)
-            entry["of"].append(names.short(tensor))
+            entry["of"].append(collapse(tensor) if spec.kind == "constant" else names.short(tensor))
         return list(found.values())
 
     def _moves(self, name: str, names: _Names) -> list[dict[str, Any]]:
@@ -290,7 +300,7 @@ def _group(items: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list[An
 
 
 def _block(op: Op) -> str:
-    return block_of(op.module) or op.module or "the model"
+    return block_of(op.module) or op.module or _NONE
 
 
 def _label(op: Op, names: _Names) -> str:

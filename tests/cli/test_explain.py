@@ -118,6 +118,14 @@ def test_equal_blocks_are_told_once_with_megatrons_collectives(plans: dict[str, 
     assert (gradient["groups"], gradient["bytes"]) == (["0, 2", "1, 3"], 2 * (64 * 128 * 4))
 
 
+def test_what_equal_blocks_share_belongs_to_none_of_them() -> None:
+    """The tables of rotary embeddings are read by all layers, and first by layer 0."""
+    plan = plan_of("tensor_parallel", "local:2", "llama:size=tiny")
+    assert ["model.layers.0", "model.layers.1"] in [block["names"] for block in account(plan.compiled)["blocks"]]
+    shared = [row for row in blocks_of(plan)["the model"]["weights"] if row["kind"] == "constant"]
+    assert sum(len(row["of"]) for row in shared) >= 2
+
+
 def test_a_pipeline_tells_its_order_and_its_messages(plans: dict[str, Plan]) -> None:
     text = plans["pipeline_1f1b:stages=2,microbatches=4"].explain()
     assert "F0 F1 B0 F2 B1 F3 B2 B3" in text
