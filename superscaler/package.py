@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from superscaler.account import account, hash_values, manifest
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError
+from superscaler.explain import EXPLAIN_FILE, digest
 from superscaler.frontend.rules import REGISTERED
 from superscaler.ir.graph import Model
 from superscaler.runtime.step import PLAN_FILE, WEIGHTS_FILE
 
+JOURNAL_FILE = "journal.txt"
 RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
 
 import sys
@@ -98,10 +101,11 @@ def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) ->
     return found
 
 
-def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0) -> None:
+def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0) -> bool:
     """Write a plan directory. An older plan there is replaced; any other non-empty directory is refused.
 
-    Files that are not of the older plan stay. Raises InputError for a directory that cannot be written.
+    Returns False where the same plan is there already, which stays as it is. Files that are not of the older plan stay.
+    Raises InputError for a directory that cannot be written.
     """
     check_directory(directory)
     for target, home in _operators(compiled.graph.model).items():
@@ -110,10 +114,15 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
                 f"{target} was registered outside of any file, where no process that runs the plan can find it; "
                 "put it into a .py file and import that."
             )
+    kept = {n: v for n, v in values.items() if n in compiled.graph.model.tensors}
+    files = _texts(compiled, kept, seed)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if _is_there(directory, files):
+            return False
         _remove_plan(directory)
-        _write_files(compiled, directory, values, seed)
+        _write_files(directory, files, kept)
+        return True
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{directory} cannot be written: {reason}; choose another directory.") from error
@@ -133,19 +142,41 @@ def check_directory(directory: Path) -> None:
 
 def _remove_plan(directory: Path) -> None:
     # First what says that the plan is whole; what a user keeps beside a plan is not ours to remove.
-    for name in (PLAN_FILE, WEIGHTS_FILE, "run.py", "journal.txt", "segments.py"):
+    for name in (PLAN_FILE, WEIGHTS_FILE, EXPLAIN_FILE, "run.py", JOURNAL_FILE, "segments.py"):
         (directory / name).unlink(missing_ok=True)
     for file in directory.glob("program_*.py"):
         file.unlink()
 
 
-def _write_files(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int) -> None:
-    for name, text in compiled.emitted.files.items():
+def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[str, str]:
+    """Return all files but the weights; plan.json is the last."""
+    explained = json.dumps(account(compiled), indent=1) + "\n"
+    hashes = {**manifest(compiled, values), "explain": digest(explained)}
+    return {
+        **compiled.emitted.files,
+        "run.py": RUN.format(world=compiled.program.world),
+        JOURNAL_FILE: "".join(f"{entry}\n" for entry in compiled.graph.journal),
+        EXPLAIN_FILE: explained,
+        PLAN_FILE: json.dumps({**describe(compiled, seed), "manifest": hashes}, indent=1) + "\n",
+    }
+
+
+def _is_there(directory: Path, files: Mapping[str, str]) -> bool:
+    """Tell whether a directory holds these files, and weights of the hash in its manifest."""
+    # The journal says where the plan was written, which may have moved.
+    if any(not (directory / f).is_file() for f in (*files, WEIGHTS_FILE)):
+        return False
+    if any((directory / f).read_bytes() != text.encode() for f, text in files.items() if f != JOURNAL_FILE):
+        return False
+    try:
+        stored = hash_values(load_file(directory / WEIGHTS_FILE))
+    except SafetensorError:
+        return False
+    return bool(stored == json.loads(files[PLAN_FILE])["manifest"]["weights"])
+
+
+def _write_files(directory: Path, files: Mapping[str, str], values: Mapping[str, Tensor]) -> None:
+    save_file({name: value.detach().clone().contiguous() for name, value in values.items()}, directory / WEIGHTS_FILE)
+    # plan.json is written last: a directory that has one is whole.
+    for name, text in files.items():
         (directory / name).write_text(text)
-    model = compiled.graph.model
-    kept = {n: v for n, v in values.items() if n in model.tensors}
-    save_file({name: value.detach().clone().contiguous() for name, value in kept.items()}, directory / WEIGHTS_FILE)
-    (directory / "run.py").write_text(RUN.format(world=compiled.program.world))
-    (directory / "journal.txt").write_text("".join(f"{entry}\n" for entry in compiled.graph.journal))
-    # Written last: a directory with a plan.json is whole.
-    (directory / PLAN_FILE).write_text(json.dumps(describe(compiled, seed), indent=1) + "\n")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from superscaler import explain
+from superscaler.account import account, manifest, microbatches
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.errors import InputError
 from superscaler.frontend.capture import capture as capture_model
-from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Send
+from superscaler.ir.program import Backward, Bucket, Collective, Forward, Send
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.check import check_program
 from superscaler.materialize.rendezvous import check_rendezvous
@@ -54,10 +55,27 @@ class Plan:
         """Compare one step with the exported model in float64; see `superscaler.verify.verify`."""
         return verify(self.compiled, backend, batch)
 
-    def save(self, directory: str | Path, seed: int = 0) -> None:
-        """Write the plan with the initial weights into a directory, which `torchrun .../run.py` trains."""
+    def save(self, directory: str | Path, seed: int = 0) -> bool:
+        """Write the plan with the initial weights into a directory, which `torchrun .../run.py` trains.
+
+        Returns False where the directory holds the same plan already: nothing is written then.
+        """
         model = self.compiled.graph.model
-        write(self.compiled, Path(directory), initial_values(model, self.compiled.graph.captured.values, seed), seed)
+        values = initial_values(model, self.compiled.graph.captured.values, seed)
+        return write(self.compiled, Path(directory), values, seed)
+
+    def explain(self) -> str:
+        """Return the plan in words: per block its splits, weights and communication; the order; the totals."""
+        return explain.words(self._account)
+
+    def diff(self, other: Plan) -> str:
+        """Return what differs between this plan and another, nothing when they are equal."""
+        return "\n".join(explain.difference(self._account, other._account))
+
+    @cached_property
+    def _account(self) -> dict[str, Any]:
+        values = self.compiled.graph.captured.values
+        return {"manifest": manifest(self.compiled, values), "seed": 0, **account(self.compiled)}
 
     def summary(self) -> str:
         """Return one line per distinct program: who runs it, its segments, its communication per step."""
@@ -73,19 +91,10 @@ class Plan:
             told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
             modules = list(dict.fromkeys(i.module for i in code if isinstance(i, Forward) and i.module))
             shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
-            order = _microbatches(code)
+            order = microbatches(code)
             lines.append(f"  {name}: devices {_ranges(ranks)}: {work}; {told}; {shown}")
             lines += [f"    {order}"] if order else []
         return "\n".join(lines)
-
-
-def _microbatches(code: Sequence[Instruction]) -> str:
-    """Return the order of a device's forwards and backwards of microbatches, as F0 F1 B0 ...; empty without them."""
-    kinds = ((i, "F" if isinstance(i, Forward) else "B") for i in code if isinstance(i, Forward | Backward))
-    # Forwards without a gradient prepare data, whenever it suits.
-    work = [(i.tag, kind) for i, kind in kinds if isinstance(i, Backward) or any(i.grads)]
-    numbered = [kind + tag.split("_m")[1].split("_")[0] for tag, kind in work if "_m" in tag]
-    return " ".join(word for word, _ in groupby(numbered))
 
 
 def _ranges(ranks: list[int]) -> str:

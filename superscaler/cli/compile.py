@@ -23,7 +23,7 @@ from superscaler.cli.common import (
 from superscaler.errors import InputError
 
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Plan directory to write; an older plan there is replaced.")
+    Path | None, typer.Option("--out", metavar="DIR", help="Plan directory to write; another plan there is replaced.")
 ]
 # The same name is in runtime, which imports torch; a test holds the two together.
 PLAN_FILE = "plan.json"
@@ -45,16 +45,18 @@ def compile_model(
     with printing(as_json) as printer:
         check_out(out)
         compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast))
-        if out is not None:
-            compiled.save(out, seed)
+        is_new = out is None or compiled.save(out, seed)
         printer.show(
-            compiled.summary(), told(compiled.seconds, compiled.counts), *saved(out, compiled.compiled.program.world)
+            compiled.summary(),
+            told(compiled.seconds, compiled.counts),
+            *saved(out, compiled.compiled.program.world, is_new),
         )
         printer.result = {
             "model": built.name,
             "plan": plan,
             "cluster": str(compiled.compiled.cluster),
             "out": None if out is None else str(out),
+            "unchanged": not is_new,
             "seconds": compiled.seconds,
             **compiled.counts,
         }
@@ -78,8 +80,9 @@ def _kind(path: Path) -> str:
     return "a file" if path.exists() else "a link to nothing"
 
 
-def saved(out: Path | None, world: int) -> list[str]:
-    return [] if out is None else [f"written to {out}; start it with: torchrun --nproc-per-node {world} {out}/run.py"]
+def saved(out: Path | None, world: int, is_new: bool) -> list[str]:
+    told = f"written to {out}" if is_new else f"unchanged: {out} holds this plan already"
+    return [] if out is None else [f"{told}; start it with: torchrun --nproc-per-node {world} {out}/run.py"]
 
 
 def told(seconds: dict[str, float], counts: dict[str, int]) -> str:

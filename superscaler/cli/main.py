@@ -12,6 +12,7 @@ import superscaler
 from superscaler.cli.capture import capture
 from superscaler.cli.compile import compile_model
 from superscaler.cli.doctor import doctor
+from superscaler.cli.explain import diff, explain
 from superscaler.cli.train import train
 from superscaler.cli.validate import validate
 from superscaler.cli.verify import verify
@@ -29,6 +30,8 @@ app.command("compile")(compile_model)
 app.command("validate")(validate)
 app.command("verify")(verify)
 app.command("train")(train)
+app.command("explain")(explain)
+app.command("diff")(diff)
 app.command("doctor")(doctor)
 
 

@@ -218,10 +218,30 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """How a tensor, or its gradient (`is_backward`), got from where it is made to where it is read, and why that way.
+
+    `way`: local, collective or messages. `count` transfers, each over `group`; together their sources weigh `bytes`,
+    and all devices put `moved` bytes on links.
+    """
+
+    tensor: str
+    is_backward: bool
+    way: str
+    kind: str
+    group: tuple[int, ...]
+    reason: str
+    count: int
+    bytes: int
+    moved: int
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     model: Model
     functions: tuple[Function, ...]
     devices: tuple[Device, ...]
+    moves: tuple[Move, ...] = ()
 
     @property
     def world(self) -> int:
@@ -230,14 +250,22 @@ class Program:
     @property
     def bytes_moved(self) -> int:
         """Return the bytes that all devices put on links: a ring's share for collectives, everything for messages."""
-        return sum(_moved(i) for d in self.devices for i in d.instructions)
+        return round(sum(_moved(i) for d in self.devices for i in d.instructions))
 
 
-def _moved(instruction: Instruction) -> int:
+def _moved(instruction: Instruction) -> float:
     if isinstance(instruction, Send):
         return instruction.bytes
     if not isinstance(instruction, Collective | Bucket):
         return 0
     p = len(instruction.group)
-    share = {"all_reduce": 2 * (p - 1) / p, "all_gather": p - 1, "broadcast": (p - 1) / p}
-    return round(instruction.bytes * share.get(instruction.kind, (p - 1) / p))
+    return links(instruction.kind, p) * instruction.bytes / p
+
+
+def links(kind: str, p: int) -> int:
+    """Return how many times a collective of `p` devices puts one device's source on links, all devices together.
+
+    >>> [links(kind, 4) for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")]
+    [6, 12, 3, 3]
+    """
+    return (p - 1) * {"all_reduce": 2, "all_gather": p}.get(kind, 1)

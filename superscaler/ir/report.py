@@ -132,13 +132,13 @@ def _elements(tensors: Iterable[PTensor]) -> int:
 
 
 def _bytes(tensors: Iterable[PTensor]) -> int:
-    return sum(prod(t.shape) * _width(t.dtype) for t in tensors)
+    return sum(prod(t.shape) * width(t.dtype) for t in tensors)
 
 
-def _width(dtype: str) -> int:
+def width(dtype: str) -> int:
     """Return the bytes of an element.
 
-    >>> [_width(dtype) for dtype in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn")]
+    >>> [width(dtype) for dtype in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn")]
     [4, 2, 8, 1, 1]
     """
     bits = _BITS.search(dtype)

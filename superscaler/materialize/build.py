@@ -24,12 +24,14 @@ from superscaler.ir.program import (
     Function,
     Instruction,
     Loss,
+    Move,
     Program,
     Recv,
     Send,
     Update,
+    links,
 )  # fmt: skip
-from superscaler.materialize.collectives import Match, match
+from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.names import reads, suffix, tag, writes
 from superscaler.materialize.values import Values
 from superscaler.schedule.edges import Key
@@ -55,6 +57,7 @@ class _Builder(Values):
         self.made_functions: list[Function] = []
         self.messages = 0
         self.loss_places = self._loss_places()
+        self.moves: dict[tuple[str, bool, str, str, tuple[int, ...], str], list[int]] = {}
         self.loss_parts: list[list[tuple[str, bool]]] = [[] for _ in range(world)]
 
     def build(self) -> Program:
@@ -79,7 +82,8 @@ class _Builder(Values):
             Device(rank, tuple(self.weights[rank].values()), tuple(_with_frees(code)))
             for rank, code in enumerate(self.code)
         )
-        return Program(self.model, tuple(self.made_functions), devices)
+        moves = tuple(Move(*key, *sums) for key, sums in self.moves.items())
+        return Program(self.model, tuple(self.made_functions), devices, moves)
 
     # Work.
 
@@ -187,6 +191,8 @@ class _Builder(Values):
         reductions: dict[tuple[tuple[int, ...], str], list[int]] = {}
         for node in run:
             transfer = self.schedule.transfers[node.number]
+            if transfer.is_local and node.link < 1:
+                self._record(transfer, "local", "", (), _why_local(transfer))
             if node.link >= 0:
                 self._message(node.number, transfer, node.link)
                 continue
@@ -201,6 +207,16 @@ class _Builder(Values):
         for (group, dtype), numbers in reductions.items():
             for bucket in self._buckets(numbers):
                 self._reduce(bucket, group, dtype)
+
+    def _record(
+        self, transfer: Transfer, way: str, kind: str, group: tuple[int, ...], why: str, size: int = 0, moved: int = 0
+    ) -> None:
+        sums = self.moves.setdefault((transfer.tensor, transfer.kind == BACKWARD, way, kind, group, why), [0, 0, 0])
+        sums[:] = (a + b for a, b in zip(sums, (1, size, moved), strict=True))
+
+    def _record_collective(self, number: int, kind: str, group: tuple[int, ...]) -> None:
+        transfer, size = self.schedule.transfers[number], self._bytes(number)
+        self._record(transfer, "collective", kind, group, REASONS[kind], size, size * links(kind, len(group)))
 
     def _bytes(self, number: int) -> int:
         transfer = self.schedule.transfers[number]
@@ -224,6 +240,8 @@ class _Builder(Values):
         if len(numbers) == 1:
             self._collective(numbers[0], transfers[numbers[0]], Match("all_reduce", group))
             return
+        for number in numbers:
+            self._record_collective(number, "all_reduce", group)
         for rank in group:
             works, sources = [], []
             for number in numbers:
@@ -247,12 +265,14 @@ class _Builder(Values):
         shape = tensor.local_shape(extents(common))
         self.messages += 1
         weight = prod(shape) * DTYPE_BYTES[self.dtype(transfer)]
+        self._record(transfer, "messages", "send", (piece.device, reader.device), refusal(transfer), weight, weight)
         self.code[piece.device].append(Send(source, reader.device, self.messages, weight))
         name = f"{self.base(transfer)}~c{number}_{link}"
         self.code[reader.device].append(Recv(f"{name}w", piece.device, self.messages, shape, self.dtype(transfer)))
         self.incoming.setdefault((number, r), []).append((f"{name}w", common, name))
 
     def _collective(self, number: int, transfer: Transfer, found: Match) -> None:
+        self._record_collective(number, found.kind, found.group)
         tensor = self.model.tensors[transfer.tensor]
         held = {piece.device: (p, piece) for p, piece in enumerate(transfer.pieces)}
         readers = {reader.device: (r, reader) for r, reader in enumerate(transfer.readers)}
@@ -282,6 +302,11 @@ class _Builder(Values):
             )
             if rank in readers and not (found.kind == "broadcast" and rank in held):
                 self.arrived[number, readers[rank][0]] = work
+
+
+def _why_local(transfer: Transfer) -> str:
+    several = len(transfer.links) > len(transfer.readers) or any(len(piece.places) > 1 for piece in transfer.pieces)
+    return "summed or joined where it is read" if several else "made where it is read"
 
 
 def _with_frees(code: Sequence[Instruction]) -> list[Instruction]:

@@ -20,6 +20,16 @@ class Match:
     give: int = -1
 
 
+# Why a transfer is that collective.
+REASONS = {
+    "all_reduce": "each holds a part of the value and reads the whole",
+    "all_gather": "each holds a slice and reads the whole tensor",
+    "reduce_scatter": "each holds a part of the value and reads a slice of the whole",
+    "all_to_all": "each holds a slice of one dim and reads a slice of another",
+    "broadcast": "one holds it and several others read it",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class _Tiling:
     slot: int
@@ -56,6 +66,24 @@ def match(transfer: Transfer) -> Match | None:
     if tiles and wants and tiles.whole == wants.whole and tiles.devices == wants.devices and tiles.slot != wants.slot:
         return Match("all_to_all", tiles.devices, tiles.slot, wants.slot)
     return None
+
+
+def refusal(transfer: Transfer) -> str:
+    """Return why a transfer between devices, for which nothing matches, is no collective."""
+    held, read = ({end.device for end in ends} for ends in (transfer.pieces, transfer.readers))
+    if not transfer.is_joint:
+        return "not every reader needs every piece"
+    if len(held) != len(transfer.pieces) or len(read) != len(transfer.readers):
+        return "a device holds or reads several pieces"
+    if len(held) == 1 and len(read - held) == 1:
+        return "one device sends to one other"
+    if len(held) == 1:
+        return "the readers want different slices"
+    return (
+        "other devices make it than read it"
+        if held != read
+        else "no single collective: the slices do not tile one dim evenly, each once"
+    )
 
 
 def _broadcast(held: dict[int, Box], read: dict[int, Box]) -> Match | None:

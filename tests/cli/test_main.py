@@ -64,6 +64,8 @@ def test_the_options_of_every_command() -> None:
         "validate": [*compiling, "model"],
         "verify": sorted([*compiling, "--processes", "model"]),
         "train": sorted([*compiling, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
+        "explain": ["--json", "plan"],
+        "diff": ["--json", "plan_a", "plan_b"],
         "doctor": ["--json"],
     }
 

@@ -18,6 +18,7 @@ def check(seed: int, irregular: bool) -> None:
     compiled = random_plan(model, seed + 1, 1 + seed % 4, irregular)
     check_conservation(compiled.schedule)
     check_rendezvous(compiled.program)
+    assert sum(move.moved for move in compiled.program.moves) == compiled.program.bytes_moved
     error, where = largest_error(compiled, values)
     assert error < 1e-9, (seed, where)
 

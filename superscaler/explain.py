@@ -1,0 +1,297 @@
+"""A saved plan in words, and two plans compared: reads plan.json and explain.json only, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from superscaler.errors import InputError
+
+# Of explain.json; another one is not read.
+VERSION = 1
+PLAN_FILE, EXPLAIN_FILE = "plan.json", "explain.json"
+_NUMBER = re.compile(r"^(.*?)(\d+)$")
+# What the manifest of plan.json holds.
+_HASHES = ("model", "plan", "cluster", "weights", "code", "explain")
+_VERSIONS = ("superscaler", "torch", "python")
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """Return what a plan directory says about itself: explain.json with the manifest and the seed of plan.json.
+
+    Raises InputError for anything but a whole plan directory of this version.
+    """
+    again = "write it again with superscaler compile --out."
+    try:
+        if not (directory / PLAN_FILE).is_file():
+            raise InputError(
+                f"{directory} is not a plan directory (it has no {PLAN_FILE}); write one by superscaler compile --out."
+            )
+        plan = json.loads((directory / PLAN_FILE).read_text())
+        if plan.get("manifest") is None or not (directory / EXPLAIN_FILE).exists():
+            raise InputError(f"{directory} was written by an older version, which kept nothing to explain; {again}")
+        kept = {key: str(plan["manifest"][key]) for key in (*_HASHES, *_VERSIONS)}
+        text = (directory / EXPLAIN_FILE).read_text()
+        found = json.loads(text)
+        if found["version"] != VERSION:
+            raise InputError(
+                f"{directory}/{EXPLAIN_FILE} is of version {found['version']}, but this is version {VERSION}; {again}"
+            )
+        if digest(text) != kept["explain"]:
+            raise InputError(f"{directory}/{EXPLAIN_FILE} is not what compile wrote there; {again}")
+        return {"manifest": kept, "seed": int(plan["seed"]), **found}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"the plan in {directory} is damaged ({error}); {again}") from None
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def words(found: Mapping[str, Any]) -> str:
+    """Return a plan in words: per block its splits, weights and communication; the order; the totals of a step."""
+    model = found["model"]
+    lines = [
+        f"{model['ops']} forward ops, {model['parameters']:,} parameters ({size(model['parameter_bytes'])}), "
+        f"{model['optimizer']}, on {found['world']} devices of {found['cluster']}"
+    ]
+    for block in found["blocks"]:
+        lines += ["", _title(block), *(f"  {line}" for line in _block(block))]
+    lines += ["", "order", *(f"  {line}" for line in _schedule(found))]
+    lines += ["", "in total per step", *(f"  {line}" for line in _totals(found))]
+    return "\n".join(lines)
+
+
+def heading(names: Sequence[str]) -> str:
+    """Return names with runs of numbers joined.
+
+    >>> heading(["h.0", "h.1", "h.2", "h.5", "ln_f"])
+    'h.0 to h.2, h.5, ln_f'
+    """
+    runs: list[list[str]] = []
+    for name in names:
+        runs.append([*runs.pop(), name] if runs and _follows(runs[-1][-1], name) else [name])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
+
+
+def _follows(before: str, name: str) -> bool:
+    a, b = _NUMBER.match(before), _NUMBER.match(name)
+    return a is not None and b is not None and a[1] == b[1] and int(a[2]) + 1 == int(b[2])
+
+
+def size(count: int) -> str:
+    """Return bytes in words.
+
+    >>> size(12), size(34_567), size(8_000_000)
+    ('12 B', '34.6 KB', '8.0 MB')
+    """
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def _block(block: Mapping[str, Any]) -> Iterator[str]:
+    yield from _held(block)
+    for (direction, kind, groups, reason), rows in _alike(block, "reason").items():
+        yield f"{direction}: {kind} over {groups}, {_links(rows)}: {reason}"
+        told = ", ".join(f"{row['tensor']} {_weight(row)}" for row in rows)
+        yield f"  {'gradients' if direction == 'backward' else 'values'} of {told}"
+    local = [(row["direction"], row["reason"]) for row in block["moves"] if row["way"] == "local"]
+    yield from (f"{direction}, nothing to send: {reason}" for direction, reason in local)
+
+
+def _held(block: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the ops of a block are cut and placed, and where its weights live."""
+    placed: dict[str, list[Mapping[str, Any]]] = {}
+    for row in block["splits"]:
+        placed.setdefault(row["devices"], []).append(row)
+    for devices, rows in placed.items():
+        if len(rows) == 1:
+            yield f"{_on(devices)}: {_axes(rows[0]['axes'], 'whole')}: {_ops(rows[0])}"
+            continue
+        # What all have in common is told once.
+        levels = takewhile(
+            lambda axes: all(axis == axes[0] for axis in axes), zip(*(r["axes"] for r in rows), strict=False)
+        )
+        shared = len(list(levels))
+        yield f"{_on(devices)}: {_axes(rows[0]['axes'][:shared], 'cut in several ways')}"
+        yield from (f"  {_axes(row['axes'][shared:], 'not cut further')}: {_ops(row)}" for row in rows)
+    yield from map(_weights, block["weights"])
+
+
+def _axes(axes: Sequence[Mapping[str, Any]], none: str = "whole") -> str:
+    return ", ".join(map(_axis, axes)) or none
+
+
+def _groups(groups: Sequence[str]) -> str:
+    return " | ".join(groups if len(groups) <= 4 else (*groups[:2], "...", groups[-1]))
+
+
+def _alike(block: Mapping[str, Any], *more: str) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+    """Return what a block sends, by direction, kind, groups, and the columns `more`."""
+    found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in block["moves"]:
+        if row["way"] != "local":
+            key = (row["direction"], row["kind"], _groups(row["groups"]), *(row[m] for m in more))
+            found.setdefault(key, []).append(row)
+    return found
+
+
+def _links(rows: Sequence[Mapping[str, Any]]) -> str:
+    return f"{size(sum(row['moved'] for row in rows))} on links"
+
+
+def _title(block: Mapping[str, Any]) -> str:
+    """Return the names of equal blocks, and what each of them, and all together, put on links."""
+    moved, count = _moved(block), len(block["names"])
+    each = f" each, {size(moved * count)} together" if count > 1 else ""
+    return heading(block["names"]) + (f": {size(moved)} on links{each}" if moved else ": nothing on links")
+
+
+def _moved(block: Mapping[str, Any]) -> int:
+    return sum(row.get("moved", 0) for row in block["moves"])
+
+
+def _axis(axis: Mapping[str, Any]) -> str:
+    if axis["how"] == "nested":
+        return f"{axis['parts']} of these cut further ({' / '.join(map(_axes, axis['axes']))})"
+    what = {"value": f"the value into {axis['parts']} addends", "copies": f"{axis['parts']} copies"}
+    sizes = " of sizes " + ", ".join(map(str, axis["sizes"])) if "sizes" in axis else ""
+    if axis["how"] == "microbatches":
+        what["microbatches"] = f"{axis['parts']} microbatches" + (f" of {axis['factor']}" if "factor" in axis else "")
+    told = what.get(axis["how"]) or f"{axis['factor']} into {axis['parts']}{sizes}"
+    return told + (f" ({_groups(axis['devices'])})" if "devices" in axis else "")
+
+
+def _ops(row: Mapping[str, Any]) -> str:
+    return f"{row['ops']} op{'s' if row['ops'] > 1 else ''}: {_some(row['of'])}"
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _on(devices: str) -> str:
+    return f"device {devices}" if devices.isdigit() else f"devices {devices}"
+
+
+def _weights(row: Mapping[str, Any]) -> str:
+    kind = row["kind"] if row["is_trained"] or row["kind"] != "parameter" else "frozen parameter"
+    names = f"{len(row['of'])} {kind}{'s' if len(row['of']) > 1 else ''} ({_some(row['of'], 3)})"
+    pieces = f"in {row['pieces']} pieces" if row["pieces"] > 1 else "whole"
+    places = row["devices"]
+    if "percent" in row:
+        places = [f"{percent}% on {devices}" for percent, devices in zip(row["percent"], places, strict=True)]
+    return (
+        f"{names} of {size(row['bytes'])} {pieces}{':' if 'percent' in row else ' on'} {_groups(places)}; "
+        f"all devices hold {size(row['held_bytes'])}"
+    )
+
+
+def _weight(row: Mapping[str, Any]) -> str:
+    return f"{row['count']} x {size(row['bytes'] // row['count'])}" if row["count"] > 1 else size(row["bytes"])
+
+
+def _schedule(found: Mapping[str, Any]) -> Iterator[str]:
+    for row in found["schedule"]:
+        order = row["order"] or "forward, backward, update"
+        yield f"{_on(row['devices'])} ({heading(row['blocks']) or 'nothing'}): {order}"
+
+
+def _totals(found: Mapping[str, Any]) -> Iterator[str]:
+    for row in found["totals"]:
+        if row["way"] == "local":
+            yield f"{row['direction']}: {row['count']} transfers within a device"
+        else:
+            weight = f"{size(row['bytes'])}, {size(row['moved'])} on links"
+            yield f"{row['direction']}: {row['count']} {row['kind']} of {weight}"
+    yield f"{found['bytes_moved']:,} bytes on links"
+
+
+def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two plans, a line each; nothing when they are equal.
+
+    Versions of what compiled them are told only beside something else: they do not make plans differ.
+    """
+    lines = [*_heads(a, b), *_blocks(a, b), *_changes("op_order", a["orders"], b["orders"])]
+    lines += _changes("order", list(_schedule(a)), list(_schedule(b)))
+    lines += _changes("in total per step", list(_totals(a)), list(_totals(b)))
+    told = any(lines)
+    if a["manifest"]["plan"] != b["manifest"]["plan"] and not told:
+        lines.append("plan: the same words, but other parts, devices or orders in them")
+    if a["manifest"].get("code") != b["manifest"].get("code") and not lines:
+        lines.append("code: equal plans, but other emitted code")
+    versions = [v for v in _VERSIONS if a["manifest"][v] != b["manifest"][v]]
+    return lines + [f"{v}: {a['manifest'][v]} -> {b['manifest'][v]}" for v in versions if lines]
+
+
+def _heads(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what differs of the whole plans: model, cluster, seed."""
+    if a["manifest"]["model"] != b["manifest"]["model"]:
+        first, second = (_numbers(x["model"]) for x in (a, b))
+        keys = [k for k in {**first, **second} if first.get(k) != second.get(k)]
+        told = [f"{k} {first.get(k, 'none')} -> {second.get(k, 'none')}" for k in keys]
+        yield "model: " + (", ".join(told) or "another graph of the same size")
+    elif a["manifest"]["weights"] != b["manifest"]["weights"]:
+        yield "weights: the same model with other initial values"
+    for key in ("cluster", "seed"):
+        if a[key] != b[key]:
+            yield f"{key}: {a[key]} -> {b[key]}"
+    if a["cluster"] == b["cluster"] and a["manifest"]["cluster"] != b["manifest"]["cluster"]:
+        yield "cluster: the same name, but other devices"
+
+
+def _numbers(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is said about a model and its optimizer, by name."""
+    found = {k.replace("_", " "): f"{v:,}" if isinstance(v, int) else v for k, v in model.items() if k != "options"}
+    options = ((n, k, v) for n, group in enumerate(model["options"]) for k, v in group.items())
+    return found | {k + (f" of group {n}" if n else ""): json.dumps(v) for n, k, v in options}
+
+
+def _blocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the blocks that differ, those that differ alike together."""
+    sides = [{name: block for block in x["blocks"] for name in block["names"]} for x in (a, b)]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in dict.fromkeys((*sides[0], *sides[1])):
+        told = tuple(_block_changes(*(side.get(name) for side in sides)))
+        if told:
+            alike.setdefault(told, []).append(name)
+    for told, names in alike.items():
+        yield "\n".join([heading(names), *told])
+
+
+def _block_changes(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> Iterator[str]:
+    if a is None or b is None:
+        yield f"  only in the {'second' if a is None else 'first'} plan"
+        return
+    yield from _lines(*([f"{what}, {n} times" for what, n in block["asked"].items()] for block in (a, b)))
+    yield from _lines(_held(a), _held(b))
+    yield from _lines(_sent(a), _sent(b))
+    moved = [_moved(block) for block in (a, b)]
+    if moved[0] != moved[1]:
+        yield f"  on links: {moved[0]:,} -> {moved[1]:,} bytes"
+
+
+def _sent(block: Mapping[str, Any]) -> Iterator[str]:
+    for (direction, kind, groups), rows in _alike(block).items():
+        yield f"{direction}: {kind} of {len(rows)} tensor{'s' if len(rows) > 1 else ''} over {groups}, {_links(rows)}"
+
+
+def _lines(a: Iterable[str], b: Iterable[str]) -> Iterator[str]:
+    """Yield what only one of two lists has."""
+    first, second = list(a), list(b)
+    yield from (f"  - {line}" for line in first if line not in second)
+    yield from (f"  + {line}" for line in second if line not in first)
+
+
+def _changes(title: str, a: Sequence[str], b: Sequence[str]) -> Iterator[str]:
+    told = list(_lines(a, b)) or (["  the same lines in another order"] if a != b else [])
+    if told:
+        yield "\n".join([title, *told])
