@@ -25,7 +25,7 @@ def test_this_machine_is_ready(capfd: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert found["ready"] is True
     checks = {c["name"]: c for c in found["checks"]}
-    assert {"python", "torch", "gloo (CPU)", "CUDA", "transformers", "cores", "memory"} <= checks.keys()
+    assert {"python", "torch", "gloo (CPU)", "CUDA", "transformers", "cores", "memory", "cache"} <= checks.keys()
     assert checks["gloo (CPU)"]["found"] == "2 processes, all_reduce"
 
 
