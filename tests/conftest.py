@@ -1,4 +1,4 @@
-"""What all tests share: a cache, where the generators of random graphs live, and the flag that rewrites golden files."""
+"""What all tests share: a cache, the generators of random graphs, and the flag that rewrites golden files."""
 
 import os
 import sys

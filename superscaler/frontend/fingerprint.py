@@ -45,10 +45,12 @@ _VERSIONED = frozenset(
 _HIDDEN = frozenset({"__import__", "import_module", "environ", "getenv", "open", "load_file"})
 # What a class has of Python's, and what is made of its annotations.
 _OF_CLASSES = frozenset(
-    ("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__abstractmethods__")
-    + ("_abc_impl", "__parameters__", "__orig_bases__", "__dataclass_fields__", "__dataclass_params__")
-    + ("__static_attributes__", "__firstlineno__")
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__abstractmethods__"}
+    | {"_abc_impl", "__parameters__", "__orig_bases__", "__dataclass_fields__", "__dataclass_params__"}
+    | {"__static_attributes__", "__firstlineno__"}
 )
+# What Hugging Face keeps of Python's own hash, which is another one in each process.
+_RANDOM = "_original_object_hash"
 _MOST = 5000
 
 
@@ -173,7 +175,7 @@ class _Walk:
         self.put(x.dtype, x.shape, x.tobytes())
 
     def mapping(self, value: dict[Any, Any]) -> None:
-        self.items([*value.items()])
+        self.items([pair for pair in value.items() if pair[0] != _RANDOM])
 
     def set(self, value: Any) -> None:
         if not all(type(v) in _PLAIN for v in value):

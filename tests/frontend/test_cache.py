@@ -19,7 +19,7 @@ from superscaler import cache
 from superscaler.frontend import capture as capturing
 from superscaler.frontend.capture import Captured, capture
 from superscaler.ir.text import print_model
-from superscaler.models import build
+from superscaler.models import build, names
 from superscaler.usercode import load_file
 from tests.frontend import own
 
@@ -320,3 +320,25 @@ def test_processes_share_the_cache(tmp_path: Path, folder: Path) -> None:
     assert [p.communicate()[0].strip() for p in both] == ["True", "True"]
     assert len(list(folder.iterdir())) == 1
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_hashes_are_the_same_in_every_process() -> None:
+    program = textwrap.dedent("""
+        from superscaler.frontend.fingerprint import fingerprint
+        from superscaler.models import build, names
+        for name in names():
+            built = build(name if name == "mlp" else name + ":size=tiny")
+            print(name, fingerprint(built.module, built.args, built.kwargs))
+    """)
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for seed in "12"
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert len(set(runs[0].stdout.split()) - {"None"}) == 2 * len(names())
