@@ -3,8 +3,8 @@
     python benchmarks/cache.py [MODEL] [RUNS]
 
 Runs `superscaler validate MODEL` and `superscaler capture MODEL` (default gpt2:layers=12,device=meta) with an empty
-cache, then RUNS times (default 3) with what that left, and prints the first and the fastest of the others. Exits with 1
-where the warm command is not the faster one.
+cache, then RUNS times (default 3) with what that left, and as often with --no-cache; prints the first of the first kind
+and the fastest of the others. Exits with 1 where the warm command is not faster than that without a cache.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import Any
 
 MODEL = "gpt2:layers=12,device=meta"
@@ -23,16 +24,22 @@ PLAN = ["--plan", "hybrid:dp=2,tp=2", "--cluster", "local:4"]
 
 def main() -> int:
     model, runs = sys.argv[1] if sys.argv[1:] else MODEL, int((sys.argv[2:] or ["3"])[0])
-    print(f"{model:44}{'cold':>9}{'warm':>9}")
+    print(f"{model:44}{'none':>9}{'cold':>9}{'warm':>9}")
     faster = True
     for command, options in (("validate", PLAN), ("capture", [])):
         with tempfile.TemporaryDirectory(prefix="superscaler-cache-") as folder:
-            found = [run([command, model, *options], folder) for _ in range(1 + runs)]
-        cold, warm = found[0], min(found[1:], key=lambda f: f["process"])
+            asked = [command, model, *options]
+            bare = fastest(run([*asked, "--no-cache"], folder) for _ in range(runs))
+            cold = run(asked, folder)
+            warm = fastest(run(asked, folder) for _ in range(runs))
         for name in cold:
-            print(f"{command + ': ' + name:44}{cold[name]:9.2f}{warm[name]:9.2f}", flush=True)
-        faster = faster and warm["process"] < cold["process"]
+            print(f"{command + ': ' + name:44}{bare[name]:9.2f}{cold[name]:9.2f}{warm[name]:9.2f}", flush=True)
+        faster = faster and warm["process"] < bare["process"]
     return not faster
+
+
+def fastest(found: Iterable[dict[str, float]]) -> dict[str, float]:
+    return min(found, key=lambda f: f["process"])
 
 
 def run(arguments: list[str], folder: str) -> dict[str, float]:

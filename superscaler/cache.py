@@ -57,6 +57,11 @@ def write(key: str, parts: Mapping[str, bytes]) -> None:
         _shrink(home)
 
 
+def remove(key: str) -> None:
+    with suppress(OSError, RuntimeError):
+        _file(key).unlink()
+
+
 def usage() -> tuple[int, int]:
     """Return how many entries there are, and their bytes."""
     try:

@@ -75,9 +75,9 @@ def capture(
     cast = read_autocast(autocast, device.type)
     training = read_optimizer(module, optimizer, scaler)
     with torch.autocast(device.type, enabled=False), without_garbage_collection():
-        if not cache:
-            return _capture(module, args, kwargs or {}, training, device, cast)
-        return _cached(module, args, kwargs or {}, training, device, cast)
+        found = (_cached if cache else _capture)(module, args, kwargs or {}, training, device, cast)
+    _warn_of_underflow(found.model)
+    return found
 
 
 def _cached(
@@ -91,7 +91,6 @@ def _cached(
     """Return what the cache has of this capture with the module's own values, else capture and keep it."""
     start = time.perf_counter()
     chosen = (training.optimizer.name, training.groups, bool(training.optimizer.scaler), device, cast)
-    examples(module, args, kwargs)
     key = fingerprint(module, args, kwargs, *chosen)
     again = partial(_capture, module, args, kwargs, replace(training, groups=dict(training.groups)), device, cast)
     kept = load(key) if key else None
@@ -102,7 +101,6 @@ def _cached(
         return found
     model = replace(kept.model, optimizer=training.optimizer)
     values = {**kept.constants, **values_of(module, model)}
-    _warn_of_underflow(model)
     return Captured(
         model,
         {name: values[name] for name in kept.names},
@@ -134,7 +132,6 @@ def _capture(
     training.groups.update({piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups})
     trace.values = {name: value.contiguous() for name, value in trace.values.items()}
     model = _build(trace, training, aliases, segments)
-    _warn_of_underflow(model)
     seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
     return Captured(model, trace.values, lambda: exported, seconds, _batch(inputs_of(exported), args, kwargs))
 
@@ -179,7 +176,7 @@ def _warn_of_underflow(model: Model) -> None:
         warnings.warn(
             f"{len(found)} tensors of this model, {found[0]} first, have float16 gradients, which are 0 where "
             "they should be below 6e-8; give capture a scaler=torch.amp.GradScaler(...), or use bf16.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -89,12 +89,14 @@ def load(key: str) -> Kept | None:
 
 
 def load_program(key: str) -> ExportedProgram | None:
+    """Return the program of an entry; one that cannot be read ends its entry, which the next capture writes again."""
     parts = cache.read(key, _PROGRAM)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.export.load(io.BytesIO(parts[0])) if parts else None
+            return torch.export.load(io.BytesIO((parts or [b""])[0]))
     except Exception:
+        cache.remove(key)
         return None
 
 

@@ -83,7 +83,7 @@ def _settings() -> tuple[Any, ...]:
         own.update(file.name.encode() + file.read_bytes())
     versions = tuple(_version(name) for name in ("torch", "transformers", "numpy"))
     switches = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
-    device = str(torch.get_default_device())
+    device = (str(torch.get_default_device()), torch.cuda.is_available())
     return (
         sys.modules["superscaler"].__version__,
         platform.python_version(),
@@ -161,7 +161,7 @@ class _Walk:
         if type(x) not in (Tensor, nn.Parameter, nn.Buffer) or x.layout is not torch.strided:
             raise Unseen
         self.put(x.dtype, tuple(x.shape), x.stride(), x.device, x.requires_grad)
-        self.add(x._backward_hooks)
+        self.add((x._backward_hooks, x.__dict__))
 
     def tensor(self, x: Tensor) -> None:
         self.layout(x)
@@ -231,6 +231,7 @@ class _Walk:
     def code(self, code: CodeType) -> None:
         self.put(code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags)
         self.put(code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+        self.put(code.co_firstlineno, code.co_linetable)
         self.add(code.co_consts)
 
     def type(self, cls: type) -> None:
@@ -301,7 +302,7 @@ def _is_own(file: Path | None) -> bool:
 def _imports(name: str, file: Path, text: bytes) -> Iterator[str]:
     """Yield the modules that a user's file names in imports, wherever in it, and the packages that they are in."""
     package = getattr(sys.modules.get(name), "__package__", None) or ""
-    for node in ast.walk(ast.parse(text)):
+    for node in _run(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -315,6 +316,14 @@ def _imports(name: str, file: Path, text: bytes) -> Iterator[str]:
             if found not in sys.modules and _is_beside(file, found):
                 raise Unseen
             yield from (".".join(words[:k]) for k in range(1, len(words) + 1) if words[0])
+
+
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a syntax tree, those under `if TYPE_CHECKING` left out."""
+    yield node
+    is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    for child in node.orelse if is_typing else ast.iter_child_nodes(node):  # type: ignore[attr-defined]
+        yield from _run(child)
 
 
 def _is_beside(file: Path, name: str) -> bool:
@@ -335,16 +344,11 @@ def _is_own_top(top: str) -> bool:
 
 def _used(name: str) -> Iterator[str]:
     """Yield the modules of the same library from which a module has functions and classes."""
-    top, module = name.split(".")[0] + ".", sys.modules[name]
-    # A lazy module fills as it is used.
+    top, module = name.split(".")[0] + ".", sys.modules.get(name)
+    # One that is not loaded holds nothing yet, and a lazy one fills as it is used.
     for value in list(vars(module).values()) if type(module) is ModuleType else ():
-        home = (
-            value.__name__
-            if type(value) is ModuleType
-            else getattr(value, "__module__", "")
-            if isinstance(value, FunctionType | type)
-            else ""
-        )
+        is_code = isinstance(value, FunctionType | type)
+        home = value.__name__ if type(value) is ModuleType else value.__module__ if is_code else ""
         if isinstance(home, str) and home.startswith(top) and home in sys.modules:
             yield home
 
