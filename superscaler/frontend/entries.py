@@ -58,14 +58,14 @@ def save(
     key: str, model: Model, own: Mapping[str, Tensor], values: Mapping[str, Tensor], exported: ExportedProgram
 ) -> None:
     """Keep a capture whose module has the values `own`, if all of it can be read back."""
-    text = print_model(model)
+    text, inputs = print_model(model), inputs_of(exported)
     try:
         if parse_model(text) != model:
             return
         constants = {n: v.detach().clone() for n, v in values.items() if n not in own}
         parts = {
             _MODEL: text.encode(),
-            _NAMES: json.dumps([list(values), *inputs_of(exported)]).encode(),
+            _NAMES: json.dumps([list(values), {n: str(v.device) for n, v in constants.items()}, *inputs]).encode(),
             _CONSTANTS: save_tensors(constants),
             _PROGRAM: _pack(exported),
         }
@@ -81,8 +81,9 @@ def load(key: str) -> Kept | None:
     if parts is None:
         return None
     try:
-        names, *inputs = json.loads(parts[1])
-        return Kept(parse_model(parts[0].decode()), load_tensors(parts[2]), names, Inputs(*inputs))
+        names, devices, *inputs = json.loads(parts[1])
+        constants = {n: v.to(devices[n]) for n, v in load_tensors(parts[2]).items()}
+        return Kept(parse_model(parts[0].decode()), constants, names, Inputs(*inputs))
     except Exception:
         # An entry that something else than this program wrote is none.
         return None

@@ -217,16 +217,15 @@ class _Walk:
                 raise Unseen
             self.globals(f.__globals__, names)
 
-    def globals(self, home: Mapping[str, Any], names: Mapping[str, None]) -> None:
+    def globals(self, home: Mapping[str, Any], names: Mapping[str, None], *above: str) -> None:
         """Hash what code with these names may find in a module, and in the user's modules that it finds there."""
         for name in names:
             if name in home:
                 value = home[name]
-                is_met = id(value) in self.seen
                 self.put(name)
                 self.add(value)
-                if isinstance(value, ModuleType) and not is_met and self.is_own(value.__name__):
-                    self.globals(vars(value), names)
+                if isinstance(value, ModuleType) and value.__name__ not in above and self.is_own(value.__name__):
+                    self.globals(vars(value), names, *above, value.__name__)
 
     def code(self, code: CodeType) -> None:
         self.put(code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags)
@@ -237,7 +236,7 @@ class _Walk:
     def type(self, cls: type) -> None:
         for base in cls.__mro__:
             self.put(base.__module__, base.__qualname__)
-            if self.is_own(base.__module__):
+            if self.is_own(base.__module__) or _is_made(base):
                 self.mapping({k: v for k, v in vars(base).items() if k not in _OF_CLASSES})
 
     def any(self, value: Any) -> None:
@@ -293,6 +292,15 @@ def _file(name: str) -> Path | None:
 def _is_absent(name: str) -> bool:
     """Tell whether a module without a file has no code of its own: a namespace, or one that is not there."""
     return hasattr(sys.modules[name], "__path__") if name in sys.modules else True
+
+
+def _is_made(cls: type) -> bool:
+    """Tell whether a class was made at run time: it is not what its module has by its name."""
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    is_python = bool(cls.__flags__ & 1 << 9)
+    return is_python and found is not cls
 
 
 def _is_own(file: Path | None) -> bool:

@@ -340,6 +340,7 @@ def test_a_plan_of_a_cached_capture_is_verified(spec: str, exports: list[nn.Modu
     assert names[0] == names[1]
     assert print_model(first.model) == print_model(second.model)
     assert list(first.values) == list(second.values)
+    assert all(torch.equal(v, second.values[k]) for k, v in first.values.items())
     batch = built.make_batch(0) if built.make_batch else None
     assert ss.compile(graphs[1], "data_parallel", "local:2").verify(batch=batch)["equal"]
     assert len(exports) == 1
@@ -374,6 +375,19 @@ def test_a_program_that_was_removed_is_exported_again(tmp_path: Path, folder: Pa
         file.unlink()
     assert found.exported.graph_signature.user_inputs == ("x",)
     assert len(exports) == 2
+
+
+def test_classes_made_at_run_time_count(tmp_path: Path, exports: list[nn.Module]) -> None:
+    for number in (1.0, 1.0, 2.0):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4))
+        made = {"forward": lambda self, x, n=number: nn.Sequential.forward(self, x).mean() * n}
+        module.__class__ = type("Sequential", (nn.Sequential,), {**made, "__module__": nn.Sequential.__module__})
+        assert same(capture(module, (X,), cache=True), capture(module, (X,)))
+    assert len(exports) == 5
+    traced = [torch.fx.symbolic_trace(net(tmp_path, *edit)) for edit in ((), (), ("x + 1.0", "x + 2.0", "model.py"))]
+    keys = [fingerprint(module, (X,), {}) for module in traced]
+    assert keys[0] is None or (keys[0] == keys[1] != keys[2])
 
 
 def test_processes_share_the_cache(tmp_path: Path, folder: Path) -> None:
