@@ -109,14 +109,16 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    cache: bool = False,
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
     `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss.
+    With `cache`, a capture of the same code, shapes and options is read from disk.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
-    captured = capture_model(module, args, kwargs, optimizer, autocast, scaler)
+    captured = capture_model(module, args, kwargs, optimizer, autocast, scaler, cache)
     return Graph(captured.model, captured)
 
 

@@ -1,6 +1,8 @@
-"""What all tests share: where the generators of random graphs and faults live, and the flag of golden files."""
+"""What all tests share: a cache, the generators of random graphs and faults, and the flag that rewrites golden files."""
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,3 +13,9 @@ for folder in ("property", "faults"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files again")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = tempfile.TemporaryDirectory(prefix="superscaler-tests-")
+    os.environ["XDG_CACHE_HOME"] = folder.name
+    config.add_cleanup(folder.cleanup)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from superscaler.cli.common import AsJson, AutocastName, LearningRate, Model, OptimizerName, capture_model, printing
+from superscaler.cli.common import (
+    AsJson,
+    AutocastName,
+    LearningRate,
+    Model,
+    NoCache,
+    OptimizerName,
+    capture_model,
+    printing,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,11 +28,12 @@ def capture(
     optimizer: OptimizerName = "adamw",
     lr: LearningRate = 1e-3,
     autocast: AutocastName = None,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Capture MODEL and list its operators, its factors (what a plan can split) and what cannot be cut, and why."""
     with printing(as_json) as printer:
-        graph, built = capture_model(model, optimizer, lr, autocast)
+        graph, built = capture_model(model, optimizer, lr, autocast, no_cache)
         from superscaler.ir.report import describe
 
         found = describe(graph.model)

@@ -43,6 +43,7 @@ AutocastName = Annotated[
     str | None,
     typer.Option("--autocast", metavar="NAME", help="bf16, or fp16 with loss scaling; weights keep their dtype."),
 ]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Capture anew, and keep nothing of it on disk.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]
 
 # name on the command line -> class of torch.optim
@@ -103,6 +104,7 @@ class Request:
     optimizer: str
     lr: float
     autocast: str | None = None
+    no_cache: bool = False
 
     def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
         """Return the sProgram and the cluster."""
@@ -118,11 +120,13 @@ def compile_plan(request: Request) -> tuple[Plan, BuiltModel]:
     sprogram, cluster = request.read()
     from superscaler.plan import compile as compile_graph
 
-    graph, built = capture_model(request.model, request.optimizer, request.lr, request.autocast)
+    graph, built = capture_model(request.model, request.optimizer, request.lr, request.autocast, request.no_cache)
     return compile_graph(graph, sprogram, cluster), built
 
 
-def capture_model(model: str, optimizer: str, lr: float, autocast: str | None = None) -> tuple[Graph, BuiltModel]:
+def capture_model(
+    model: str, optimizer: str, lr: float, autocast: str | None = None, no_cache: bool = False
+) -> tuple[Graph, BuiltModel]:
     """Build and capture a model with an optimizer over its trained parameters, and for fp16 a default GradScaler."""
     check_training(optimizer, lr, autocast)
     import torch
@@ -133,7 +137,7 @@ def capture_model(model: str, optimizer: str, lr: float, autocast: str | None = 
     built = build(model)
     scaler = torch.amp.GradScaler("cpu") if autocast == "fp16" else None
     trained = make_optimizer(built, optimizer, lr)
-    return capture(built.module, built.args, built.kwargs, trained, autocast, scaler), built
+    return capture(built.module, built.args, built.kwargs, trained, autocast, scaler, not no_cache), built
 
 
 def check_training(name: str, lr: float, autocast: str | None = None) -> None:

@@ -14,6 +14,7 @@ from superscaler.cli.common import (
     ClusterSpec,
     LearningRate,
     Model,
+    NoCache,
     OptimizerName,
     PlanSpec,
     Request,
@@ -39,12 +40,13 @@ def compile_model(
     lr: LearningRate = 1e-3,
     autocast: AutocastName = None,
     seed: Seed = 0,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile MODEL under a plan for a cluster, and write what each device runs."""
     with printing(as_json) as printer:
         check_out(out)
-        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast))
+        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast, no_cache))
         is_new = out is None or compiled.save(out, seed)
         printer.show(
             compiled.summary(),

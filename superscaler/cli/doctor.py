@@ -16,6 +16,7 @@ from typing import Any
 
 import typer
 
+from superscaler import cache
 from superscaler.cli.common import AsJson, printing
 
 # The supported versions of torch: from the first, below the second. The package's own requirement says the same.
@@ -57,6 +58,7 @@ def examine() -> Iterator[Check]:
     yield _transformers()
     yield _cores()
     yield _memory()
+    yield _cache()
 
 
 def _python() -> Check:
@@ -162,6 +164,15 @@ def _free_memory() -> int | None:
         return None
     found = re.search(r"MemAvailable:\s+(\d+) kB", told.read_text())
     return int(found[1]) * 1024 if found else None
+
+
+def _cache() -> Check:
+    try:
+        home = cache.folder()
+    except RuntimeError:
+        return Check("cache", False, "no home folder", "set XDG_CACHE_HOME, so that captures are kept")
+    count, size = cache.usage()
+    return Check("cache", True, f"{home}: {count} captures, {size / 10**6:.1f} MB")
 
 
 def _table(checks: list[Check]) -> Any:

@@ -16,6 +16,7 @@ from superscaler.cli.common import (
     ClusterSpec,
     LearningRate,
     Model,
+    NoCache,
     OptimizerName,
     PlanSpec,
     Request,
@@ -40,11 +41,12 @@ def train(
     ] = None,
     out: Out = None,
     seed: Seed = 0,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile MODEL for local:N, start N processes and train; prints the losses."""
     with printing(as_json) as printer:
-        request = Request(model, plan, cluster, optimizer, lr, autocast)
+        request = Request(model, plan, cluster, optimizer, lr, autocast, no_cache)
         check(request, clip, data, out)
         compiled, built = compile_plan(request)
         with _directory(out) as directory:

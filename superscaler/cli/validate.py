@@ -8,6 +8,7 @@ from superscaler.cli.common import (
     ClusterSpec,
     LearningRate,
     Model,
+    NoCache,
     OptimizerName,
     PlanSpec,
     Request,
@@ -23,11 +24,12 @@ def validate(
     optimizer: OptimizerName = "adamw",
     lr: LearningRate = 1e-3,
     autocast: AutocastName = None,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Check that the plan covers the model and cannot deadlock. Exit code 1 and the reason when it does not hold."""
     with printing(as_json) as printer:
-        compiled, _ = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast))
+        compiled, _ = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast, no_cache))
         found = compiled.validate()
         printer.show(compiled.summary(), "the plan holds: every part is covered, and no device waits forever")
         printer.result = found

@@ -13,6 +13,7 @@ from superscaler.cli.common import (
     ClusterSpec,
     LearningRate,
     Model,
+    NoCache,
     OptimizerName,
     PlanSpec,
     Request,
@@ -36,11 +37,12 @@ def verify(
     optimizer: OptimizerName = "adamw",
     lr: LearningRate = 1e-3,
     autocast: AutocastName = None,
+    no_cache: NoCache = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one step of the plan and of the model in float64 and compare. Exit code 1 when they are not equal."""
     with printing(as_json) as printer:
-        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast))
+        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast, no_cache))
         result = compiled.verify("processes" if processes else "threads", real_batch(built))
         printer.show(_certificate(result))
         printer.result = result

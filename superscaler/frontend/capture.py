@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.autocast import Autocast, read_autocast
+from superscaler.frontend.entries import Inputs, inputs_of, load, load_program, save, values_of
 from superscaler.frontend.export import examples, export
+from superscaler.frontend.fingerprint import fingerprint
 from superscaler.frontend.flops import FlopCounter
 from superscaler.frontend.fold import fold, rename
 from superscaler.frontend.gradients import depends, has_mirror, remove_idle_detaches, with_gradient
@@ -43,9 +45,13 @@ class Captured:
 
     model: Model
     values: dict[str, Tensor]
-    exported: ExportedProgram
+    program: Callable[[], ExportedProgram]
     seconds: dict[str, float]
     batch: dict[str, Tensor]
+
+    @cached_property
+    def exported(self) -> ExportedProgram:
+        return self.program()
 
 
 def capture(
@@ -55,11 +61,13 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    cache: bool = False,
 ) -> Captured:
     """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`.
 
     The forward runs under `torch.autocast` to "bf16" or "fp16", or in the autocast region around this call, if any.
-    `scaler` scales the loss and skips updates whose gradients are not finite, as a loop with it does. Raises
+    `scaler` scales the loss and skips updates whose gradients are not finite, as a loop with it does. With `cache`, a
+    capture of the same module (its code and its state but for the values of parameters) is read from disk. Raises
     CaptureError where the module gives no scalar loss, cannot be exported, changes its inputs, or is on two
     devices, or where the optimizer is not supported; InputError for another name of autocast.
     """
@@ -67,7 +75,39 @@ def capture(
     cast = read_autocast(autocast, device.type)
     training = read_optimizer(module, optimizer, scaler)
     with torch.autocast(device.type, enabled=False), without_garbage_collection():
-        return _capture(module, args, kwargs or {}, training, device, cast)
+        found = (_cached if cache else _capture)(module, args, kwargs or {}, training, device, cast)
+    _warn_of_underflow(found.model)
+    return found
+
+
+def _cached(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    training: Training,
+    device: torch.device,
+    cast: Autocast | None,
+) -> Captured:
+    """Return what the cache has of this capture with the module's own values, else capture and keep it."""
+    start = time.perf_counter()
+    chosen = (training.optimizer.name, training.groups, bool(training.optimizer.scaler), device, cast)
+    key = fingerprint(module, args, kwargs, *chosen)
+    again = partial(_capture, module, args, kwargs, replace(training, groups=dict(training.groups)), device, cast)
+    kept = load(key) if key else None
+    if kept is None:
+        found = again()
+        if key:
+            save(key, found.model, values_of(module, found.model), found.values, found.exported)
+        return found
+    model = replace(kept.model, optimizer=training.optimizer)
+    values = {**kept.constants, **values_of(module, model)}
+    return Captured(
+        model,
+        {name: values[name] for name in kept.names},
+        lambda: load_program(key or "") or again().exported,
+        {"export": 0.0, "capture": time.perf_counter() - start},
+        _batch(kept.inputs, args, kwargs),
+    )
 
 
 def _capture(
@@ -92,9 +132,8 @@ def _capture(
     training.groups.update({piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups})
     trace.values = {name: value.contiguous() for name, value in trace.values.items()}
     model = _build(trace, training, aliases, segments)
-    _warn_of_underflow(model)
     seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
-    return Captured(model, trace.values, exported, seconds, _batch(exported, args, kwargs))
+    return Captured(model, trace.values, lambda: exported, seconds, _batch(inputs_of(exported), args, kwargs))
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
@@ -137,17 +176,14 @@ def _warn_of_underflow(model: Model) -> None:
         warnings.warn(
             f"{len(found)} tensors of this model, {found[0]} first, have float16 gradients, which are 0 where "
             "they should be below 6e-8; give capture a scaler=torch.amp.GradScaler(...), or use bf16.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
-def _batch(exported: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+def _batch(inputs: Inputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the example inputs by the names that export gave them, in its order."""
-    specs = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
-    order = list(exported.call_spec.in_spec.children()[1].context) if exported.call_spec.in_spec else []
-    given = {k: kwargs[k] for k in order}
-    flat = pytree.tree_leaves((args, given))
-    return {s.arg.name: v for s, v in zip(specs, flat, strict=True) if isinstance(v, Tensor)}
+    flat = pytree.tree_leaves((args, {k: kwargs[k] for k in inputs.keywords}))
+    return {name: v for name, v in zip(inputs.names, flat, strict=True) if isinstance(v, Tensor)}
 
 
 def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: Segments) -> Model:

@@ -260,10 +260,10 @@ def source_of(stack: str) -> str:
     if not frames:
         return ""
     path, line = frames[-1]
-    return f"{_shorten(path)}:{line}"
+    return f"{shorten(path)}:{line}"
 
 
-def _shorten(path: str) -> str:
+def shorten(path: str) -> str:
     """Leave out what differs between machines: up to site-packages, or the working directory."""
     for root in ("site-packages" + os.sep, os.getcwd() + os.sep):
         if root in path:

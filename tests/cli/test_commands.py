@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from superscaler import cache
 from superscaler.cli.compile import PLAN_FILE
 from superscaler.cli.main import main
 from superscaler.runtime import step
@@ -227,3 +228,24 @@ def test_train_starts_processes_and_the_loss_falls(tmp_path: Path, capfd: pytest
     assert found["world"] == 2
     assert found["tokens_per_second"] > 0
     assert (out_dir / PLAN_FILE).is_file()
+
+
+def test_plans_of_one_model_are_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        return super().forward(x).square().mean()\n\n\n"
+        "def build():\n    return Net(4, 4), (torch.ones(8, 4),)\n"
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, one = f"{file}:build", ["--plan", "single", "--cluster", "local:1"]
+    assert run("validate", model, *TWO, "--no-cache") == 0
+    assert cache.usage() == (0, 0)
+    for command, plan in (("validate", TWO), ("verify", one), ("compile", TWO)):
+        assert run(command, model, *plan) == 0
+        assert cache.usage()[0] == 1
+    assert run("verify", model, *TWO, "--lr", "0.5") == 0
+    assert cache.usage()[0] == 1
+    file.write_text(file.read_text().replace("square", "exp"))
+    assert run("verify", model, *TWO) == 0
+    assert cache.usage()[0] == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from superscaler import cache
 from superscaler.cli import doctor as rooms
 from superscaler.cli.main import main
 
@@ -25,8 +26,14 @@ def test_this_machine_is_ready(capfd: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert found["ready"] is True
     checks = {c["name"]: c for c in found["checks"]}
-    assert {"python", "torch", "gloo (CPU)", "CUDA", "transformers", "cores", "memory"} <= checks.keys()
+    assert {"python", "torch", "gloo (CPU)", "CUDA", "transformers", "cores", "memory", "cache"} <= checks.keys()
     assert checks["gloo (CPU)"]["found"] == "2 processes, all_reduce"
+
+
+def test_the_cache_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache.write("0", {"part": bytes(1_500_000)})
+    assert rooms._cache().found == f"{tmp_path}/superscaler: 1 captures, 1.5 MB"
 
 
 def test_a_failed_probe_tells_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def test_the_options_of_every_command() -> None:
 
     command = typer.main.get_command(app)
     found = {name: sorted(o for p in c.params for o in p.opts) for name, c in command.commands.items()}  # type: ignore[attr-defined]
-    compiling = ["--autocast", "--cluster", "--json", "--lr", "--optimizer", "--plan"]
+    compiling = ["--autocast", "--cluster", "--json", "--lr", "--no-cache", "--optimizer", "--plan"]
     assert found == {
-        "capture": ["--autocast", "--json", "--lr", "--optimizer", "model"],
+        "capture": ["--autocast", "--json", "--lr", "--no-cache", "--optimizer", "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": [*compiling, "model"],
         "verify": sorted([*compiling, "--processes", "model"]),
