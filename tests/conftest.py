@@ -1,4 +1,4 @@
-"""What all tests share: a cache, the generators of random graphs and faults, and the flag that rewrites golden files."""
+"""What all tests share: a cache, the generators of random graphs and faults, the flag that rewrites golden files."""
 
 import os
 import sys
