@@ -11,6 +11,7 @@ from superscaler.emit.expressions import Local, draw, expression, ranges
 from superscaler.ir.graph import RANDOM, Op, Operand
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
+from superscaler.ir.text import unique
 
 HEAD = '''"""The segments of this plan: what runs on a device between two communications. Written by superscaler."""
 
@@ -117,12 +118,7 @@ class _Writer:
         return re.sub(r"\W", "_", "_".join(words[-2:]))
 
     def _fresh(self, name: str) -> str:
-        unique, n = name, 1
-        while unique in self.taken:
-            n += 1
-            unique = f"{name}_{n}"
-        self.taken.add(unique)
-        return unique
+        return unique(name, self.taken)
 
     def _local(self, op: Op, operand: Operand) -> tuple[int, ...]:
         tensor = self.tensors[operand.tensor]

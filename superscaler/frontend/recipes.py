@@ -15,7 +15,7 @@ from typing import Any
 
 from superscaler.frontend.notation import Shape
 from superscaler.frontend.spans import Span, leaves, unify
-from superscaler.frontend.trace import Call, Var
+from superscaler.frontend.trace import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,6 @@ class Site:
         if value is None or value == ():
             return list(range(rank))
         return [d % max(rank, 1) for d in ([value] if isinstance(value, int) else value)]
-
-    def is_tensor(self, position: int) -> bool:
-        return position < len(self.call.args) and isinstance(self.call.args[position], Var)
 
 
 _LETTER = re.compile(r"\.\.\.|\w")

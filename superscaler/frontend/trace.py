@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from superscaler.errors import CaptureError
 from superscaler.ir.graph import TensorKind
+from superscaler.ir.text import unique
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,7 @@ class Trace:
         return self.fresh(f"{stem}_{word}{number}")
 
     def fresh(self, name: str) -> str:
-        unique, n = name, 1
-        while unique in self.taken:
-            n += 1
-            unique = f"{name}_{n}"
-        self.taken.add(unique)
-        return unique
+        return unique(name, self.taken)
 
 
 def variables(value: Any) -> Iterator[Var]:

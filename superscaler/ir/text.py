@@ -16,6 +16,21 @@ _REST = ("kind", "has_mirror", "module", "source", "flops", "from_data", "from_w
 _DEFAULTS = {f.name: f.default for f in fields(Op)}
 
 
+def unique(name: str, taken: set[str]) -> str:
+    """Return a name that is not taken, numbered from 2 on where it is, and take it.
+
+    >>> taken = {"x"}
+    >>> unique("x", taken), unique("x", taken), unique("y", taken)
+    ('x_2', 'x_3', 'y')
+    """
+    found, n = name, 1
+    while found in taken:
+        n += 1
+        found = f"{name}_{n}"
+    taken.add(found)
+    return found
+
+
 def print_model(model: Model) -> str:
     """Return the model as text.
 
