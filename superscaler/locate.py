@@ -11,9 +11,9 @@ from torch import Tensor
 
 from superscaler.compiler import Compiled
 from superscaler.emit.expressions import ranges
-from superscaler.emit.segments import emit_segments
+from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import RuntimeFailure
-from superscaler.ir.graph import Op
+from superscaler.ir.graph import RANDOM, Op
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.names import tag
@@ -78,14 +78,16 @@ def _model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
 
 
 def _call(program: Program, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    text, names, draws = emit_segments(replace(program, functions=(function,)))
+    text, names = emit_segments(replace(program, functions=(function,)))
+    boxes = [box for op, box in zip(function.ops, function.boxes, strict=True) if op.target in RANDOM]
+    draws = draws_of(program.model, function, boxes)
 
     def random(k: int) -> Tensor:
-        d = draws[0][k]
+        d = draws[k]
         return functional.draw(0, 0, d.op, d.box, d.extents, torch.device("cpu")).reshape(d.shape)
 
     run = getattr(modules({"segments.py": text})["segments"], names[0])
-    made: tuple[Tensor, ...] = run(*inputs, *([random] if draws[0] else []))
+    made: tuple[Tensor, ...] = run(*inputs, *([random] if draws else []))
     return made
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from superscaler.cluster import Cluster, Device
 from superscaler.errors import InputError
 from superscaler.ir.graph import Op
+from superscaler.ir.parts import Ints
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, ValueSplit
@@ -67,12 +68,12 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
     Backward and optimizer ops follow their forward ops unless they are assigned themselves.
     """
     where = caller()
-    devices = np.vectorize(partial(_device_id, where), otypes=[np.int64])(np.asarray(device, dtype=object))
+    devices = _device_ids(where, device)
     for item in _items(target, where):
         parts = graph.parts(item) if isinstance(item, Op) else item
         parts.check()
         try:
-            parts.grid.devices.reshape(-1)[parts.cells] = devices
+            parts.grid.place(parts.cells, devices)
         except ValueError:
             raise InputError(
                 f"op_assign at {where}: {parts.op.name} has {parts.cells.size} parts, but {devices.size} devices "
@@ -87,6 +88,14 @@ def _items(target: Target, where: str) -> list[Op | Parts]:
         if not isinstance(item, Op | Parts):
             raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {item!r}.")
     return items
+
+
+def _device_ids(where: str, devices: Any) -> Ints:
+    given = np.asarray(devices, dtype=None if isinstance(devices, np.ndarray) else object)
+    if np.issubdtype(given.dtype, np.integer) and (not given.size or given.min() >= 0):
+        return given.astype(np.int64)
+    found: Ints = np.vectorize(partial(_device_id, where), otypes=[np.int64])(given)
+    return found
 
 
 def _device_id(where: str, device: Any) -> int:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from superscaler.ir.graph import PLACED, Op, Operand, PTensor, Ref
-from superscaler.ir.mask import Box
+from superscaler.ir.mask import Box, extents
 
 Shape = tuple[int, ...]
 
@@ -55,7 +55,7 @@ class Local:
 
     def part(self) -> str:
         """Return which range of each slot of the dim that places it this part has, and their sizes; '' for all."""
-        operand, dim = PLACED.get(self.op.target, (0, -2))
+        operand, dim = PLACED[self.op.target]
         tensor = self.tensors[self.op.inputs[operand].tensor]
         first = sum(len(slots) for slots in tensor.slots[:dim])
         own = slice(first, first + len(tensor.slots[dim]))
@@ -297,16 +297,16 @@ def expression(local: Local) -> str:
     return TABLE.get(local.op.target, _aten)(local)
 
 
-def draw(local: Local) -> tuple[Box, tuple[int, ...], Shape]:
-    """Return which random numbers an op needs, of its result's shape or of the attention scores': box of extents."""
-    op = local.op
+def draw(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> tuple[Box, tuple[int, ...], Shape]:
+    """Return which random numbers a part needs, of its result's shape or of the attention scores': box of extents."""
     scores = op.target == "ss.attention_dropout"
-    like, local_shape = (op.inputs[0], local.shapes[0]) if scores else (op.outputs[0], local.results[0])
-    first = local.tensors[like.tensor]
-    slots, extents, shape = ranges(like, first, local.box), first.extents, tuple(local_shape)
+    like = op.inputs[0] if scores else op.outputs[0]
+    first = tensors[like.tensor]
+    slots = ranges(like, first, box)
+    shape, whole = first.local_shape(extents(slots)), first.extents
     if scores:
-        keys = local.tensors[op.inputs[1].tensor].shape[-2]
+        keys = tensors[op.inputs[1].tensor].shape[-2]
         width = len(first.slots[-1])
         slots = (*slots[: len(slots) - width], (0, keys))
-        extents, shape = (*extents[: len(extents) - width], keys), (*shape[:-1], keys)
-    return slots, extents, shape
+        whole, shape = (*whole[: len(whole) - width], keys), (*shape[:-1], keys)
+    return slots, whole, shape

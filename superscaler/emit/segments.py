@@ -5,10 +5,11 @@ from __future__ import annotations
 import keyword
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from superscaler.emit.expressions import Local, draw, expression, ranges
-from superscaler.ir.graph import RANDOM, Op, Operand
+from superscaler.ir.graph import RANDOM, Model, Op, Operand
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
 from superscaler.ir.text import unique
@@ -32,24 +33,27 @@ class Draw:
     shape: tuple[int, ...]
 
 
-def emit_segments(program: Program) -> tuple[str, list[str], list[tuple[Draw, ...]]]:
-    """Return the text, the name of each function of the program, and what each draws at random."""
-    numbers = {op.name: n for n, op in enumerate(program.model.ops)}
+def draws_of(model: Model, function: Function, boxes: Sequence[Box]) -> list[Draw]:
+    """Return what a function draws at random, in order, where its random ops are parts with these boxes."""
+    ops = [op for op in function.ops if op.target in RANDOM]
+    numbers = {op.name: n for n, op in enumerate(model.ops)} if ops else {}
+    return [Draw(numbers[op.name], *draw(op, box, model.tensors)) for op, box in zip(ops, boxes, strict=True)]
+
+
+def emit_segments(program: Program) -> tuple[str, list[str]]:
+    """Return the text and the name of each function of the program."""
     bodies: dict[str, str] = {}
     names: list[str] = []
-    draws: list[tuple[Draw, ...]] = []
     taken: Counter[str] = Counter()
     for function in program.functions:
-        writer = _Writer(program, function, numbers)
-        body = writer.write()
+        body = _Writer(program, function).write()
         if body not in bodies:
             stem = _stem(function.module)
             taken[stem] += 1
             bodies[body] = f"{stem}_{taken[stem]}"
         names.append(bodies[body])
-        draws.append(tuple(writer.draws))
     text = HEAD + "".join(f"\n\ndef {name}{body}" for body, name in bodies.items())
-    return text, names, draws
+    return text, names
 
 
 def _stem(module: str) -> str:
@@ -59,11 +63,10 @@ def _stem(module: str) -> str:
 
 
 class _Writer:
-    def __init__(self, program: Program, function: Function, numbers: dict[str, int]) -> None:
+    def __init__(self, program: Program, function: Function) -> None:
         self.tensors = program.model.tensors
         self.function = function
-        self.numbers = numbers
-        self.draws: list[Draw] = []
+        self.draws = 0
         self.taken = {"torch", "F", "functional", "random"}
         self.value: dict[str, str] = {}
         self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
@@ -94,12 +97,11 @@ class _Writer:
             source = self._biased(producer, [*inner, self._name(op, 1, parameters)])
         else:
             names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
-            random = f"random({len(self.draws)})" if op.target in RANDOM else ""
+            random = f"random({self.draws})" if op.target in RANDOM else ""
             shapes = [self._local(op, o) for o in op.inputs]
             results = [self._local(op, o) for o in op.outputs]
+            self.draws += bool(random)
             local = Local(op, self.boxes[op.name], names, shapes, results, self.tensors, random)
-            if random:
-                self.draws.append(Draw(self.numbers[op.name], *draw(local)))
             source = expression(local)
         for output in op.outputs:
             self.value[output.tensor] = self._fresh(self._short(output.tensor))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from superscaler.emit.segments import Draw, emit_segments
+from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.ir.program import (
     Accumulate,
     Backward,
@@ -66,11 +66,11 @@ class Emitted:
 
 def emit(program: Program) -> Emitted:
     """Return the Python source of a program. Equal programs give equal bytes."""
-    segments, names, draws = emit_segments(program)
+    segments, names = emit_segments(program)
     groups: dict[str, list[int]] = {}
     tables = []
     for device in program.devices:
-        writer = _Writer(program, device, names, draws)
+        writer = _Writer(program, device, names)
         groups.setdefault(writer.write(), []).append(device.rank)
         tables.append(writer.tables)
     files, programs = {"segments.py": segments}, [""] * program.world
@@ -85,11 +85,10 @@ def emit(program: Program) -> Emitted:
 
 
 class _Writer:
-    def __init__(self, program: Program, device: Device, names: list[str], draws: list[tuple[Draw, ...]]) -> None:
-        self.model = program.model
+    def __init__(self, program: Program, device: Device, names: list[str]) -> None:
+        self.program, self.model = program, program.model
         self.device = device
         self.functions = names
-        self.draws = draws
         self.tables = Tables(
             [
                 {
@@ -181,7 +180,7 @@ class _Writer:
     def _forward(self, i: Forward) -> str:
         left = f"{self.tuple_of(i.outputs)} = " if i.outputs else ""
         function = f"segments.{self.functions[i.function]}"
-        draws = self.draws[i.function]
+        draws = draws_of(self.model, self.program.functions[i.function], i.draws)
         extra = ""
         if draws:
             entry = [{"op": d.op, "box": d.box, "extents": d.extents, "shape": d.shape} for d in draws]

@@ -17,13 +17,14 @@ OpKind = Literal["forward", "optimizer"]
 Mark = Literal["spatial", "summed", "frozen"]
 
 
-# What a part computes depends on its sizes only, but for these: where it starts on the dim of an operand (number, dim),
-# or anywhere (random numbers are drawn by element).
+# What a part computes depends on its sizes only, but for these: where it starts on the dim of an operand (number, dim).
 PLACED: Mapping[str, tuple[int, int]] = {
     "aten.embedding.default": (0, 0),
     "aten.scaled_dot_product_attention.default": (0, -2),
+    "ss.attention_dropout": (0, -2),
     "ss.experts": (3, 0),
 }
+# These are given the random numbers of their elements.
 RANDOM = frozenset({"ss.dropout", "ss.attention_dropout", "ss.uniform", "ss.normal"})
 
 
@@ -191,8 +192,6 @@ class Model:
 
     def placed(self, op: Op) -> tuple[int, ...]:
         """Return the indices of an op on which it matters where a part starts, not only how large it is."""
-        if op.target in RANDOM:
-            return tuple(range(len(op.indices)))
         if op.target not in PLACED:
             return ()
         number, dim = PLACED[op.target]

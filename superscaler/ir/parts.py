@@ -41,7 +41,9 @@ class Axis:
 
 @dataclass(slots=True)
 class Grid:
-    """The parts of an op (or of one cell of another grid). `devices` has one axis per entry of `axes`."""
+    """The parts of an op (or of one cell of another grid). `devices` has one axis per entry of `axes`, and is never
+    written to: where all parts along an axis are on one device, it has stride 0 there and costs nothing.
+    """
 
     axes: tuple[Axis, ...] = ()
     devices: Ints = field(default_factory=lambda: np.array(UNASSIGNED))
@@ -50,12 +52,35 @@ class Grid:
 
     def copy(self) -> Grid:
         children = {cell: child.copy() for cell, child in self.children.items()}
-        return Grid(self.axes, self.devices.copy(), children, self.replaced_at)
+        return Grid(self.axes, self.devices, children, self.replaced_at)
 
     def signature(self) -> tuple[object, ...]:
-        """Return a hashable value that is equal exactly for equal grids."""
+        """Return a hashable value that is equal only for equal grids."""
         children = tuple((cell, child.signature()) for cell, child in sorted(self.children.items()))
-        return (self.axes, self.devices.tobytes(), children)
+        once = tuple(slice(0, 1 if stride == 0 else None) for stride in self.devices.strides)
+        return (self.axes, self.devices.strides, self.devices[once].tobytes(), children)
+
+    def place(self, cells: Ints, devices: Ints) -> None:
+        """Put cells on devices, an array that broadcasts against them. Raises ValueError if it does not."""
+        if covers(cells, self.devices.size):
+            self.devices = np.broadcast_to(devices, cells.shape).reshape(self.devices.shape)
+        else:
+            changed = np.array(self.devices)
+            changed.reshape(-1)[cells] = devices
+            self.devices = changed
+
+    def used(self) -> set[int]:
+        """Return the devices of all parts; UNASSIGNED is among them where some have none."""
+        if not self.children:
+            once = tuple(slice(0, 1 if stride == 0 else None) for stride in self.devices.strides)
+            return set(np.unique(self.devices[once]).tolist())
+        own = np.delete(self.devices.reshape(-1), list(self.children))
+        return set(own.tolist()).union(*(child.used() for child in self.children.values()))
+
+
+def covers(cells: Ints, count: int) -> bool:
+    """Tell whether these are all cells of a grid, in order."""
+    return cells.size == count and np.array_equal(cells.reshape(-1), np.arange(count))
 
 
 @dataclass(frozen=True)

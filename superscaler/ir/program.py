@@ -26,7 +26,7 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Forward:
     """Run a segment: `function` on detached aliases of `inputs`; `grads` tells which of them want a gradient, `saved`
-    the numbers of the outputs whose gradients come back.
+    the numbers of the outputs whose gradients come back, `draws` the boxes of its random ops in order.
     """
 
     tag: str
@@ -36,6 +36,7 @@ class Forward:
     outputs: tuple[str, ...]
     saved: tuple[int, ...]
     module: str
+    draws: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ class Parts:
     def check(self) -> None:
         """Raise TransformError if the parts were replaced by a later `op_trans`."""
         replaced = len(self.grid.axes) != self.level
-        nested = [self.grid.children[int(c)] for c in self.cells.reshape(-1) if int(c) in self.grid.children]
+        cells = self.cells.reshape(-1).tolist() if self.grid.children else []
+        nested = [self.grid.children[c] for c in cells if c in self.grid.children]
         if replaced or nested:
             where = self.grid.replaced_at if replaced else nested[0].replaced_at
             raise TransformError(

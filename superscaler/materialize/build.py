@@ -12,7 +12,8 @@ from math import prod
 
 import numpy as np
 
-from superscaler.ir.mask import extents, intersect
+from superscaler.ir.graph import RANDOM, Op
+from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
     Backward,
@@ -108,26 +109,30 @@ class _Builder(Values):
         grads = tuple(a.labels is not None for a in segment.aliases)
         function = self._function(segment, at)
         code = self.code[rank]
-        code.append(Forward(tag(segment.number, key), function, tuple(inputs), grads, outputs, saved, segment.module))
+        name, draws = tag(segment.number, key), self._draws(segment, at)
+        code.append(Forward(name, function, tuple(inputs), grads, outputs, saved, segment.module, draws))
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
             self.made(place, name, rank)
             if output.tensor == self.model.loss:
                 self.loss_parts[rank].append((name, place in self.loss_places))
 
+    def _draws(self, segment: Segment, at: int) -> tuple[Box, ...]:
+        return tuple(self._box(segment, op, at) for op in segment.ops if op.target in RANDOM)
+
+    def _box(self, segment: Segment, op: Op, at: int) -> Box:
+        rows, row = self.schedule.edges.rows[op.name], segment.row_of[op.name][at]
+        return tuple(zip(rows.lo[row].tolist(), rows.hi[row].tolist(), strict=True))
+
     def _function(self, segment: Segment, at: int) -> int:
         key = (segment.number, self._forms(segment)[at].tobytes())
         if key not in self.functions:
-            rows = self.schedule.edges.rows
-            boxes = []
-            for op in segment.ops:
-                r, row = rows[op.name], segment.row_of[op.name][at]
-                boxes.append(tuple(zip(r.lo[row].tolist(), r.hi[row].tolist(), strict=True)))
+            boxes = tuple(self._box(segment, op, at) for op in segment.ops)
             input_of = {(op.name, k): n for n, alias in enumerate(segment.aliases) for op, k in alias.uses}
             names = tuple(alias.tensor for alias in segment.aliases)
             outputs = tuple(o.tensor for o in segment.outputs)
             self.functions[key] = len(self.made_functions)
-            self.made_functions.append(Function(segment.ops, tuple(boxes), names, input_of, outputs, segment.module))
+            self.made_functions.append(Function(segment.ops, boxes, names, input_of, outputs, segment.module))
         return self.functions[key]
 
     def _forms(self, segment: Segment) -> Ints:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from superscaler.errors import ScheduleError
+from superscaler.ir.graph import RANDOM
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Backward, Device, Forward, Free, Loss, Program, Update
 from superscaler.materialize.names import reads, tag, unique_identifiers, writes
@@ -92,13 +93,14 @@ def _check_function(schedule: Schedule, program: Program, segment: Segment, at: 
     """A part runs the ops of its segment, each on a box of its size, and at its place where that matters."""
     function, rank = program.functions[forward.function], segment.keys[at][0]
     boxes = {op.name: box for op, box in zip(function.ops, function.boxes, strict=True)}
+    drawn = dict(zip((op.name for op in function.ops if op.target in RANDOM), forward.draws, strict=True))
     for op in segment.ops:
         rows, row = schedule.edges.rows[op.name], segment.row_of[op.name][at]
         box = tuple(zip(rows.lo[row].tolist(), rows.hi[row].tolist(), strict=True))
         if op.name not in boxes:
             raise ScheduleError(f"{op.name} ({op.module or op.target}) is missing from {forward.tag} on device {rank}.")
         own, placed = boxes.pop(op.name), schedule.edges.model.placed(op)
-        if extents(own) != extents(box) or any(own[i] != box[i] for i in placed):
+        if extents(own) != extents(box) or any(own[i] != box[i] for i in placed) or drawn.get(op.name, box) != box:
             raise ScheduleError(f"{forward.tag} on device {rank} does not run {Mask(op.name, box)}, which is its part.")
     if boxes or len(function.ops) != len(segment.ops):
         extra = next(iter(boxes), function.ops[0].name)

@@ -10,13 +10,11 @@ from superscaler.errors import TransformError, unknown
 from superscaler.ir.graph import Op
 from superscaler.ir.parts import Axis, Mirror
 
-Box = tuple[tuple[int, int], ...]
-
 
 class Algorithm(Protocol):
-    """What `op_trans` applies: a name for the journal, and the axis that it adds to a part with the given box."""
+    """What `op_trans` applies: a name for the journal, and the axis that it adds to a part with `sizes` (per index)."""
 
-    def axis(self, op: Op, box: Box) -> Axis: ...
+    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Replicate:
     parts: int
     mirror: Mirror | None = None
 
-    def axis(self, op: Op, box: Box) -> Axis:
+    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         check_parts(self.parts, op)
         if self.mirror not in (None, "copy", "route"):
             raise TransformError(f"Replicate of {op.name}: {unknown('mirror', str(self.mirror), ['copy', 'route'])}")
@@ -48,7 +46,7 @@ class Split:
     sizes: tuple[int, ...] = ()
     required: bool = False
 
-    def axis(self, op: Op, box: Box) -> Axis:
+    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         index = op.find(self.factor)
         count = self.parts or len(self.sizes)
         check_parts(count, op)
@@ -65,9 +63,8 @@ class Split:
                 held = any(i.factor == self.factor for i in op.indices)
                 why = "cannot be cut on that factor (no rule allows it)" if held else "has no such factor"
                 raise TransformError(f"Split('{self.factor}') is required, but {op.name} ({op.target}) {why}.")
-            return Replicate(count).axis(op, box)
-        extent = box[index][1] - box[index][0]
-        return Axis(index, self._sizes(op, extent))
+            return Replicate(count).axis(op, sizes)
+        return Axis(index, self._sizes(op, sizes[index]))
 
     def _sizes(self, op: Op, extent: int) -> tuple[int, ...]:
         where = f"{op.name} ({op.module or op.target})"
@@ -97,7 +94,7 @@ class ValueSplit:
     parts: int
     operand: int = 0
 
-    def axis(self, op: Op, box: Box) -> Axis:
+    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         check_parts(self.parts, op)
         group = next((g for g in op.linear if self.operand in g), None)
         if group is None:
@@ -115,8 +112,8 @@ class Microbatch:
     parts: int
     factor: str = "batch"
 
-    def axis(self, op: Op, box: Box) -> Axis:
-        axis = Split(self.factor, self.parts).axis(op, box)
+    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+        axis = Split(self.factor, self.parts).axis(op, sizes)
         return replace(axis, is_microbatch=True)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from superscaler.errors import TransformError
 from superscaler.ir.graph import Op
-from superscaler.ir.parts import Axis, Grid, flat_cells
-from superscaler.ir.transformed import Entry, Graph, Parts, Path
-from superscaler.transform.algorithms import Algorithm, Box
+from superscaler.ir.parts import Axis, Grid, covers
+from superscaler.ir.transformed import Entry, Graph, Parts
+from superscaler.transform.algorithms import Algorithm
 
 
 def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
@@ -23,27 +23,28 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     factor = getattr(algorithm, "factor", None)
     if factor is not None:
         graph.check_factor(str(factor))
-    chosen = parts.cells.reshape(-1)
-    boxes = _boxes(graph, op, parts.prefix, grid)
-    axes = {cell: algorithm.axis(op, boxes[cell]) for cell in set(chosen.tolist())}
-    axis = next(iter(axes.values()))
+    sizes = _sizes(graph, op, parts)
+    made = {some: algorithm.axis(op, some) for some in sizes}
+    axis = made[sizes[0]]
     if axis.is_microbatch and any(a.is_microbatch for a in (*graph.grids[op.name].axes, *grid.axes)):
         raise TransformError(f"op_trans at {where} cuts {op.name} into microbatches, but it is one already; split it.")
     note = " (replicated: no index to cut)" if factor is not None and axis.index is None and not axis.value else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
-    if len(axes) == len(boxes) and len(set(axes.values())) == 1 and not grid.children:
+    count = prod(len(a.sizes) for a in grid.axes)
+    chosen = count if covers(parts.cells, count) else len(np.unique(parts.cells))
+    if chosen == count and len(set(made.values())) == 1 and not grid.children:
         return _append(grid, parts, axis, where)
     if parts.cells.size == 1:
         return _child(parts, axis, where)
     raise TransformError(
-        f"op_trans at {where} cuts {len(axes)} of the {len(boxes)} parts of {op.name}, or cuts them differently; "
+        f"op_trans at {where} cuts {chosen} of the {count} parts of {op.name}, or cuts them differently; "
         "transform these one by one: op_trans(graph, list(parts), ...)."
     )
 
 
 def _append(grid: Grid, parts: Parts, axis: Axis, where: str) -> Parts:
     width = len(axis.sizes)
-    grid.devices = np.repeat(grid.devices.reshape(*grid.devices.shape, 1), width, axis=-1)
+    grid.devices = np.broadcast_to(grid.devices[..., None], (*grid.devices.shape, width))
     grid.axes, grid.replaced_at = (*grid.axes, axis), where
     cells = parts.cells[..., None] * width + np.arange(width)
     return Parts(parts.op, grid, parts.prefix, cells, len(grid.axes))
@@ -57,18 +58,28 @@ def _child(part: Parts, axis: Axis, where: str) -> Parts:
     return Parts(part.op, child, (*part.prefix, (part.level, cell)), np.arange(len(axis.sizes)), 1)
 
 
-def _boxes(graph: Graph, op: Op, prefix: Path, grid: Grid) -> list[Box]:
-    """Return the boxes of all cells of a grid of the op's tree."""
-    box: Box = tuple((0, i.size) for i in op.indices)
-    here = graph.grids[op.name]
-    for _, cell in prefix:
-        box = cell_boxes(here, box)[cell]
-        here = here.children[cell]
-    return cell_boxes(grid, box)
+def _sizes(graph: Graph, op: Op, parts: Parts) -> list[tuple[int, ...]]:
+    """Return the distinct extents of the chosen cells, over the op's indices."""
+    grid = graph.grids[op.name]
+    start = tuple(i.size for i in op.indices)
+    for _, cell in parts.prefix:
+        start = cell_extents(grid, start, cell)
+        grid = grid.children[cell]
+    if parts.cells.size < prod(len(a.sizes) for a in grid.axes):
+        return list(dict.fromkeys(cell_extents(grid, start, cell) for cell in parts.cells.reshape(-1).tolist()))
+    found = {start: None}
+    for axis in grid.axes:
+        if axis.index is not None:
+            at = axis.index
+            found = {(*sizes[:at], size, *sizes[at + 1 :]): None for sizes in found for size in axis.sizes}
+    return list(found)
 
 
-def cell_boxes(grid: Grid, box: Box) -> list[Box]:
-    """Return the boxes of the cells of a grid that covers `box`, ignoring children."""
-    lo, hi, *_ = flat_cells(grid, box, -1)
-    pairs = np.stack([lo, hi], axis=-1).tolist()
-    return [tuple((a, b) for a, b in row) for row in pairs] if prod(lo.shape) else [()] * len(lo)
+def cell_extents(grid: Grid, start: tuple[int, ...], cell: int) -> tuple[int, ...]:
+    """Return the extents of one cell of a grid that covers `start`."""
+    sizes = list(start)
+    where = np.unravel_index(cell, [len(a.sizes) for a in grid.axes]) if grid.axes else ()
+    for axis, coordinate in zip(grid.axes, where, strict=True):
+        if axis.index is not None:
+            sizes[axis.index] = axis.sizes[int(coordinate)]
+    return tuple(sizes)
