@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,33 +13,45 @@ from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
 from superscaler.errors import InputError
 from superscaler.garbage import without_garbage_collection
+from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.program import Free, Program
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
-from superscaler.schedule.order import Schedule, complete
+from superscaler.schedule.fold import find_fold, restrict
+from superscaler.schedule.homes import place_updates
+from superscaler.schedule.order import Schedule, check_assigned, complete
 
 SProgram = Callable[[Graph, Cluster], Any]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Everything that compiling made. `seconds` per phase, whose sum is `total`."""
+    """Everything that compiling made. `seconds` per phase, whose sum is `total`.
+
+    Of a plan that folds, `schedule` has the compiled places only; `close` tells which devices correspond.
+    """
 
     graph: Graph
     cluster: Cluster
     schedule: Schedule
+    close: Fold | None
     program: Program
     emitted: Emitted
     seconds: Mapping[str, float]
 
+    @cached_property
+    def whole_schedule(self) -> Schedule:
+        """Return the schedule of all parts on all devices, whose cost grows with their number."""
+        is_folded = isinstance(self.program.devices, Folded)
+        return complete(self.graph, self.close) if is_folded else self.schedule
+
     @property
     def counts(self) -> dict[str, int]:
-        rows = self.schedule.edges.rows
-        mirrors = sum(len(rows[op.name]) for op in self.graph.ops if op.has_mirror)
+        code = self.program.distinct
         return {
-            "parts": sum(len(r) for r in rows.values()) + mirrors,
-            "instructions": sum(not isinstance(i, Free) for d in self.program.devices for i in d.instructions),
+            "parts": sum(len(self.graph.grids[op.name]) * (1 + op.has_mirror) for op in self.graph.ops),
+            "instructions": sum(n * sum(not isinstance(i, Free) for i in d.instructions) for d, n in code),
             "distinct_programs": len(set(self.emitted.programs)),
             "emitted_bytes": sum(len(text) for text in self.emitted.files.values()),
             "bytes_moved": self.program.bytes_moved,
@@ -58,30 +72,48 @@ def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compile
 
 def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None = None) -> Compiled:
     """Compile a graph whose parts are already made, placed and ordered."""
-    check_devices(planned, cluster)
-    clock = [time.perf_counter()]
-    schedule = complete(planned)
-    clock.append(time.perf_counter())
-    program = materialize(schedule, len(cluster.devices))
-    clock.append(time.perf_counter())
-    emitted = emit(program)
-    clock.append(time.perf_counter())
-    phases = dict(seconds or {})
-    for name, start, end in zip(("schedule", "materialize", "emit"), clock, clock[1:], strict=False):
-        phases[name] = end - start
+    phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0}
+    with _timed(phases, "schedule"):
+        check_devices(planned, cluster)
+        check_assigned(planned)
+        place_updates(planned)
+        close = find_fold(planned)
+    schedule, program = _folded(planned, len(cluster.devices), close, phases)
+    with _timed(phases, "emit"):
+        emitted = emit(program)
     phases["total"] = sum(phases.values())
-    return Compiled(planned, cluster, schedule, program, emitted, phases)
+    return Compiled(planned, cluster, schedule, close, program, emitted, phases)
+
+
+def _folded(planned: Graph, world: int, close: Fold | None, phases: dict[str, float]) -> tuple[Schedule, Program]:
+    """Compile as few places of each fold axis as tell of all; those of an axis that does not fold after all, all."""
+    fold = close
+    while True:
+        fold = None if fold is None or max(fold.widths, default=0) <= KEPT else fold
+        try:
+            with _timed(phases, "schedule"):
+                schedule = complete(planned if fold is None else restrict(planned, fold), close)
+            with _timed(phases, "materialize"):
+                return schedule, materialize(schedule, world, fold)
+        except Unfoldable as error:
+            assert fold is not None
+            fold = fold.without(error.axis)
+
+
+@contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    phases[name] += time.perf_counter() - start
 
 
 def check_devices(graph: Graph, cluster: Cluster) -> None:
     """Raise PlanError if a part is placed on a device that the cluster does not have."""
-    known = {device.id for device in cluster.devices}
+    last = len(cluster.devices) - 1
     for op in graph.ops:
-        for device in set(graph.rows(op).device.tolist()) - {-1}:
-            if device not in known:
-                raise InputError(
-                    f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {max(known)}."
-                )
+        device = max(graph.grids[op.name].used())
+        if device > last:
+            raise InputError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {last}.")
 
 
 FLOATS = ("float32", "bfloat16", "float16")

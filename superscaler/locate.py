@@ -131,16 +131,16 @@ class _Search:
         self, exact: Compiled, whole: Values, gradients: Values, events: Mapping[tuple[int, str, str], Event]
     ) -> None:
         self.exact, self.whole, self.gradients, self.events = exact, whole, gradients, events
-        self.edges, self.model = exact.schedule.edges, exact.graph.model
+        self.edges, self.model = exact.whole_schedule.edges, exact.graph.model
         self.floor = {"F": 0.0, "B": FLOOR * max((float(g.abs().max()) for g in gradients.values()), default=0.0)}
         # Parts of a value that wait for the others: by tensor, by row.
         self.parts: dict[str, dict[int, Tensor]] = {}
 
     def differences(self) -> Iterator[str]:
-        for node in self.exact.schedule.order:
+        for node in self.exact.whole_schedule.order:
             event = self.events.get((node.key[0], tag(node.number, node.key), node.kind))
             if event is not None:
-                segment = self.exact.schedule.segments[node.number]
+                segment = self.exact.whole_schedule.segments[node.number]
                 yield from (self._forward if node.kind == "F" else self._backward)(node, segment, event)
 
     def _forward(self, node: Node, segment: Segment, event: Event) -> Iterator[str]:

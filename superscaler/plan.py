@@ -46,8 +46,8 @@ class Plan:
 
     def validate(self) -> dict[str, Any]:
         """Check conservation, completeness and deadlock freedom. Raises ScheduleError at the first that fails."""
-        check_conservation(self.compiled.schedule)
-        check_program(self.compiled.schedule, self.compiled.program)
+        check_conservation(self.compiled.whole_schedule)
+        check_program(self.compiled.whole_schedule, self.compiled.program)
         check_rendezvous(self.compiled.program)
         return {"conservation": True, "complete": True, "deadlock_free": True, **self.counts}
 

@@ -112,8 +112,8 @@ def certify(
 
 
 _CHECKS: Mapping[str, Callable[[Compiled], None]] = {
-    "conservation": lambda exact: check_conservation(exact.schedule),
-    "complete": lambda exact: check_program(exact.schedule, exact.program),
+    "conservation": lambda exact: check_conservation(exact.whole_schedule),
+    "complete": lambda exact: check_program(exact.whole_schedule, exact.program),
     "deadlock_free": lambda exact: check_rendezvous(exact.program),
 }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from superscaler.emit.segments import draws_of, emit_segments
+from superscaler.ir.fold import Folded, evenly
 from superscaler.ir.program import (
     Accumulate,
     Backward,
@@ -48,11 +50,18 @@ class Tables:
     draws: list[list[dict[str, Any]]] = field(default_factory=list)
     counted: list[tuple[bool, ...]] = field(default_factory=list)
 
-    @staticmethod
-    def number(table: list[Any], entry: Any) -> int:
-        if entry not in table:
-            table.append(entry)
-        return table.index(entry)
+
+@dataclass(frozen=True, eq=False)
+class AllTables(Sequence[Tables]):
+    """The tables of all devices; those of a folded program are made when they are asked for."""
+
+    made: Sequence[Callable[[], Tables]]
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.made[rank]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,54 +70,97 @@ class Emitted:
 
     files: dict[str, str]
     programs: tuple[str, ...]
-    tables: tuple[Tables, ...]
+    tables: Sequence[Tables]
 
 
 def emit(program: Program) -> Emitted:
     """Return the Python source of a program. Equal programs give equal bytes."""
     segments, names = emit_segments(program)
     groups: dict[str, list[int]] = {}
-    tables = []
-    for device in program.devices:
-        writer = _Writer(program, device, names)
-        groups.setdefault(writer.write(), []).append(device.rank)
-        tables.append(writer.tables)
+    tables: dict[int, Callable[[], Tables]] = {}
+    for ranks, samples in _runs(program):
+        writer = _Writer(program, samples, names)
+        groups.setdefault(writer.write(), []).extend(ranks)
+        tables |= {rank: partial(writer.tables_of, rank) for rank in ranks}
     files, programs = {"segments.py": segments}, [""] * program.world
-    for number, (body, ranks) in enumerate(groups.items()):
-        name = f"program_{number}"
+    for number, (body, found) in enumerate(groups.items()):
+        name, ranks = f"program_{number}", sorted(found)
         shown = ", ".join(map(str, ranks[:16])) + (" ..." if len(ranks) > 16 else "")
         who = f"devices {shown} do" if len(ranks) > 1 else f"device {shown} does"
         files[f"{name}.py"] = HEAD.format(devices=who, segments="segments") + body
         for rank in ranks:
             programs[rank] = name
-    return Emitted(files, tuple(programs), tuple(tables))
+    return Emitted(files, tuple(programs), AllTables([tables[rank] for rank in range(program.world)]))
+
+
+def _runs(program: Program) -> Iterator[tuple[list[int], list[Device]]]:
+    """Yield which devices run one program, and those that tell its data: at place 0, and at place 1 of each axis."""
+    devices = program.devices
+    if not isinstance(devices, Folded):
+        yield from (([device.rank], [device]) for device in devices)
+        return
+    for base, ranks in enumerate(devices.fold.devices):
+        yield ranks.reshape(-1).tolist(), [devices.compiled[d] for d in devices.fold.samples(base)]
+    idle = [rank for rank in range(len(devices)) if rank not in devices.fold.places]
+    if idle:
+        yield idle, [devices.idle]
 
 
 class _Writer:
-    def __init__(self, program: Program, device: Device, names: list[str]) -> None:
+    """Writes one program from the devices that tell it; what differs between these goes into numbered tables."""
+
+    def __init__(self, program: Program, samples: Sequence[Device], names: list[str]) -> None:
         self.program, self.model = program, program.model
-        self.device = device
+        self.samples = samples
         self.functions = names
-        self.tables = Tables(
-            [
-                {
-                    "name": w.name,
-                    "tensor": w.tensor,
-                    "box": w.box,
-                    "trained": w.trained,
-                    "counted": w.counted,
-                    "group": w.group,
-                }
-                for w in device.weights
-            ]
-        )
+        self.at = 0
+        self.entries: dict[str, dict[Any, int]] = {f.name: {} for f in fields(Tables)}
         self.pretty: dict[str, str] = {"_": "_", "one": "rt.one"}
         self.taken: dict[str, int] = {}
+
+    def number(self, table: str, get: Callable[[Any], Any]) -> int:
+        """Return the number in a table of what `get` takes from the current instruction of each sample."""
+        entry = tuple(get(device.instructions[self.at]) for device in self.samples)
+        return self.entries[table].setdefault(entry, len(self.entries[table]))
+
+    def tables_of(self, rank: int) -> Tables:
+        devices = self.program.devices
+        fold = devices.fold if isinstance(devices, Folded) and rank in devices.fold.places else None
+        place = fold.place(rank) if fold is not None else ()
+
+        def even(table: str) -> list[Any]:
+            return [evenly(entry, place) for entry in self.entries[table]]
+
+        def moved(members: tuple[int, ...]) -> tuple[int, ...]:
+            return members if fold is None else fold.move(members, place)
+
+        weights = zip(*(device.weights for device in self.samples), strict=True)
+        draws = [draws_of(self.model, self.program.functions[f], boxes) for f, boxes in even("draws")]
+        return Tables(
+            [
+                {
+                    "name": w[0].name,
+                    "tensor": w[0].tensor,
+                    "box": evenly([x.box for x in w], place),
+                    "trained": w[0].trained,
+                    "counted": evenly([x.counted for x in w], place),
+                    "group": w[0].group,
+                }
+                for w in weights
+            ],
+            even("inputs"),
+            [moved(entry[0]) for entry in self.entries["groups"]],
+            [(moved((entry[0][0],))[0], entry[0][1]) for entry in self.entries["messages"]],
+            even("boxes"),
+            [[{"op": d.op, "box": d.box, "extents": d.extents, "shape": d.shape} for d in some] for some in draws],
+            even("counted"),
+        )
 
     def write(self) -> str:
         lines: list[str] = []
         module = ""
-        for instruction in self.device.instructions:
+        for at, instruction in enumerate(self.samples[0].instructions):
+            self.at = at
             if isinstance(instruction, Forward) and instruction.module != module:
                 module = instruction.module
                 lines.append(f"# {module}" if module else "#")
@@ -138,7 +190,7 @@ class _Writer:
                 wide = f', "{_bits(i.wide)}"' if any(i.wide) else ""
                 return f'{left}rt.backward("{i.tag}", {self.tuple_of(i.gradients)}{wide})'
             case Slice():
-                box = Tables.number(self.tables.boxes, i.ranges)
+                box = self.number("boxes", lambda j: j.ranges)
                 return f"{self.name(i.out)} = rt.slice({self.name(i.source)}, {i.view}, {box}, {i.shape})"
             case Combine():
                 return self._combine(i)
@@ -149,19 +201,19 @@ class _Writer:
             case Collective():
                 return self._collective(i)
             case Bucket():
-                group = Tables.number(self.tables.groups, i.group)
+                group = self.number("groups", lambda j: j.group)
                 return f"{self.tuple_of(i.works)} = rt.all_reduce_bucket({self.tuple_of(i.sources)}, {group})"
             case Send():
-                return f"rt.send({self.name(i.source)}, {self._message(i.peer, i.message)})"
+                return f"rt.send({self.name(i.source)}, {self._message()})"
             case Recv():
-                return f'{self.name(i.work)} = rt.recv({self._message(i.peer, i.message)}, {i.shape}, "{i.dtype}")'
+                return f'{self.name(i.work)} = rt.recv({self._message()}, {i.shape}, "{i.dtype}")'
             case Wait():
                 return f"{self.name(i.out)} = {self.name(i.work)}.wait().reshape({i.shape})"
             case Update():
                 update = f"rt.update({self._pairs(i.pairs)})"
                 return f"{update}\n    rt.write({self._pairs(i.writes)})" if i.writes else update
             case Loss():
-                counted = Tables.number(self.tables.counted, i.counted)
+                counted = self.number("counted", lambda j: j.counted)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"
             case Free():
                 return "del " + ", ".join(self.name(n) for n in i.names)
@@ -172,20 +224,14 @@ class _Writer:
 
     def _load(self, i: Load) -> str:
         if self.model.tensors[i.tensor].kind == "input":
-            return (
-                f"{self.name(i.out)} = rt.input({Tables.number(self.tables.inputs, (i.tensor, i.box))})  # {i.tensor}"
-            )
+            number = self.number("inputs", lambda j: (j.tensor, j.box))
+            return f"{self.name(i.out)} = rt.input({number})  # {i.tensor}"
         return f'{self.name(i.out)} = rt.weight("{i.out}")'
 
     def _forward(self, i: Forward) -> str:
         left = f"{self.tuple_of(i.outputs)} = " if i.outputs else ""
         function = f"segments.{self.functions[i.function]}"
-        draws = draws_of(self.model, self.program.functions[i.function], i.draws)
-        extra = ""
-        if draws:
-            entry = [{"op": d.op, "box": d.box, "extents": d.extents, "shape": d.shape} for d in draws]
-            self.tables.draws.append(entry)
-            extra = f", draws={len(self.tables.draws) - 1}"
+        extra = f", draws={self.number('draws', lambda j: (j.function, j.draws))}" if i.draws else ""
         inputs = self.tuple_of(i.inputs)
         return f'{left}rt.forward("{i.tag}", {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
 
@@ -193,12 +239,12 @@ class _Writer:
         whole = tuple((0, size) for size in i.view)
         if i.pieces and all(box == whole for _, box in i.pieces):
             return f"{self.name(i.out)} = " + " + ".join(self.name(name) for name, _ in i.pieces)
-        boxes = Tables.number(self.tables.boxes, tuple(box for _, box in i.pieces))
+        boxes = self.number("boxes", lambda j: tuple(box for _, box in j.pieces))
         pieces = self.tuple_of([name for name, _ in i.pieces])
         return f'{self.name(i.out)} = rt.combine({pieces}, {boxes}, {i.view}, {i.shape}, "{i.dtype}")'
 
     def _collective(self, i: Collective) -> str:
-        group = Tables.number(self.tables.groups, i.group)
+        group = self.number("groups", lambda j: j.group)
         source = self.name(i.source) if i.source else "None"
         if source != "None" and i.view != i.local and i.kind not in ("all_reduce", "broadcast"):
             source += f".reshape({i.view})"
@@ -211,8 +257,8 @@ class _Writer:
         }[i.kind]
         return f"{self.name(i.work)} = rt.{i.kind}({source}, {group}{extra})"
 
-    def _message(self, peer: int, message: int) -> int:
-        return Tables.number(self.tables.messages, (peer, message))
+    def _message(self) -> int:
+        return self.number("messages", lambda j: (j.peer, j.message))
 
 
 def _bits(flags: Sequence[bool]) -> str:

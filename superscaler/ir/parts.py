@@ -54,6 +54,10 @@ class Grid:
         children = {cell: child.copy() for cell, child in self.children.items()}
         return Grid(self.axes, self.devices, children, self.replaced_at)
 
+    def __len__(self) -> int:
+        cells = prod(len(a.sizes) for a in self.axes)
+        return cells - len(self.children) + sum(map(len, self.children.values()))
+
     def signature(self) -> tuple[object, ...]:
         """Return a hashable value that is equal only for equal grids."""
         children = tuple((cell, child.signature()) for cell, child in sorted(self.children.items()))

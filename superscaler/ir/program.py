@@ -5,7 +5,7 @@ Names are local to a device. `view` is the shape of a local tensor in slots (siz
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from superscaler.ir.graph import Model, Op
@@ -241,7 +241,7 @@ class Move:
 class Program:
     model: Model
     functions: tuple[Function, ...]
-    devices: tuple[Device, ...]
+    devices: Sequence[Device]
     moves: tuple[Move, ...] = ()
 
     @property
@@ -249,18 +249,15 @@ class Program:
         return len(self.devices)
 
     @property
+    def distinct(self) -> list[tuple[Device, int]]:
+        """Return devices whose code differs, each with the number of devices that run it (with data of their own)."""
+        known = getattr(self.devices, "distinct", None)
+        return [(device, 1) for device in self.devices] if known is None else list(known())
+
+    @property
     def bytes_moved(self) -> int:
         """Return the bytes that all devices put on links: a ring's share for collectives, everything for messages."""
-        return round(sum(_moved(i) for d in self.devices for i in d.instructions))
-
-
-def _moved(instruction: Instruction) -> float:
-    if isinstance(instruction, Send):
-        return instruction.bytes
-    if not isinstance(instruction, Collective | Bucket):
-        return 0
-    p = len(instruction.group)
-    return links(instruction.kind, p) * instruction.bytes / p
+        return sum(move.moved for move in self.moves)
 
 
 def links(kind: str, p: int) -> int:

@@ -220,7 +220,7 @@ class Graph:
 def rows_under(grid: Grid, path: Path) -> tuple[int, int]:
     """Return the range of rows that a part became."""
     if not path:
-        return 0, _count(grid)
+        return 0, len(grid)
     (level, cell), rest = path[0], path[1:]
     width = prod(len(a.sizes) for a in grid.axes[level:])
     first = cell * width
@@ -233,9 +233,4 @@ def rows_under(grid: Grid, path: Path) -> tuple[int, int]:
 
 def _cell_count(grid: Grid, cell: int) -> int:
     child = grid.children.get(cell)
-    return 1 if child is None else _count(child)
-
-
-def _count(grid: Grid) -> int:
-    cells = prod(len(a.sizes) for a in grid.axes)
-    return cells - len(grid.children) + sum(_count(child) for child in grid.children.values())
+    return 1 if child is None else len(child)

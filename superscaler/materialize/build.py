@@ -12,6 +12,7 @@ from math import prod
 
 import numpy as np
 
+from superscaler.ir.fold import Fold
 from superscaler.ir.graph import RANDOM, Op
 from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.parts import Ints
@@ -30,10 +31,13 @@ from superscaler.ir.program import (
     Recv,
     Send,
     Update,
+    Wait,
     links,
 )  # fmt: skip
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
+from superscaler.materialize.folded import fold_devices
 from superscaler.materialize.names import reads, suffix, tag, writes
+from superscaler.materialize.reduction import Reduction, reduction
 from superscaler.materialize.values import Values
 from superscaler.schedule.edges import Key
 from superscaler.schedule.order import Node, Schedule
@@ -45,14 +49,18 @@ BUCKET_BYTES = 25 * 2**20
 DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "bool": 1}
 
 
-def materialize(schedule: Schedule, world: int) -> Program:
-    """Return the program of a complete schedule on `world` devices."""
-    return _Builder(schedule, world).build()
+def materialize(schedule: Schedule, world: int, fold: Fold | None = None) -> Program:
+    """Return the program of a complete schedule on `world` devices.
+
+    With a fold the schedule has only the compiled places; Unfoldable says along which axis they do not tell of all.
+    """
+    return _Builder(schedule, world, fold).build()
 
 
 class _Builder(Values):
-    def __init__(self, schedule: Schedule, world: int) -> None:
+    def __init__(self, schedule: Schedule, world: int, fold: Fold | None = None) -> None:
         super().__init__(schedule, world)
+        self.fold = fold
         self.functions: dict[Hashable, int] = {}
         self.forms: dict[int, Ints] = {}
         self.made_functions: list[Function] = []
@@ -79,10 +87,12 @@ class _Builder(Values):
                 code.append(Update(()))
             parts = self.loss_parts[rank]
             code.append(Loss(tuple(name for name, _ in parts), tuple(counted for _, counted in parts)))
-        devices = tuple(
+        devices: Sequence[Device] = tuple(
             Device(rank, tuple(self.weights[rank].values()), tuple(_with_frees(code)))
             for rank, code in enumerate(self.code)
         )
+        if self.fold is not None:
+            devices = fold_devices(devices, self.fold)
         moves = tuple(Move(*key, *sums) for key, sums in self.moves.items())
         return Program(self.model, tuple(self.made_functions), devices, moves)
 
@@ -197,16 +207,20 @@ class _Builder(Values):
         for node in run:
             transfer = self.schedule.transfers[node.number]
             if transfer.is_local and node.link < 1:
-                self._record(transfer, "local", "", (), _why_local(transfer))
+                self._record(transfer, "local", "", (transfer.pieces[0].device,), _why_local(transfer))
             if node.link >= 0:
                 self._message(node.number, transfer, node.link)
                 continue
-            found = None if transfer.is_local else match(transfer)
+            found = None if transfer.is_local else match(transfer, self.fold)
             if found is not None and found.kind == "all_reduce":
                 reductions.setdefault((found.group, self.dtype(transfer)), []).append(node.number)
             elif found is not None:
                 self._collective(node.number, transfer, found)
             elif not transfer.is_local:
+                steps = reduction(transfer, self.schedule.edges.fold, self.fold) if transfer.is_to_updates else None
+                if steps is not None:
+                    self._reduction(node.number, transfer, steps)
+                    continue
                 for link in range(len(transfer.links)):
                     self._message(node.number, transfer, link)
         for (group, dtype), numbers in reductions.items():
@@ -216,16 +230,20 @@ class _Builder(Values):
     def _record(
         self, transfer: Transfer, way: str, kind: str, group: tuple[int, ...], why: str, size: int = 0, moved: int = 0
     ) -> None:
-        sums = self.moves.setdefault((transfer.tensor, transfer.kind == BACKWARD, way, kind, group, why), [0, 0, 0])
-        sums[:] = (a + b for a, b in zip(sums, (1, size, moved), strict=True))
+        copies = self.fold.copies(group) if self.fold is not None else 1
+        if not copies:
+            return
+        key = (transfer.tensor, transfer.kind == BACKWARD, way, kind, () if way == "local" else group, why)
+        sums = self.moves.setdefault(key, [0, 0, 0])
+        sums[:] = (a + copies * b for a, b in zip(sums, (1, size, moved), strict=True))
 
-    def _record_collective(self, number: int, kind: str, group: tuple[int, ...]) -> None:
-        transfer, size = self.schedule.transfers[number], self._bytes(number)
+    def _record_collective(self, number: int, kind: str, group: tuple[int, ...], box: Box | None = None) -> None:
+        transfer, size = self.schedule.transfers[number], self._bytes(number, box)
         self._record(transfer, "collective", kind, group, REASONS[kind], size, size * links(kind, len(group)))
 
-    def _bytes(self, number: int) -> int:
+    def _bytes(self, number: int, box: Box | None = None) -> int:
         transfer = self.schedule.transfers[number]
-        return prod(extents(transfer.pieces[0].box)) * DTYPE_BYTES[self.dtype(transfer)]
+        return prod(extents(box or transfer.pieces[0].box)) * DTYPE_BYTES[self.dtype(transfer)]
 
     def _buckets(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the transfers in runs that fill a bucket each; a tensor larger than a bucket goes alone."""
@@ -247,7 +265,7 @@ class _Builder(Values):
             return
         for number in numbers:
             self._record_collective(number, "all_reduce", group)
-        for rank in group:
+        for rank in (piece.device for piece in transfers[numbers[0]].pieces):
             works, sources = [], []
             for number in numbers:
                 at = {piece.device: p for p, piece in enumerate(transfers[number].pieces)}
@@ -261,52 +279,85 @@ class _Builder(Values):
     def _message(self, number: int, transfer: Transfer, link: int) -> None:
         p, r = transfer.links[link]
         piece, reader = transfer.pieces[p], transfer.readers[r]
-        if piece.device == reader.device:
-            return
-        tensor = self.model.tensors[transfer.tensor]
-        common = intersect(piece.box, reader.box)
-        assert common is not None
-        source = self.cut(piece.device, self.piece_name[number, p], tensor, piece.box, common)
-        shape = tensor.local_shape(extents(common))
+        if piece.device != reader.device:
+            common = intersect(piece.box, reader.box)
+            assert common is not None
+            tensor = self.model.tensors[transfer.tensor]
+            source = self.cut(piece.device, self.piece_name[number, p], tensor, piece.box, common)
+            work = self._send(transfer, f"{number}_{link}", piece.device, reader.device, source, common)
+            self.incoming.setdefault((number, r), []).append((work, common, work[:-1]))
+
+    def _send(self, transfer: Transfer, label: str, rank: int, to: int, source: str, box: Box) -> str:
+        """Send a box of a tensor to a device; return the name of the handle there."""
+        shape, dtype = self.model.tensors[transfer.tensor].local_shape(extents(box)), self.dtype(transfer)
         self.messages += 1
-        weight = prod(shape) * DTYPE_BYTES[self.dtype(transfer)]
-        self._record(transfer, "messages", "send", (piece.device, reader.device), refusal(transfer), weight, weight)
-        self.code[piece.device].append(Send(source, reader.device, self.messages, weight))
-        name = f"{self.base(transfer)}~c{number}_{link}"
-        self.code[reader.device].append(Recv(f"{name}w", piece.device, self.messages, shape, self.dtype(transfer)))
-        self.incoming.setdefault((number, r), []).append((f"{name}w", common, name))
+        weight = prod(shape) * DTYPE_BYTES[dtype]
+        self._record(transfer, "messages", "send", (rank, to), refusal(transfer), weight, weight)
+        self.code[rank].append(Send(source, to, self.messages, weight))
+        work = f"{self.base(transfer)}~c{label}w"
+        self.code[to].append(Recv(work, rank, self.messages, shape, dtype))
+        return work
 
     def _collective(self, number: int, transfer: Transfer, found: Match) -> None:
         self._record_collective(number, found.kind, found.group)
-        tensor = self.model.tensors[transfer.tensor]
         held = {piece.device: (p, piece) for p, piece in enumerate(transfer.pieces)}
         readers = {reader.device: (r, reader) for r, reader in enumerate(transfer.readers)}
-        for rank in found.group:
+        for rank in dict.fromkeys((*held, *readers)):
             work = f"{self.base(transfer)}~c{number}w"
-            source, view = None, extents(transfer.pieces[0].box)
+            source, have = None, transfer.pieces[0].box
             if rank in held:
-                p, piece = held[rank]
-                source, view = self.piece_name[number, p], extents(piece.box)
+                source, have = self.piece_name[number, held[rank][0]], held[rank][1].box
             box = readers[rank][1].box if rank in readers else transfer.pieces[0].box
-            local, shape = tensor.local_shape(view), tensor.local_shape(extents(box))
-            weight = prod(view) * DTYPE_BYTES[self.dtype(transfer)]
-            self.code[rank].append(
-                Collective(
-                    found.kind,
-                    work,
-                    source,
-                    found.group,
-                    view,
-                    found.take,
-                    found.give,
-                    local,
-                    shape,
-                    self.dtype(transfer),
-                    weight,
-                )
-            )
+            self._start(rank, transfer, found, work, source, have, box)
             if rank in readers and not (found.kind == "broadcast" and rank in held):
                 self.arrived[number, readers[rank][0]] = work
+
+    def _start(
+        self, rank: int, transfer: Transfer, how: Match, work: str, source: str | None, have: Box, want: Box
+    ) -> None:
+        tensor, dtype, view = self.model.tensors[transfer.tensor], self.dtype(transfer), extents(have)
+        local, shape = tensor.local_shape(view), tensor.local_shape(extents(want))
+        weight = prod(view) * DTYPE_BYTES[dtype]
+        self.code[rank].append(
+            Collective(how.kind, work, source, how.group, view, how.take, how.give, local, shape, dtype, weight)
+        )
+
+    def _reduction(self, number: int, transfer: Transfer, steps: Reduction) -> None:
+        """Make all items step by step; what a reader adds up in the end is there, or comes in a message."""
+        tensor, base = self.model.tensors[transfer.tensor], self.base(transfer)
+        names: dict[tuple[int, int], str] = {}
+        for n, item in enumerate(steps.items):
+            shape = tensor.local_shape(extents(item.box))
+            for how in item.how:
+                first = next(rank for rank in how.group if rank in item.of)
+                self._record_collective(number, how.kind, how.group, steps.items[item.of[first][0]].box)
+            works = []
+            for rank, (m, source) in item.of.items():
+                if m < 0:
+                    names[n, rank] = self.piece_name[number, n]
+                    continue
+                have, work = steps.items[m].box, f"{base}~c{number}_{n}w"
+                collective = next((how for how in item.how if rank in how.group), None)
+                if collective is None:
+                    work = self._send(transfer, f"{number}_{n}", source, rank, names[m, source], have)
+                else:
+                    self._start(rank, transfer, collective, work, names[m, rank], have, item.box)
+                works.append((rank, work))
+            for rank, work in works:
+                names[n, rank] = work[:-1]
+                self.code[rank].append(Wait(work[:-1], work, shape))
+        for r, (reader, pairs) in enumerate(zip(transfer.readers, steps.reads, strict=True)):
+            self.given[number, r] = []
+            for n, rank in pairs:
+                box, name = steps.items[n].box, names[n, rank]
+                common = intersect(box, reader.box)
+                assert common is not None
+                name = self.cut(rank, name, tensor, box, common)
+                if rank == reader.device:
+                    self.given[number, r].append((name, common))
+                else:
+                    work = self._send(transfer, f"{number}_{n}_{r}", rank, reader.device, name, common)
+                    self.incoming.setdefault((number, r), []).append((work, common, work[:-1]))
 
 
 def _why_local(transfer: Transfer) -> str:

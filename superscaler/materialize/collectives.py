@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from superscaler.ir.fold import Fold
 from superscaler.ir.mask import Box
 from superscaler.schedule.transfers import Transfer
 
@@ -37,8 +38,10 @@ class _Tiling:
     whole: Box
 
 
-def match(transfer: Transfer) -> Match | None:
+def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
     """Return the collective that does a joint transfer, or None where only exact messages do.
+
+    The group is that of the whole plan, of which the transfer may show only the compiled places of a fold.
 
     pieces          readers        collective
     all B, partial  all B          all_reduce
@@ -51,6 +54,15 @@ def match(transfer: Transfer) -> Match | None:
     read = {r.device: r.box for r in transfer.readers}
     if not transfer.is_joint or len(held) != len(transfer.pieces) or len(read) != len(transfer.readers):
         return None
+    if fold is not None and fold.spanned([*held, *read]):
+        held, read = fold.extend(held), fold.extend(read)
+        if set(fold.spanned(list(held))) != set(fold.spanned(list(read))):
+            return None
+    return match_boxes(held, read)
+
+
+def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
+    """Return the collective that takes the boxes that devices hold to those that they read, each reading all."""
     if len(held) == 1:
         return _broadcast(held, read)
     if set(held) != set(read):

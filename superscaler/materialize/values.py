@@ -40,6 +40,8 @@ class Values:
         # What communication brings to a reader: the handle of a collective, or of messages with their boxes and names.
         self.arrived: dict[Address, str] = {}
         self.incoming: dict[Address, list[tuple[str, Box, str]]] = {}
+        # What collectives left on a reader's own device, instead of its pieces there.
+        self.given: dict[Address, list[tuple[str, Box]]] = {}
         self._sums: set[tuple[int, str]] = set()
         self._ready: dict[Address, str] = {}
         self._totals: dict[tuple[Address, ...], str] = {}
@@ -138,10 +140,10 @@ class Values:
         if owner in self.arrived:
             code.append(Wait(base, self.arrived[owner], shape))
             return base
-        parts: list[tuple[str, Box]] = []
+        parts = list(self.given.get(owner, ()))
         for p, other in transfer.links:
             piece = transfer.pieces[p]
-            if other != r:
+            if other != r or owner in self.given:
                 continue
             common = intersect(piece.box, reader.box)
             assert common is not None

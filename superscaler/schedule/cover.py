@@ -14,6 +14,7 @@ from math import prod
 
 import numpy as np
 
+from superscaler.ir.fold import Fold
 from superscaler.ir.graph import Operand
 from superscaler.ir.parts import Ints, Rows, Tree
 
@@ -45,6 +46,7 @@ class Wanted:
 class Held(Wanted):
     """What is held: `labels` say which rows are replicas of one addend; `tree` is the nesting where it is irregular.
 
+    A `fold` tells which devices are close: of replicas elsewhere, the closest one is read.
     `all_routes`: below a routing replication all branches count (gradients of input `operand`), not one of them;
     `all_replicas`: below every replication.
     """
@@ -54,6 +56,7 @@ class Held(Wanted):
     all_routes: bool = False
     operand: int = -1
     all_replicas: bool = False
+    fold: Fold | None = None
 
 
 def project(rows: Rows, operand: Operand, extents: Sequence[int]) -> tuple[Ints, Ints]:
@@ -164,7 +167,9 @@ def _join_labels(held: Held, wanted: Wanted, rows: list[int]) -> list[list[int]]
     for row in range(len(wanted)):
         device, micro = int(wanted.device[row]), int(wanted.microbatch[row])
         hits = order.overlapping(wanted.lo[row], wanted.hi[row])
-        found.append([_nearest(in_time(members[c], row), devices, micros, device, micro, position) for c in hits])
+        found.append(
+            [_nearest(in_time(members[c], row), devices, micros, device, micro, position, held.fold) for c in hits]
+        )
     return found
 
 
@@ -198,14 +203,23 @@ def _positions(held: Held, members: list[list[int]]) -> dict[int, int]:
 
 
 def _nearest(
-    rows: list[int], devices: list[int], micros: list[int], device: int, micro: int, position: dict[int, int]
+    rows: list[int],
+    devices: list[int],
+    micros: list[int],
+    device: int,
+    micro: int,
+    position: dict[int, int],
+    fold: Fold | None,
 ) -> int:
     if len(rows) == 1:
         return rows[0]
     here = [r for r in rows if devices[r] == device] or rows
     same = [r for r in here if micros[r] == micro] or here
     owners = list(dict.fromkeys(devices[r] for r in same))
-    owner = owners[position.get(device, device) % len(owners)]
+    if fold is not None and len(owners) > 1:
+        common = [fold.closeness(device, owner) for owner in owners]
+        owners = [owner for owner, much in zip(owners, common, strict=True) if much == max(common)]
+    owner = owners[position.get(device, max(device, 0)) % len(owners)]
     return next(r for r in same if devices[r] == owner)
 
 

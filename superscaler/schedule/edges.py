@@ -11,12 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
-from superscaler.ir.graph import Op, Operand, PTensor
-from superscaler.ir.mask import Box
+from superscaler.ir.fold import Fold
+from superscaler.ir.graph import Op, Operand
 from superscaler.ir.parts import Ints, Rows
 from superscaler.ir.transformed import Graph
 from superscaler.schedule.cover import Held, Wanted, branch, join, project, share_out
-from superscaler.schedule.homes import follow
 
 Labels = tuple[Hashable, ...]
 Key = tuple[int, int, int]
@@ -26,11 +25,13 @@ Work = tuple[str, str, Key]
 class Edges:
     """The parts of all ops as rows, and the joins between them.
 
-    `turns`, if not empty, says when each work (kind, op, key) can run: readers take replicas that are made in time.
+    Devices that are close, if a `fold` tells, serve each other. `turns`, if not empty, says when each work (kind, op,
+    key) can run: readers take replicas that are made in time.
     """
 
-    def __init__(self, graph: Graph, turns: Mapping[Work, int] | None = None) -> None:
+    def __init__(self, graph: Graph, fold: Fold | None = None, turns: Mapping[Work, int] | None = None) -> None:
         self.graph = graph
+        self.fold = fold
         self._turns = turns or {}
         self.model = graph.model
         self.producers = self.model.producers()
@@ -41,8 +42,7 @@ class Edges:
         self._labels: dict[Hashable, Labels] = {}
         self._served: dict[str, list[frozenset[Hashable]]] = {}
         self._interned: dict[Labels, Labels] = {}
-        self.rows = {op.name: self._expand(op) for op in self.model.ops if op.is_forward}
-        self._place_optimizers()
+        self.rows = {op.name: self._expand(op) for op in self.model.ops}
 
     def _expand(self, op: Op) -> Rows:
         grid = self.graph.grids[op.name]
@@ -50,30 +50,6 @@ class Edges:
         if key not in self._rows:
             self._rows[key] = self.graph.rows(op)
         return self._rows[key]
-
-    def _place_optimizers(self) -> None:
-        for op in self.model.ops:
-            if op.is_forward:
-                continue
-            grid = self.graph.grids[op.name]
-            if not grid.axes and not grid.children and int(grid.devices) < 0:
-                tensor = self.model.tensors[op.inputs[0].tensor]
-                self.graph.grids[op.name] = follow(op, tensor, self.places(tensor) or self._made_at(op))
-            self.rows[op.name] = self._expand(op)
-
-    def places(self, tensor: PTensor) -> set[tuple[int, Box]]:
-        """Return on which devices which boxes of a tensor are read."""
-        return {place for op, k in self.uses[tensor.name] for place in self._boxes(op, op.inputs[k])}
-
-    def _made_at(self, op: Op) -> set[tuple[int, Box]]:
-        """Return on which devices which boxes are made of what a buffer is set to that no op reads."""
-        producer, j = self.producers[op.inputs[-1].tensor]
-        return self._boxes(producer, producer.outputs[j])
-
-    def _boxes(self, op: Op, operand: Operand) -> set[tuple[int, Box]]:
-        rows = self.rows[op.name]
-        touched = self.wanted(rows, operand)
-        return {(int(rows.device[r]), touched.box(r)) for r in range(len(rows))}
 
     @cached_property
     def written(self) -> dict[str, list[Op]]:
@@ -110,7 +86,17 @@ class Edges:
         every = labels is not None and rows.routes
         tree = None if rows.regular or (every and not rows.has_shares) else rows.tree
         marks = tuple(rows.addends()) if labels is None else labels
-        return Held(*self.face(rows, operand), rows.device, rows.microbatch, marks, tree, labels is not None, k, every)
+        return Held(
+            *self.face(rows, operand),
+            rows.device,
+            rows.microbatch,
+            marks,
+            tree,
+            labels is not None,
+            k,
+            every,
+            fold=self.fold,
+        )
 
     def turns(self, kind: str, op: Op) -> Sequence[float]:
         """Return when the parts of an op run (infinite: never), or nothing if no turns are known."""

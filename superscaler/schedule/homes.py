@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Hashable, Iterable
 
 import numpy as np
 
-from superscaler.ir.graph import Op, PTensor
+from superscaler.ir.graph import Op, Operand, PTensor
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.parts import Axis, Grid
+from superscaler.ir.parts import Axis, Grid, expand
+from superscaler.ir.transformed import Graph
+from superscaler.schedule.cover import project
 
 Place = tuple[int, Box]
 
 
-def follow(op: Op, tensor: PTensor, readers: Iterable[Place]) -> Grid:
+def place_updates(graph: Graph) -> None:
+    """Place the optimizer ops that no op_assign placed: where their weight is read, or else made."""
+    producers, uses = graph.model.producers(), graph.model.uses()
+    places: dict[Hashable, frozenset[Place]] = {}
+    grids: dict[Hashable, Grid] = {}
+    for op in graph.ops:
+        grid = graph.grids[op.name]
+        if op.is_forward or grid.axes or grid.children or int(grid.devices) >= 0:
+            continue
+        tensor = graph.model.tensors[op.inputs[0].tensor]
+        ends = [(reader, reader.inputs[k]) for reader, k in uses[tensor.name]]
+        if not ends:
+            # A buffer that is set, but never read.
+            maker, j = producers[op.inputs[-1].tensor]
+            ends = [(maker, maker.outputs[j])]
+        found = frozenset[Place]().union(*(_places(graph, reader, operand, places) for reader, operand in ends))
+        key = found, tensor.extents, op.outputs[0].slots
+        if key not in grids:
+            grids[key] = follow(op, tensor, found)
+        graph.grids[op.name] = grids[key].copy()
+
+
+def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozenset[Place]]) -> frozenset[Place]:
+    """Return on which devices which boxes of an operand are; axes that change neither are left out."""
+    grid, whole = graph.grids[op.name], graph.model.tensors[operand.tensor].extents
+    if not grid.children:
+        kept = [k for k, a in enumerate(grid.axes) if grid.devices.strides[k] or a.index in operand.slots]
+        once = tuple(slice(None) if k in kept else 0 for k in range(len(grid.axes)))
+        grid = Grid(tuple(grid.axes[k] for k in kept), grid.devices[once])
+    key = grid.signature(), tuple(i.size for i in op.indices), operand.slots, whole
+    if key not in known:
+        rows = expand(op, grid)
+        ends = np.stack(project(rows, operand, whole), axis=-1).tolist()
+        boxes = (tuple((lo, hi) for lo, hi in box) for box in ends)
+        known[key] = frozenset(zip(rows.device.tolist(), boxes, strict=True))
+    return known[key]
+
+
+def follow(op: Op, tensor: PTensor, readers: Collection[Place]) -> Grid:
     """Return the grid of an optimizer op that lives where its weight is read, as (device, box) pairs.
 
     A device keeps the largest boxes that it reads: devices with boxes of one size share the weight out between them.

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from superscaler.errors import ScheduleError
+from superscaler.ir.fold import Fold
 from superscaler.ir.mask import Mask
+from superscaler.ir.parts import UNASSIGNED
 from superscaler.ir.transformed import Graph, Group
 from superscaler.schedule.alternatives import find_turns, members
 from superscaler.schedule.edges import Edges, Key
+from superscaler.schedule.homes import place_updates
 from superscaler.schedule.segments import Segment, find_segments
-from superscaler.schedule.transfers import FORWARD, UPDATE, Place, Transfer, find_transfers
+from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer, find_transfers
 
 
 class Node(NamedTuple):
     """A unit of work: F or B of a segment instance, U (the updates of a device), or C (transfer `number`).
 
-    For a transfer that is not joint, `link` is the message; -1 is the whole transfer. O is the hub of an op_order.
+    For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order.
     """
 
     kind: str
@@ -41,10 +44,14 @@ class Schedule:
     order: list[Node] = field(default_factory=list)
 
 
-def complete(graph: Graph) -> Schedule:
-    """Return a schedule of a transformed graph. Raises ScheduleError when an op is unassigned or no order exists."""
+def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
+    """Return a schedule of a transformed graph, whose optimizer ops are placed if they are not yet.
+
+    `fold` tells which devices are close. Raises ScheduleError when an op is unassigned or no order exists.
+    """
     check_assigned(graph)
-    edges = Edges(graph)
+    place_updates(graph)
+    edges = Edges(graph, fold)
     alone: frozenset[str] = frozenset()
     is_searched = False
     while True:
@@ -63,7 +70,7 @@ def complete(graph: Graph) -> Schedule:
             continue
         # Nor is one through a replica, if its readers can take another.
         if not is_searched and any(edges.is_replicated(name) for name in merged):
-            edges, is_searched = Edges(graph, find_turns(edges)), True
+            edges, is_searched = Edges(graph, fold, find_turns(edges)), True
             continue
         raise ScheduleError(nodes.explain(cycle))
 
@@ -75,9 +82,8 @@ def check_assigned(graph: Graph) -> None:
         grid = graph.grids[op.name]
         if not op.is_forward and not grid.axes and not grid.children and int(grid.devices) < 0:
             continue
-        unplaced = int((graph.rows(op).device < 0).sum())
-        if unplaced:
-            missing.append((op, unplaced))
+        if UNASSIGNED in grid.used():
+            missing.append((op, int((graph.rows(op).device < 0).sum())))
     if missing:
         lines = [f"  {op.name} ({op.module or op.target}): {count} parts" for op, count in missing[:8]]
         more = [f"  and {len(missing) - 8} more"] if len(missing) > 8 else []
@@ -151,19 +157,23 @@ class _Nodes:
         return Node(place.kind, place.segment, place.key)
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
-        joint = transfer.is_joint
+        if transfer.is_one:
+            self._add_message(Node("C", number), transfer, transfer.pieces, transfer.readers)
+            return
         for link, (p, r) in enumerate(transfer.links):
-            node = Node("C", number, link=-1 if joint else link)
-            self._add(node)
-            if not joint or r == transfer.links[0][1]:
-                for place in transfer.pieces[p].places:
-                    if (before := self._node(place)) is not None:
-                        self._edge(before, node)
-            if not joint or p == transfer.links[0][0]:
-                for place in transfer.readers[r].places:
-                    self._edge(node, self._node(place) or Node("U", transfer.readers[r].device))
-            if transfer.kind == FORWARD and transfer.pieces[p].places[0].kind == UPDATE:
-                self._edge(node, Node("U", transfer.pieces[p].device), "sent before update")
+            self._add_message(Node("C", number, link=link), transfer, [transfer.pieces[p]], [transfer.readers[r]])
+
+    def _add_message(self, node: Node, transfer: Transfer, pieces: Sequence[End], readers: Sequence[End]) -> None:
+        self._add(node)
+        for piece in pieces:
+            for place in piece.places:
+                if (before := self._node(place)) is not None:
+                    self._edge(before, node)
+            if transfer.kind == FORWARD and piece.places[0].kind == UPDATE:
+                self._edge(node, Node("U", piece.device), "sent before update")
+        for reader in readers:
+            for place in reader.places:
+                self._edge(node, self._node(place) or Node("U", reader.device))
 
     def _members(self, group: Group, where: str) -> list[Node]:
         found: dict[Node, None] = {}
@@ -200,27 +210,63 @@ class _Nodes:
     def sort(self) -> list[Node]:
         """Return the nodes in one order that keeps every edge; fewer than all where there is a cycle.
 
-        Of the nodes that are ready, messages go first, then backwards (they release memory), earlier microbatches
-        before later ones.
+        Of the nodes that are ready, messages go first (those to updates after what others wait for), then backwards
+        (they release memory), earlier microbatches before later ones. Devices that correspond do the same together,
+        unless one waits for another.
         """
-        waits = list(self.waits)
-        ready = [self._priority(n) for n in range(len(self.names)) if waits[n] == 0]
+        together = self._orbits()
+        order = self._sort(together) if len(set(together)) < len(together) else []
+        return order if len(order) == len(self.names) else self._sort(range(len(self.names)))
+
+    def _sort(self, groups: Sequence[int]) -> list[Node]:
+        """Sort groups of nodes, numbered per node by the first of each group."""
+        members: dict[int, list[int]] = {}
+        for node, group in enumerate(groups):
+            members.setdefault(group, []).append(node)
+        waits = dict.fromkeys(members, 0)
+        for node, group in enumerate(groups):
+            waits[group] += self.waits[node]
+        ready = [self._priority(group) for group, count in waits.items() if count == 0]
         heapq.heapify(ready)
         order = []
         while ready:
-            number = heapq.heappop(ready)[-1]
-            order.append(self.names[number])
-            for after in self.after[number]:
-                waits[after] -= 1
-                if waits[after] == 0:
-                    heapq.heappush(ready, self._priority(after))
+            group = heapq.heappop(ready)[-1]
+            for node in members[group]:
+                order.append(self.names[node])
+                for after in self.after[node]:
+                    waits[groups[after]] -= 1
+                    if waits[groups[after]] == 0:
+                        heapq.heappush(ready, self._priority(groups[after]))
         return order
+
+    def _orbits(self) -> list[int]:
+        """Return per node the first node that does the same on a device that corresponds to its own."""
+        fold, first = self.schedule.edges.fold, dict[Hashable, int]()
+        if fold is None:
+            return list(range(len(self.names)))
+
+        def base(place: Place | Node) -> Hashable:
+            return (*place[:2], fold.places[place.key[0]][0], *place.key[1:], place[3])
+
+        found = []
+        for number, node in enumerate(self.names):
+            if node.kind == "C":
+                transfer = self.schedule.transfers[node.number]
+                p, r = transfer.links[max(node.link, 0)]
+                ends = transfer.pieces[p].places[0], transfer.readers[r].places[0]
+                found.append(first.setdefault((transfer.tensor, node.link < 0, *map(base, ends)), number))
+            elif node.kind == "U":
+                found.append(first.setdefault(("U", fold.places[node.number][0]), number))
+            else:
+                found.append(number if node.kind == "O" else first.setdefault(base(node), number))
+        return found
 
     def _priority(self, number: int) -> tuple[int, int, int, int, int]:
         node = self.names[number]
         rank = {"O": 0, "C": 1, "B": 2, "F": 3, "U": 4}[node.kind]
         place = -node.number if node.kind == "B" else node.number
-        return rank, node.key[1], place, node.key[0], number
+        is_late = node.kind == "C" and self.schedule.transfers[node.number].is_to_updates
+        return rank, is_late or node.key[1], place, node.key[0], number
 
     def shortest_cycle(self, sorted_nodes: Sequence[Node]) -> list[Node]:
         """Return a cycle with the least work among the nodes that could not be sorted."""

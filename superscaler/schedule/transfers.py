@@ -64,6 +64,16 @@ class Transfer:
     def is_joint(self) -> bool:
         return len(self.links) == len(self.pieces) * len(self.readers)
 
+    @property
+    def is_to_updates(self) -> bool:
+        """Tell whether only updates read it, which come last: gradients of weights."""
+        return self.kind == BACKWARD and all(place.kind == UPDATE for end in self.readers for place in end.places)
+
+    @property
+    def is_one(self) -> bool:
+        """Tell whether it runs at one point of the order; else each of its messages goes when it can."""
+        return self.is_joint or self.is_to_updates
+
 
 def find_transfers(edges: Edges, segments: Sequence[Segment]) -> list[Transfer]:
     """Return all transfers of activations, weights and gradients of a step, in the order of the tensors."""
@@ -158,7 +168,7 @@ def _gradient(edges: Edges, group: Reads) -> Held:
     wanted = _alias_wanted(segment, alias)
     turns = edges.turns("B", alias.uses[0][0])
     mine = [turns[row] for row in alias.keys_at] if turns else ()
-    return Held(wanted.lo, wanted.hi, wanted.device, wanted.microbatch, alias.labels or (), turns=mine)
+    return Held(wanted.lo, wanted.hi, wanted.device, wanted.microbatch, alias.labels or (), turns=mine, fold=edges.fold)
 
 
 def _irregular(edges: Edges, alias: Alias) -> Held:
@@ -173,7 +183,12 @@ def _irregular(edges: Edges, alias: Alias) -> Held:
     arrays = held.lo[at], held.hi[at], held.device[at], held.microbatch[at]
     turns = edges.turns("B", op)
     mine = [turns[row] for row in at] if turns else ()
-    return replace(Held(*arrays, labels, tree, turns=mine), all_routes=True, operand=k, all_replicas=held.all_replicas)
+    return replace(
+        Held(*arrays, labels, tree, turns=mine, fold=edges.fold),
+        all_routes=True,
+        operand=k,
+        all_replicas=held.all_replicas,
+    )
 
 
 def _renumber(tree: Tree, order: dict[int, int]) -> Tree:

@@ -37,7 +37,7 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
     built = build(spec)
     compiled = ss.compile(ss.capture(built.module, built.args, built.kwargs), plan, ss.Cluster.local(devices)).compiled  # type: ignore[arg-type]
     program, schedule = compiled.program, compiled.schedule
-    builder, numbers = _Builder(schedule, devices), {op.name: n for n, op in enumerate(program.model.ops)}
+    builder = _Builder(schedule, devices)
     texts: dict[tuple[int, bytes], set[str]] = {}
     parts = 0
     for segment in schedule.segments:
@@ -49,8 +49,7 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
                 held, row = schedule.edges.rows[op.name], segment.row_of[op.name][at]
                 boxes.append(tuple(zip(held.lo[row].tolist(), held.hi[row].tolist(), strict=True)))
             own = Function(shared.ops, tuple(boxes), shared.inputs, shared.input_of, shared.outputs, shared.module)
-            writer = _Writer(program, own, numbers)
-            texts.setdefault((segment.number, forms[at].tobytes()), set()).add(writer.write() + str(writer.draws))
+            texts.setdefault((segment.number, forms[at].tobytes()), set()).add(_Writer(program, own).write())
             parts += 1
     assert {len(found) for found in texts.values()} == {1}
     assert len(texts) < parts

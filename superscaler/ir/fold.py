@@ -1,0 +1,200 @@
+"""Folds: many devices that run one program on other data, told by one of them and what changes from place to place.
+
+Along a fold axis everything moves evenly: a slice starts as much later at each place as at the place before. So the
+data of the device at place 0 and of one at place 1 of each axis tell those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from superscaler.ir.parts import Ints
+from superscaler.ir.program import (
+    Bucket,
+    Collective,
+    Combine,
+    Device,
+    Forward,
+    Instruction,
+    Load,
+    Loss,
+    Recv,
+    Send,
+    Slice,
+)  # fmt: skip
+
+# How many places along a fold axis are compiled: a part's own, and one other.
+KEPT = 2
+T = TypeVar("T")
+Place = tuple[int, ...]
+
+
+class Unfoldable(Exception):
+    """A plan is not the same everywhere along a fold axis after all."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__(f"fold axis {axis}")
+        self.axis = axis
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The devices of a plan as [bases, n1, .., nk]: all of `devices[b]` run the program of `devices[b, 0, .., 0]`."""
+
+    devices: Ints
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.devices.shape[1:]
+
+    @cached_property
+    def places(self) -> Mapping[int, Place]:
+        """Return for each device its base and its place along each fold axis."""
+        where = np.indices(self.devices.shape).reshape(self.devices.ndim, -1).T.tolist()
+        return dict(zip(self.devices.reshape(-1).tolist(), map(tuple, where), strict=True))
+
+    def place(self, device: int) -> Place:
+        """Return a device's place along each fold axis."""
+        return self.places[device][1:]
+
+    def without(self, axis: int) -> Fold:
+        """Return the fold without one of its axes, whose places become bases of their own."""
+        moved = np.moveaxis(self.devices, 1 + axis, 1)
+        return Fold(moved.reshape(-1, *moved.shape[2:]))
+
+    def closeness(self, a: int, b: int) -> int:
+        """Return along how many fold axes two devices are at the same place."""
+        if a not in self.places or b not in self.places:
+            return 0
+        return sum(x == y for x, y in zip(self.place(a), self.place(b), strict=True))
+
+    def spanned(self, devices: Sequence[int]) -> list[int]:
+        """Return along which axes devices are at different places."""
+        places = [self.place(d) for d in devices]
+        return [axis for axis in range(len(self.widths)) if len({place[axis] for place in places}) > 1]
+
+    def copies(self, devices: Sequence[int]) -> int:
+        """Return how often what these (compiled) devices do together is done, none if another place tells of it."""
+        spanned, first = self.spanned(devices), self.place(devices[0])
+        others = [axis for axis in range(len(self.widths)) if axis not in spanned]
+        return 0 if any(first[axis] for axis in others) else int(np.prod([self.widths[a] for a in others], dtype=int))
+
+    def move(self, devices: Sequence[int], place: Place) -> tuple[int, ...]:
+        """Return whom a device at `place` means where the one at place 0 means `devices`."""
+        spanned = self.spanned(devices)
+        found = []
+        for device in devices:
+            base, *own = self.places[device]
+            to = [own[axis] if axis in spanned else place[axis] for axis in range(len(own))]
+            found.append(int(self.devices[(base, *to)]))
+        return tuple(found)
+
+    def samples(self, base: int) -> list[int]:
+        """Return the device at place 0, then those at place 1 of each axis."""
+        zero = [0] * len(self.widths)
+        ones = [[int(a == axis) for a in range(len(zero))] for axis in range(len(zero))]
+        return [int(self.devices[(base, *place)]) for place in (zero, *ones)]
+
+    def extend(self, boxes: dict[int, T]) -> dict[int, T]:
+        """Return boxes by device for whole lines where they are given at the compiled places.
+
+        Raises Unfoldable where one place has a box and the other has none.
+        """
+        for axis in self.spanned(list(boxes)):
+            for device, box in list(boxes.items()):
+                base, *place = self.places[device]
+                if place[axis] == 0:
+                    line = np.moveaxis(self.devices, 1 + axis, -1)[(base, *place[:axis], *place[axis + 1 :])].tolist()
+                    if line[1] not in boxes:
+                        raise Unfoldable(axis)
+                    boxes |= {d: evenly([box, boxes[line[1]]], (k,)) for k, d in enumerate(line)}
+                elif int(self.devices[(base, *place[:axis], 0, *place[axis + 1 :])]) not in boxes:
+                    raise Unfoldable(axis)
+        return boxes
+
+
+def evenly(samples: Sequence[T], place: Place) -> T:
+    """Return numbers in any nesting at a place, given those at place 0 and at place 1 of each axis.
+
+    >>> evenly([(("x", (0, 4)),), (("x", (4, 8)),)], (3,))
+    (('x', (12, 16)),)
+    """
+    found: Any = samples[0]
+    if isinstance(found, tuple | list):
+        return type(found)(evenly(some, place) for some in zip(*samples, strict=True))  # type: ignore[return-value]
+    if isinstance(found, bool):
+        found = found and all(s for s, c in zip(samples[1:], place, strict=True) if c)
+    elif isinstance(found, int) and any(place):
+        found += sum(c * (s - samples[0]) for s, c in zip(samples[1:], place, strict=True))  # type: ignore[operator]
+    return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Folded(Sequence[Device]):
+    """The devices of a folded program, each made when it is asked for. `compiled` has those at the compiled places;
+    `idle` what a device does that no part is placed on.
+    """
+
+    fold: Fold
+    compiled: Mapping[int, Device]
+    idle: Device
+    world: int
+
+    def __len__(self) -> int:
+        return self.world
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return tuple(self[k] for k in range(*rank.indices(self.world)))
+        if not -self.world <= rank < self.world:
+            raise IndexError(rank)
+        return self._device(rank % self.world)
+
+    def __iter__(self) -> Iterator[Device]:
+        return (self._device(rank) for rank in range(self.world))
+
+    def distinct(self) -> Iterator[tuple[Device, int]]:
+        """Yield one device of each base, and an idle one, with the number of devices that it stands for."""
+        size = self.fold.devices[0].size
+        yield from ((self.compiled[self.fold.samples(b)[0]], size) for b in range(len(self.fold.devices)))
+        if rest := self.world - self.fold.devices.size:
+            yield self.idle, rest
+
+    def _device(self, rank: int) -> Device:
+        if rank not in self.fold.places:
+            return replace(self.idle, rank=rank)
+        base, *place = self.fold.places[rank]
+        devices = [self.compiled[d] for d in self.fold.samples(base)]
+        at = tuple(place)
+        weights = tuple(
+            replace(w[0], box=evenly([x.box for x in w], at), counted=evenly([x.counted for x in w], at))
+            for w in zip(*(d.weights for d in devices), strict=True)
+        )
+        code = zip(*(d.instructions for d in devices), strict=True)
+        return Device(rank, weights, tuple(self._move(i, at) for i in code))
+
+    def _move(self, samples: Sequence[Instruction], at: Place) -> Instruction:
+        first: Any = samples[0]
+        match first:
+            case Load():
+                return replace(first, box=evenly([i.box for i in samples], at))  # type: ignore[union-attr]
+            case Forward() if first.draws:
+                return replace(first, draws=evenly([i.draws for i in samples], at))  # type: ignore[union-attr]
+            case Slice():
+                return replace(first, ranges=evenly([i.ranges for i in samples], at))  # type: ignore[union-attr]
+            case Combine():
+                boxes = evenly([tuple(box for _, box in i.pieces) for i in samples], at)  # type: ignore[union-attr]
+                names = [name for name, _ in first.pieces]
+                return replace(first, pieces=tuple(zip(names, boxes, strict=True)))
+            case Collective() | Bucket():
+                return replace(first, group=self.fold.move(first.group, at))
+            case Send() | Recv():
+                return replace(first, peer=self.fold.move([first.peer], at)[0])
+            case Loss():
+                return replace(first, counted=evenly([i.counted for i in samples], at))  # type: ignore[union-attr]
+        return first  # type: ignore[no-any-return]

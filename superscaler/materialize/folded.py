@@ -1,0 +1,100 @@
+"""The devices of a folded plan: those that were compiled, checked to tell what all others do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from superscaler.ir.fold import Fold, Folded, Unfoldable
+from superscaler.ir.program import Backward, Bucket, Collective, Device, Free, Instruction, Recv, Send
+from superscaler.materialize.names import reads, writes
+
+# What may differ between devices that run one program: names, and data that moves evenly.
+_DATA = {
+    "Load": ("out", "box"),
+    "Forward": ("inputs", "outputs", "draws"),
+    "Backward": ("gradients", "outputs"),
+    "Slice": ("out", "source", "ranges"),
+    "Combine": ("out", "pieces"),
+    "Accumulate": ("out", "into", "value"),
+    "Collective": ("work", "source", "group"),
+    "Bucket": ("works", "sources", "group"),
+    "Send": ("source", "peer", "message"),
+    "Recv": ("work", "peer", "message"),
+    "Wait": ("out", "work"),
+    "Update": ("pairs", "writes"),
+    "Loss": ("parts", "counted"),
+    "Free": ("names",),
+}
+
+
+def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
+    """Return all devices of a plan of which the compiled places are given.
+
+    Raises Unfoldable where the compiled places do not run the same program, or a message leaves its place.
+    """
+    compiled: dict[int, Device] = {}
+    for base in range(len(fold.devices)):
+        first, *others = (devices[d] for d in fold.samples(base))
+        for i in first.instructions:
+            _check_peers(i, first.rank, fold)
+        for axis, other in enumerate(others):
+            if not _is_alike(first, other):
+                raise Unfoldable(axis)
+            compiled[other.rank] = other
+        compiled[first.rank] = first
+    idle = next((d for d in devices if d.rank not in fold.places), devices[0])
+    return Folded(fold, compiled, idle, len(devices))
+
+
+def _check_peers(i: Instruction, rank: int, fold: Fold) -> None:
+    """Sends stay at their place; the group of a collective stays at its place, or is a whole line."""
+    if isinstance(i, Send | Recv) and (spanned := fold.spanned([rank, i.peer])):
+        raise Unfoldable(spanned[0])
+    if isinstance(i, Collective | Bucket):
+        for axis in fold.spanned(i.group):
+            lines: dict[tuple[int, ...], set[int]] = {}
+            for device in i.group:
+                base, *place = fold.places[device]
+                lines.setdefault((base, *place[:axis], *place[axis + 1 :]), set()).add(place[axis])
+            if any(len(line) != fold.widths[axis] for line in lines.values()):
+                raise Unfoldable(axis)
+
+
+def _is_alike(first: Device, other: Device) -> bool:
+    """Tell whether two devices run the same program but for names and data."""
+    if len(first.instructions) != len(other.instructions) or len(first.weights) != len(other.weights):
+        return False
+    if any(
+        (a.name, a.tensor, a.trained) != (b.name, b.tensor, b.trained)
+        for a, b in zip(first.weights, other.weights, strict=True)
+    ):
+        return False
+    called = {"one": "one", "_": "_"}
+    return all(_matches(a, b, called) for a, b in zip(first.instructions, other.instructions, strict=True))
+
+
+def _matches(a: Instruction, b: Instruction, called: dict[str, str]) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Free) and isinstance(b, Free):
+        return {called.get(name) for name in b.names} == set(a.names)
+    if [called.get(name) for name in reads(b)] != list(reads(a)):
+        return False
+    if isinstance(a, Backward) and isinstance(b, Backward) and _gaps(a) != _gaps(b):
+        return False
+    made, named = writes(a), writes(b)
+    if len(made) != len(named):
+        return False
+    called.update((n, m) for n, m in zip(named, made, strict=True) if n != "_")
+    return all(getattr(a, name) == getattr(b, name) for name in _SAME[type(a)])
+
+
+def _gaps(i: Backward) -> list[bool]:
+    return [gradient is None for gradient in i.gradients]
+
+
+_SAME: Mapping[Any, tuple[str, ...]] = {
+    kind: tuple(f.name for f in fields(kind) if f.name not in _DATA[kind.__name__]) for kind in Instruction.__args__
+}
