@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from superscaler.cluster import Cluster

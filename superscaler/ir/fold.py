@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
     Bucket,
@@ -73,10 +74,26 @@ class Fold:
             return 0
         return sum(x == y for x, y in zip(self.place(a), self.place(b), strict=True))
 
-    def spanned(self, devices: Sequence[int]) -> list[int]:
+    def spanned(self, devices: Sequence[int]) -> Sequence[int]:
         """Return along which axes devices are at different places."""
-        places = [self.place(d) for d in devices]
-        return [axis for axis in range(len(self.widths)) if len({place[axis] for place in places}) > 1]
+        key = tuple(devices)
+        if key not in self._spans:
+            places = [self.place(d) for d in devices]
+            self._spans[key] = [a for a in range(len(self.widths)) if len({place[a] for place in places}) > 1]
+        return self._spans[key]
+
+    @cached_property
+    def _spans(self) -> dict[tuple[int, ...], list[int]]:
+        return {}
+
+    @cached_property
+    def _lines(self) -> dict[tuple[int, int], list[int]]:
+        """Return per axis and device at place 0 the devices that are elsewhere along the axis only."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for axis in range(len(self.widths)):
+            lines = np.moveaxis(self.devices, 1 + axis, -1).reshape(-1, self.widths[axis]).tolist()
+            found |= {(axis, line[0]): line for line in lines}
+        return found
 
     def copies(self, devices: Sequence[int]) -> int:
         """Return how often what these (compiled) devices do together is done, none if another place tells of it."""
@@ -94,27 +111,34 @@ class Fold:
             found.append(int(self.devices[(base, *to)]))
         return tuple(found)
 
+    @cached_property
+    def told(self) -> frozenset[int]:
+        """Return the devices whose code tells that of all."""
+        return frozenset(d for base in range(len(self.devices)) for d in self.samples(base))
+
     def samples(self, base: int) -> list[int]:
         """Return the device at place 0, then those at place 1 of each axis."""
         zero = [0] * len(self.widths)
         ones = [[int(a == axis) for a in range(len(zero))] for axis in range(len(zero))]
         return [int(self.devices[(base, *place)]) for place in (zero, *ones)]
 
-    def extend(self, boxes: dict[int, T]) -> dict[int, T]:
+    def extend(self, boxes: dict[int, Box]) -> dict[int, Box]:
         """Return boxes by device for whole lines where they are given at the compiled places.
 
         Raises Unfoldable where one place has a box and the other has none.
         """
-        for axis in self.spanned(list(boxes)):
-            for device, box in list(boxes.items()):
-                base, *place = self.places[device]
-                if place[axis] == 0:
-                    line = np.moveaxis(self.devices, 1 + axis, -1)[(base, *place[:axis], *place[axis + 1 :])].tolist()
-                    if line[1] not in boxes:
-                        raise Unfoldable(axis)
-                    boxes |= {d: evenly([box, boxes[line[1]]], (k,)) for k, d in enumerate(line)}
-                elif int(self.devices[(base, *place[:axis], 0, *place[axis + 1 :])]) not in boxes:
-                    raise Unfoldable(axis)
+        for axis in self.spanned(tuple(boxes)):
+            lines = [self._lines[axis, device] for device in boxes if (axis, device) in self._lines]
+            if any(line[1] not in boxes for line in lines) or len(lines) * KEPT != len(boxes):
+                raise Unfoldable(axis)
+            found: dict[int, Box] = {}
+            for line in lines:
+                first, second = boxes[line[0]], boxes[line[1]]
+                if first == second:
+                    found |= dict.fromkeys(line, first)
+                else:
+                    found |= {device: evenly([first, second], (k,)) for k, device in enumerate(line)}
+            boxes = found
         return boxes
 
 

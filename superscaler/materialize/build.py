@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from superscaler.ir.fold import Fold
+from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.graph import RANDOM, Op
 from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.parts import Ints
@@ -61,6 +61,7 @@ class _Builder(Values):
     def __init__(self, schedule: Schedule, world: int, fold: Fold | None = None) -> None:
         super().__init__(schedule, world)
         self.fold = fold
+        self.told = frozenset(range(world)) if fold is None else fold.told
         self.functions: dict[Hashable, int] = {}
         self.forms: dict[int, Ints] = {}
         self.made_functions: list[Function] = []
@@ -76,9 +77,9 @@ class _Builder(Values):
                 self._communicate(list(run))
                 continue
             for node in run:
-                if kind == "U":
+                if kind == "U" and node.number in self.told:
                     self._update(node.number)
-                else:
+                elif kind != "U" and node.key[0] in self.told:
                     work = self._forward if kind == "F" else self._backward
                     work(self.schedule.segments[node.number], node.key)
         for rank, code in enumerate(self.code):
@@ -265,7 +266,7 @@ class _Builder(Values):
             return
         for number in numbers:
             self._record_collective(number, "all_reduce", group)
-        for rank in (piece.device for piece in transfers[numbers[0]].pieces):
+        for rank in self.told.intersection(piece.device for piece in transfers[numbers[0]].pieces):
             works, sources = [], []
             for number in numbers:
                 at = {piece.device: p for p, piece in enumerate(transfers[number].pieces)}
@@ -279,13 +280,21 @@ class _Builder(Values):
     def _message(self, number: int, transfer: Transfer, link: int) -> None:
         p, r = transfer.links[link]
         piece, reader = transfer.pieces[p], transfer.readers[r]
-        if piece.device != reader.device:
+        if piece.device != reader.device and self._is_told(piece.device, reader.device):
             common = intersect(piece.box, reader.box)
             assert common is not None
             tensor = self.model.tensors[transfer.tensor]
             source = self.cut(piece.device, self.piece_name[number, p], tensor, piece.box, common)
             work = self._send(transfer, f"{number}_{link}", piece.device, reader.device, source, common)
             self.incoming.setdefault((number, r), []).append((work, common, work[:-1]))
+
+    def _is_told(self, *devices: int) -> bool:
+        """Tell whether the code of devices between which a message goes is written: of all of them, or of none."""
+        found = self.told.issuperset(devices)
+        if not found and not self.told.isdisjoint(devices):
+            assert self.fold is not None
+            raise Unfoldable(self.fold.spanned(devices)[0])
+        return found
 
     def _send(self, transfer: Transfer, label: str, rank: int, to: int, source: str, box: Box) -> str:
         """Send a box of a tensor to a device; return the name of the handle there."""
@@ -302,7 +311,7 @@ class _Builder(Values):
         self._record_collective(number, found.kind, found.group)
         held = {piece.device: (p, piece) for p, piece in enumerate(transfer.pieces)}
         readers = {reader.device: (r, reader) for r, reader in enumerate(transfer.readers)}
-        for rank in dict.fromkeys((*held, *readers)):
+        for rank in self.told.intersection((*held, *readers)):
             work = f"{self.base(transfer)}~c{number}w"
             source, have = None, transfer.pieces[0].box
             if rank in held:
@@ -333,6 +342,8 @@ class _Builder(Values):
                 self._record_collective(number, how.kind, how.group, steps.items[item.of[first][0]].box)
             works = []
             for rank, (m, source) in item.of.items():
+                if not self._is_told(source, rank):
+                    continue
                 if m < 0:
                     names[n, rank] = self.piece_name[number, n]
                     continue
@@ -349,6 +360,8 @@ class _Builder(Values):
         for r, (reader, pairs) in enumerate(zip(transfer.readers, steps.reads, strict=True)):
             self.given[number, r] = []
             for n, rank in pairs:
+                if not self._is_told(rank, reader.device):
+                    continue
                 box, name = steps.items[n].box, names[n, rank]
                 common = intersect(box, reader.box)
                 assert common is not None
