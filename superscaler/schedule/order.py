@@ -157,7 +157,7 @@ class _Nodes:
         return Node(place.kind, place.segment, place.key)
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
-        if transfer.is_one:
+        if transfer.is_one and transfer.links:
             self._add_message(Node("C", number), transfer, transfer.pieces, transfer.readers)
             return
         for link, (p, r) in enumerate(transfer.links):

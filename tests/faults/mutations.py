@@ -450,7 +450,7 @@ def loss_counted_on_one_device_only(exact: Compiled, code: list[Code]) -> None:
 
 @mutation(TP, "cross_entropy_loss")
 def loss_counted_twice(exact: Compiled, code: list[Code]) -> None:
-    change(code[0], Loss, {}, counted=(True,))
+    change(code[1], Loss, {}, counted=(True,))
 
 
 @mutation(DP, "layers.0.weight", "cross_entropy_loss")
@@ -553,12 +553,11 @@ def use_of_a_tied_weight_left_out(exact: Compiled, code: list[Code]) -> None:
 
 
 @mutation(HYBRID, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
-def pieces_of_a_gradient_at_each_others_places(exact: Compiled, code: list[Code]) -> None:
-    def turn(pieces: Any) -> Any:
-        names, boxes = zip(*pieces, strict=True)
-        return tuple(zip(names, boxes[::-1], strict=True))
-
-    change_combine(code[0], turn)
+def slices_of_a_gradient_joined_before_they_are_summed(exact: Compiled, code: list[Code]) -> None:
+    name = "d_transformer_wte_weight"
+    summed = code[0][at(code[0], Collective, kind="all_reduce", work=name)]
+    assert isinstance(summed, Collective)
+    change(code[0], Collective, {"kind": "all_gather", "work": name}, source=summed.source)
 
 
 @mutation(GRID, "linear")
