@@ -140,9 +140,9 @@ class Cluster:
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Return the seconds in which all groups, at once, run one collective on a source of `size` bytes per device.
 
-        Groups are device ids in chunk order; `send` has pairs (sender, receiver), and in `broadcast`, `rd_scatter` and
-        `rd_gather` the one device comes first. `chunk` and `value_chunk` are local and take no time. Raises InputError
-        for an unknown kind or device.
+        Groups are device ids in chunk order: (sender, *receivers) in `broadcast` and `rd_scatter`, (*senders, receiver)
+        in `rd_gather`, (sender, receiver) in `send`, `permute` and `move`. `chunk` and `value_chunk` are local and take
+        no time. Raises InputError for an unknown kind or device.
 
         >>> round(Cluster.preset("v100", 1, 8).seconds("all_reduce", [range(8)], 120e6), 6)
         0.001777

@@ -51,11 +51,12 @@ COLLECTIVES: Mapping[str, Kind] = {
     "all_to_all": Kind(1, _share, lambda g, _: _share(g), lambda g, s: g * _share(s)),
     "broadcast": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
 }
-# (sender, receiver, share of the source) of each message. The one device comes first, the others in chunk order.
+_PAIRS = ("send", "permute", "move")
+# (sender, receiver, share of the source) of each message: from the first to the others, or from all to the last.
 MESSAGES: Mapping[str, Callable[[tuple[int, ...]], list[tuple[int, int, float]]]] = {
-    "send": lambda group: [(group[0], group[1], 1)],
     "rd_scatter": lambda group: [(group[0], d, 1 / (len(group) - 1)) for d in group[1:]],
-    "rd_gather": lambda group: [(d, group[0], 1) for d in group[1:]],
+    "rd_gather": lambda group: [(d, group[-1], 1) for d in group[:-1]],
+    **dict.fromkeys(_PAIRS, lambda group: [(group[0], group[1], 1)]),
 }
 # All servers of a group together.
 _ALL = -1
@@ -134,8 +135,8 @@ def _check(wiring: Wiring, kind: str, groups: Groups) -> None:
         strange = [d for d in group if not 0 <= d < wiring.count]
         if strange:
             raise InputError(f"{kind}: there is no device {strange[0]} among the {wiring.count} of the cluster.")
-        if kind == "send" and len(group) != 2:
-            raise InputError(f"send: {group} has {len(group)} devices; write pairs (sender, receiver).")
+        if kind in _PAIRS and len(group) != 2:
+            raise InputError(f"{kind}: {group} has {len(group)} devices; write pairs (sender, receiver).")
 
 
 def _by_server(wiring: Wiring, group: Iterable[int]) -> dict[int, list[int]]:

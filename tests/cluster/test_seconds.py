@@ -114,7 +114,9 @@ def test_messages_take_the_link_between_their_ends() -> None:
 def test_one_to_many_and_back() -> None:
     cluster = lab(2, 8)
     assert cluster.seconds("rd_scatter", [[0, 8, 9, 10, 11]], S) == pytest.approx(4 * 5e-6 + S / 12.5e9)
-    assert cluster.seconds("rd_gather", [[0, 8, 9, 10, 11]], S) == pytest.approx(4 * 5e-6 + 4 * S / 12.5e9)
+    assert cluster.seconds("rd_gather", [[8, 9, 10, 11, 0]], S) == pytest.approx(4 * 5e-6 + 4 * S / 12.5e9)
+    for kind in MESSAGES:
+        assert cluster.seconds(kind, [(0, 8)], S) == cluster.seconds("send", [(0, 8)], S)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def cases(draw: st.DrawFn) -> tuple[Cluster, str, list[list[int]]]:
         nics = draw(st.sampled_from([1, None, per_server, 2 * per_server]))
         cluster = Cluster.of("x", LOCAL, servers, per_server, Links(*links, nics=nics))
     devices = draw(st.permutations(range(servers * per_server)))
-    size = 2 if kind == "send" else draw(st.integers(1, 8))
+    size = 2 if kind in ("send", "permute", "move") else draw(st.integers(1, 8))
     return cluster, kind, [g for i in range(0, len(devices), size) if len(g := devices[i : i + size]) > 1]
 
 
