@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from superscaler.cluster.links import LINKS, Links
@@ -34,7 +34,7 @@ class Cluster:
     """Servers with equally many devices each, numbered server by server. `Cluster.parse(str(c)) == c`."""
 
     name: str
-    devices: tuple[Device, ...]
+    devices: tuple[Device, ...] = field(hash=False)
     devices_per_server: int
     links: Links
     # What is known about the devices; nothing about local ones, unless a file says it.

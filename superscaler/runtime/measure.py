@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superscaler.errors import RuntimeFailure
 from superscaler.runtime.communicator import Group
 from superscaler.runtime.distributed import DistributedCommunicator, connect
 from superscaler.runtime.launch import launch
@@ -19,7 +20,7 @@ from superscaler.runtime.launch import launch
 # Bytes of a device's source; what is moved in all is some times more.
 _SIZES = {"cpu": (2**10, 2**13, 2**16, 2**19, 2**22), "cuda": (2**12, 2**16, 2**20, 2**23, 2**26)}
 # The first ones make connections and buffers.
-_WARM, _REPEATS = 3, 31
+_WARM, _REPEATS = 3, 21
 
 _RUN = '''"""One rank of a measurement."""
 
@@ -49,7 +50,7 @@ def measure(world: int) -> list[dict[str, Any]]:
 
 def measure_rank(folder: Path) -> None:
     """Take part in all measurements; rank 0 writes them into the folder."""
-    communicator = connect(timeout=60.0)
+    communicator = _connect()
     everyone = tuple(range(communicator.world))
     communicator.prepare([everyone])
     found: list[dict[str, Any]] = []
@@ -63,6 +64,13 @@ def measure_rank(folder: Path) -> None:
     if communicator.rank == 0:
         (folder / "samples.json").write_text(json.dumps(found))
     communicator.close()
+
+
+def _connect() -> DistributedCommunicator:
+    try:
+        return connect(timeout=60.0)
+    except RuntimeError as error:
+        raise RuntimeFailure(f"torch.distributed does not start: {str(error).strip().splitlines()[0]}") from None
 
 
 def _runs(
