@@ -95,8 +95,9 @@ def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[tuple[float,
         return ((_messages(wiring, kind, busy),),)
     spread = [_by_server(wiring, group) for group in busy]
     ways = [_exchange if kind == "all_to_all" else _ring]
-    ways += [_hierarchy] if any(len(members) > 1 for members in spread) else []
-    return tuple({_timed(wiring, spread, [way(wiring, kind, m) for m in spread]): None for way in ways})
+    ways += [_hierarchy] if any(1 < len(m) < sum(map(len, m.values())) for m in spread) else []
+    shares = [_shares(wiring, members) if len(members) > 1 else {} for members in spread]
+    return tuple({_timed(wiring, shares, [way(wiring, kind, m) for m in spread]): None for way in ways})
 
 
 @lru_cache(maxsize=1 << 16)
@@ -183,23 +184,33 @@ def _hierarchy(wiring: Wiring, kind: str, members: _Members) -> _Use:
     return _Use(latency, row.inside(g, servers), *_between(kind, members, row.across(g, servers)), at_once=False)
 
 
-def _timed(wiring: Wiring, spread: list[dict[int, list[int]]], uses: list[_Use]) -> tuple[tuple[float, float], ...]:
-    """Return the lines of the groups, of which none is below another. What a server sends leaves evenly by the NICs of
-    its members; a NIC serves all groups."""
-    links, per_server = wiring.links, wiring.per_server
+def _shares(wiring: Wiring, members: _Members) -> dict[int, dict[int, float]]:
+    """Return, per server, the seconds on each NIC for a byte that leaves evenly by the NICs of the members there."""
+    found: dict[int, dict[int, float]] = {}
+    for server, devices in members.items():
+        mine = found[server] = defaultdict(float)
+        for number, speed in (wiring.links.nic(d, wiring.per_server) for d in devices):
+            mine[number] += 1 / len(devices) / speed
+    return found
+
+
+def _timed(
+    wiring: Wiring, shares: list[dict[int, dict[int, float]]], uses: list[_Use]
+) -> tuple[tuple[float, float], ...]:
+    """Return the lines of the groups, of which none is below another. A NIC serves all groups."""
     loads: dict[tuple[str, int], float] = defaultdict(float)
     touched: list[list[tuple[str, int]]] = []
-    for members, use in zip(spread, uses, strict=True):
+    for nics, use in zip(shares, uses, strict=True):
         mine = []
         for way, servers in (("out", use.out), ("into", use.into)):
             for server, amount in servers.items():
-                for number, speed in (links.nic(d, per_server) for d in members[server]):
-                    loads[way, number] += amount / len(members[server]) / speed
+                for number, per_byte in nics[server].items():
+                    loads[way, number] += amount * per_byte
                     mine.append((way, number))
         touched.append(mine)
     found = set()
     for use, mine in zip(uses, touched, strict=True):
-        inside, across = use.inside / links.intra.bandwidth, max((loads[nic] for nic in mine), default=0.0)
+        inside, across = use.inside / wiring.links.intra.bandwidth, max((loads[nic] for nic in mine), default=0.0)
         found.add((use.latency, max(inside, across) if use.at_once else inside + across))
     return tuple(a for a in found if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in found))
 
