@@ -51,7 +51,7 @@ COLLECTIVES: Mapping[str, Kind] = {
     "all_to_all": Kind(1, _share, lambda g, _: _share(g), lambda g, s: g * _share(s)),
     "broadcast": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
 }
-_PAIRS = ("send", "permute", "move")
+_PAIRS = ("send", "permute", "move", "messages")
 # (sender, receiver, share of the source) of each message: from the first to the others, or from all to the last.
 MESSAGES: Mapping[str, Callable[[tuple[int, ...]], list[tuple[int, int, float]]]] = {
     "rd_scatter": lambda group: [(group[0], d, 1 / (len(group) - 1)) for d in group[1:]],

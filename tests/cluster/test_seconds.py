@@ -48,6 +48,8 @@ def test_inside_a_server_it_is_a_ring(kind: str, n: int) -> None:
 def test_between_single_devices_of_servers_it_is_a_ring_over_the_network(kind: str) -> None:
     expected = textbook(kind, 4, LAB.network.alpha, LAB.network.bandwidth, S)
     assert lab(4, 8).seconds(kind, [[0, 8, 16, 24]], S) == pytest.approx(expected, rel=1e-12)
+    # Nothing moves inside the servers.
+    assert lab(4, 8, intra=Link(1.0, 1e3)).seconds(kind, [[0, 8, 16, 24]], S) == pytest.approx(expected, rel=1e-12)
 
 
 def test_over_servers_with_one_nic_all_reduce_is_hierarchical() -> None:
@@ -62,6 +64,7 @@ def test_over_servers_with_one_nic_all_reduce_is_hierarchical() -> None:
     [
         ("all_gather", (3 - 1) * 2 * S, 3 * (2 - 1) * S),
         ("reduce_scatter", (3 - 1) / 3 * S, (2 - 1) / 2 * S),
+        ("all_to_all", (3 - 1) / 3 * S, 3 * (2 - 1) / 2 * S),
         ("broadcast", S, S),
     ],
 )
@@ -91,6 +94,13 @@ def test_groups_that_cross_at_once_share_the_nic(kind: str) -> None:
     assert lab(2, 8, network=Link(0, 12.5e9), nics=4).seconds(kind, groups, S) == pytest.approx(2 * one)
     assert lab(2, 8, network=Link(0, 12.5e9), nics=None).seconds(kind, groups, S) == pytest.approx(one)
     assert lab(2, 8, network=Link(0, 12.5e9), nics=16).seconds(kind, groups, S) == pytest.approx(one / 2)
+
+
+def test_broadcasts_in_both_directions_use_a_nic_both_ways() -> None:
+    cluster = lab(3, 8)
+    one = cluster.seconds("broadcast", [[0, 8, 16]], S)
+    assert cluster.seconds("broadcast", [[0, 8, 16], [17, 9, 1]], S) == pytest.approx(5e-6 * 2 + 2 * S / 12.5e9)
+    assert cluster.seconds("broadcast", [[0, 8], [17, 1]], S) == pytest.approx(one - 5e-6)
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
@@ -167,7 +177,7 @@ def cases(draw: st.DrawFn) -> tuple[Cluster, str, list[list[int]]]:
         nics = draw(st.sampled_from([1, None, per_server, 2 * per_server]))
         cluster = Cluster.of("x", LOCAL, servers, per_server, Links(*links, nics=nics))
     devices = draw(st.permutations(range(servers * per_server)))
-    size = 2 if kind in ("send", "permute", "move") else draw(st.integers(1, 8))
+    size = 2 if kind in ("send", "permute", "move", "messages") else draw(st.integers(1, 8))
     return cluster, kind, [g for i in range(0, len(devices), size) if len(g := devices[i : i + size]) > 1]
 
 
