@@ -12,11 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from superscaler import cache
+from superscaler.cli import measure as links
 from superscaler.cli.common import AsJson, printing
 
 # The supported versions of torch: from the first, below the second. The package's own requirement says the same.
@@ -36,9 +37,25 @@ class Check:
     required: bool = False
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    measure: Annotated[bool, typer.Option("--measure", help="Time collectives instead, and fit the links.")] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="CLUSTER", help="With --measure: local:N; default: one process a GPU or core."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="With --measure: the cluster file to write, for --cluster.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Try out what SuperScaler needs on this machine. Exit code 1 when something required is missing."""
     with printing(as_json) as printer:
+        if measure:
+            links.measure(printer, cluster, out)
+            return
+        links.check_alone(cluster, out)
         checks = list(examine())
         ready = all(c.ok for c in checks if c.required)
         printer.show(_table(checks), "ready to train" if ready else "not ready: see the rows that are missing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from superscaler.cluster.cluster import Cluster, Device
+from superscaler.cluster.links import LINKS, Link, Links
 from superscaler.cluster.presets import LOCAL, PRESETS, DeviceKind
 
-__all__ = ["LOCAL", "PRESETS", "Cluster", "Device", "DeviceKind"]
+__all__ = ["LINKS", "LOCAL", "PRESETS", "Cluster", "Device", "DeviceKind", "Link", "Links"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from superscaler.cluster.links import LINKS, Links
 from superscaler.cluster.presets import LOCAL, PRESETS, DeviceKind
+from superscaler.cluster.seconds import Wiring, least, lines
 from superscaler.errors import InputError, unknown
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -31,8 +34,11 @@ class Cluster:
     """Servers with equally many devices each, numbered server by server. `Cluster.parse(str(c)) == c`."""
 
     name: str
-    devices: tuple[Device, ...]
+    devices: tuple[Device, ...] = field(hash=False)
     devices_per_server: int
+    links: Links
+    # What is known about the devices; nothing about local ones, unless a file says it.
+    device_kind: DeviceKind | None
 
     @classmethod
     def local(cls, n: int) -> Cluster:
@@ -55,8 +61,19 @@ class Cluster:
         return cls.of(name, name, servers, devices_per_server)
 
     @classmethod
-    def of(cls, name: str, kind: str, servers: int, devices_per_server: int) -> Cluster:
-        """Return a cluster under a name of its own. `kind` is the name of a preset, or `local`."""
+    def of(
+        cls,
+        name: str,
+        kind: str,
+        servers: int,
+        devices_per_server: int,
+        links: Links | None = None,
+        device_kind: DeviceKind | None = None,
+    ) -> Cluster:
+        """Return a cluster under a name of its own. `kind` is the name of a preset, or `local`; it gives what is None.
+
+        Raises InputError for an unknown preset, a number below 1, or NICs and devices that do not divide.
+        """
         if kind != LOCAL and kind not in PRESETS:
             raise InputError(f"cluster '{name}': {unknown('preset', kind, [*PRESETS, LOCAL])}")
         if not name or not name.isprintable():
@@ -75,8 +92,14 @@ class Cluster:
             raise InputError(
                 f"cluster '{name}' would have {servers * devices_per_server} devices; at most {_MOST} fit."
             )
-        numbers = range(servers * devices_per_server)
-        return cls(name, tuple(Device(i, i // devices_per_server, kind) for i in numbers), devices_per_server)
+        links = links or LINKS[kind]
+        if links.nics and links.nics % devices_per_server and devices_per_server % links.nics:
+            raise InputError(
+                f"cluster '{name}' would share {links.nics} NICs among the {devices_per_server} devices of a server; "
+                "one number must divide the other."
+            )
+        devices = tuple(Device(i, i // devices_per_server, kind) for i in range(servers * devices_per_server))
+        return cls(name, devices, devices_per_server, links, device_kind or PRESETS.get(kind))
 
     @classmethod
     def parse(cls, spec: str) -> Cluster:
@@ -110,22 +133,44 @@ class Cluster:
         return len(self.devices) // self.devices_per_server
 
     @property
-    def device_kind(self) -> DeviceKind | None:
-        """What is known about the devices; nothing about local ones."""
-        return PRESETS.get(self.kind)
-
-    @property
     def is_local(self) -> bool:
         """Whether this machine alone can run it as it is."""
         return self.kind == LOCAL and self.servers == 1
 
+    def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> float:
+        """Return the seconds in which all groups, at once, run one collective on a source of `size` bytes per device.
+
+        Groups are device ids in chunk order: (sender, *receivers) in `broadcast` and `rd_scatter`, (*senders, receiver)
+        in `rd_gather`, (sender, receiver) in `send`, `permute`, `move` and `messages`, which say how a message came to
+        be. `chunk` and `value_chunk` are local and take no time. Raises InputError for an unknown kind or device.
+
+        >>> round(Cluster.preset("v100", 1, 8).seconds("all_reduce", [range(8)], 120e6), 6)
+        0.001777
+        """
+        ways = lines(self._wiring, kind, tuple(map(tuple, groups)))
+        return min(max((latency + slope * size for latency, slope in way), default=0.0) for way in ways)
+
+    def bound(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> float:
+        """Return seconds that no way of running the collectives of `seconds` can beat: bytes over bandwidth.
+
+        >>> round(Cluster.preset("v100", 1, 8).bound("all_reduce", [range(8)], 120e6), 6)
+        0.00175
+        """
+        return least(self._wiring, kind, tuple(map(tuple, groups))) * size
+
+    @property
+    def _wiring(self) -> Wiring:
+        return Wiring(self.links, self.devices_per_server, len(self.devices))
+
     def __str__(self) -> str:
-        if self.name == self.kind and self.is_local:
+        is_preset = self.links == LINKS[self.kind] and self.device_kind == PRESETS.get(self.kind)
+        if self.name == self.kind and self.is_local and is_preset:
             return f"{self.name}:{len(self.devices)}"
-        if self.name == self.kind and self.kind != LOCAL:
+        if self.name == self.kind and self.kind != LOCAL and is_preset:
             return f"{self.name}:{self.servers}x{self.devices_per_server}"
         shape = f"servers: {self.servers}, devices_per_server: {self.devices_per_server}"
-        return f"{{name: {json.dumps(self.name, ensure_ascii=False)}, preset: {self.kind}, {shape}}}"
+        more = "" if is_preset else f", {_overrides(self)}"
+        return f"{{name: {json.dumps(self.name, ensure_ascii=False)}, preset: {self.kind}, {shape}{more}}}"
 
 
 def _from_file(path: Path) -> Cluster:
@@ -138,9 +183,16 @@ def _from_file(path: Path) -> Cluster:
     return _from_yaml(text, str(path))
 
 
+# YAML and its checks are needed by those only who write one.
 def _from_yaml(text: str, where: str) -> Cluster:
-    # YAML and its checks are needed by those only who write one.
     from superscaler.cluster.file import read
 
     found = read(text, where)
-    return Cluster.of(found.name, found.preset, found.servers, found.devices_per_server)
+    links, device_kind = found.joined(where)
+    return Cluster.of(found.name, found.preset, found.servers, found.devices_per_server, links, device_kind)
+
+
+def _overrides(cluster: Cluster) -> str:
+    from superscaler.cluster.file import write
+
+    return write(cluster.kind, cluster.links, cluster.device_kind)

@@ -1,24 +1,97 @@
-"""A user's own cluster in YAML: `{name: lab, preset: v100, servers: 4, devices_per_server: 8}`."""
+"""A user's own cluster in YAML: `{name: lab, preset: v100, servers: 4, devices_per_server: 8}`.
+
+`links` and `device` replace numbers of the preset: `links: {network: {bandwidth: 24e9}, nics: 8}`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, PositiveInt, StrictStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, StrictStr, ValidationError
 
+from superscaler.cluster.links import LINKS, Link, Links
+from superscaler.cluster.presets import LOCAL, PRESETS, DeviceKind
 from superscaler.errors import InputError, unknown
 
 
-class ClusterFile(BaseModel):
-    """What the file holds. `preset` is the kind of its devices, or `local` when nothing is known about them."""
+def _number(value: object) -> object:
+    """Return a number for text like 5e-6, which YAML takes for a number only when it is written 5.0e-6."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
+
+_Amount = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+
+
+class _Checked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class LinkFile(_Checked):
+    """`alpha` in seconds, `bandwidth` in bytes per second."""
+
+    alpha: _Seconds | None = None
+    bandwidth: _Amount | None = None
+
+
+class LinksFile(_Checked):
+    """Links by class. A `pair` is as `intra`, where only that is given; `nics` is null for one NIC per device."""
+
+    device: LinkFile = LinkFile()
+    pair: LinkFile = LinkFile()
+    intra: LinkFile = LinkFile()
+    network: LinkFile = LinkFile()
+    nics: PositiveInt | None = None
+
+
+class DeviceFile(_Checked):
+    """`memory` in bytes, `flops` per second by dtype."""
+
+    memory: Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_nan=False)] | None = None
+    flops: dict[StrictStr, _Amount] | None = None
+
+
+class ClusterFile(_Checked):
+    """What the file holds. `preset` is the kind of its devices, or `local` when nothing is known about them."""
 
     name: StrictStr
     preset: StrictStr
     servers: PositiveInt
     devices_per_server: PositiveInt
+    links: LinksFile = LinksFile()
+    device: DeviceFile = DeviceFile()
+
+    def joined(self, where: str) -> tuple[Links | None, DeviceKind | None]:
+        """Return the preset's numbers with those of the file in their place, or None for an unknown preset."""
+        if self.preset not in LINKS:
+            return None, None
+        return _links(LINKS[self.preset], self.links), self._device(where)
+
+    def _device(self, where: str) -> DeviceKind | None:
+        known, told = PRESETS.get(self.preset), self.device
+        if told.memory is None and told.flops is None:
+            return known
+        if known is None and (told.memory is None or told.flops is None):
+            missing = "memory" if told.memory is None else "flops"
+            raise InputError(f"{where}: nothing is known about {LOCAL} devices; add device.{missing} too.")
+        memory = known.memory if told.memory is None and known else int(told.memory or 0)
+        return DeviceKind(self.preset, memory, {**(known.flops if known else {}), **(told.flops or {})})
+
+
+def _links(known: Links, told: LinksFile) -> Links:
+    changes: dict[str, Link] = {}
+    for name in (f.name for f in fields(Links) if f.name != "nics"):
+        link = getattr(told, name).model_dump(exclude_none=True)
+        if name == "pair":
+            link = {**told.intra.model_dump(exclude_none=True), **link}
+        changes[name] = replace(getattr(known, name), **link)
+    return Links(**changes, nics=told.nics if "nics" in told.model_fields_set else known.nics)
 
 
 def read(text: str, where: str) -> ClusterFile:
@@ -30,17 +103,39 @@ def read(text: str, where: str) -> ClusterFile:
     keys = list(ClusterFile.model_fields)
     if not isinstance(content, dict):
         raise InputError(f"{where} must be a mapping with the keys {', '.join(keys)}.")
-    strange = [str(k) for k in content if k not in keys]
-    if strange:
-        raise InputError(f"{where}: {unknown('key', strange[0], keys)}")
     try:
         return ClusterFile.model_validate(content)
     except ValidationError as error:
-        raise InputError(f"{where}: {_told(error.errors()[0])}") from None
+        # A key that is not known explains why another is missing.
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] not in _STRANGE)
+        raise InputError(f"{where}: {_told(problems[0])}") from None
+
+
+def write(preset: str, links: Links, device: DeviceKind | None) -> str:
+    """Return the keys `links` and `device` that make the preset's numbers these; nothing for those that are equal."""
+    known = asdict(LINKS[preset])
+    # A pair that is not told would follow intra.
+    told: dict[str, Any] = {k: v for k, v in asdict(links).items() if v != known[k] or k == "pair"}
+    tree: dict[str, Any] = {"links": told} if links != LINKS[preset] else {}
+    if device is not None and device != PRESETS.get(preset):
+        tree["device"] = {"memory": device.memory, "flops": dict(device.flops)}
+    text: str = yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=10**9)
+    return text.strip().removeprefix("{").removesuffix("}")
+
+
+_STRANGE = ("extra_forbidden", "invalid_key")
+_MODELS: Mapping[str, type[_Checked]] = {
+    "links": LinksFile, "device": DeviceFile,
+    **{f"links.{name}": LinkFile for name in ("device", "pair", "intra", "network")},
+}  # fmt: skip
 
 
 def _told(problem: Any) -> str:
-    key = problem["loc"][0]
+    path = [str(key) for key in problem["loc"]]
+    if problem["type"] in _STRANGE:
+        model = _MODELS.get(".".join(path[:-1]), ClusterFile)
+        return unknown("key", path[-1], model.model_fields) + (f" It is in {path[-2]}." if path[1:] else "")
+    key = ".".join(path)
     if problem["type"] == "missing":
         return f"the key '{key}' is missing; add {key}: VALUE."
     return f"{key} is {problem['input']!r}, but {problem['msg'][0].lower()}{problem['msg'][1:]}."

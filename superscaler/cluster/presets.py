@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class DeviceKind:
 
     name: str
     memory: int
-    flops: Mapping[str, float]
+    flops: Mapping[str, float] = field(hash=False)
 
 
 GB = 10**9

@@ -12,6 +12,7 @@ import pytest
 from superscaler import cache
 from superscaler.cli import doctor as rooms
 from superscaler.cli.main import main
+from superscaler.cluster import LINKS, LOCAL, Cluster
 
 
 def run(*arguments: str) -> int:
@@ -71,3 +72,61 @@ def test_the_range_of_torch_is_that_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     needed = next(d for d in project["dependencies"] if d.startswith("torch"))
     assert tuple(rooms.parse_version(v) for v in re.findall(r"[\d.]+", needed)) == rooms.TORCH
+
+
+@pytest.mark.dist
+def test_a_measured_cluster_is_taken_by_other_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.yaml"
+    assert run("doctor", "--measure", "--cluster", "local:2", "--out", str(file), "--json") == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    cluster = Cluster.parse(str(file))
+    assert str(cluster) == found["cluster"]
+    assert cluster.is_local
+    assert cluster.links != LINKS[LOCAL]
+    kinds = {s["kind"] for s in found["samples"]}
+    assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"}
+    assert all(len({s["size"] for s in found["samples"] if s["kind"] == kind}) >= 4 for kind in kinds)
+    # Four digits are kept, the link is a line, and a line through points comes near the most of them.
+    errors = sorted(abs(s["fitted"] / s["seconds"] - 1) for s in found["samples"])
+    assert errors[-1] == pytest.approx(found["largest_error"])
+    assert errors[len(errors) // 2] < 1
+    assert run("validate", "mlp", "--plan", "data_parallel", "--cluster", str(file)) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "x.yaml"], "--out is for a measurement; add --measure."),
+        (["--cluster", "local:2"], "--cluster is for a measurement; add --measure."),
+        (
+            ["--measure", "--out", "x.txt"],
+            "--out x.txt does not end in .yaml, by which --cluster knows a file; write x",
+        ),
+        (["--measure", "--out", "no/x.yaml"], "--out no/x.yaml is in a folder that does not exist; make no first."),
+        (["--measure", "--out", "folder.yaml"], "--out folder.yaml cannot be written: it is a folder."),
+        (["--measure", "--cluster", "local:1"], "--cluster local:1 has 1 devices, but links join 2 or more, and at mo"),
+        (["--measure", "--cluster", "local:65"], "--cluster local:65 has 65 devices, but links join 2 or more, and at"),
+        (["--measure", "--cluster", "v100:1x2"], "--cluster v100:1x2 is not this machine, which alone can be measured"),
+        (["--measure", "--cluster", "locl:2"], "unknown cluster 'locl'; did you mean 'local'?"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "folder.yaml").mkdir()
+    assert run("doctor", *options) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder.yaml"]
+
+
+def test_one_gpu_has_no_links(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert run("doctor", "--measure") == 2
+    assert "1 GPU, but links join 2; set CUDA_VISIBLE_DEVICES= to measure its CPU" in capsys.readouterr().err

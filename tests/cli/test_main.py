@@ -66,7 +66,7 @@ def test_the_options_of_every_command() -> None:
         "train": sorted([*compiling, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
         "explain": ["--json", "plan"],
         "diff": ["--json", "plan_a", "plan_b"],
-        "doctor": ["--json"],
+        "doctor": ["--cluster", "--json", "--measure", "--out"],
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superscaler.cluster import LOCAL, PRESETS, Cluster, Device
+from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Device, DeviceKind, Link, Links
 from superscaler.errors import InputError
 
 
@@ -53,6 +53,82 @@ def test_presets_hold_bytes_and_flops_per_second(name: str) -> None:
 def test_every_cluster_reads_back_from_its_text(name: str, kind: str, servers: int, per_server: int) -> None:
     cluster = Cluster.of(name, kind, servers, per_server)
     assert Cluster.parse(str(cluster)) == cluster
+
+
+positive = st.floats(1e-30, 1e30)
+
+
+@given(
+    kind=st.sampled_from([LOCAL, *sorted(PRESETS)]),
+    links=st.builds(
+        Links, *[st.builds(Link, alpha=st.floats(0, 1), bandwidth=positive)] * 4, nics=st.sampled_from([None, 1, 3, 12])
+    ),
+    device=st.none() | st.tuples(st.integers(1, 10**15), st.dictionaries(st.text(min_size=1, max_size=5), positive)),
+)
+def test_what_replaces_a_preset_reads_back(
+    kind: str, links: Links, device: tuple[int, dict[str, float]] | None
+) -> None:
+    flops = {**(PRESETS[kind].flops if kind in PRESETS else {}), **(device[1] if device else {})}
+    told = DeviceKind(kind, device[0], flops) if device else None
+    cluster = Cluster.of(kind, kind, 1, 6, links, told)
+    assert Cluster.parse(str(cluster)) == cluster
+    assert hash(Cluster.parse(str(cluster))) == hash(cluster)
+
+
+def test_a_file_replaces_numbers_of_the_preset() -> None:
+    text = "{name: lab, preset: v100, servers: 2, devices_per_server: 8, links: {intra: {bandwidth: 1e11}, nics: 2}}"
+    cluster, known = Cluster.parse(text), LINKS["v100"]
+    assert cluster.links.intra == cluster.links.pair == Link(known.intra.alpha, 1e11)
+    assert (cluster.links.network, cluster.links.nics, cluster.device_kind) == (known.network, 2, PRESETS["v100"])
+    assert Cluster.parse(text.replace("nics: 2", "pair: {alpha: 5e-6}")).links.pair == Link(5e-6, 1e11)
+    assert Cluster.parse(text.replace("nics: 2", "nics: null")).links.nics is None
+
+
+def test_a_file_replaces_what_is_known_of_the_devices() -> None:
+    text = "{name: lab, preset: a100, servers: 1, devices_per_server: 8, device: {memory: 40e9, flops: {float8: 1e15}}}"
+    kind = Cluster.parse(text).device_kind
+    assert kind == DeviceKind("a100", 40 * 10**9, {**PRESETS["a100"].flops, "float8": 1e15})
+    local = Cluster.parse(text.replace("a100", "local"))
+    assert local.device_kind == DeviceKind("local", 40 * 10**9, {"float8": 1e15})
+    assert local.is_local
+
+
+LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("link: {}}", "unknown key 'link'; did you mean 'links'?"),
+        ("links: {net: {}}}", "unknown key 'net'; did you mean 'network'? Known: device, intra, network, nics, pair."),
+        (
+            "links: {intra: {bandwith: 1}}}",
+            "'bandwith'; did you mean 'bandwidth'? Known: alpha, bandwidth. It is in intra.",
+        ),
+        ("links: {intra: {bandwidth: 0}}}", "links.intra.bandwidth is 0, but input should be greater than 0."),
+        ("links: {intra: {bandwidth: .inf}}}", "links.intra.bandwidth is inf, but input should be a finite number."),
+        ("links: {network: {alpha: -1e-6}}}", "links.network.alpha is '-1e-6', but input should be greater than or"),
+        ("links: {network: {alpha: fast}}}", "links.network.alpha is 'fast', but input should be a valid number."),
+        ("links: {network: {alpha: yes}}}", "links.network.alpha is True, but input should be a valid number."),
+        ("links: {nics: 3}}", "cluster 'a' would share 3 NICs among the 8 devices of a server; one number must divide"),
+        ("links: {nics: 0}}", "links.nics is 0, but input should be greater than 0."),
+        ("links: 3}", "links is 3, but input should be"),
+        ("links:}", "links is None, but input should be"),
+        ("device: {memory: 0.5}}", "device.memory is 0.5, but input should be greater than or equal to 1."),
+        ("device: {flops: {float32: x}}}", "device.flops.float32 is 'x', but input should be a valid number."),
+        ("device: {flops: {1: 2}}}", "device.flops.1"),
+        ("1: 2}", "unknown key '1'"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(more: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        Cluster.parse(LAB + more)
+
+
+def test_half_of_what_is_known_of_a_local_device_is_refused() -> None:
+    text = LAB.replace("v100", "local") + "device: {memory: 1e9}}"
+    with pytest.raises(InputError, match=r"nothing is known about local devices; add device\.flops too"):
+        Cluster.parse(text)
 
 
 @pytest.mark.parametrize("spec", ["local:1", "local:4", "v100:4x8", "a100:1x8", "h100:128x8", "h200:2x1"])

@@ -1,0 +1,121 @@
+"""`superscaler doctor --measure`: times collectives on this machine, and writes the cluster that explains them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from superscaler.cli.common import Printer
+from superscaler.errors import InputError
+
+if TYPE_CHECKING:
+    from superscaler.cluster import Cluster
+    from superscaler.cluster.fit import Sample
+
+_ENDINGS = (".yaml", ".yml")
+# Without --cluster: more than this take long on a CPU and tell little more.
+_USUAL = 4
+_MOST = 64
+
+
+def check_alone(spec: str | None, out: Path | None) -> None:
+    """Raise InputError for an option that only a measurement has."""
+    given = "--out" if out is not None else "--cluster" if spec is not None else None
+    if given:
+        raise InputError(f"{given} is for a measurement; add --measure.")
+
+
+def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
+    """Measure, show measured beside fitted, and write the file. Raises InputError before anything is started."""
+    if out is not None:
+        _check_out(out)
+    count = _count(spec)
+    from superscaler.cluster import LINKS, LOCAL, Cluster
+    from superscaler.cluster.fit import Sample, error, fit
+    from superscaler.runtime.measure import measure as measure_links
+
+    samples = [Sample(f["kind"], tuple(f["group"]), f["size"], f["seconds"]) for f in measure_links(count)]
+    samples.sort(key=lambda s: (s.link, s.kind, s.size))
+    cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, LINKS[LOCAL]))
+    largest = max(error(cluster.links, s) for s in samples)
+    printer.show(_table(cluster, samples), f"largest error {largest:.0%}, {count} processes", *_links(cluster))
+    if out is not None:
+        _write(out, cluster)
+        printer.show(f"wrote {out}; use it as --cluster {out}")
+    printer.result = {
+        "cluster": str(cluster),
+        "links": asdict(cluster.links),
+        "largest_error": largest,
+        "samples": [{**asdict(s), "fitted": _fitted(cluster, s)} for s in samples],
+    }
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix not in _ENDINGS:
+        raise InputError(f"--out {out} does not end in .yaml, by which --cluster knows a file; write {out.stem}.yaml.")
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out} is in a folder that does not exist; make {out.parent} first.")
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise InputError(f"--out {out} cannot be written: it is {'a folder' if out.is_dir() else 'protected'}.")
+
+
+def _count(spec: str | None) -> int:
+    """Return how many processes measure."""
+    import torch
+
+    from superscaler.cluster import Cluster
+
+    asked = None if spec is None else Cluster.parse(spec)
+    if asked is not None and not asked.is_local:
+        raise InputError(f"--cluster {spec} is not this machine, which alone can be measured; write local:N.")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus == 1:
+        raise InputError("this machine has 1 GPU, but links join 2; set CUDA_VISIBLE_DEVICES= to measure its CPU.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(asked.devices) if asked is not None else gpus or max(2, min(cores, _USUAL))
+    if not 2 <= count <= (gpus or _MOST):
+        limit = f"this machine has {gpus} GPUs" if gpus else f"at most {_MOST} processes can be measured"
+        raise InputError(f"--cluster {spec} has {count} devices, but links join 2 or more, and {limit}.")
+    return count
+
+
+def _write(out: Path, cluster: Cluster) -> None:
+    import yaml
+
+    head = "# Measured by superscaler doctor --measure: alpha in seconds, bandwidth in bytes per second.\n"
+    try:
+        out.write_text(head + yaml.safe_dump(yaml.safe_load(str(cluster)), sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be written: {error.strerror}.") from None
+
+
+def _fitted(cluster: Cluster, sample: Sample) -> float:
+    return cluster.seconds(sample.kind, [sample.group], sample.size)
+
+
+def _table(cluster: Cluster, samples: Sequence[Sample]) -> Any:
+    from rich.table import Table
+
+    table = Table("collective", *(_column(name) for name in ("bytes", "measured us", "fitted us", "error")))
+    for sample in samples:
+        fitted = _fitted(cluster, sample)
+        row = (f"{sample.size:,}", f"{sample.seconds * 1e6:.1f}", f"{fitted * 1e6:.1f}")
+        table.add_row(_NAMES.get(sample.link, sample.kind), *row, f"{fitted / sample.seconds - 1:+.0%}")
+    return table
+
+
+def _column(name: str) -> Any:
+    from rich.table import Column
+
+    return Column(name, justify="right")
+
+
+_NAMES = {"device": "copy", "pair": "send"}
+
+
+def _links(cluster: Cluster) -> list[str]:
+    found = {name: getattr(cluster.links, name) for name in ("device", "pair", "intra")}
+    return [f"  {n}: alpha {x.alpha * 1e6:.1f} us, bandwidth {x.bandwidth / 1e9:.2f} GB/s" for n, x in found.items()]

@@ -1,0 +1,96 @@
+"""The links of a cluster by class, and what is known about those of the presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`alpha` is the seconds that a message takes beside its bytes; `bandwidth` is bytes per second, one way."""
+
+    alpha: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How fast bytes move. A server has `nics` NICs, its devices in equal shares; None is one for each device.
+
+    device    a copy inside a device
+    pair      a message between two devices of a server
+    intra     what each device of a server sends in a collective (the bus bandwidth of nccl-tests)
+    network   one NIC
+    """
+
+    device: Link
+    pair: Link
+    intra: Link
+    network: Link
+    nics: int | None
+
+    def nic(self, device: int, per_server: int) -> tuple[int, float]:
+        """Return the number of a device's NIC, and the bytes per second of its NICs if it has several."""
+        nics = per_server if self.nics is None else self.nics
+        server, place = divmod(device, per_server)
+        if nics >= per_server:
+            return device, self.network.bandwidth * nics / per_server
+        return server * per_server + place * nics // per_server, self.network.bandwidth
+
+
+# Seconds and bytes per second. What NCCL's own cost model says is from src/graph/topo.h and src/graph/tuning.cc of
+# NVIDIA/nccl: an NVLink carries 20.0 GB/s of data one way on V100 and A100 and 20.6 on H100 (25 on the data sheets),
+# 100 Gbit/s of network 12 GB/s (12.5 on the wire); a step of a ring takes 1.9 us over NVLink and 4.0 us over a network
+# (protocol LL128), the latter with 1.0 us for posting it. A copy reads and writes each byte, so that its bandwidth is
+# half of the memory's. The 2 us of a copy are an estimate of a kernel launch.
+_NVLINK, _NETWORK, _COPY = 1.9e-6, 5.0e-6, 2.0e-6
+_HOPPER = 18 * 20.6e9  # 450 GB/s on the data sheet; 370 is what rings reach (NVIDIA/nccl-tests issue 212).
+
+LINKS: Mapping[str, Links] = {
+    # Memory 900 GB/s, 6 NVLinks (300 GB/s both ways): V100 data sheet, SXM2. A pair is joined by 2 of the 6 (derived:
+    # the hybrid cube mesh of DGX-1 and its like has 1 or 2, and 2 on a ring). One InfiniBand NIC of 100 Gbit/s a
+    # server, as in the paper's experiments.
+    "v100": Links(
+        device=Link(_COPY, 900e9 / 2),
+        pair=Link(_NVLINK, 2 * 20e9),
+        intra=Link(_NVLINK, 6 * 20e9),
+        network=Link(_NETWORK, 12e9),
+        nics=1,
+    ),
+    # Memory 2,039 GB/s, 12 NVLinks (600 GB/s both ways) to a switch: A100 data sheet, SXM 80 GB. The 240 are derived;
+    # nccl-tests show 200 to 235 (NVIDIA/nccl-tests issues 149 and 178). HDR 200 Gbit/s per GPU: DGX A100 data sheet.
+    "a100": Links(
+        device=Link(_COPY, 2039e9 / 2),
+        pair=Link(_NVLINK, 12 * 20e9),
+        intra=Link(_NVLINK, 12 * 20e9),
+        network=Link(_NETWORK, 24e9),
+        nics=None,
+    ),
+    # Memory 3,350 GB/s, 18 NVLinks (900 GB/s both ways) to a switch: H100 data sheet, SXM. NDR 400 Gbit/s per GPU: DGX
+    # H100 data sheet; 46 to 48 GB/s are expected of it (NVIDIA/nccl-tests issue 290).
+    "h100": Links(
+        device=Link(_COPY, 3350e9 / 2),
+        pair=Link(_NVLINK, _HOPPER),
+        intra=Link(_NVLINK, _HOPPER),
+        network=Link(_NETWORK, 48e9),
+        nics=None,
+    ),
+    # As H100, but for the memory: 4,800 GB/s on the data sheet, of which a copy reaches 4,300 (measured).
+    "h200": Links(
+        device=Link(_COPY, 4300e9 / 2),
+        pair=Link(_NVLINK, _HOPPER),
+        intra=Link(_NVLINK, _HOPPER),
+        network=Link(_NETWORK, 48e9),
+        nics=None,
+    ),
+    # Two processes over gloo on two cores of a server CPU, measured by `superscaler doctor --measure` and rounded. The
+    # network is an estimate: 10 Gbit/s Ethernet.
+    "local": Links(
+        device=Link(3e-6, 30e9),
+        pair=Link(100e-6, 6e9),
+        intra=Link(150e-6, 3e9),
+        network=Link(200e-6, 1.25e9),
+        nics=1,
+    ),
+}

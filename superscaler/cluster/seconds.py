@@ -1,0 +1,267 @@
+"""Closed formulas for the time of collectives: alpha and beta by link class, rings, hierarchies, NICs that are shared.
+
+Everything is linear in the size of the source, so that what depends on the groups only is worked out once: one
+latency and one slope per group, for each way in which the collective may be done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from superscaler.cluster.links import Link, Links
+from superscaler.errors import InputError, unknown
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What the time of a collective depends on, beside its groups and its size."""
+
+    links: Links
+    per_server: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A collective of n devices, in bytes per byte of a device's source.
+
+    `sent` by each device of n; over s servers with g devices each, `inside` by each device in its server and `across`
+    by each server, when both are done one after the other. `laps` counts the times that the data goes around.
+    """
+
+    laps: int
+    sent: Callable[[int], float]
+    inside: Callable[[int, int], float]
+    across: Callable[[int, int], float]
+
+
+def _share(n: int) -> float:
+    return (n - 1) / n
+
+
+COLLECTIVES: Mapping[str, Kind] = {
+    "all_reduce": Kind(2, lambda n: 2 * _share(n), lambda g, _: 2 * _share(g), lambda _, s: 2 * _share(s)),
+    "all_gather": Kind(1, lambda n: n - 1, lambda g, s: (g - 1) * s, lambda g, s: g * (s - 1)),
+    "reduce_scatter": Kind(1, _share, lambda g, _: _share(g), lambda _, s: _share(s)),
+    "all_to_all": Kind(1, _share, lambda g, _: _share(g), lambda g, s: g * _share(s)),
+    "broadcast": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
+}
+_PAIRS = ("send", "permute", "move", "messages")
+# (sender, receiver, share of the source) of each message: from the first to the others, or from all to the last.
+MESSAGES: Mapping[str, Callable[[tuple[int, ...]], list[tuple[int, int, float]]]] = {
+    "rd_scatter": lambda group: [(group[0], d, 1 / (len(group) - 1)) for d in group[1:]],
+    "rd_gather": lambda group: [(d, group[-1], 1) for d in group[:-1]],
+    **dict.fromkeys(_PAIRS, lambda group: [(group[0], group[1], 1)]),
+}
+# All servers of a group together.
+_ALL = -1
+LOCAL_KINDS = ("chunk", "value_chunk")
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What a group needs: seconds of latency, bytes inside by each device, and bytes out of and into each server.
+
+    Bytes are per byte of the source. Rings use both classes of link at once, hierarchies one after the other.
+    """
+
+    latency: float
+    inside: float
+    out: Mapping[int, float]
+    into: Mapping[int, float]
+    at_once: bool
+
+
+# The devices of a group by server, the server of its first device first.
+_Members = Mapping[int, list[int]]
+
+
+@lru_cache(maxsize=1 << 16)
+def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Return, for each way to do it, (latency, seconds per byte) of the groups: the slowest counts, the best is taken.
+
+    Raises InputError for an unknown kind or device.
+    """
+    _check(wiring, kind, groups)
+    busy = [group for group in groups if len(group) > 1]
+    if kind in LOCAL_KINDS or not busy:
+        return ((),)
+    if kind in MESSAGES:
+        return ((_messages(wiring, kind, busy),),)
+    spread = [_by_server(wiring, group) for group in busy]
+    ways = [_exchange if kind == "all_to_all" else _ring]
+    ways += [_hierarchy] if any(1 < len(m) < sum(map(len, m.values())) for m in spread) else []
+    shares = [_shares(wiring, members) if len(members) > 1 else {} for members in spread]
+    return tuple({_timed(wiring, shares, [way(wiring, kind, m) for m in spread]): None for way in ways})
+
+
+@lru_cache(maxsize=1 << 16)
+def least(wiring: Wiring, kind: str, groups: Groups) -> float:
+    """Return the seconds per byte of the source that no way of doing it can beat."""
+    _check(wiring, kind, groups)
+    busy = [group for group in groups if len(group) > 1]
+    if kind in LOCAL_KINDS or not busy:
+        return 0.0
+    if kind in MESSAGES:
+        return _messages(wiring, kind, busy)[1]
+    spread = [_by_server(wiring, group) for group in busy]
+    return max(_needs(wiring, kind, some) for some in [spread, *([members] for members in spread)])
+
+
+def _needs(wiring: Wiring, kind: str, spread: list[dict[int, list[int]]]) -> float:
+    """Return the seconds per byte that the devices of these groups, and their servers, send or receive at least."""
+    nics: dict[int, dict[int, float]] = defaultdict(dict)
+    loads: dict[tuple[str, int], float] = defaultdict(float)
+    found = []
+    for members in spread:
+        found.append(COLLECTIVES[kind].sent(sum(map(len, members.values()))) / _fastest(wiring, members))
+        for way, servers in zip(("out", "into"), _needed(kind, members), strict=True):
+            for server, amount in servers.items():
+                loads[way, server] += amount
+        for server, devices in members.items():
+            for place in (server, _ALL):
+                nics[place].update(wiring.links.nic(d, wiring.per_server) for d in devices)
+    return max([*found, *(amount / sum(nics[server].values()) for (_, server), amount in loads.items())])
+
+
+def _check(wiring: Wiring, kind: str, groups: Groups) -> None:
+    if kind not in COLLECTIVES and kind not in MESSAGES and kind not in LOCAL_KINDS:
+        raise InputError(unknown("collective", kind, [*COLLECTIVES, *MESSAGES, *LOCAL_KINDS]))
+    for group in groups:
+        strange = [d for d in group if not 0 <= d < wiring.count]
+        if strange:
+            raise InputError(f"{kind}: there is no device {strange[0]} among the {wiring.count} of the cluster.")
+        if kind in _PAIRS and len(group) != 2:
+            raise InputError(f"{kind}: {group} has {len(group)} devices; write pairs (sender, receiver).")
+
+
+def _by_server(wiring: Wiring, group: Iterable[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for device in group:
+        found.setdefault(device // wiring.per_server, []).append(device)
+    return found
+
+
+def _between(kind: str, members: _Members, amount: float) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the bytes out of and into each server, where all send and receive alike; a broadcast goes down a chain."""
+    if len(members) == 1:
+        return {}, {}
+    servers = list(members)
+    out, into = (servers[:-1], servers[1:]) if kind == "broadcast" else (servers, servers)
+    return dict.fromkeys(out, amount), dict.fromkeys(into, amount)
+
+
+def _ring(wiring: Wiring, kind: str, members: _Members) -> _Use:
+    """One ring through all devices, server by server."""
+    n, row, links = sum(map(len, members.values())), COLLECTIVES[kind], wiring.links
+    far = len(members) - 1
+    latency = row.laps * ((n - 1 - far) * links.intra.alpha + far * links.network.alpha)
+    inside = row.sent(n) if n > len(members) else 0.0
+    return _Use(latency, inside, *_between(kind, members, row.sent(n)), at_once=True)
+
+
+def _exchange(wiring: Wiring, kind: str, members: _Members) -> _Use:
+    """Each device sends to each other one, one after the other."""
+    sizes = {server: len(devices) for server, devices in members.items()}
+    n, links = sum(sizes.values()), wiring.links
+    latency = max((g - 1) * links.intra.alpha + (n - g) * links.network.alpha for g in sizes.values())
+    across = {server: g * (n - g) / n for server, g in sizes.items()} if len(sizes) > 1 else {}
+    return _Use(latency, (max(sizes.values()) - 1) / n, across, across, at_once=False)
+
+
+def _hierarchy(wiring: Wiring, kind: str, members: _Members) -> _Use:
+    """Inside the servers, and between devices of equal place in them. Else it is done the other way."""
+    sizes, row, links = {len(devices) for devices in members.values()}, COLLECTIVES[kind], wiring.links
+    g, servers = max(sizes), len(members)
+    if g == 1 or servers == 1 or (len(sizes) > 1 and kind != "broadcast"):
+        return (_exchange if kind == "all_to_all" else _ring)(wiring, kind, members)
+    latency = row.laps * ((g - 1) * links.intra.alpha + (servers - 1) * links.network.alpha)
+    return _Use(latency, row.inside(g, servers), *_between(kind, members, row.across(g, servers)), at_once=False)
+
+
+def _shares(wiring: Wiring, members: _Members) -> dict[int, dict[int, float]]:
+    """Return, per server, the seconds on each NIC for a byte that leaves evenly by the NICs of the members there."""
+    found: dict[int, dict[int, float]] = {}
+    for server, devices in members.items():
+        mine = found[server] = defaultdict(float)
+        for number, speed in (wiring.links.nic(d, wiring.per_server) for d in devices):
+            mine[number] += 1 / len(devices) / speed
+    return found
+
+
+def _timed(
+    wiring: Wiring, shares: list[dict[int, dict[int, float]]], uses: list[_Use]
+) -> tuple[tuple[float, float], ...]:
+    """Return the lines of the groups, of which none is below another. A NIC serves all groups."""
+    loads: dict[tuple[str, int], float] = defaultdict(float)
+    touched: list[list[tuple[str, int]]] = []
+    for nics, use in zip(shares, uses, strict=True):
+        mine = []
+        for way, servers in (("out", use.out), ("into", use.into)):
+            for server, amount in servers.items():
+                for number, per_byte in nics[server].items():
+                    loads[way, number] += amount * per_byte
+                    mine.append((way, number))
+        touched.append(mine)
+    found = set()
+    for use, mine in zip(uses, touched, strict=True):
+        inside, across = use.inside / wiring.links.intra.bandwidth, max((loads[nic] for nic in mine), default=0.0)
+        found.add((use.latency, max(inside, across) if use.at_once else inside + across))
+    return tuple(a for a in found if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in found))
+
+
+def _messages(wiring: Wiring, kind: str, groups: Iterable[tuple[int, ...]]) -> tuple[float, float]:
+    """Return latency and slope. A device posts its messages one after the other; who shares a link shares its speed."""
+    links, per_server = wiring.links, wiring.per_server
+    latencies: dict[tuple[str, int], float] = defaultdict(float)
+    loads: dict[tuple[str, object], float] = defaultdict(float)
+    for sender, receiver, share in (m for group in groups for m in MESSAGES[kind](group)):
+        link: Link
+        ports: list[tuple[str, int, float]]
+        if sender == receiver:
+            link, ports = links.device, [("copy", sender, links.device.bandwidth)]
+        elif sender // per_server == receiver // per_server:
+            link, whole = links.pair, max(links.pair.bandwidth, links.intra.bandwidth)
+            ports = [("out of", sender, whole), ("into", receiver, whole)]
+            loads["between", (sender, receiver)] += share / link.bandwidth
+        else:
+            link = links.network
+            ends = (("NIC out", sender), ("NIC into", receiver))
+            ports = [(way, *links.nic(device, per_server)) for way, device in ends]
+        for way, number, speed in ports:
+            loads[way, number] += share / speed
+        for way, device in {("out", sender), ("into", receiver)}:
+            latencies[way, device] += link.alpha
+    return max(latencies.values()), max(loads.values())
+
+
+def _fastest(wiring: Wiring, members: _Members) -> float:
+    """Return the bytes per second of the fastest link by which a device of the group can send to another of it."""
+    found = [wiring.links.intra.bandwidth] if any(len(devices) > 1 for devices in members.values()) else []
+    if len(members) > 1:
+        found += [wiring.links.nic(d, wiring.per_server)[1] for devices in members.values() for d in devices]
+    return max(found)
+
+
+def _needed(kind: str, members: _Members) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the least bytes out of and into each server; an all_reduce may leave to any server what it sends."""
+    n, servers = sum(map(len, members.values())), len(members)
+    if servers == 1:
+        return {}, {}
+    away = {server: n - len(devices) for server, devices in members.items()}
+    if kind == "all_reduce":
+        return {_ALL: 2.0 * (servers - 1)}, {}
+    if kind == "all_gather":
+        return {}, {s: float(a) for s, a in away.items()}
+    if kind == "reduce_scatter":
+        return {s: a / n for s, a in away.items()}, {}
+    if kind == "all_to_all":
+        both = {s: len(members[s]) * a / n for s, a in away.items()}
+        return both, both
+    first, *others = members
+    return {first: 1.0}, dict.fromkeys(others, 1.0)

@@ -1,0 +1,120 @@
+"""Time the collectives that plans run, on the processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superscaler.errors import RuntimeFailure
+from superscaler.runtime.communicator import Group
+from superscaler.runtime.distributed import DistributedCommunicator, connect
+from superscaler.runtime.launch import launch
+
+# Bytes of a device's source; what is moved in all is some times more.
+_SIZES = {"cpu": (2**10, 2**13, 2**16, 2**19, 2**22), "cuda": (2**12, 2**16, 2**20, 2**23, 2**26)}
+# The first ones make connections and buffers.
+_WARM, _REPEATS = 3, 21
+
+_RUN = '''"""One rank of a measurement."""
+
+import sys
+from pathlib import Path
+
+from superscaler.runtime.measure import measure_rank
+from superscaler.runtime.process import run_rank
+
+run_rank(lambda: measure_rank(Path(sys.argv[1])), log=Path(sys.argv[1]))
+'''
+
+
+def measure(world: int) -> list[dict[str, Any]]:
+    """Return `kind`, `group`, `size` (bytes of each source) and `seconds` of collectives of `world` processes.
+
+    Seconds are the first quartile over repetitions, each that of its slowest rank: other processes only add to them.
+    Raises RuntimeFailure if a rank fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="superscaler-measure-") as name:
+        folder = Path(name)
+        (folder / "measure.py").write_text(_RUN)
+        launch(folder / "measure.py", [name], world, folder)
+        found: list[dict[str, Any]] = json.loads((folder / "samples.json").read_text())
+    return found
+
+
+def measure_rank(folder: Path) -> None:
+    """Take part in all measurements; rank 0 writes them into the folder."""
+    communicator = _connect()
+    everyone = tuple(range(communicator.world))
+    communicator.prepare([everyone])
+    found: list[dict[str, Any]] = []
+    for size in _SIZES[communicator.device.type]:
+        x = torch.ones(size // 4, device=communicator.device)
+        # Chunks are equal; numbers of processes that do not divide the size leave a remainder out.
+        even = x[: len(x) // len(everyone) * len(everyone)]
+        for kind, (group, run, source) in _runs(communicator, everyone, x, even).items():
+            seconds = _time(communicator, run)
+            found.append({"kind": kind.split()[0], "group": group, "size": source.nbytes, "seconds": seconds})
+    if communicator.rank == 0:
+        (folder / "samples.json").write_text(json.dumps(found))
+    communicator.close()
+
+
+def _connect() -> DistributedCommunicator:
+    try:
+        return connect(timeout=60.0)
+    except RuntimeError as error:
+        raise RuntimeFailure(f"torch.distributed does not start: {str(error).strip().splitlines()[0]}") from None
+
+
+def _runs(
+    c: DistributedCommunicator, everyone: Group, x: Tensor, even: Tensor
+) -> dict[str, tuple[Group, Callable[[], Any], Tensor]]:
+    # By name, of which the first word is the kind.
+    return {
+        "all_reduce": (everyone, lambda: c.all_reduce(x, everyone, owned=True).wait(), x),
+        "all_gather": (everyone, lambda: c.all_gather(x, everyone, 0).wait(), x),
+        "reduce_scatter": (everyone, lambda: c.reduce_scatter(even, everyone, 0).wait(), even),
+        "all_to_all": (everyone, lambda: c.all_to_all(even, everyone, 0, 0).wait(), even),
+        "broadcast": (everyone, lambda: _broadcast(c, everyone, x), x),
+        "send": ((0, 1), lambda: _send(c, x), x),
+        "send inside": ((0, 0), lambda: x.clone(), x),
+    }
+
+
+def _broadcast(c: DistributedCommunicator, everyone: Group, x: Tensor) -> None:
+    c.broadcast(x if c.rank == 0 else None, 0, everyone, x.shape, x.dtype).wait()
+
+
+def _send(c: DistributedCommunicator, x: Tensor) -> None:
+    if c.rank == 0:
+        c.send(x, 1, 0, owned=True)
+        c.flush()
+    elif c.rank == 1:
+        c.recv(x.shape, x.dtype, 0, 0).wait()
+
+
+def _time(c: DistributedCommunicator, run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(_WARM + _REPEATS):
+        c.barrier()
+        _finish(c)
+        start = time.perf_counter()
+        run()
+        _finish(c)
+        times.append(time.perf_counter() - start)
+    everyone = tuple(range(c.world))
+    mine = torch.tensor([times[_WARM:]], dtype=torch.float64, device=c.device)
+    slowest = c.all_gather(mine, everyone, 0).wait().amax(0)
+    return float(slowest.quantile(0.25))
+
+
+def _finish(c: DistributedCommunicator) -> None:
+    if c.device.type == "cuda":
+        torch.cuda.synchronize(c.device)

@@ -1,0 +1,235 @@
+"""Seconds of collectives: textbook formulas, lower bounds, shared NICs, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Link, Links
+from superscaler.cluster.seconds import COLLECTIVES, LOCAL_KINDS, MESSAGES
+from superscaler.errors import InputError
+
+KINDS = [*COLLECTIVES, *MESSAGES]
+# No two numbers are alike, so that a formula cannot take one for another.
+LAB = Links(
+    device=Link(3e-6, 500e9), pair=Link(2e-6, 40e9), intra=Link(1e-6, 150e9), network=Link(5e-6, 12.5e9), nics=1
+)
+S = 64e6
+
+
+def lab(servers: int, per_server: int, **changes: object) -> Cluster:
+    return Cluster.of("lab", LOCAL, servers, per_server, replace(LAB, **changes))
+
+
+def textbook(kind: str, n: int, alpha: float, bandwidth: float, size: float) -> float:
+    return {
+        "all_reduce": 2 * (n - 1) * (alpha + size / n / bandwidth),
+        "all_gather": (n - 1) * (alpha + size / bandwidth),
+        "reduce_scatter": (n - 1) * (alpha + size / n / bandwidth),
+        "all_to_all": (n - 1) * (alpha + size / n / bandwidth),
+        "broadcast": (n - 1) * alpha + size / bandwidth,
+    }[kind]
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_inside_a_server_it_is_a_ring(kind: str, n: int) -> None:
+    expected = textbook(kind, n, LAB.intra.alpha, LAB.intra.bandwidth, S)
+    assert lab(1, 8).seconds(kind, [range(n)], S) == pytest.approx(expected, rel=1e-12)
+    assert lab(1, 8).bound(kind, [range(n)], S) == pytest.approx(textbook(kind, n, 0, 150e9, S), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_between_single_devices_of_servers_it_is_a_ring_over_the_network(kind: str) -> None:
+    expected = textbook(kind, 4, LAB.network.alpha, LAB.network.bandwidth, S)
+    assert lab(4, 8).seconds(kind, [[0, 8, 16, 24]], S) == pytest.approx(expected, rel=1e-12)
+    # Nothing moves inside the servers.
+    assert lab(4, 8, intra=Link(1.0, 1e3)).seconds(kind, [[0, 8, 16, 24]], S) == pytest.approx(expected, rel=1e-12)
+
+
+def test_over_servers_with_one_nic_all_reduce_is_hierarchical() -> None:
+    inside = 2 * 7 * LAB.intra.alpha + 2 * 7 / 8 * S / LAB.intra.bandwidth
+    between = 2 * 3 * LAB.network.alpha + 2 * 3 / 4 * S / LAB.network.bandwidth
+    assert lab(4, 8).seconds("all_reduce", [range(32)], S) == pytest.approx(inside + between, rel=1e-12)
+    assert lab(4, 8).bound("all_reduce", [range(32)], S) == pytest.approx(2 * 3 / 4 * S / 12.5e9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside", "between"),
+    [
+        ("all_gather", (3 - 1) * 2 * S, 3 * (2 - 1) * S),
+        ("reduce_scatter", (3 - 1) / 3 * S, (2 - 1) / 2 * S),
+        ("all_to_all", (3 - 1) / 3 * S, 3 * (2 - 1) / 2 * S),
+        ("broadcast", S, S),
+    ],
+)
+def test_hierarchies_of_the_other_kinds(kind: str, inside: float, between: float) -> None:
+    # Latencies so large that the ring with its more steps loses.
+    slow = lab(2, 3, intra=Link(1.0, 150e9), network=Link(10.0, 12.5e9))
+    expected = 2 * 1.0 + 1 * 10.0 + inside / 150e9 + between / 12.5e9
+    assert slow.seconds(kind, [range(6)], S) == pytest.approx(expected, rel=1e-12)
+
+
+def test_over_servers_with_a_nic_per_device_a_long_message_takes_one_ring() -> None:
+    cluster = Cluster.preset("h100", 4, 8)
+    ring = 2 * 31 / 32 * 1e9 / LINKS["h100"].intra.bandwidth
+    latency = 2 * (28 * LINKS["h100"].intra.alpha + 3 * LINKS["h100"].network.alpha)
+    assert cluster.seconds("all_reduce", [range(32)], 1e9) == pytest.approx(ring + latency, rel=1e-12)
+    # A short one has fewer steps in a hierarchy.
+    latency = 2 * (7 * LINKS["h100"].intra.alpha + 3 * LINKS["h100"].network.alpha)
+    assert cluster.seconds("all_reduce", [range(32)], 0) == pytest.approx(latency, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_groups_that_cross_at_once_share_the_nic(kind: str) -> None:
+    groups = [[d, d + 8] for d in range(8)]
+    one = lab(2, 8, network=Link(0, 12.5e9)).seconds(kind, groups[:1], S)
+    assert lab(2, 8, network=Link(0, 12.5e9)).seconds(kind, groups, S) == pytest.approx(8 * one)
+    # Four NICs are shared by two groups each; eight are not shared.
+    assert lab(2, 8, network=Link(0, 12.5e9), nics=4).seconds(kind, groups, S) == pytest.approx(2 * one)
+    assert lab(2, 8, network=Link(0, 12.5e9), nics=None).seconds(kind, groups, S) == pytest.approx(one)
+    assert lab(2, 8, network=Link(0, 12.5e9), nics=16).seconds(kind, groups, S) == pytest.approx(one / 2)
+
+
+def test_broadcasts_in_both_directions_use_a_nic_both_ways() -> None:
+    cluster = lab(3, 8)
+    one = cluster.seconds("broadcast", [[0, 8, 16]], S)
+    assert cluster.seconds("broadcast", [[0, 8, 16], [17, 9, 1]], S) == pytest.approx(5e-6 * 2 + 2 * S / 12.5e9)
+    assert cluster.seconds("broadcast", [[0, 8], [17, 1]], S) == pytest.approx(one - 5e-6)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_groups_inside_servers_do_not_disturb_each_other(kind: str) -> None:
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert lab(2, 8).seconds(kind, groups, S) == lab(2, 8).seconds(kind, groups[:1], S)
+
+
+def test_messages_take_the_link_between_their_ends() -> None:
+    cluster = lab(2, 8)
+    assert cluster.seconds("send", [(3, 3)], S) == 3e-6 + S / 500e9
+    assert cluster.seconds("send", [(0, 1), (2, 3)], S) == 2e-6 + S / 40e9
+    assert cluster.seconds("send", [(0, 8)], S) == pytest.approx(5e-6 + S / 12.5e9)
+    # The NIC is shared out and in, and both ways at once.
+    assert cluster.seconds("send", [(0, 8), (1, 9)], S) == pytest.approx(5e-6 + 2 * S / 12.5e9)
+    assert cluster.seconds("send", [(0, 8), (9, 1)], S) == pytest.approx(5e-6 + S / 12.5e9)
+    # One device posts one after the other; its four links carry what a pair's one cannot.
+    assert cluster.seconds("send", [(0, d) for d in range(1, 8)], S) == pytest.approx(7 * 2e-6 + 7 * S / 150e9)
+
+
+def test_one_to_many_and_back() -> None:
+    cluster = lab(2, 8)
+    assert cluster.seconds("rd_scatter", [[0, 8, 9, 10, 11]], S) == pytest.approx(4 * 5e-6 + S / 12.5e9)
+    assert cluster.seconds("rd_gather", [[8, 9, 10, 11, 0]], S) == pytest.approx(4 * 5e-6 + 4 * S / 12.5e9)
+    for kind in MESSAGES:
+        assert cluster.seconds(kind, [(0, 8)], S) == cluster.seconds("send", [(0, 8)], S)
+
+
+@pytest.mark.parametrize(
+    ("producers", "consumers", "ratios"),
+    [(8, 8, (7.5, 56, 7.5, 7.5)), (8, 4, (3.8, 28, 7.5, 3.8)), (4, 8, (7.5, 28, 3.8, 7.5))],
+)
+def test_the_paths_between_servers_beat_messages_as_the_bandwidths_say(
+    producers: int, consumers: int, ratios: tuple[float, ...]
+) -> None:
+    """The ratios of RVD paths over point to point (paper section 6, figure of the micro-benchmark), without latency."""
+    cluster = lab(2, 8, intra=Link(0, 150e9), pair=Link(0, 150e9), network=Link(0, 12.5e9))
+    left, right = list(range(producers)), list(range(8, 8 + consumers))
+
+    def pairs(count: int) -> list[tuple[int, int]]:
+        return [(left[i % producers], right[i % consumers]) for i in range(count)]
+
+    def crossing(pieces: int) -> float:
+        return cluster.seconds("send", pairs(pieces), S / pieces)
+
+    most = max(producers, consumers)
+    gather = cluster.seconds("all_gather", [right], S / consumers)
+    reduce_scatter = cluster.seconds("reduce_scatter", [left], S)
+    everything = [(a, b) for a in left for b in right]
+    direct = {
+        "R->R": cluster.seconds("send", pairs(consumers), S),
+        "V->R": cluster.seconds("send", everything, S),
+        "V->D": cluster.seconds("send", everything, S / consumers),
+        "D->R": cluster.seconds("send", everything, S / producers),
+    }
+    path = {
+        "R->R": crossing(most) + gather,
+        "V->R": reduce_scatter + crossing(most) + gather,
+        "V->D": reduce_scatter + crossing(most),
+        "D->R": crossing(most) + gather,
+    }
+    assert [direct[case] / path[case] for case in direct] == pytest.approx(ratios, rel=0.04)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Cluster, str, list[list[int]]]:
+    servers, per_server = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4, 8]))
+    kind = draw(st.sampled_from(KINDS))
+    if draw(st.booleans()):
+        cluster = Cluster.of("x", draw(st.sampled_from([LOCAL, *PRESETS])), servers, per_server)
+    else:
+        alpha, bandwidth = st.floats(0, 1e-3), st.floats(1e8, 1e12)
+        links = [Link(draw(alpha), draw(bandwidth)) for _ in range(4)]
+        nics = draw(st.sampled_from([1, None, per_server, 2 * per_server]))
+        cluster = Cluster.of("x", LOCAL, servers, per_server, Links(*links, nics=nics))
+    devices = draw(st.permutations(range(servers * per_server)))
+    size = 2 if kind in ("send", "permute", "move", "messages") else draw(st.integers(1, 8))
+    return cluster, kind, [g for i in range(0, len(devices), size) if len(g := devices[i : i + size]) > 1]
+
+
+@given(case=cases(), size=st.floats(0, 1e10), more=st.floats(0, 1e10))
+def test_time_grows_with_size_and_with_groups_and_is_above_the_bound(
+    case: tuple[Cluster, str, list[list[int]]], size: float, more: float
+) -> None:
+    cluster, kind, groups = case
+    seconds = cluster.seconds(kind, groups, size)
+    assert cluster.bound(kind, groups, size) <= seconds * (1 + 1e-12)
+    assert seconds <= cluster.seconds(kind, groups, size + more)
+    assert cluster.seconds(kind, groups[1:], size) <= seconds * (1 + 1e-12)
+    assert all(cluster.bound(kind, [g], size) <= cluster.bound(kind, groups, size) * (1 + 1e-12) for g in groups)
+
+
+@given(case=cases(), size=st.floats(1, 1e10))
+def test_the_bound_is_that_of_the_slowest_group(case: tuple[Cluster, str, list[list[int]]], size: float) -> None:
+    cluster, kind, groups = case
+    links, bound = cluster.links, cluster.bound(kind, groups, size)
+    for group in groups:
+        n, sent = len(group), size if kind != "all_gather" else size * len(group)
+        if kind in COLLECTIVES and kind != "broadcast" and len({d // cluster.devices_per_server for d in group}) == 1:
+            laps = 2 if kind == "all_reduce" else 1
+            assert bound >= laps * (n - 1) / n * sent / links.intra.bandwidth * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("kind", LOCAL_KINDS)
+def test_local_kinds_and_single_devices_take_no_time(kind: str) -> None:
+    assert Cluster.local(4).seconds(kind, [range(4)], 1e9) == 0
+    assert Cluster.local(4).seconds("all_reduce", [[0], [1]], 1e9) == 0
+    assert Cluster.local(4).bound("all_gather", [], 1e9) == Cluster.local(4).bound(kind, [range(4)], 1e9) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "message"),
+    [
+        ("all_reduc", [[0, 1]], "unknown collective 'all_reduc'; did you mean 'all_reduce'?"),
+        ("all_reduce", [[0, 4]], "all_reduce: there is no device 4 among the 4 of the cluster."),
+        ("send", [[0, 1, 2]], "send: (0, 1, 2) has 3 devices; write pairs (sender, receiver)."),
+    ],
+)
+def test_what_is_refused(kind: str, groups: list[list[int]], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        Cluster.local(4).seconds(kind, groups, 1.0)
+
+
+def test_a_call_is_quick() -> None:
+    cluster, groups = Cluster.preset("v100", 4, 8), [tuple(range(i, 32, 8)) for i in range(8)]
+    times = []
+    for i in range(2000):
+        start = time.perf_counter()
+        cluster.seconds("all_reduce", groups, i)
+        times.append(time.perf_counter() - start)
+    # Some 5 us; the margin is for a machine that does other things.
+    assert sorted(times)[1000] < 50e-6
