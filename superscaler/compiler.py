@@ -40,11 +40,15 @@ class Compiled:
     emitted: Emitted
     seconds: Mapping[str, float]
 
+    @property
+    def fold(self) -> Fold | None:
+        """Return the fold of which the schedule has the compiled places, None where it has all parts."""
+        return self.program.devices.fold if isinstance(self.program.devices, Folded) else None
+
     @cached_property
     def whole_schedule(self) -> Schedule:
         """Return the schedule of all parts on all devices, whose cost grows with their number."""
-        is_folded = isinstance(self.program.devices, Folded)
-        return complete(self.graph, self.close) if is_folded else self.schedule
+        return complete(self.graph, self.close) if self.fold is not None else self.schedule
 
     @property
     def counts(self) -> dict[str, int]:

@@ -12,18 +12,16 @@ import torch
 
 from superscaler import explain
 from superscaler.account import account, manifest, microbatches
+from superscaler.checks import CHECKS
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.errors import InputError
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.ir.program import Backward, Bucket, Collective, Forward, Send
 from superscaler.ir.transformed import Graph
-from superscaler.materialize.check import check_program
-from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import initial_values, write
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step, load
-from superscaler.schedule.conservation import check_conservation
 from superscaler.verify import verify
 
 
@@ -46,10 +44,9 @@ class Plan:
 
     def validate(self) -> dict[str, Any]:
         """Check conservation, completeness and deadlock freedom. Raises ScheduleError at the first that fails."""
-        check_conservation(self.compiled.whole_schedule)
-        check_program(self.compiled.whole_schedule, self.compiled.program)
-        check_rendezvous(self.compiled.program)
-        return {"conservation": True, "complete": True, "deadlock_free": True, **self.counts}
+        for check in CHECKS.values():
+            check(self.compiled)
+        return {**dict.fromkeys(CHECKS, True), **self.counts}
 
     def verify(self, backend: str = "threads", batch: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
         """Compare one step with the exported model in float64; see `superscaler.verify.verify`."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superscaler.checks import CHECKS
 from superscaler.compiler import Compiled, finish, retype
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
 from superscaler.frontend.oracle import reference_step
@@ -19,15 +20,12 @@ from superscaler.ir.graph import Model
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Weight
 from superscaler.locate import first_difference
-from superscaler.materialize.check import check_program
-from superscaler.materialize.rendezvous import check_rendezvous
 from superscaler.package import describe, initial_values, slots_of, write
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.launch import launch
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.threads import run_ranks
-from superscaler.schedule.conservation import check_conservation
 
 TOLERANCE = 1e-9
 # Some true gradients are zero (the bias of a key projection); their rounding noise is measured against the model's.
@@ -68,7 +66,7 @@ def certify(
     values = {k: _double(v) for k, v in initial_values(exact.graph.model, captured.values).items()}
     inputs = {k: _double(v) for k, v in (batch or captured.batch).items()}
     loss, gradients, buffers = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
-    refused = {name: _refusal(partial(check, exact)) for name, check in _CHECKS.items()}
+    refused = {name: _refusal(partial(check, exact)) for name, check in CHECKS.items()}
     first = next((text for text in refused.values() if text), "")
     loss_error = gradient_error = parameter_error = 0.0 if not first else float("inf")
     worst = ""
@@ -109,13 +107,6 @@ def certify(
         "backend": backend,
         "loss": float(loss),
     }
-
-
-_CHECKS: Mapping[str, Callable[[Compiled], None]] = {
-    "conservation": lambda exact: check_conservation(exact.whole_schedule),
-    "complete": lambda exact: check_program(exact.whole_schedule, exact.program),
-    "deadlock_free": lambda exact: check_rendezvous(exact.program),
-}
 
 
 def _draw(model: Model) -> Callable[[str, tuple[int, ...]], Tensor]:

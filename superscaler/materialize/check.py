@@ -17,12 +17,16 @@ from superscaler.schedule.transfers import BACKWARD, UPDATE
 
 
 def check_program(schedule: Schedule, program: Program) -> None:
-    """Raise ScheduleError at the first part that does not run once, name that is not there, or weight left as it is."""
+    """Raise ScheduleError at the first part that does not run once, name that is not there, or weight left as it is.
+
+    Only the parts on the devices of the program are looked at.
+    """
     _check_ops(schedule)
     parts: dict[int, list[tuple[Segment, int]]] = {device.rank: [] for device in program.devices}
     for segment in schedule.segments:
         for at, key in enumerate(segment.keys):
-            parts[key[0]].append((segment, at))
+            if key[0] in parts:
+                parts[key[0]].append((segment, at))
     for device in program.devices:
         if sum(isinstance(i, Loss) for i in device.instructions) != 1:
             raise ScheduleError(f"device {device.rank} does not give the loss {program.model.loss} once, at its end.")

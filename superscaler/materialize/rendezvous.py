@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from superscaler.errors import ScheduleError
+from superscaler.ir.fold import Fold
 from superscaler.ir.program import Bucket, Collective, Program, Recv, Send
 
 Meeting = tuple[object, ...]
@@ -38,9 +39,17 @@ def _shown(works: Sequence[str]) -> str:
     return ", ".join(work.split("~")[0] for work in works[:4]) + (f" and {len(works) - 4} more" if works[4:] else "")
 
 
-def check_rendezvous(program: Program) -> None:
-    """Raise ScheduleError showing where each device stands if the communication cannot finish."""
+def check_rendezvous(program: Program, fold: Fold | None = None) -> None:
+    """Raise ScheduleError showing where each device stands if the communication cannot finish.
+
+    With a fold the program has one device of each base: what it does, the devices that it stands for do in step.
+    """
     left = meetings(program)
+    if fold is not None:
+        at_base = {device: fold.places[device][0] for meets in left for _, group, _ in meets for device in group}
+        left = [
+            [(meeting, frozenset(at_base[d] for d in group), text) for meeting, group, text in meets] for meets in left
+        ]
     at = [0] * len(left)
     ready = list(range(len(left)))
     while ready:

@@ -7,20 +7,27 @@ from fractions import Fraction
 from math import prod
 
 from superscaler.errors import ScheduleError
+from superscaler.ir.fold import Fold
 from superscaler.ir.graph import Op, Operand
 from superscaler.ir.mask import Mask, extents, intersect
-from superscaler.ir.parts import Rows
+from superscaler.ir.parts import Grid, Rows
+from superscaler.ir.transformed import Graph
 from superscaler.schedule.cover import Wanted
 from superscaler.schedule.edges import Edges
 from superscaler.schedule.order import Schedule
 
 
-def check_conservation(schedule: Schedule) -> None:
-    """Raise ScheduleError at the first read whose pieces do not add up to its elements with their whole value."""
+def check_conservation(schedule: Schedule, whole: Graph, fold: Fold | None = None) -> None:
+    """Raise ScheduleError at the first read whose pieces do not add up to its elements with their whole value.
+
+    With a fold the schedule has the parts at the compiled places of the `whole` graph, each of which stands for those
+    at the other places that it is no different from.
+    """
     edges = schedule.edges
     seen: set[tuple[object, ...]] = set()
+    counts = _Counts(whole, fold)
     for op in edges.graph.forward_ops:
-        _check_branch(edges, op)
+        _check_branch(op, whole.grids[op.name])
         for k, operand in enumerate(op.inputs):
             if operand.tensor not in edges.producers:
                 continue
@@ -33,19 +40,46 @@ def check_conservation(schedule: Schedule) -> None:
                 if read.is_shared(k):
                     # In a tree, sharing out is a choice per level of one whole reading; a grid is checked as it is.
                     pairs = _together(read, k, pairs) if read.regular else edges.whole_reads(op, k)
-                _check_edge(edges, producer, j, edges.wanted(read, operand), pairs)
+                _check_edge(edges, producer, j, edges.wanted(read, operand), pairs, counts)
 
 
-def _check_edge(edges: Edges, producer: Op, j: int, wanted: Wanted, pairs: list[list[int]]) -> None:
+class _Counts:
+    """How many parts of the whole plan a part of the compiled places stands for."""
+
+    def __init__(self, whole: Graph, fold: Fold | None) -> None:
+        self.whole, self.fold = whole, fold
+
+    def is_first(self, device: int) -> bool:
+        """Tell whether a device is at place 0 everywhere: the others are like it."""
+        return self.fold is None or not any(self.fold.place(device))
+
+    def like(self, device: int) -> int:
+        """Return for how many devices one stands, seen from place 0: one at place 1 for all others on its line."""
+        return (
+            1
+            if self.fold is None
+            else prod(n - 1 for n, at in zip(self.fold.widths, self.fold.place(device), strict=True) if at)
+        )
+
+    def shares(self, op: Op, rows: Rows, row: int) -> int:
+        """Return into how many parts of its value a part of the whole plan is shared out."""
+        if self.fold is None or not rows.regular:
+            return prod(n for _, _, n in rows.shares[row])
+        return prod(len(a.sizes) for a in self.whole.grids[op.name].axes if a.value)
+
+
+def _check_edge(edges: Edges, producer: Op, j: int, wanted: Wanted, pairs: list[list[int]], counts: _Counts) -> None:
     rows, output = edges.rows[producer.name], producer.outputs[j]
     held = edges.wanted(rows, output)
     for row, sources in enumerate(pairs):
+        if not counts.is_first(int(wanted.device[row])):
+            continue
         box = wanted.box(row)
         found = Fraction(0)
         for source in sources:
             common = intersect(held.box(source), box)
-            size = prod(extents(common)) if common is not None else 0
-            found += size * _share(producer, output, rows.boxes[source]) / prod(n for _, _, n in rows.shares[source])
+            size = counts.like(int(rows.device[source])) * (prod(extents(common)) if common is not None else 0)
+            found += size * _share(producer, output, rows.boxes[source]) / counts.shares(producer, rows, source)
         if found != prod(extents(box)):
             raise ScheduleError(
                 f"{Mask(output.tensor, box)} is read on device {int(wanted.device[row])}, but its producer "
@@ -74,16 +108,15 @@ def _share(op: Op, output: Operand, box: tuple[int, ...]) -> Fraction:
     return share
 
 
-def _check_branch(edges: Edges, op: Op) -> None:
-    """One branch of the parts must tile the op's iteration space; the branches of a tree do by construction."""
-    rows = edges.rows[op.name]
-    count = len(op.indices)
-    if not rows.regular:
-        return
-    whole = prod(i.size for i in op.indices)
-    parts = {(box, shares) for box, shares in zip(rows.boxes, rows.shares, strict=True)}
-    found = sum(Fraction(prod(b[count + i] - b[i] for i in range(count)), prod(n for *_, n in s)) for b, s in parts)
-    if found != whole:
-        raise ScheduleError(
-            f"the parts of {op.name} cover {found} of its {whole} iterations; some are missing or double."
-        )
+def _check_branch(op: Op, grid: Grid) -> None:
+    """The cuts of each index must tile it, one inside the other; the branches of a tree do by construction."""
+    for i, index in enumerate(op.indices):
+        left = {index.size}
+        for axis in grid.axes:
+            if axis.index == i:
+                if left != {sum(axis.sizes)}:
+                    raise ScheduleError(
+                        f"the parts of {op.name} cover {sum(axis.sizes)} of its {max(left)} iterations over "
+                        f"{index.factor}; some are missing or double."
+                    )
+                left = set(axis.sizes)

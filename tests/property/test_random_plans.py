@@ -7,17 +7,17 @@ import dataclasses
 import pytest
 from random_graphs import largest_error, random_model, random_plan
 
+from superscaler.checks import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Collective, Send
 from superscaler.materialize.rendezvous import check_rendezvous
-from superscaler.schedule.conservation import check_conservation
 
 
 def check(seed: int, irregular: bool) -> None:
     model, values = random_model(seed, 6)
     compiled = random_plan(model, seed + 1, 1 + seed % 4, irregular)
-    check_conservation(compiled.schedule)
-    check_rendezvous(compiled.program)
+    for check in CHECKS.values():
+        check(compiled)
     assert sum(move.moved for move in compiled.program.moves) == compiled.program.bytes_moved
     error, where = largest_error(compiled, values)
     assert error < 1e-9, (seed, where)

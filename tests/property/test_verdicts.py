@@ -224,7 +224,7 @@ def check_accepted(schedule: Schedule, needs: Needs, draw: random.Random) -> Non
     assert all(at[before] < at[after] for before, after in orders)
     for after, sources in needs.some:
         assert after[0] == "U" or any(all(at[s] <= at[after] for s in few) for few in sources), after
-    check_conservation(schedule)
+    check_conservation(schedule, schedule.edges.graph)
     program = materialize(schedule, 4)
     for _ in range(100):
         assert not interleave(program, draw)
