@@ -146,9 +146,9 @@ def _totals(moves: Iterable[Move]) -> list[dict[str, Any]]:
     ]
 
 
-def _sums(moves: Sequence[Move]) -> dict[str, Any]:
+def _sums(moves: Sequence[Move], everywhere: Mapping[tuple[int, ...], list[tuple[int, ...]]]) -> dict[str, Any]:
     sums = {what: sum(getattr(move, what) for move in moves) for what in ("count", "bytes", "moved")}
-    groups = list(dict.fromkeys(move.group for move in moves))
+    groups = list(dict.fromkeys(group for move in moves for group in everywhere[move.group]))
     return {"groups": _told(groups, moves[0].kind in ("send", "broadcast")), **sums}
 
 
@@ -181,7 +181,11 @@ class _Blocks:
 
     def __init__(self, compiled: Compiled) -> None:
         self.compiled, self.graph = compiled, compiled.graph
-        self.model, self.rows = compiled.graph.model, compiled.schedule.edges.rows
+        self.model, fold = compiled.graph.model, compiled.fold
+        self.groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {
+            group: fold.everywhere(group) if fold is not None and group else [group]
+            for group in {move.group for move in compiled.program.moves}
+        }
         self.producers, uses = self.model.producers(), self.model.uses()
         self.ops: dict[str, list[Op]] = {}
         for op in self.graph.forward_ops:
@@ -201,9 +205,9 @@ class _Blocks:
         self.journal = _group(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
         self.places: dict[str, dict[Any, list[int]]] = {}
         self.trained: set[str] = set()
-        for device in compiled.program.devices:
-            for weight in device.weights:
-                self.places.setdefault(weight.tensor, {}).setdefault(weight.box, []).append(device.rank)
+        for rank in range(compiled.program.world):
+            for weight in compiled.program.weights(rank):
+                self.places.setdefault(weight.tensor, {}).setdefault(weight.box, []).append(rank)
                 self.trained |= {weight.tensor} if weight.trained else set()
 
     def _reader(self, tensor: str, ops: Sequence[Op]) -> str:
@@ -223,7 +227,7 @@ class _Blocks:
         }
 
     def devices(self, name: str) -> set[int]:
-        return {d for op in self.ops[name] for d in self.rows[op.name].device.tolist()}
+        return set[int]().union(*(self.graph.grids[op.name].used() for op in self.ops[name]))
 
     def schedule(self) -> list[dict[str, Any]]:
         """Return the order of the microbatches per set of devices that run the same blocks in it."""
@@ -245,7 +249,7 @@ class _Blocks:
         for op in self.ops[name]:
             row = {
                 "axes": _axes(op, self.graph.grids[op.name], names),
-                "devices": ranges(self.rows[op.name].device.tolist()),
+                "devices": ranges(self.graph.grids[op.name].used()),
             }
             entry = found.setdefault(json.dumps(row), {**row, "ops": 0, "of": []})
             entry["ops"] += 1
@@ -282,7 +286,8 @@ class _Blocks:
         found: dict[str, list[Move]] = _group(self.moves.get(name, ()), lambda move: json.dumps(key(move)))
         # How many stay on a device depends on where segments end, in which equal blocks may differ.
         rows = [
-            {**json.loads(text), **({} if moves[0].way == "local" else _sums(moves))} for text, moves in found.items()
+            {**json.loads(text), **({} if moves[0].way == "local" else _sums(moves, self.groups))}
+            for text, moves in found.items()
         ]
         return sorted(
             rows, key=lambda row: (row["direction"] == "backward", row["reason"] if row["way"] == "local" else "")
@@ -315,7 +320,9 @@ def _axes(op: Op, grid: Grid, names: _Names) -> list[dict[str, Any]]:
     for level, axis in enumerate(grid.axes):
         if len(axis.sizes) == 1:
             continue
-        groups = [sorted(set(grid.devices.take(k, axis=level).reshape(-1).tolist())) for k in range(len(axis.sizes))]
+        devices = grid.once
+        places = range(devices.shape[level])
+        groups = [sorted(set(devices.take(k, axis=level).reshape(-1).tolist())) for k in places]
         row: dict[str, Any] = {"how": _how(axis), "parts": len(axis.sizes)}
         if axis.index is not None:
             row["factor"] = names.short(op.indices[axis.index].factor)

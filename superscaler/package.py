@@ -36,7 +36,7 @@ main([str(Path(__file__).parent), *sys.argv[1:]])
 def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
     """Return plan.json: what the runtime needs to know beside the code."""
     model = compiled.graph.model
-    resident = {w.tensor for d in compiled.program.devices for w in d.weights} | set(model.inputs)
+    resident = {w.tensor for d, _ in compiled.program.distinct for w in d.weights} | set(model.inputs)
     return {
         "version": 1,
         "world": compiled.program.world,

@@ -134,17 +134,17 @@ class _Writer:
         def moved(members: tuple[int, ...]) -> tuple[int, ...]:
             return members if fold is None else fold.move(members, place)
 
-        weights = zip(*(device.weights for device in self.samples), strict=True)
+        weights = self.program.weights(rank)
         draws = [draws_of(self.model, self.program.functions[f], boxes) for f, boxes in even("draws")]
         return Tables(
             [
                 {
-                    "name": w[0].name,
-                    "tensor": w[0].tensor,
-                    "box": evenly([x.box for x in w], place),
-                    "trained": w[0].trained,
-                    "counted": evenly([x.counted for x in w], place),
-                    "group": w[0].group,
+                    "name": w.name,
+                    "tensor": w.tensor,
+                    "box": w.box,
+                    "trained": w.trained,
+                    "counted": w.counted,
+                    "group": w.group,
                 }
                 for w in weights
             ],

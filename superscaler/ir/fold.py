@@ -27,6 +27,7 @@ from superscaler.ir.program import (
     Recv,
     Send,
     Slice,
+    Weight,
 )  # fmt: skip
 
 # How many places along a fold axis are compiled: a part's own, and one other.
@@ -73,6 +74,12 @@ class Fold:
         if a not in self.places or b not in self.places:
             return 0
         return sum(x == y for x, y in zip(self.place(a), self.place(b), strict=True))
+
+    def everywhere(self, devices: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return whom all devices mean where the ones at place 0 mean `devices`."""
+        spanned = self.spanned(devices)
+        places = np.ndindex(*(1 if axis in spanned else n for axis, n in enumerate(self.widths)))
+        return [self.move(devices, place) for place in places]
 
     def spanned(self, devices: Sequence[int]) -> Sequence[int]:
         """Return along which axes devices are at different places."""
@@ -195,12 +202,19 @@ class Folded(Sequence[Device]):
         base, *place = self.fold.places[rank]
         devices = [self.compiled[d] for d in self.fold.samples(base)]
         at = tuple(place)
-        weights = tuple(
-            replace(w[0], box=evenly([x.box for x in w], at), counted=evenly([x.counted for x in w], at))
-            for w in zip(*(d.weights for d in devices), strict=True)
-        )
         code = zip(*(d.instructions for d in devices), strict=True)
-        return Device(rank, weights, tuple(self._move(i, at) for i in code))
+        return Device(rank, self.weights(rank), tuple(self._move(i, at) for i in code))
+
+    def weights(self, rank: int) -> tuple[Weight, ...]:
+        """Return what a device holds, without its code."""
+        if rank not in self.fold.places:
+            return self.idle.weights
+        base, *place = self.fold.places[rank]
+        same = zip(*(self.compiled[d].weights for d in self.fold.samples(base)), strict=True)
+        at = tuple(place)
+        return tuple(
+            replace(w[0], box=evenly([x.box for x in w], at), counted=evenly([x.counted for x in w], at)) for w in same
+        )
 
     def _move(self, samples: Sequence[Instruction], at: Place) -> Instruction:
         first: Any = samples[0]

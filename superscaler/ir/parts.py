@@ -61,8 +61,12 @@ class Grid:
     def signature(self) -> tuple[object, ...]:
         """Return a hashable value that is equal only for equal grids."""
         children = tuple((cell, child.signature()) for cell, child in sorted(self.children.items()))
-        once = tuple(slice(0, 1 if stride == 0 else None) for stride in self.devices.strides)
-        return (self.axes, self.devices.strides, self.devices[once].tobytes(), children)
+        return (self.axes, self.devices.strides, self.once.tobytes(), children)
+
+    @property
+    def once(self) -> Ints:
+        """Return the devices, of length 1 along the axes along which they are the same for sure."""
+        return self.devices[tuple(slice(0, 1 if stride == 0 else None) for stride in self.devices.strides)]
 
     def place(self, cells: Ints, devices: Ints) -> None:
         """Put cells on devices, an array that broadcasts against them. Raises ValueError if it does not."""
@@ -76,8 +80,7 @@ class Grid:
     def used(self) -> set[int]:
         """Return the devices of all parts; UNASSIGNED is among them where some have none."""
         if not self.children:
-            once = tuple(slice(0, 1 if stride == 0 else None) for stride in self.devices.strides)
-            return set(np.unique(self.devices[once]).tolist())
+            return set(np.unique(self.once).tolist())
         own = np.delete(self.devices.reshape(-1), list(self.children))
         return set(own.tolist()).union(*(child.used() for child in self.children.values()))
 

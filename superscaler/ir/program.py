@@ -248,6 +248,11 @@ class Program:
     def world(self) -> int:
         return len(self.devices)
 
+    def weights(self, rank: int) -> tuple[Weight, ...]:
+        """Return what a device holds."""
+        known = getattr(self.devices, "weights", None)
+        return tuple(self.devices[rank].weights if known is None else known(rank))
+
     @property
     def distinct(self) -> list[tuple[Device, int]]:
         """Return devices whose code differs, each with the number of devices that run it (with data of their own)."""

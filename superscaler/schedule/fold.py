@@ -104,7 +104,7 @@ class _Line:
 
     def along(self, grid: Grid) -> int | None:
         """Return which axis of a grid follows the line, if one does."""
-        devices = grid.devices[tuple(slice(0, 1 if stride == 0 else None) for stride in grid.devices.strides)]
+        devices = grid.once
         label, home = self.label[devices], self.home[devices]
         for at, axis in enumerate(grid.axes):
             first = tuple(slice(None) if a == at else slice(0, 1) for a in range(devices.ndim))
