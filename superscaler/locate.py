@@ -42,13 +42,13 @@ class Event:
 
 def first_difference(exact: Compiled, values: Values, batch: Values, timeout: float) -> str:
     """Return one sentence: the first tensor in execution order that is not the model's, its mask, device and op."""
-    whole, gradients = _model_step(exact, {**values, **batch})
+    whole, gradients = model_step(exact, {**values, **batch})
     events, failure = _record(exact, values, batch, timeout)
     found = next(_Search(exact, whole, gradients, events).differences(), "")
     return found or failure
 
 
-def _model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
+def model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
     """Return every tensor of one step on whole tensors, in the names of the graph, and the gradients of those."""
     model = exact.graph.model
     forward = exact.graph.forward_ops

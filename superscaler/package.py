@@ -46,7 +46,7 @@ def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
         "devices": [asdict(t) for t in compiled.emitted.tables],
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "slots": {name: slots_of(model, name) for name in sorted(resident)},
-        "bounds": _bounds(model),
+        "bounds": bounds(model),
         "loss_dtype": model.tensors[model.loss].wide_dtype,
         "optimizer": {
             "name": model.optimizer.name,
@@ -63,7 +63,7 @@ def _operators(model: Model) -> dict[str, tuple[str, str] | None]:
     return {target: (rule.module, rule.file) if rule else None for target, rule in sorted(own.items())}
 
 
-def _bounds(model: Model) -> dict[str, int]:
+def bounds(model: Model) -> dict[str, int]:
     """Return for each integer input below which number its values must be: the rows or classes that they select."""
     producers = model.producers()
     found: dict[str, int] = {}

@@ -48,9 +48,11 @@ class Plan:
             check(self.compiled)
         return {**dict.fromkeys(CHECKS, True), **self.counts}
 
-    def verify(self, backend: str = "threads", batch: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
-        """Compare one step with the exported model in float64; see `superscaler.verify.verify`."""
-        return verify(self.compiled, backend, batch)
+    def verify(
+        self, backend: str = "threads", batch: Mapping[str, torch.Tensor] | None = None, shapes: str = "auto"
+    ) -> dict[str, Any]:
+        """Compare one step with the model in float64; see `superscaler.verify.verify`."""
+        return verify(self.compiled, backend, batch, shapes)
 
     def save(self, directory: str | Path, seed: int = 0) -> bool:
         """Write the plan with the initial weights into a directory, which `torchrun .../run.py` trains.

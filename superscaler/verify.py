@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,22 @@ from torch import Tensor
 from superscaler.checks import CHECKS
 from superscaler.compiler import Compiled, finish, retype
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
-from superscaler.frontend.oracle import reference_step
+from superscaler.frontend.oracle import Reference, reference_step
 from superscaler.ir.graph import Model
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Weight
-from superscaler.locate import first_difference
+from superscaler.locate import first_difference, model_step
 from superscaler.package import describe, initial_values, slots_of, write
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.launch import launch
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.threads import run_ranks
+from superscaler.shrink import shrink
 
 TOLERANCE = 1e-9
+# A plan above any of these is verified at a small shape, unless it is asked for as it is.
+MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
 # Some true gradients are zero (the bias of a key projection); their rounding noise is measured against the model's.
 FLOOR = 1e-3
 
@@ -41,16 +45,56 @@ class Result:
     weights: Mapping[str, Tensor]
 
 
-def verify(compiled: Compiled, backend: str = "threads", batch: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """Run one step of the plan and of the exported model in float64, dropout off, and compare.
+def verify(
+    compiled: Compiled,
+    backend: str = "threads",
+    batch: Mapping[str, Tensor] | None = None,
+    shapes: str = "auto",
+) -> dict[str, Any]:
+    """Run one step of the plan and of the model in float64, dropout off, and compare.
 
-    `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. Returns equal,
-    loss_error (relative), gradient_error and parameter_error (largest over pTensors, buffers that the step changes
-    included, and replicas, relative with a floor), worst_tensor, first_difference (text: the first check that does not
-    hold, or the first tensor in execution order that is not the model's; empty when equal), conservation, complete
-    (every part runs once, every weight is updated once), deadlock_free.
+    `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. `shapes`: "model" runs
+    the plan as it is against the exported model; "small" runs it on few elements and places of the mesh (see `shrink`)
+    against the graph on one device, whatever its size; "auto" is small for what is too large to run here. The checks
+    are done on the plan as it is, always.
+
+    Returns equal, loss_error (relative), gradient_error and parameter_error (largest over pTensors, buffers that the
+    step changes included, and replicas, relative with a floor), worst_tensor, first_difference (text: the first check
+    that does not hold, or the first tensor in execution order that is not the model's; empty when equal),
+    conservation, complete (every part runs once, every weight is updated once), deadlock_free, shapes, and shrunk
+    (what ran smaller: before and after, by factor). Raises InputError for a plan that cannot run smaller but must.
     """
-    return certify(finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster), backend, batch)
+    if shapes not in ("auto", "model", "small"):
+        raise InputError(unknown("shapes", shapes, ["auto", "model", "small"]))
+    if shapes == "model" or (shapes == "auto" and not _is_large(compiled)):
+        exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
+        return {**certify(exact, backend, batch), "shapes": "model", "shrunk": {}}
+    refused = {name: _refusal(partial(check, compiled)) for name, check in CHECKS.items()}
+    small = shrink(compiled, batch)
+    exact = finish(retype(small.graph, "float64", dropout=False), small.cluster)
+    values = {k: _double(v) for k, v in small.values.items()}
+    inputs = {k: _double(v) for k, v in small.batch.items()}
+    found = _compare(exact, backend, 60.0, values, inputs, _graph_step(exact, {**values, **inputs}))
+    first = next((text for text in refused.values() if text), "") or found["first_difference"]
+    whole = {name: not text and found[name] for name, text in refused.items()}
+    told = {"equal": found["equal"] and not first, "first_difference": first, "shapes": "small", "shrunk": small.shrunk}
+    return {**found, **whole, **told}
+
+
+def _graph_step(exact: Compiled, known: Mapping[str, Tensor]) -> Reference:
+    """Return what one step of the graph gives on one device."""
+    model = exact.graph.model
+    made, gradients = model_step(exact, known)
+    buffers = {op.inputs[0].tensor: made[op.inputs[1].tensor] for op in model.ops if op.is_write}
+    return Reference(made[model.loss], {n: g for n, g in gradients.items() if n in known}, buffers)
+
+
+def _is_large(compiled: Compiled) -> bool:
+    """Tell whether a plan is too large to be run here at its own shapes in float64."""
+    model = compiled.graph.model
+    elements = sum(prod(tensor.shape) for tensor in model.parameters())
+    flops = sum(op.flops for op in model.ops)
+    return len(compiled.cluster.devices) > MOST_RANKS or elements > MOST_ELEMENTS or flops > MOST_FLOPS
 
 
 def certify(
@@ -60,12 +104,24 @@ def certify(
 
     A plan that a check refuses is not run: its errors are infinite.
     """
-    if backend not in _BACKENDS:
-        raise InputError(unknown("backend", backend, _BACKENDS))
     captured = exact.graph.captured
     values = {k: _double(v) for k, v in initial_values(exact.graph.model, captured.values).items()}
     inputs = {k: _double(v) for k, v in (batch or captured.batch).items()}
-    loss, gradients, buffers = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
+    expected = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
+    return _compare(exact, backend, timeout, values, inputs, expected)
+
+
+def _compare(
+    exact: Compiled,
+    backend: str,
+    timeout: float,
+    values: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    expected: Reference,
+) -> dict[str, Any]:
+    if backend not in _BACKENDS:
+        raise InputError(unknown("backend", backend, _BACKENDS))
+    loss, gradients, buffers = expected
     refused = {name: _refusal(partial(check, exact)) for name, check in CHECKS.items()}
     first = next((text for text in refused.values() if text), "")
     loss_error = gradient_error = parameter_error = 0.0 if not first else float("inf")
@@ -200,6 +256,7 @@ def _threads(
 RUN = '''"""One step of a plan on one rank; writes what it found beside the plan."""
 
 import sys
+from math import prod
 from pathlib import Path
 
 from superscaler.runtime.process import run_rank

@@ -34,6 +34,10 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Run each device as a process instead of a thread.")
     ] = False,
+    shapes: Annotated[
+        str,
+        typer.Option(help="Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
+    ] = "auto",
     optimizer: OptimizerName = "adamw",
     lr: LearningRate = 1e-3,
     autocast: AutocastName = None,
@@ -43,7 +47,7 @@ def verify(
     """Run one step of the plan and of the model in float64 and compare. Exit code 1 when they are not equal."""
     with printing(as_json) as printer:
         compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast, no_cache))
-        result = compiled.verify("processes" if processes else "threads", real_batch(built))
+        result = compiled.verify("processes" if processes else "threads", real_batch(built), shapes)
         printer.show(_certificate(result))
         printer.result = result
     if not result["equal"]:
@@ -64,7 +68,12 @@ def _certificate(result: Mapping[str, Any]) -> str:
     verdict = "equal to one device" if result["equal"] else f"NOT equal: {result['first_difference']}"
     errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in _ERRORS)
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
-    return f"{verdict} (one step in float64, dropout off){errors}{checks}"
+    where = ", at small shapes: " + _shrunk(result["shrunk"]) if result["shrunk"] else ""
+    return f"{verdict} (one step in float64, dropout off{where}){errors}{checks}"
+
+
+def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{name} {before} -> {after}" for name, (before, after) in sizes.items())
 
 
 _ERRORS = ("loss_error", "gradient_error", "parameter_error")

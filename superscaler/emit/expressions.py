@@ -211,6 +211,7 @@ def _embedding(x: Local) -> str:
 
 def _layer_norm(x: Local) -> str:
     given = [x.literal(a) for a in x.op.args[:5]]
+    given[1] = x.literal(x.shapes[0][-len(x.op.args[1]) :])
     return f"F.layer_norm({', '.join(given)})"
 
 

@@ -24,22 +24,22 @@ def find_fold(graph: Graph) -> Fold | None:
     """Return the fold of a plan whose optimizer ops are placed, or None where no axis of the mesh looks the same."""
     if any(paths for order in graph.orders for group in (order.before, order.after) for _, paths in group.members):
         return None
-    leaves: dict[Hashable, list[Leaf]] = {}
+    found_in: dict[Hashable, list[Leaf]] = {}
     for op in graph.ops:
         grid = graph.grids[op.name]
         signature = grid.signature()
-        if signature not in leaves:
-            leaves[signature] = list(_leaves(grid))
-        if not leaves[signature]:
+        if signature not in found_in:
+            found_in[signature] = list(leaves(grid))
+        if not found_in[signature]:
             return None
-    slim = [_slim(grid.devices) for op in graph.forward_ops for _, grid in leaves[graph.grids[op.name].signature()]]
+    slim = [_slim(grid.devices) for op in graph.forward_ops for _, grid in found_in[graph.grids[op.name].signature()]]
     seed = max(slim, key=lambda d: (d.size, -d.ndim))
-    slim += [_slim(grid.devices) for found in leaves.values() for _, grid in found]
+    slim += [_slim(grid.devices) for found in found_in.values() for _, grid in found]
     used = np.unique(np.concatenate([devices.reshape(-1) for devices in slim]))
     found: list[tuple[Ints, Ints]] = []
     for axis in range(seed.ndim):
         line = _Line.trace(slim, seed.ndim, axis, seed.shape[axis], int(used[-1]) + 1)
-        if line is not None and (line.label[used] >= 0).all() and line.fits(graph, leaves):
+        if line is not None and (line.label[used] >= 0).all() and line.fits(graph, found_in):
             found.append((line.label, line.home))
     if not found:
         return None
@@ -56,12 +56,12 @@ def find_fold(graph: Graph) -> Fold | None:
 Leaf = tuple[tuple[Axis, ...], Grid]
 
 
-def _leaves(grid: Grid, outer: tuple[Axis, ...] = ()) -> Iterator[Leaf]:
+def leaves(grid: Grid, outer: tuple[Axis, ...] = ()) -> Iterator[Leaf]:
     """Yield the grids at the bottom of a tree, each with the axes above it; none where only some cells are grids."""
     if not grid.children:
         yield outer, grid
     elif len(grid.children) == grid.devices.size:
-        found = [list(_leaves(child, (*outer, *grid.axes))) for child in grid.children.values()]
+        found = [list(leaves(child, (*outer, *grid.axes))) for child in grid.children.values()]
         yield from (leaf for some in found for leaf in some if all(found))
 
 
@@ -123,10 +123,10 @@ class _Line:
             return at if (alike == alike[:1]).all() else None
         return None
 
-    def fits(self, graph: Graph, leaves: Mapping[Hashable, Sequence[Leaf]]) -> bool:
+    def fits(self, graph: Graph, found_in: Mapping[Hashable, Sequence[Leaf]]) -> bool:
         """Tell whether every op follows the line, and all data depends only on being at the same place along it."""
         cuts: dict[Hashable, list[list[Cut]]] = {}
-        for signature, found in leaves.items():
+        for signature, found in found_in.items():
             for outer, grid in found:
                 along = self.along(grid)
                 if along is None:
@@ -179,9 +179,9 @@ def _edges(graph: Graph) -> Iterator[tuple[Op, Operand, Op, Operand]]:
                 yield *producers[operand.tensor], op, operand
 
 
-def restrict(graph: Graph, fold: Fold) -> Graph:
-    """Return the graph with the parts at the first `KEPT` places of each fold axis only."""
-    kept = {d for d, place in fold.places.items() if all(c < KEPT for c in place[1:])}
+def restrict(graph: Graph, fold: Fold, places: int = KEPT) -> Graph:
+    """Return the graph with the parts at the first places of each fold axis only."""
+    kept = {d for d, place in fold.places.items() if all(c < places for c in place[1:])}
     twin = graph.copy()
     done: dict[Hashable, Grid] = {}
     for name, grid in twin.grids.items():

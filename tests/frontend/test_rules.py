@@ -43,7 +43,7 @@ def executor(op: Op, tensors: dict[str, PTensor]) -> Run:
         local = Local(op, box, names, [tuple(p.shape) for p in pieces], results, tensors, "random")
         scope = {"torch": torch, "F": F, "functional": functional, **dict(zip(names, pieces, strict=True))}
         if op.target in RANDOM:
-            where, extents, shape = draw(local)
+            where, extents, shape = draw(op, box, tensors)
             scope["random"] = functional.draw(1, 2, 3, where, extents, "cpu").reshape(shape)
         found = eval(expression(local), scope)
         return [found] if isinstance(found, Tensor) else list(found)

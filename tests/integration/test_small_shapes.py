@@ -1,0 +1,99 @@
+"""Certificates at small shapes: what is verified is the plan, on fewer elements, places and microbatches."""
+
+from __future__ import annotations
+
+import pytest
+
+import superscaler as ss
+from superscaler.cli.main import main
+from superscaler.errors import InputError
+from superscaler.models import build
+from superscaler.plan import Plan
+
+
+def plan_of(spec: str, plan: object, devices: int) -> Plan:
+    built = build(spec)
+    return ss.compile(ss.capture(built.module, built.args, built.kwargs), plan, ss.Cluster.local(devices))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spec", "plan", "devices"),
+    [
+        ("gpt2:size=tiny", "data_parallel", 4),
+        ("t5:size=tiny", "tensor_parallel", 4),
+        ("swin:size=tiny", "tensor_parallel", 4),
+        ("vit:size=tiny", "data_parallel", 8),
+        ("llama:size=tiny,batch=16", "pipeline_1f1b:stages=2,microbatches=8", 2),
+    ],
+)
+def test_a_plan_equals_the_model_at_a_small_shape(spec: str, plan: str, devices: int) -> None:
+    result = plan_of(spec, plan, devices).verify(shapes="small")
+    assert result["equal"], result
+    assert result["conservation"]
+    assert result["complete"]
+    assert result["deadlock_free"]
+    assert result["gradient_error"] < 1e-9
+    assert result["shrunk"]["batch"][1] < result["shrunk"]["batch"][0]
+    assert result["world"] <= devices
+
+
+def test_a_model_without_weights_on_many_devices_is_verified_here() -> None:
+    """128 devices in 4 stages with 16 microbatches of a model that was never allocated."""
+    spec = "gpt2:layers=4,hidden=512,heads=8,seq=256,vocab=4096,batch=128,dropout=0,device=meta"
+    result = plan_of(spec, "hybrid:dp=4,tp=8,pp=4,microbatches=16", 128).verify()
+    assert result["equal"], result["first_difference"]
+    assert result["shapes"] == "small"
+    assert result["world"] == 36
+    assert result["shrunk"]["devices"] == (128, 36)
+
+
+def test_a_wrong_plan_is_not_equal_at_a_small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the copies are not summed; the checks of the whole plan do not see that, the numbers do."""
+    from superscaler.runtime.executor import Rank
+
+    plan = plan_of("mlp", "data_parallel", 4)
+
+    class Same:
+        def __init__(self, x: object) -> None:
+            self.x = x
+
+        def wait(self) -> object:
+            return self.x
+
+    monkeypatch.setattr(Rank, "all_reduce_bucket", lambda self, tensors, group: tuple(map(Same, tensors)))
+    result = plan.verify(shapes="small")
+    assert not result["equal"]
+    assert result["conservation"]
+    assert result["complete"]
+    assert "gradient" in result["first_difference"]
+
+
+def test_uneven_cuts_keep_their_factor() -> None:
+    @ss.sprogram
+    def uneven(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for op in graph.forward_ops:
+            algorithm = ss.Split("batch", sizes=(3, 5)) if op.find("batch") is not None else ss.Replicate(2)
+            ss.op_assign(graph, ss.op_trans(graph, op, algorithm), cluster.devices)
+
+    result = plan_of("gpt2:size=tiny", uneven, 2).verify(shapes="small")
+    assert result["equal"], result
+    assert "batch" not in result["shrunk"]
+    assert "hidden" in result["shrunk"]
+
+
+def test_what_cannot_shrink_says_why() -> None:
+    plan = plan_of("mixtral:size=tiny", "tensor_parallel", 4)
+    with pytest.raises(InputError, match=r"experts of \d+ is cut, but cannot shrink, since experts"):
+        plan.verify(shapes="small")
+    with pytest.raises(InputError, match="smal"):
+        plan.verify(shapes="smal")
+
+
+def test_the_command_tells_what_shrank(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", "gpt2:size=tiny", "--plan", "data_parallel", "--cluster", "local:4", "--shapes", "small"]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert not ended.value.code
+    told = capsys.readouterr().out
+    assert "batch 8 -> 6" in told
+    assert "devices 4 -> 3" in told
