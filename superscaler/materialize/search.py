@@ -7,7 +7,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import inf, prod
 
 from superscaler.ir.layout import Layout
@@ -19,6 +19,7 @@ LIMIT = 4000
 _STEP = 1e-13
 _JOIN = 2
 Node = tuple[int, State]
+Related = dict[Shape, list[tuple[str, Shape]]]
 Joined = tuple[str, Groups, tuple[int, ...], int]
 
 
@@ -43,25 +44,32 @@ class Path:
 
 
 @cache
-def _leaving(digits: Digits, is_ordered: bool) -> list[Digits]:
-    return table.leaving(digits, D if is_ordered else R)
+def _leaving(digits: Digits, is_ordered: bool) -> list[tuple[Digits, frozenset[int]]]:
+    return [(some, frozenset(some)) for some in table.leaving(digits, D if is_ordered else R)]
 
 
 class _Side:
     """What is known of the states that the source reaches, or (`is_back`) of those that reach the goal."""
 
-    def __init__(self, layout: Layout, is_back: bool) -> None:
-        self.layout, self.is_back = layout, is_back
-        self.frames = list(table.frames(layout))
-        self.shape: Shape = tuple(layout.devices.shape)
+    def __init__(self, layout: Layout, is_back: bool, frames: list[Frame]) -> None:
+        self.layout, self.is_back, self.frames = layout, is_back, frames
         self.devices: list[int] = layout.devices.reshape(-1).tolist()
         slots = table.slots(layout.devices.ndim)
         self.moves = [(kind, y, x) if is_back else (kind, x, y) for kind, x, y in slots]
-        self.bound: dict[Shape, float] = {}
+        self.codes: dict[Shape, list[Shape]] = {}
         self.reached: dict[Node, float] = {}
         self.came: dict[Node, tuple[Node, str, int, int, Digits]] = {}
         self.settled: dict[Shape, list[Node]] = defaultdict(list)
         self.cells: dict[tuple[Shape, bytes], Node] = {}
+
+    def shape(self, node: Node) -> Shape:
+        return self.frames[node[0]].coded(node[1])
+
+    def coded(self, plain: Shape) -> list[Shape]:
+        """Return the coded shapes that a plain one may stand for."""
+        if plain not in self.codes:
+            self.codes[plain] = table.coded(plain, prod(self.frames[0].codes))
+        return self.codes[plain]
 
     def layout_at(self, node: Node) -> Layout:
         return self.frames[node[0]].layout(node[1])
@@ -76,6 +84,34 @@ class _Side:
         return found if self.is_back else found[::-1]
 
 
+class _Bounds:
+    """The least seconds from one layout, by Dijkstra over the shapes, whatever the digits; as far as it was asked."""
+
+    def __init__(self, start: tuple[int, Shape], follow: Callable[[int, Shape], Iterator[tuple[int, Shape, float]]], end: int) -> None:
+        self.follow, self.end = follow, end
+        self.known = {start: 0.0}
+        self.queue = [(0.0, *start)]
+        self.done: dict[tuple[int, Shape], float] = {}
+
+    def at(self, shape: Shape, most: float) -> float:
+        """Return the seconds of a shape of the other side; infinity from `most` on."""
+        found = self.done.get((self.end, shape))
+        while found is None and self.queue and self.queue[0][0] < most:
+            cost, *node = heapq.heappop(self.queue)
+            self._settle((node[0], node[1]), cost)
+            found = self.done.get((self.end, shape))
+        return inf if found is None else found
+
+    def _settle(self, node: tuple[int, Shape], cost: float) -> None:
+        if node in self.done:
+            return
+        self.done[node] = cost
+        for layer, shape, more in self.follow(*node):
+            if cost + more < self.known.get((layer, shape), inf):
+                self.known[layer, shape] = cost + more
+                heapq.heappush(self.queue, (cost + more, layer, shape))
+
+
 def search(source: Layout, goal: Layout, sizes: Shape, itemsize: int, costs: Costs, limit: int) -> Path:
     """Return the cheapest path, or, after `limit` expanded states, the cheapest so far with a bound."""
     return _Search(source, goal, sizes, itemsize, costs, limit).run()
@@ -85,8 +121,9 @@ class _Search:
     def __init__(self, source: Layout, goal: Layout, sizes: Shape, itemsize: int, costs: Costs, limit: int) -> None:
         self.sizes, self.itemsize, self.costs, self.limit = sizes, itemsize, costs, limit
         self.bytes = prod(sizes) * itemsize
-        self.source, self.goal = self.sides = (_Side(source, False), _Side(goal, True))
         self.place: Callable[[int], Hashable] = costs.place if isinstance(costs, Symmetric) else int
+        frames = table.frames(source, goal, self.place if isinstance(costs, Symmetric) else None)
+        self.source, self.goal = self.sides = (_Side(source, False, frames[0]), _Side(goal, True, frames[1]))
         self.is_same = set(self.source.devices) == set(self.goal.devices)
         # One place and one other: the seconds of messages depend on the shapes only.
         self.is_uniform = isinstance(costs, Symmetric) and all(
@@ -96,7 +133,7 @@ class _Search:
         self.is_within = set(self.goal.devices) <= set(self.source.devices)
         self.prices: dict[tuple[int, int, str, frozenset[int], int], float] = {}
         self.cheapest: dict[tuple[int, str, int, int], float] = {}
-        self.single: dict[tuple[str, int], float] = {}
+        self.single: dict[tuple[str, int, bool], float] = {}
         self.joins: dict[tuple[str, Shape, Shape], float] = {}
         self.best = inf
         self.ends: tuple[Node, Node, Joined | None] | None = None
@@ -107,31 +144,34 @@ class _Search:
     def run(self) -> Path:
         self.free = self._free()
         self.related = self._related()
+        # The bound of a state of one side is its distance from the layout of the other.
+        self.bounds = [
+            _Bounds((k, self.sides[k].shape((0, self.sides[k].frames[0].start))), partial(self._relaxed, k), 1 - k)
+            for k in (1, 0)
+        ]
         starts: list[Node] = []
         for number, side in enumerate(self.sides):
             nodes = [(k, frame.start) for k, frame in enumerate(side.frames)]
             starts.append(nodes[0])
             side.reached.update(dict.fromkeys(nodes, 0.0))
         self._try(table.LAST, starts[0], starts[1])
-        self._bounds(self.source, self.goal)
-        self._bounds(self.goal, self.source)
         for number, side in enumerate(self.sides):
             for node in side.reached:
-                self._push(side.bound.get(side.shape, inf), number, (node,))
+                self._push(self.bounds[number].at(side.shape(node), self.best), number, (node,))
         least = self._loop()
         return self._path(least)
 
-    # -- bounds
+    # -- prices and bounds
 
     def size(self, shape: Shape) -> int:
         """Bytes of each device."""
-        return self.bytes // prod(shape[D:])
+        return self.bytes // table.parts(shape)
 
-    def _price(self, number: int, frame: int, kind: str, digits: Digits, size: int) -> float:
-        key = (number, frame, kind, frozenset(digits), size)
+    def _price(self, number: int, frame: int, kind: str, digits: frozenset[int], size: int) -> float:
+        key = (number, frame, kind, digits, size)
         found = self.prices.get(key)
         if found is None:
-            groups = self.sides[number].frames[frame].groups(digits)
+            groups = self.sides[number].frames[frame].groups(tuple(sorted(digits)))
             found = self.prices[key] = self.costs.seconds(kind, groups, size) + _STEP
         return found
 
@@ -143,131 +183,105 @@ class _Search:
                 (
                     self._price(number, k, kind, digits, size)
                     for k, frame in enumerate(self.sides[number].frames)
-                    for p, digits in frame.subsets
-                    if p == factor
+                    for digits in frame.subsets.get(factor, ())
                 ),
                 default=inf,
             )
         return self.cheapest[key]
 
-    def _single(self, kind: str, size: int) -> float:
-        """The least seconds of one message from a device of the source to one of the goal."""
+    def _single(self, kind: str, size: int, is_far: bool) -> float:
+        """The least seconds of one message from a device of the source to one of the goal, `is_far` between places."""
         if self.is_within and not self.is_same:
             return 0.0
-        key = (kind, size)
+        key = (kind, size, is_far)
         if key not in self.single:
-            pairs = {
-                (self.place(a), self.place(b)): (a, b) for a in self.source.devices for b in self.goal.devices if a != b
-            }
-            found = (self.costs.seconds(kind, (pair,), size) for pair in pairs.values())
-            self.single[key] = min(found, default=0.0) + _STEP
+            ends = itertools.product(self.source.devices, self.goal.devices)
+            places = {(self.place(a), self.place(b)): (a, b) for a, b in ends if a != b}
+            pairs = [pair for (a, b), pair in places.items() if a != b or not is_far]
+            self.single[key] = min((self.costs.seconds(kind, (p,), size) for p in pairs), default=0.0) + _STEP
         return self.single[key]
 
     def _join_bound(self, kind: str, before: Shape, after: Shape) -> float:
+        """The least seconds of messages between two states of these shapes."""
         if self.is_uniform:
-            return self._uniform(kind, before, after)
+            return self._uniform(kind, table.plain(before), table.plain(after))
         if kind == table.LAST:
             return 0.0
-        return self._single(kind, min(self.size(before), self.size(after)))
+        return self._single(kind, min(self.size(before), self.size(after)), self.is_same and before != after)
 
     def _uniform(self, kind: str, before: Shape, after: Shape) -> float:
         key = (kind, before, after)
         if key not in self.joins:
-            layouts = (
-                Layout(self.source.layout.devices.reshape(before)),
-                Layout(self.goal.layout.devices.reshape(after)),
-            )
-            self.joins[key] = self._messages(kind, *layouts)[1] + _STEP
+            source, goal = self.source.layout.devices, self.goal.layout.devices
+            self.joins[key] = self._messages(kind, Layout(source.reshape(before)), Layout(goal.reshape(after)))[1] + _STEP
         return self.joins[key]
 
     def _free(self) -> set[tuple[int, int]]:
-        """Return (D parts, V parts) at which a state of the source can be one of the goal, but for orders in R and V."""
+        """Return (D parts, V parts) where a state of the source may be one of the goal, up to the orders of R and V."""
         if not self.is_same:
             return set()
-        found = []
-        for side in self.sides:
-            cuts: dict[tuple[bytes, bytes], tuple[int, int]] = {}
-            for frame in side.frames:
-                parts = {frozenset(digits): frame.partition(digits) for _, digits in [(1, ()), *frame.subsets]}
-                for outer, coarse in parts.items():
-                    for inner, fine in parts.items():
-                        if outer <= inner:
-                            of = (frame.radix(outer), frame.radix(inner - outer))
-                            cuts[coarse, fine] = of
-            found.append(cuts)
-        return {found[0][cut] for cut in found[0].keys() & found[1].keys()}
+        source, goal = ({cut: of for frame in side.frames for cut, of in frame.cuts()} for side in self.sides)
+        return {source[cut] for cut in source.keys() & goal.keys()}
 
-    def _related(self) -> tuple[dict[Shape, list[tuple[str, Shape]]], dict[Shape, list[tuple[str, Shape]]]]:
-        """Return, for the shapes of each side, the shapes of the other with the messages that join them."""
-        forward: dict[Shape, list[tuple[str, Shape]]] = defaultdict(list)
-        back: dict[Shape, list[tuple[str, Shape]]] = defaultdict(list)
+    def _is_free(self, shape: Shape) -> bool:
+        return self.is_same and (table.parts(shape), table.plain(shape)[V]) in self.free
+
+    def _related(self) -> tuple[Related, Related]:
+        """Return, for the plain shapes of each side, the shapes of the other with the messages that join them."""
+        forward: Related = defaultdict(list)
+        back: Related = defaultdict(list)
         afters: dict[object, list[Shape]] = defaultdict(list)
-        many = table.is_odd(len(self.source.devices), len(self.goal.devices))
-        for after in self._shapes(len(self.goal.devices)):
-            for key in self._keys(after, many):
+        counts = len(self.source.devices), len(self.goal.devices)
+        is_odd = table.is_odd(*counts)
+        for after in self._shapes(counts[1]):
+            for key in self._keys(after, is_odd):
                 afters[key].append(after)
-        for before in self._shapes(len(self.source.devices)):
-            for after in dict.fromkeys(b for key in self._keys(before, many) for b in afters[key]):
+        for before in self._shapes(counts[0]):
+            for after in dict.fromkeys(b for key in self._keys(before, is_odd) for b in afters[key]):
                 for row in table.INTER:
                     if row.fits(before, after, self.is_same):
                         forward[before].append((row.kind, after))
                         back[after].append((row.kind, before))
         return forward, back
 
-    def _keys(self, shape: Shape, many: bool) -> list[object]:
-        if many:
+    def _keys(self, shape: Shape, is_odd: bool) -> list[object]:
+        """Return what shapes have in common that messages may join."""
+        if is_odd:
             return [shape[V]]
-        return [shape] if self.is_same else [("D", shape[V:]), ("RV", shape[:D])]
+        return [shape] if self.is_same else [("R", shape[V:]), ("D", shape[:D])]
 
     def _shapes(self, n: int) -> Iterator[Shape]:
         """Yield the shapes of n devices that cut every slot into equal parts."""
 
-        def rest(n: int, sizes: Shape) -> Iterator[Shape]:
+        def cut(n: int, sizes: Shape) -> Iterator[Shape]:
             if not sizes:
-                yield (n,)
+                yield from ((n // k, k) for k in _divisors(n))
                 return
             for k in _divisors(n):
-                if sizes[0] == 0 or sizes[0] % k == 0:
-                    yield from ((k, *more) for more in rest(n // k, sizes[1:]))
+                if sizes[-1] % k == 0:
+                    yield from ((*more, k) for more in cut(n // k, sizes[:-1]))
 
-        # R and V are cut into anything.
-        for last_first in rest(n, (*self.sizes[::-1], 0)):
-            yield last_first[::-1]
+        return cut(n, self.sizes)
 
-    def _bounds(self, start: _Side, end: _Side) -> None:
-        """Set, for the shapes of `end`, the least seconds to the layout of `start`, whatever the devices."""
-        numbers = (0, 1) if not start.is_back else (1, 0)
-        known: dict[tuple[int, Shape], float] = {(numbers[0], start.shape): 0.0}
-        queue = [(0.0, numbers[0], start.shape)]
-        done = set()
-        while queue:
-            cost, number, shape = heapq.heappop(queue)
-            if (number, shape) in done or cost > self.best:
-                continue
-            done.add((number, shape))
-            for other, after, more in self._relaxed(start, numbers, number, shape):
-                total = cost + more
-                if total < known.get((other, after), inf):
-                    known[other, after] = total
-                    heapq.heappush(queue, (total, other, after))
-        end.bound = {shape: cost for (number, shape), cost in known.items() if number == numbers[1]}
-
-    def _relaxed(
-        self, start: _Side, numbers: tuple[int, int], number: int, shape: Shape
-    ) -> Iterator[tuple[int, Shape, float]]:
-        for kind, x, y in start.moves:
-            for p in _divisors(shape[x])[1:]:
+    def _relaxed(self, start: int, layer: int, shape: Shape) -> Iterator[tuple[int, Shape, float]]:
+        """Yield what may follow a shape, away from the layout of side `start`, with the least seconds of it."""
+        is_back = self.sides[start].is_back
+        for kind, x, y in self.sides[start].moves:
+            for p in table.factors(shape[x]):
                 after = _changed(shape, x, y, p)
-                if y >= D and self.sizes[y - D] % after[y]:
-                    continue
-                size = self.size(after if start.is_back else shape)
-                yield number, after, self._cheapest(number, kind, p, size)
-        if number == numbers[0]:
-            for kind, after in self.related[numbers[0]].get(shape, ()):
-                pair = (after, shape) if start.is_back else (shape, after)
-                yield numbers[1], after, self._join_bound(kind, *pair)
-            if self.is_same and (prod(shape[D:]), shape[V]) in self.free:
-                yield numbers[1], shape, 0.0
+                if self._fits(after, y):
+                    size = self.size(after if is_back else shape)
+                    yield layer, after, self._cheapest(layer, kind, p, size)
+        if layer != start:
+            return
+        for kind, plain in self.related[start].get(table.plain(shape), ()):
+            for after in self.sides[1 - start].coded(plain):
+                yield 1 - start, after, self._join_bound(kind, *((after, shape) if is_back else (shape, after)))
+        if self._is_free(shape):
+            yield 1 - start, shape, 0.0
+
+    def _fits(self, shape: Shape, axis: int) -> bool:
+        return axis < D or self.sizes[axis - D] % table.plain(shape)[axis] == 0
 
     # -- search
 
@@ -293,59 +307,47 @@ class _Search:
         return self.best
 
     def _settle(self, number: int, node: Node) -> None:
+        """Join a state whose cost is known to those of the other side."""
         side, other = self.sides[number], self.sides[1 - number]
-        shape = side.frames[node[0]].shape(node[1])
-        cost = side.reached[node]
-        if self.is_same and (prod(shape[D:]), shape[V]) in self.free:
+        shape, cost = side.shape(node), side.reached[node]
+        if self._is_free(shape):
             key = (shape, table.same_cells(side.layout_at(node).devices))
             side.cells.setdefault(key, node)
-            if key in other.cells:
-                match = other.cells[key]
-                if cost + other.reached[match] < self.best:
-                    self.best = cost + other.reached[match]
-                    self.ends = (match, node, None) if number else (node, match, None)
+            match = other.cells.get(key)
+            if match is not None and cost + other.reached[match] < self.best:
+                self.best = cost + other.reached[match]
+                self.ends = (*((match, node) if number else (node, match)), None)
         side.settled[shape].append(node)
-        for kind, partner in self.related[number].get(shape, ()):
-            matches = other.settled.get(partner, ())
-            if not matches:
-                continue
-            bound = cost + (
-                self._join_bound(kind, shape, partner) if number == 0 else self._join_bound(kind, partner, shape)
-            )
-            if self.is_uniform:
-                match = min(matches, key=other.reached.__getitem__)
-                if bound + other.reached[match] < self.best:
-                    self._try(kind, *((match, node) if number else (node, match)))
-                continue
-            for match in matches:
-                key2 = bound + other.reached[match]
-                if key2 < self.best:
-                    ends = (match, node) if number else (node, match)
-                    self._push(key2, _JOIN, ends, kind)
+        for kind, plain in self.related[number].get(table.plain(shape), ()):
+            for partner in other.coded(plain):
+                matches = other.settled.get(partner)
+                if not matches:
+                    continue
+                bound = cost + self._join_bound(kind, *((partner, shape) if number else (shape, partner)))
+                if self.is_uniform:
+                    matches = [min(matches, key=other.reached.__getitem__)]
+                for match in matches:
+                    self._push(bound + other.reached[match], _JOIN, (match, node) if number else (node, match), kind)
 
     def _expand(self, number: int, node: Node) -> None:
         side = self.sides[number]
         at, state = node
-        shape = side.frames[at].shape(state)
-        radices = side.frames[at].devices.shape
-        cost = side.reached[node]
-        reached, bounds = side.reached, side.bound
+        shape, cost, codes = side.shape(node), side.reached[node], side.frames[at].codes
         for kind, x, y in side.moves:
-            for digits in _leaving(state[x], x >= D) if state[x] else ():
-                p = prod(radices[d] for d in digits)
-                after = _changed(shape, x, y, p)
-                bound = bounds.get(after, inf)
-                if cost + bound >= self.best or (y >= D and self.sizes[y - D] % after[y]):
+            for digits, members in _leaving(state[x], x >= D) if state[x] else ():
+                after = _changed(shape, x, y, prod(codes[d] for d in digits))
+                if not self._fits(after, y):
                     continue
-                total = cost + self._price(number, at, kind, digits, self.size(after if side.is_back else shape))
-                if total + bound >= self.best:
+                total = cost + self._price(number, at, kind, members, self.size(after if side.is_back else shape))
+                bound = total + self.bounds[number].at(after, self.best - total)
+                if bound >= self.best:
                     continue
                 for ordered in table.orders(digits, x, y):
                     found = (at, table.moved(state, x, y, ordered))
-                    if total < reached.get(found, inf):
-                        reached[found] = total
+                    if total < side.reached.get(found, inf):
+                        side.reached[found] = total
                         side.came[found] = (node, kind, x, y, ordered)
-                        self._push(total + bound, number, (found,))
+                        self._push(bound, number, (found,))
 
     def _try(self, kind: str, before: Node, after: Node) -> None:
         """Price the messages that join two states."""
@@ -395,7 +397,7 @@ class _Search:
         side = self.sides[number]
         for (at, state), (_, into), kind, take, give, digits in chain:
             frame = side.frames[at]
-            size = self.size(frame.shape(state))
+            size = self.size(frame.coded(state))
             groups = frame.groups(digits)
             seconds = self.costs.seconds(kind, groups, size)
             factor = prod(frame.devices.shape[d] for d in digits)

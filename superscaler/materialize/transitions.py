@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -60,6 +60,8 @@ INTER = (
 )
 # From any layout to any other; offered from the source to the goal, so that there always is a path.
 LAST = "messages"
+# More than the digits of any one axis.
+_FAR = 16
 
 
 def _grows(few: Shape, many: Shape) -> bool:
@@ -116,56 +118,145 @@ class Step:
 
 @dataclass(frozen=True)
 class Frame:
-    """The devices of a layout, one axis per digit, and the state that is the layout itself."""
+    """The devices of a layout, one axis per digit, and the state that is the layout itself.
+
+    `codes` is what each digit multiplies the shape of a state by: its radix, or, where it leads from place to place, a
+    power of it. So a coded shape says how much of each axis lies between places.
+    """
 
     devices: Ints
     start: State
+    codes: Shape
 
-    def shape(self, state: State) -> Shape:
-        return tuple(prod(self.devices.shape[d] for d in digits) for digits in state)
+    def coded(self, state: State) -> Shape:
+        return tuple([_product(self.codes, digits) for digits in state])
 
     def layout(self, state: State) -> Layout:
         order = [d for digits in state for d in digits]
-        return Layout(self.devices.transpose(order).reshape(self.shape(state)))
-
-    def groups(self, digits: Digits) -> Groups:
-        """Return the lines of the device array along some digits, the first of them the slowest."""
-        rest = [d for d in range(self.devices.ndim) if d not in digits]
-        lines = self.devices.transpose(rest + list(digits)).reshape(-1, prod(self.devices.shape[d] for d in digits))
-        return tuple(map(tuple, lines.tolist()))
+        return Layout(self.devices.transpose(order).reshape([self.radix(digits) for digits in state]))
 
     def radix(self, digits: Iterable[int]) -> int:
         return prod(self.devices.shape[d] for d in digits)
 
-    def partition(self, digits: Digits) -> bytes:
-        """Return what is equal for equal partitions of the devices into those that agree in some digits."""
+    def groups(self, digits: Digits) -> Groups:
+        """Return the lines of the device array along some digits, the first of them the slowest."""
         rest = [d for d in range(self.devices.ndim) if d not in digits]
-        lines = self.devices.transpose([*digits, *rest]).reshape(self.radix(digits), -1)
-        lines = np.sort(lines, axis=1)
-        return lines[np.argsort(lines[:, 0])].tobytes()
+        lines = self.devices.transpose(rest + list(digits)).reshape(-1, self.radix(digits))
+        return tuple(map(tuple, lines.tolist()))
 
     @cached_property
-    def subsets(self) -> list[tuple[int, Digits]]:
-        """All sets of digits with the product of their radices."""
-        numbers = range(self.devices.ndim)
-        found = (c for k in numbers for c in itertools.combinations(numbers, k + 1))
-        return [(prod(self.devices.shape[d] for d in c), c) for c in found]
+    def subsets(self) -> dict[int, list[frozenset[int]]]:
+        """All sets of digits by the product of their codes."""
+        found: dict[int, list[frozenset[int]]] = {}
+        for digits in _subsets(self.devices.ndim):
+            found.setdefault(_product(self.codes, digits), []).append(frozenset(digits))
+        return found
+
+    def cuts(self) -> Iterator[tuple[tuple[bytes, bytes], tuple[int, int]]]:
+        """Yield the partitions of the devices into cells and into value parts of cells, with (D parts, V parts)."""
+        found = {frozenset(digits): self._partition(digits) for digits in _subsets(self.devices.ndim)}
+        for outer, cells in found.items():
+            for inner, parts in found.items():
+                if outer <= inner:
+                    yield (cells, parts), (self.radix(outer), self.radix(inner - outer))
+
+    def _partition(self, digits: Digits) -> bytes:
+        rest = [d for d in range(self.devices.ndim) if d not in digits]
+        lines = np.sort(self.devices.transpose([*digits, *rest]).reshape(self.radix(digits), -1), axis=1)
+        return lines[np.argsort(lines[:, 0])].tobytes()
 
 
-def frames(layout: Layout) -> Iterator[Frame]:
-    """Yield a frame per order of the prime factors of each axis: a part of 6 is 2 x 3 as well as 3 x 2."""
+def _subsets(n: int) -> list[Digits]:
+    return [c for k in range(n + 1) for c in itertools.combinations(range(n), k)]
+
+
+@cache
+def _product(codes: Shape, digits: Digits) -> int:
+    return prod(codes[d] for d in digits)
+
+
+def frames(
+    source: Layout, goal: Layout, place: Callable[[int], Hashable] | None
+) -> tuple[list[Frame], list[Frame]]:
+    """Return the frames of both layouts: one per order of the prime factors of each axis, as 6 is 2 x 3 and 3 x 2.
+
+    Digits lead from place to place, or not, if that is so for all digits of all frames of both.
+    """
+    both = [list(_frames(layout)) for layout in (source, goal)]
+    if place is not None:
+        known = [[_between(frame, place) for frame in side] for side in both]
+        if all(codes is not None for side in known for codes in side):
+            both = [
+                [replace(frame, codes=codes or ()) for frame, codes in zip(side, found, strict=True)]
+                for side, found in zip(both, known, strict=True)
+            ]
+    return both[0], both[1]
+
+
+def _frames(layout: Layout) -> Iterator[Frame]:
     options = [sorted(set(itertools.permutations(_primes(k)))) for k in layout.devices.shape]
     for choice in itertools.product(*options):
         numbers = itertools.count()
         start = tuple(tuple(next(numbers) for _ in radices) for radices in choice)
-        yield Frame(layout.devices.reshape([r for radices in choice for r in radices]), start)
+        radices = tuple(r for some in choice for r in some)
+        yield Frame(layout.devices.reshape(radices), start, radices)
+
+
+def _between(frame: Frame, place: Callable[[int], Hashable]) -> Shape | None:
+    """Return the codes of digits that either stay in a place or lead to another, None where some do both."""
+    numbers: dict[Hashable, int] = {}
+    flat = [numbers.setdefault(place(d), len(numbers)) for d in frame.devices.reshape(-1).tolist()]
+    places = np.array(flat).reshape(frame.devices.shape)
+    far = [bool((places != places.take([0], axis=d)).any()) for d in range(places.ndim)]
+    if prod(r for r, is_far in zip(places.shape, far, strict=True) if is_far) != len(numbers):
+        return None
+    return tuple(r**_FAR if is_far else r for r, is_far in zip(places.shape, far, strict=True))
+
+
+@cache
+def _exponents(code: int) -> tuple[tuple[int, int, int], ...]:
+    """Return (prime, digits inside places, digits between places) of a code."""
+    primes = _primes(code)
+    return tuple((p, primes.count(p) % _FAR, primes.count(p) // _FAR) for p in sorted(set(primes)))
+
+
+@cache
+def plain(shape: Shape) -> Shape:
+    """Return a shape without the difference between digits inside and between places."""
+    return tuple(prod(p ** (near + far) for p, near, far in _exponents(code)) for code in shape)
+
+
+@cache
+def parts(shape: Shape) -> int:
+    """Return how many D parts a coded shape has."""
+    return prod(plain(shape)[D:])
+
+
+@cache
+def factors(code: int) -> tuple[int, ...]:
+    """Return the codes, above 1, of the sub-axes of an axis."""
+    each = [
+        [p ** (a + _FAR * b) for a in range(near + 1) for b in range(far + 1)] for p, near, far in _exponents(code)
+    ]
+    return tuple(sorted(prod(some) for some in itertools.product(*each)))[1:]
+
+
+def coded(shape: Shape, total: int) -> list[Shape]:
+    """Return the coded shapes that a plain one may stand for, whose codes multiply to `total`."""
+    if not shape:
+        return [()] if total == 1 else []
+    some = [code for code in (1, *factors(total)) if plain((code,)) == shape[:1]]
+    return [(code, *rest) for code in some for rest in coded(shape[1:], total // code)]
 
 
 def _primes(k: int) -> tuple[int, ...]:
-    for p in range(2, k + 1):
-        if k % p == 0:
-            return (p, *_primes(k // p))
-    return ()
+    found, p = [], 2
+    while k > 1:
+        while k % p == 0:
+            found.append(p)
+            k //= p
+        p += 1
+    return tuple(found)
 
 
 def leaving(digits: Digits, at: int) -> list[Digits]:
