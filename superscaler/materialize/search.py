@@ -71,6 +71,12 @@ class _Side:
             self.codes[plain] = table.coded(plain, prod(self.frames[0].codes))
         return self.codes[plain]
 
+    def by_place(self, place: Callable[[int], Hashable]) -> list[list[int]]:
+        found: dict[Hashable, list[int]] = {}
+        for device in self.devices:
+            found.setdefault(place(device), []).append(device)
+        return list(found.values())
+
     def layout_at(self, node: Node) -> Layout:
         return self.frames[node[0]].layout(node[1])
 
@@ -130,10 +136,15 @@ class _Search:
             len(set(map(self.place, side.devices))) == 1 for side in self.sides
         )
         self.is_uniform &= not set(self.source.devices) & set(self.goal.devices)
+        # Places of equal size, of which none has devices of both.
+        places = [side.by_place(self.place) for side in self.sides]
+        self.is_apart = all(len({len(some) for some in side}) == 1 for side in places) and not (
+            set(map(self.place, self.source.devices)) & set(map(self.place, self.goal.devices))
+        )
         self.is_within = set(self.goal.devices) <= set(self.source.devices)
         self.prices: dict[tuple[int, int, str, frozenset[int], int], float] = {}
         self.cheapest: dict[tuple[int, str, int, int], float] = {}
-        self.single: dict[tuple[str, int, bool], float] = {}
+        self.spread: dict[tuple[str, int, int], float] = {}
         self.joins: dict[tuple[str, Shape, Shape], float] = {}
         self.best = inf
         self.ends: tuple[Node, Node, Joined | None] | None = None
@@ -189,25 +200,37 @@ class _Search:
             )
         return self.cheapest[key]
 
-    def _single(self, kind: str, size: int, is_far: bool) -> float:
-        """The least seconds of one message from a device of the source to one of the goal, `is_far` between places."""
-        if self.is_within and not self.is_same:
-            return 0.0
-        key = (kind, size, is_far)
-        if key not in self.single:
-            ends = itertools.product(self.source.devices, self.goal.devices)
-            places = {(self.place(a), self.place(b)): (a, b) for a, b in ends if a != b}
-            pairs = [pair for (a, b), pair in places.items() if a != b or not is_far]
-            self.single[key] = min((self.costs.seconds(kind, (p,), size) for p in pairs), default=0.0) + _STEP
-        return self.single[key]
-
     def _join_bound(self, kind: str, before: Shape, after: Shape) -> float:
         """The least seconds of messages between two states of these shapes."""
         if self.is_uniform:
             return self._uniform(kind, table.plain(before), table.plain(after))
-        if kind == table.LAST:
+        if kind == table.LAST or (self.is_within and not self.is_same):
             return 0.0
-        return self._single(kind, min(self.size(before), self.size(after)), self.is_same and before != after)
+        held, read = table.parts(before), table.parts(after)
+        if self.is_same:
+            count = table.arriving(before, after, len(self.source.devices))
+        else:
+            count = len(self.goal.devices) * max(1, held // read) * self.is_apart
+        key = (kind, self.bytes // max(held, read), count)
+        if key not in self.spread:
+            self.spread[key] = self._spread(*key) + _STEP
+        return self.spread[key]
+
+    def _spread(self, kind: str, size: int, count: int) -> float:
+        """The seconds of messages between places, spread as evenly as may be; without any, of the cheapest message."""
+        if not count:
+            ends = itertools.product(self.source.devices, self.goal.devices)
+            pairs = {(self.place(a), self.place(b)): (a, b) for a, b in ends if a != b}
+            return min((self.costs.seconds(kind, (pair,), size) for pair in pairs.values()), default=0.0)
+        senders, receivers = self.source.by_place(self.place), self.goal.by_place(self.place)
+        if self.is_same:
+            turns = itertools.product(range(count // len(receivers)), range(len(receivers)))
+            n = len(senders)
+            even = tuple((senders[(x + 1 + k % (n - 1)) % n][k], receivers[x][k]) for k, x in turns)
+        else:
+            rows = [list(itertools.chain(*zip(*side, strict=False))) for side in (senders, receivers)]
+            even = tuple((rows[0][k % len(rows[0])], rows[1][k % len(rows[1])]) for k in range(count))
+        return self.costs.seconds(kind, table.stars(even) if kind == "broadcast" else even, size)
 
     def _uniform(self, kind: str, before: Shape, after: Shape) -> float:
         key = (kind, before, after)

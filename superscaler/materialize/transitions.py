@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -81,7 +81,8 @@ class Costs(Protocol):
         """Return the time in which all groups at once run a collective, `size` the bytes of each device's source.
 
         In messages the groups are (sender, receiver) pairs and `size` the bytes of the largest message; in broadcast
-        they are (sender, receivers...). Groups added never make it less.
+        they are (sender, receivers...). Groups added never make it less, nor does it help messages to be spread less
+        evenly over devices and places.
         """
         ...
 
@@ -239,6 +240,19 @@ def factors(code: int) -> tuple[int, ...]:
         [p ** (a + _FAR * b) for a in range(near + 1) for b in range(far + 1)] for p, near, far in _exponents(code)
     ]
     return tuple(sorted(prod(some) for some in itertools.product(*each)))[1:]
+
+
+@cache
+def arriving(before: Shape, after: Shape, devices: int) -> int:
+    """Return how many devices, all places together, must read from another place between two states of all places.
+
+    A place has of a slot 1/a of the parts before and 1/b after, and so at most the smaller of the two in common.
+    """
+    held, read = ([prod(p**far for p, _, far in _exponents(code)) for code in shape] for shape in (before, after))
+    common, places = 1.0, prod(read)
+    for a, b in zip(held[V:], read[V:], strict=True):
+        common *= b / max(a, b)
+    return places * ceil(devices // places * (1 - common) - 1e-9)
 
 
 def coded(shape: Shape, total: int) -> list[Shape]:
