@@ -20,6 +20,9 @@ _STEP = 1e-13
 _JOIN = 2
 Node = tuple[int, State]
 Related = dict[Shape, list[tuple[str, Shape]]]
+# A side and a shape.
+Place = tuple[int, Shape]
+Follow = Callable[[Place], Iterable[tuple[Place, float]]]
 Joined = tuple[str, Groups, tuple[int, ...], int]
 
 
@@ -91,31 +94,40 @@ class _Side:
 
 
 class _Bounds:
-    """The least seconds from one layout, by Dijkstra over the shapes, whatever the digits; as far as it was asked."""
+    """The least seconds from one layout, whatever the digits: A* over the shapes of both sides, as far as asked.
 
-    def __init__(self, start: tuple[int, Shape], follow: Callable[[int, Shape], Iterator[tuple[int, Shape, float]]], end: int) -> None:
-        self.follow, self.end = follow, end
+    `guide` are the bounds from the other layout, settled up to `reach`.
+    """
+
+    def __init__(self, start: Place, follow: Follow, guide: _Bounds | None = None, reach: float = 0.0) -> None:
+        self.follow, self.guide, self.reach = follow, guide, reach
         self.known = {start: 0.0}
-        self.queue = [(0.0, *start)]
-        self.done: dict[tuple[int, Shape], float] = {}
+        self.queue = [(self._rest(start), 0.0, start)]
+        self.done: dict[Place, float] = {}
 
-    def at(self, shape: Shape, most: float) -> float:
-        """Return the seconds of a shape of the other side; infinity from `most` on."""
-        found = self.done.get((self.end, shape))
-        while found is None and self.queue and self.queue[0][0] < most:
-            cost, *node = heapq.heappop(self.queue)
-            self._settle((node[0], node[1]), cost)
-            found = self.done.get((self.end, shape))
+    def at(self, place: Place, most: float) -> float:
+        """Return the seconds of a shape; infinity from `most` on."""
+        found = self.done.get(place)
+        if found is None:
+            most += self._rest(place)
+            while found is None and self.queue and self.queue[0][0] < most:
+                _, cost, here = heapq.heappop(self.queue)
+                if here not in self.done:
+                    self._settle(here, cost)
+                    found = self.done.get(place)
         return inf if found is None else found
 
-    def _settle(self, node: tuple[int, Shape], cost: float) -> None:
-        if node in self.done:
-            return
-        self.done[node] = cost
-        for layer, shape, more in self.follow(*node):
-            if cost + more < self.known.get((layer, shape), inf):
-                self.known[layer, shape] = cost + more
-                heapq.heappush(self.queue, (cost + more, layer, shape))
+    def _rest(self, place: Place) -> float:
+        return min(self.guide.done.get(place, inf), self.reach) if self.guide else 0.0
+
+    def _settle(self, here: Place, cost: float) -> None:
+        self.done[here] = cost
+        known, done = self.known, self.done
+        for place, more in self.follow(here):
+            total = cost + more
+            if place not in done and total < known.get(place, inf):
+                known[place] = total
+                heapq.heappush(self.queue, (total + self._rest(place), total, place))
 
 
 def search(source: Layout, goal: Layout, sizes: Shape, itemsize: int, costs: Costs, limit: int) -> Path:
@@ -144,6 +156,7 @@ class _Search:
         self.is_within = set(self.goal.devices) <= set(self.source.devices)
         self.prices: dict[tuple[int, int, str, frozenset[int], int], float] = {}
         self.cheapest: dict[tuple[int, str, int, int], float] = {}
+        self.near: dict[Place, list[tuple[str, int, int, Shape]]] = {}
         self.spread: dict[tuple[str, int, int], float] = {}
         self.joins: dict[tuple[str, Shape, Shape], float] = {}
         self.best = inf
@@ -153,22 +166,22 @@ class _Search:
         self.expanded = 0
 
     def run(self) -> Path:
-        self.free = self._free()
+        self.free, self.is_merged = self._free()
         self.related = self._related()
-        # The bound of a state of one side is its distance from the layout of the other.
-        self.bounds = [
-            _Bounds((k, self.sides[k].shape((0, self.sides[k].frames[0].start))), partial(self._relaxed, k), 1 - k)
-            for k in (1, 0)
-        ]
         starts: list[Node] = []
         for number, side in enumerate(self.sides):
             nodes = [(k, frame.start) for k, frame in enumerate(side.frames)]
             starts.append(nodes[0])
             side.reached.update(dict.fromkeys(nodes, 0.0))
         self._try(table.LAST, starts[0], starts[1])
+        ends = [(0 if self.is_merged else k, side.shape(start)) for k, side, start in zip((0, 1), self.sides, starts, strict=True)]
+        back = _Bounds(ends[1], partial(self._relaxed, 1))
+        reach = min(self.best, back.at(ends[0], self.best))
+        # The bound of a state of one side is its distance from the layout of the other.
+        self.bounds = [back, _Bounds(ends[0], partial(self._relaxed, 0), back, reach)]
         for number, side in enumerate(self.sides):
             for node in side.reached:
-                self._push(self.bounds[number].at(side.shape(node), self.best), number, (node,))
+                self._push(self._bound(number, side.shape(node), self.best), number, (node,))
         least = self._loop()
         return self._path(least)
 
@@ -239,12 +252,15 @@ class _Search:
             self.joins[key] = self._messages(kind, Layout(source.reshape(before)), Layout(goal.reshape(after)))[1] + _STEP
         return self.joins[key]
 
-    def _free(self) -> set[tuple[int, int]]:
-        """Return (D parts, V parts) where a state of the source may be one of the goal, up to the orders of R and V."""
+    def _free(self) -> tuple[set[tuple[int, int]], bool]:
+        """Return (D parts, V parts) where a state of the source may be one of the goal, up to the orders of R and V.
+
+        And whether all of both sides may, so that one set of shapes does for both.
+        """
         if not self.is_same:
-            return set()
+            return set(), False
         source, goal = ({cut: of for frame in side.frames for cut, of in frame.cuts()} for side in self.sides)
-        return {source[cut] for cut in source.keys() & goal.keys()}
+        return {source[cut] for cut in source.keys() & goal.keys()}, source.keys() == goal.keys()
 
     def _is_free(self, shape: Shape) -> bool:
         return self.is_same and (table.parts(shape), table.plain(shape)[V]) in self.free
@@ -286,22 +302,35 @@ class _Search:
 
         return cut(n, self.sizes)
 
-    def _relaxed(self, start: int, layer: int, shape: Shape) -> Iterator[tuple[int, Shape, float]]:
+    def _relaxed(self, start: int, here: Place) -> Iterator[tuple[Place, float]]:
         """Yield what may follow a shape, away from the layout of side `start`, with the least seconds of it."""
-        is_back = self.sides[start].is_back
-        for kind, x, y in self.sides[start].moves:
-            for p in table.factors(shape[x]):
-                after = _changed(shape, x, y, p)
-                if self._fits(after, y):
-                    size = self.size(after if is_back else shape)
-                    yield layer, after, self._cheapest(layer, kind, p, size)
-        if layer != start:
+        layer, shape = here
+        for kind, p, size, after in self._near(start, shape):
+            yield (layer, after), self._cheapest(layer, kind, p, size)
+        if layer != start and not self.is_merged:
             return
+        other = 0 if self.is_merged else 1 - start
         for kind, plain in self.related[start].get(table.plain(shape), ()):
             for after in self.sides[1 - start].coded(plain):
-                yield 1 - start, after, self._join_bound(kind, *((after, shape) if is_back else (shape, after)))
+                yield (other, after), self._join_bound(kind, *((after, shape) if start else (shape, after)))
         if self._is_free(shape):
-            yield 1 - start, shape, 0.0
+            yield (other, shape), 0.0
+
+    def _near(self, start: int, shape: Shape) -> list[tuple[str, int, int, Shape]]:
+        """Return (kind, factor, size, shape) of what collectives make of a shape."""
+        key = (start, shape)
+        if key not in self.near:
+            self.near[key] = [
+                (kind, p, self.size(after if start else shape), after)
+                for kind, x, y in self.sides[start].moves
+                for p in table.factors(shape[x])
+                for after in [_changed(shape, x, y, p)]
+                if self._fits(after, y)
+            ]
+        return self.near[key]
+
+    def _bound(self, number: int, shape: Shape, most: float) -> float:
+        return self.bounds[number].at((0 if self.is_merged else number, shape), most)
 
     def _fits(self, shape: Shape, axis: int) -> bool:
         return axis < D or self.sizes[axis - D] % table.plain(shape)[axis] == 0
@@ -362,7 +391,7 @@ class _Search:
                 if not self._fits(after, y):
                     continue
                 total = cost + self._price(number, at, kind, members, self.size(after if side.is_back else shape))
-                bound = total + self.bounds[number].at(after, self.best - total)
+                bound = total + self._bound(number, after, self.best - total)
                 if bound >= self.best:
                     continue
                 for ordered in table.orders(digits, x, y):
