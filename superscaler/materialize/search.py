@@ -18,6 +18,8 @@ LIMIT = 4000
 # A tie goes to the path with fewer steps.
 _STEP = 1e-13
 _JOIN = 2
+# How much further than the next state a bound is searched.
+_SLACK = 1.02
 Node = tuple[int, State]
 Related = dict[Shape, list[tuple[str, Shape]]]
 # A side and a shape.
@@ -117,6 +119,13 @@ class _Bounds:
                     found = self.done.get(place)
         return inf if found is None else found
 
+    def least(self, place: Place) -> float:
+        """Return what is known of the seconds of a shape without a further search."""
+        found = self.done.get(place)
+        if found is not None:
+            return found
+        return self.queue[0][0] - self._rest(place) if self.queue else inf
+
     def _rest(self, place: Place) -> float:
         return min(self.guide.done.get(place, inf), self.reach) if self.guide else 0.0
 
@@ -156,7 +165,6 @@ class _Search:
         self.is_within = set(self.goal.devices) <= set(self.source.devices)
         self.prices: dict[tuple[int, int, str, frozenset[int], int], float] = {}
         self.cheapest: dict[tuple[int, str, int, int], float] = {}
-        self.near: dict[Place, list[tuple[str, int, int, Shape]]] = {}
         self.spread: dict[tuple[str, int, int], float] = {}
         self.joins: dict[tuple[str, Shape, Shape], float] = {}
         self.best = inf
@@ -181,7 +189,7 @@ class _Search:
         self.bounds = [back, _Bounds(ends[0], partial(self._relaxed, 0), back, reach)]
         for number, side in enumerate(self.sides):
             for node in side.reached:
-                self._push(self._bound(number, side.shape(node), self.best), number, (node,))
+                self._push(0.0, number, (node,))
         least = self._loop()
         return self._path(least)
 
@@ -305,8 +313,12 @@ class _Search:
     def _relaxed(self, start: int, here: Place) -> Iterator[tuple[Place, float]]:
         """Yield what may follow a shape, away from the layout of side `start`, with the least seconds of it."""
         layer, shape = here
-        for kind, p, size, after in self._near(start, shape):
-            yield (layer, after), self._cheapest(layer, kind, p, size)
+        for kind, x, y in self.sides[start].moves:
+            for p in table.factors(shape[x]):
+                after = _changed(shape, x, y, p)
+                if y < D or self._fits(after, y):
+                    size = self.size(after if start else shape)
+                    yield (layer, after), self._cheapest(layer, kind, p, size)
         if layer != start and not self.is_merged:
             return
         other = 0 if self.is_merged else 1 - start
@@ -316,21 +328,8 @@ class _Search:
         if self._is_free(shape):
             yield (other, shape), 0.0
 
-    def _near(self, start: int, shape: Shape) -> list[tuple[str, int, int, Shape]]:
-        """Return (kind, factor, size, shape) of what collectives make of a shape."""
-        key = (start, shape)
-        if key not in self.near:
-            self.near[key] = [
-                (kind, p, self.size(after if start else shape), after)
-                for kind, x, y in self.sides[start].moves
-                for p in table.factors(shape[x])
-                for after in [_changed(shape, x, y, p)]
-                if self._fits(after, y)
-            ]
-        return self.near[key]
-
-    def _bound(self, number: int, shape: Shape, most: float) -> float:
-        return self.bounds[number].at((0 if self.is_merged else number, shape), most)
+    def _place(self, number: int, shape: Shape) -> Place:
+        return (0 if self.is_merged else number), shape
 
     def _fits(self, shape: Shape, axis: int) -> bool:
         return axis < D or self.sizes[axis - D] % table.plain(shape)[axis] == 0
@@ -347,16 +346,27 @@ class _Search:
         while self.queue and self.queue[0][0] < self.best:
             if self.expanded >= self.limit:
                 return self.queue[0][0]
-            _, _, number, nodes, kind = heapq.heappop(self.queue)
+            key, _, number, nodes, kind = heapq.heappop(self.queue)
             if number == _JOIN:
                 self.expanded += 1
                 self._try(kind, *nodes)
-            elif (number, nodes[0]) not in settled:
+            elif (number, nodes[0]) not in settled and self._is_next(key, number, nodes[0]):
                 settled.add((number, nodes[0]))
                 self.expanded += 1
                 self._settle(number, nodes[0])
                 self._expand(number, nodes[0])
         return self.best
+
+    def _is_next(self, key: float, number: int, node: Node) -> bool:
+        """Whether no other state of the queue comes before this one; else it is put back with a better bound."""
+        side = self.sides[number]
+        cost = side.reached[node]
+        most = min(self.best, (self.queue[0][0] if self.queue else inf) * _SLACK)
+        bound = min(most, cost + self.bounds[number].at(self._place(number, side.shape(node)), most - cost))
+        if bound <= key or (self.queue and bound <= self.queue[0][0] and bound < most):
+            return True
+        self._push(bound, number, (node,))
+        return False
 
     def _settle(self, number: int, node: Node) -> None:
         """Join a state whose cost is known to those of the other side."""
@@ -391,7 +401,7 @@ class _Search:
                 if not self._fits(after, y):
                     continue
                 total = cost + self._price(number, at, kind, members, self.size(after if side.is_back else shape))
-                bound = total + self._bound(number, after, self.best - total)
+                bound = total + self.bounds[number].least(self._place(number, after))
                 if bound >= self.best:
                     continue
                 for ordered in table.orders(digits, x, y):
