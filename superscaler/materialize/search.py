@@ -245,8 +245,8 @@ class _Search:
             return min((self.costs.seconds(kind, (pair,), size) for pair in pairs.values()), default=0.0)
         senders, receivers = self.source.by_place(self.place), self.goal.by_place(self.place)
         if self.is_same:
-            turns = itertools.product(range(count // len(receivers)), range(len(receivers)))
             n = len(senders)
+            turns = (divmod(i, n) for i in range(count))
             even = tuple((senders[(x + 1 + k % (n - 1)) % n][k], receivers[x][k]) for k, x in turns)
         else:
             rows = [list(itertools.chain(*zip(*side, strict=False))) for side in (senders, receivers)]

@@ -184,14 +184,32 @@ def frames(
     Digits lead from place to place, or not, if that is so for all digits of all frames of both.
     """
     both = [list(_frames(layout)) for layout in (source, goal)]
-    if place is not None:
-        known = [[_between(frame, place) for frame in side] for side in both]
-        if all(codes is not None for side in known for codes in side):
-            both = [
-                [replace(frame, codes=codes or ()) for frame, codes in zip(side, found, strict=True)]
-                for side, found in zip(both, known, strict=True)
-            ]
-    return both[0], both[1]
+    if place is None:
+        return both[0], both[1]
+    is_same = set(source.devices.flat) == set(goal.devices.flat)
+    sides = [both[0] + both[1]] if is_same else both
+    found = [frame for side in sides for frame in _told_apart(side, place)]
+    return found[: len(both[0])], found[len(both[0]) :]
+
+
+def _told_apart(side: list[Frame], place: Callable[[int], Hashable]) -> list[Frame]:
+    """Return frames with codes for the digits between places, if these are the same in all frames."""
+    names = {device: place(device) for device in sorted(side[0].devices.reshape(-1).tolist())}
+    numbers = {name: k for k, name in enumerate(dict.fromkeys(names.values()))}
+    known = [_between(frame, {device: numbers[name] for device, name in names.items()}) for frame in side]
+    digits = {frozenset(far.values()) for far in known}
+    if len(digits) > 1 or prod(r for r, _ in next(iter(digits))) != len(numbers):
+        return side
+    order = sorted(next(iter(digits)))
+    return [
+        replace(
+            frame,
+            codes=tuple(
+                r ** (_FAR << order.index(far[d])) if d in far else r for d, r in enumerate(frame.devices.shape)
+            ),
+        )
+        for frame, far in zip(side, known, strict=True)
+    ]
 
 
 def _frames(layout: Layout) -> Iterator[Frame]:
@@ -203,28 +221,32 @@ def _frames(layout: Layout) -> Iterator[Frame]:
         yield Frame(layout.devices.reshape(radices), start, radices)
 
 
-def _between(frame: Frame, place: Callable[[int], Hashable]) -> Shape | None:
-    """Return the codes of digits that either stay in a place or lead to another, None where some do both."""
-    numbers: dict[Hashable, int] = {}
-    flat = [numbers.setdefault(place(d), len(numbers)) for d in frame.devices.reshape(-1).tolist()]
-    places = np.array(flat).reshape(frame.devices.shape)
-    far = [bool((places != places.take([0], axis=d)).any()) for d in range(places.ndim)]
-    if prod(r for r, is_far in zip(places.shape, far, strict=True) if is_far) != len(numbers):
-        return None
-    return tuple(r**_FAR if is_far else r for r, is_far in zip(places.shape, far, strict=True))
+def _between(frame: Frame, place: dict[int, int]) -> dict[int, tuple[int, bytes]]:
+    """Return, for the digits along which the place changes, (radix, which places it tells apart)."""
+    places = np.array([place[d] for d in frame.devices.reshape(-1).tolist()]).reshape(frame.devices.shape)
+    found = {}
+    for d, r in enumerate(places.shape):
+        if (places != places.take([0], axis=d)).any():
+            value = [np.unique(places.take([k], axis=d)) for k in range(r)]
+            found[d] = (r, b";".join(some.tobytes() for some in value))
+    return found
 
 
 @cache
-def _exponents(code: int) -> tuple[tuple[int, int, int], ...]:
-    """Return (prime, digits inside places, digits between places) of a code."""
+def _exponents(code: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Return (prime, digits inside places, the numbers of its digits between places) of a code."""
     primes = _primes(code)
-    return tuple((p, primes.count(p) % _FAR, primes.count(p) // _FAR) for p in sorted(set(primes)))
+    found = []
+    for p in sorted(set(primes)):
+        far, near = divmod(primes.count(p), _FAR)
+        found.append((p, near, tuple(k for k in range(far.bit_length()) if far >> k & 1)))
+    return tuple(found)
 
 
 @cache
 def plain(shape: Shape) -> Shape:
     """Return a shape without the difference between digits inside and between places."""
-    return tuple(prod(p ** (near + far) for p, near, far in _exponents(code)) for code in shape)
+    return tuple(prod(p ** (near + len(far)) for p, near, far in _exponents(code)) for code in shape)
 
 
 @cache
@@ -237,7 +259,13 @@ def parts(shape: Shape) -> int:
 def factors(code: int) -> tuple[int, ...]:
     """Return the codes, above 1, of the sub-axes of an axis."""
     each = [
-        [p ** (a + _FAR * b) for a in range(near + 1) for b in range(far + 1)] for p, near, far in _exponents(code)
+        [
+            p ** (k + sum(_FAR << digit for digit in some))
+            for k in range(near + 1)
+            for n in range(len(far) + 1)
+            for some in itertools.combinations(far, n)
+        ]
+        for p, near, far in _exponents(code)
     ]
     return tuple(sorted(prod(some) for some in itertools.product(*each)))[1:]
 
@@ -246,13 +274,21 @@ def factors(code: int) -> tuple[int, ...]:
 def arriving(before: Shape, after: Shape, devices: int) -> int:
     """Return how many devices, all places together, must read from another place between two states of all places.
 
-    A place has of a slot 1/a of the parts before and 1/b after, and so at most the smaller of the two in common.
+    What a place has of both the parts before and the parts after shrinks by a digit between places that is in two
+    different slots, that was in a slot and is in none, or that is missed in V.
     """
-    held, read = ([prod(p**far for p, _, far in _exponents(code)) for code in shape] for shape in (before, after))
-    common, places = 1.0, prod(read)
-    for a, b in zip(held[V:], read[V:], strict=True):
-        common *= b / max(a, b)
-    return places * ceil(devices // places * (1 - common) - 1e-9)
+    held, read = (_homes(shape) for shape in (before, after))
+    values = [prod(p for (p, _), axis in homes.items() if axis == V) for homes in (held, read)]
+    common = values[1] / max(values)
+    for digit, axis in held.items():
+        if axis >= D and axis != read[digit]:
+            common /= digit[0]
+    return ceil(devices * (1 - common) - 1e-9)
+
+
+def _homes(shape: Shape) -> dict[tuple[int, int], int]:
+    """Return the axis of each (prime, number) of the digits between places."""
+    return {(p, k): axis for axis, code in enumerate(shape) for p, _, far in _exponents(code) for k in far}
 
 
 def coded(shape: Shape, total: int) -> list[Shape]:
