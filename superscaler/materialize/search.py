@@ -14,7 +14,7 @@ from superscaler.ir.layout import Layout
 from superscaler.materialize import transitions as table
 from superscaler.materialize.transitions import Costs, D, Digits, Groups, R, Shape, State, Step, Symmetric, V
 
-LIMIT = 4000
+LIMIT = 2500
 # A tie goes to the path with fewer steps.
 _STEP = 1e-13
 _JOIN = 2
@@ -164,7 +164,7 @@ class _Search:
         )
         self.is_within = set(self.goal.devices) <= set(self.source.devices)
         self.prices: dict[tuple[int, int, str, frozenset[int], int], float] = {}
-        self.cheapest: dict[tuple[int, str, int, int], float] = {}
+        self.cheapest: list[dict[tuple[str, int, int], float]] = [{}, {}]
         self.spread: dict[tuple[str, int, int], float] = {}
         self.joins: dict[tuple[str, Shape, Shape], float] = {}
         self.best = inf
@@ -209,17 +209,12 @@ class _Search:
 
     def _cheapest(self, number: int, kind: str, factor: int, size: int) -> float:
         """The least seconds of a primitive over all sub-axes of a factor."""
-        key = (number, kind, factor, size)
-        if key not in self.cheapest:
-            self.cheapest[key] = min(
-                (
-                    self._price(number, k, kind, digits, size)
-                    for k, frame in enumerate(self.sides[number].frames)
-                    for digits in frame.subsets.get(factor, ())
-                ),
-                default=inf,
-            )
-        return self.cheapest[key]
+        found = (
+            self._price(number, k, kind, digits, size)
+            for k, frame in enumerate(self.sides[number].frames)
+            for digits in frame.subsets.get(factor, ())
+        )
+        return min(found, default=inf)
 
     def _join_bound(self, kind: str, before: Shape, after: Shape) -> float:
         """The least seconds of messages between two states of these shapes."""
@@ -313,17 +308,26 @@ class _Search:
     def _relaxed(self, start: int, here: Place) -> Iterator[tuple[Place, float]]:
         """Yield what may follow a shape, away from the layout of side `start`, with the least seconds of it."""
         layer, shape = here
+        plain, parts, known = table.plain(shape), table.parts(shape), self.cheapest[layer]
         for kind, x, y in self.sides[start].moves:
-            for p in table.factors(shape[x]):
-                after = _changed(shape, x, y, p)
-                if y < D or self._fits(after, y):
-                    size = self.size(after if start else shape)
-                    yield (layer, after), self._cheapest(layer, kind, p, size)
+            shrinks, grows = x >= D, y >= D
+            for p, radix in table.factors(shape[x]):
+                if grows and self.sizes[y - D] % (plain[y] * radix):
+                    continue
+                # Backwards, what comes after is the source.
+                cut = parts if not start or shrinks == grows else parts // radix if shrinks else parts * radix
+                seconds = known.get((kind, p, cut))
+                if seconds is None:
+                    seconds = known[kind, p, cut] = self._cheapest(layer, kind, p, self.bytes // cut)
+                after = list(shape)
+                after[x] //= p
+                after[y] *= p
+                yield (layer, tuple(after)), seconds
         if layer != start and not self.is_merged:
             return
         other = 0 if self.is_merged else 1 - start
-        for kind, plain in self.related[start].get(table.plain(shape), ()):
-            for after in self.sides[1 - start].coded(plain):
+        for kind, other_plain in self.related[start].get(plain, ()):
+            for after in self.sides[1 - start].coded(other_plain):
                 yield (other, after), self._join_bound(kind, *((after, shape) if start else (shape, after)))
         if self._is_free(shape):
             yield (other, shape), 0.0
@@ -374,7 +378,8 @@ class _Search:
         shape, cost = side.shape(node), side.reached[node]
         if self._is_free(shape):
             key = (shape, table.same_cells(side.layout_at(node).devices))
-            side.cells.setdefault(key, node)
+            if key not in side.cells or cost < side.reached[side.cells[key]]:
+                side.cells[key] = node
             match = other.cells.get(key)
             if match is not None and cost + other.reached[match] < self.best:
                 self.best = cost + other.reached[match]

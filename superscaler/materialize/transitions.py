@@ -24,6 +24,8 @@ Shape = tuple[int, ...]
 Digits = tuple[int, ...]
 State = tuple[Digits, ...]
 Groups = tuple[tuple[int, ...], ...]
+# How many sets, and the sorted members of each.
+Partition = tuple[int, bytes]
 
 
 class Intra(NamedTuple):
@@ -153,7 +155,7 @@ class Frame:
             found.setdefault(_product(self.codes, digits), []).append(frozenset(digits))
         return found
 
-    def cuts(self) -> Iterator[tuple[tuple[bytes, bytes], tuple[int, int]]]:
+    def cuts(self) -> Iterator[tuple[tuple[Partition, Partition], tuple[int, int]]]:
         """Yield the partitions of the devices into cells and into value parts of cells, with (D parts, V parts)."""
         found = {frozenset(digits): self._partition(digits) for digits in _subsets(self.devices.ndim)}
         for outer, cells in found.items():
@@ -161,10 +163,10 @@ class Frame:
                 if outer <= inner:
                     yield (cells, parts), (self.radix(outer), self.radix(inner - outer))
 
-    def _partition(self, digits: Digits) -> bytes:
+    def _partition(self, digits: Digits) -> Partition:
         rest = [d for d in range(self.devices.ndim) if d not in digits]
         lines = np.sort(self.devices.transpose([*digits, *rest]).reshape(self.radix(digits), -1), axis=1)
-        return lines[np.argsort(lines[:, 0])].tobytes()
+        return len(lines), lines[np.argsort(lines[:, 0])].tobytes()
 
 
 def _subsets(n: int) -> list[Digits]:
@@ -194,13 +196,14 @@ def frames(
 
 def _told_apart(side: list[Frame], place: Callable[[int], Hashable]) -> list[Frame]:
     """Return frames with codes for the digits between places, if these are the same in all frames."""
-    names = {device: place(device) for device in sorted(side[0].devices.reshape(-1).tolist())}
-    numbers = {name: k for k, name in enumerate(dict.fromkeys(names.values()))}
-    known = [_between(frame, {device: numbers[name] for device, name in names.items()}) for frame in side]
-    digits = {frozenset(far.values()) for far in known}
-    if len(digits) > 1 or prod(r for r, _ in next(iter(digits))) != len(numbers):
+    numbers: dict[Hashable, int] = {}
+    names = {d: numbers.setdefault(place(d), len(numbers)) for d in sorted(side[0].devices.reshape(-1).tolist())}
+    known = [_between(frame, names) for frame in side]
+    order = sorted(known[0].values())
+    # Each place is one choice of values of these digits, and the other way round.
+    is_clean = all(len(set(itertools.chain(*digit))) == sum(map(len, digit)) for digit in order)
+    if not is_clean or prod(map(len, order)) != len(numbers) or any(sorted(far.values()) != order for far in known):
         return side
-    order = sorted(next(iter(digits)))
     return [
         replace(
             frame,
@@ -221,15 +224,14 @@ def _frames(layout: Layout) -> Iterator[Frame]:
         yield Frame(layout.devices.reshape(radices), start, radices)
 
 
-def _between(frame: Frame, place: dict[int, int]) -> dict[int, tuple[int, bytes]]:
-    """Return, for the digits along which the place changes, (radix, which places it tells apart)."""
-    places = np.array([place[d] for d in frame.devices.reshape(-1).tolist()]).reshape(frame.devices.shape)
-    found = {}
-    for d, r in enumerate(places.shape):
-        if (places != places.take([0], axis=d)).any():
-            value = [np.unique(places.take([k], axis=d)) for k in range(r)]
-            found[d] = (r, b";".join(some.tobytes() for some in value))
-    return found
+def _between(frame: Frame, names: dict[int, int]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Return, for the digits along which the place changes, the places at each value of them."""
+    places = np.array([names[d] for d in frame.devices.reshape(-1).tolist()]).reshape(frame.devices.shape)
+    return {
+        d: tuple(tuple(np.unique(places.take(k, axis=d)).tolist()) for k in range(r))
+        for d, r in enumerate(places.shape)
+        if (places != places.take([0], axis=d)).any()
+    }
 
 
 @cache
@@ -256,8 +258,8 @@ def parts(shape: Shape) -> int:
 
 
 @cache
-def factors(code: int) -> tuple[int, ...]:
-    """Return the codes, above 1, of the sub-axes of an axis."""
+def factors(code: int) -> tuple[tuple[int, int], ...]:
+    """Return (code, radix) of the sub-axes, of more than one part, of an axis."""
     each = [
         [
             p ** (k + sum(_FAR << digit for digit in some))
@@ -267,7 +269,8 @@ def factors(code: int) -> tuple[int, ...]:
         ]
         for p, near, far in _exponents(code)
     ]
-    return tuple(sorted(prod(some) for some in itertools.product(*each)))[1:]
+    found = sorted(prod(some) for some in itertools.product(*each))
+    return tuple((some, plain((some,))[0]) for some in found[1:])
 
 
 @cache
@@ -295,7 +298,7 @@ def coded(shape: Shape, total: int) -> list[Shape]:
     """Return the coded shapes that a plain one may stand for, whose codes multiply to `total`."""
     if not shape:
         return [()] if total == 1 else []
-    some = [code for code in (1, *factors(total)) if plain((code,)) == shape[:1]]
+    some = [code for code, radix in ((1, 1), *factors(total)) if radix == shape[0]]
     return [(code, *rest) for code in some for rest in coded(shape[1:], total // code)]
 
 

@@ -6,12 +6,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, log2, prod
+from math import ceil, inf, log2, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.ir.layout import Layout
+from superscaler.materialize import transitions as table
 from superscaler.materialize.paths import Path
 from superscaler.materialize.transitions import Step
 
@@ -168,7 +169,58 @@ def exchange(step: Step, before: Layout, data: dict[int, Array], sizes: tuple[in
     return after
 
 
-def pairs_of(many: Sequence[int], few: Sequence[int], ndim: int) -> Iterator[tuple[Layout, Layout]]:
-    """Yield all pairs of layouts with these devices in this order."""
-    for a, b in itertools.product(shapes(len(many), ndim), shapes(len(few), ndim)):
-        yield layout(a, many), layout(b, few)
+def exhaustive(source: Layout, goal: Layout, sizes: tuple[int, ...], itemsize: int, costs: Servers, most: int) -> float:
+    """Return the least seconds of any path of at most `most` steps: every state of the table, every join, no bound."""
+    place, same = costs.place, set(source.devices.flat) == set(goal.devices.flat)
+    frames = table.frames(source, goal, None)
+    forward, back = (
+        [reached(f, is_back, most, sizes, itemsize, costs) for f in side]
+        for side, is_back in zip(frames, (False, True), strict=True)
+    )
+    best = joined(table.LAST, source, goal, sizes, itemsize, costs, same)
+    ends = [
+        [(f.layout(state), steps) for f, states in zip(side, found, strict=True) for state, steps in states.items()]
+        for side, found in zip(frames, (forward, back), strict=True)
+    ]
+    for (before, first), (after, last) in itertools.product(*ends):
+        total = [min((a + b for i, a in first.items() for j, b in last.items() if i + j <= n), default=inf) for n in (most, most - 1)]
+        shapes = before.devices.shape, after.devices.shape
+        if same and total[0] < best and shapes[0] == shapes[1]:
+            if table.same_cells(before.devices) == table.same_cells(after.devices):
+                best = total[0]
+        for row in table.INTER:
+            if total[1] < best and row.fits(*shapes, same):
+                best = min(best, total[1] + joined(row.kind, before, after, sizes, itemsize, costs, same))
+    return best
+
+
+def reached(
+    frame: table.Frame, is_back: bool, most: int, sizes: tuple[int, ...], itemsize: int, costs: Servers
+) -> dict[table.State, dict[int, float]]:
+    """Return the seconds of each state by the number of steps."""
+    known: dict[table.State, dict[int, float]] = {frame.start: {0: 0.0}}
+    for count in range(most):
+        for state in [state for state, steps in known.items() if count in steps]:
+            for kind, x, y in table.slots(len(state)):
+                take, give = (y, x) if is_back else (x, y)
+                for digits in table.leaving(state[take], take):
+                    for ordered in table.orders(digits, take, give):
+                        after = table.moved(state, take, give, ordered)
+                        shape = frame.layout(after).devices.shape
+                        if any(n % k for n, k in zip(sizes, shape[2:], strict=True)):
+                            continue
+                        held = frame.layout(after if is_back else state).devices.shape
+                        size = prod(sizes) * itemsize // prod(held[2:])
+                        total = known[state][count] + costs.seconds(kind, frame.groups(ordered), size)
+                        steps = known.setdefault(after, {})
+                        steps[count + 1] = min(total, steps.get(count + 1, inf))
+    return known
+
+
+def joined(
+    kind: str, before: Layout, after: Layout, sizes: tuple[int, ...], itemsize: int, costs: Servers, same: bool
+) -> float:
+    groups, _, largest = table.messages(before, after, sizes, costs.place)
+    if not groups:
+        return inf if same else 0.0
+    return costs.seconds(kind, table.stars(groups) if kind == "broadcast" else groups, largest * itemsize)
