@@ -182,7 +182,10 @@ class _Search:
             starts.append(nodes[0])
             side.reached.update(dict.fromkeys(nodes, 0.0))
         self._try(table.LAST, starts[0], starts[1])
-        ends = [(0 if self.is_merged else k, side.shape(start)) for k, side, start in zip((0, 1), self.sides, starts, strict=True)]
+        ends = [
+            (0 if self.is_merged else k, side.shape(start))
+            for k, side, start in zip((0, 1), self.sides, starts, strict=True)
+        ]
         back = _Bounds(ends[1], partial(self._relaxed, 1))
         reach = min(self.best, back.at(ends[0], self.best))
         # The bound of a state of one side is its distance from the layout of the other.
@@ -252,7 +255,9 @@ class _Search:
         key = (kind, before, after)
         if key not in self.joins:
             source, goal = self.source.layout.devices, self.goal.layout.devices
-            self.joins[key] = self._messages(kind, Layout(source.reshape(before)), Layout(goal.reshape(after)))[1] + _STEP
+            self.joins[key] = (
+                self._messages(kind, Layout(source.reshape(before)), Layout(goal.reshape(after)))[1] + _STEP
+            )
         return self.joins[key]
 
     def _free(self) -> tuple[set[tuple[int, int]], bool]:

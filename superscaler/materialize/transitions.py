@@ -178,9 +178,7 @@ def _product(codes: Shape, digits: Digits) -> int:
     return prod(codes[d] for d in digits)
 
 
-def frames(
-    source: Layout, goal: Layout, place: Callable[[int], Hashable] | None
-) -> tuple[list[Frame], list[Frame]]:
+def frames(source: Layout, goal: Layout, place: Callable[[int], Hashable] | None) -> tuple[list[Frame], list[Frame]]:
     """Return the frames of both layouts: one per order of the prime factors of each axis, as 6 is 2 x 3 and 3 x 2.
 
     Digits lead from place to place, or not, if that is so for all digits of all frames of both.

@@ -183,7 +183,10 @@ def exhaustive(source: Layout, goal: Layout, sizes: tuple[int, ...], itemsize: i
         for side, found in zip(frames, (forward, back), strict=True)
     ]
     for (before, first), (after, last) in itertools.product(*ends):
-        total = [min((a + b for i, a in first.items() for j, b in last.items() if i + j <= n), default=inf) for n in (most, most - 1)]
+        total = [
+            min((a + b for i, a in first.items() for j, b in last.items() if i + j <= n), default=inf)
+            for n in (most, most - 1)
+        ]
         shapes = before.devices.shape, after.devices.shape
         if same and total[0] < best and shapes[0] == shapes[1]:
             if table.same_cells(before.devices) == table.same_cells(after.devices):
