@@ -7,12 +7,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from math import inf, prod
+from functools import cache, lru_cache, partial
+from math import gcd, inf, lcm, prod
 
 from superscaler.ir.layout import Layout
 from superscaler.materialize import transitions as table
-from superscaler.materialize.transitions import Costs, D, Digits, Groups, R, Shape, State, Step, Symmetric, V
+from superscaler.materialize.transitions import Costs, D, Digits, Frame, Groups, R, Shape, State, Step, Symmetric, V
 
 LIMIT = 2500
 # A tie goes to the path with fewer steps.
@@ -68,6 +68,7 @@ class _Side:
         self.cells: dict[tuple[Shape, bytes], Node] = {}
 
     def shape(self, node: Node) -> Shape:
+        """Return the coded shape of a state."""
         return self.frames[node[0]].coded(node[1])
 
     def coded(self, plain: Shape) -> list[Shape]:
@@ -86,7 +87,7 @@ class _Side:
         return self.frames[node[0]].layout(node[1])
 
     def chain(self, node: Node) -> list[tuple[Node, Node, str, int, int, Digits]]:
-        """Return (from, to, kind, take, give, digits) of the moves between this end and a node, in the order of time."""
+        """Return (from, to, kind, take, give, digits) of the moves between this end and a node, in order of time."""
         found = []
         while node in self.came:
             other, kind, x, y, digits = self.came[node]
@@ -131,10 +132,10 @@ class _Bounds:
 
     def _settle(self, here: Place, cost: float) -> None:
         self.done[here] = cost
-        known, done = self.known, self.done
+        known = self.known
         for place, more in self.follow(here):
             total = cost + more
-            if place not in done and total < known.get(place, inf):
+            if total < known.get(place, inf):
                 known[place] = total
                 heapq.heappush(self.queue, (total + self._rest(place), total, place))
 
@@ -152,19 +153,18 @@ class _Search:
         frames = table.frames(source, goal, self.place if isinstance(costs, Symmetric) else None)
         self.source, self.goal = self.sides = (_Side(source, False, frames[0]), _Side(goal, True, frames[1]))
         self.is_same = set(self.source.devices) == set(self.goal.devices)
-        # One place and one other: the seconds of messages depend on the shapes only.
-        self.is_uniform = isinstance(costs, Symmetric) and all(
-            len(set(map(self.place, side.devices))) == 1 for side in self.sides
-        )
-        self.is_uniform &= not set(self.source.devices) & set(self.goal.devices)
-        # Places of equal size, of which none has devices of both.
         places = [side.by_place(self.place) for side in self.sides]
-        self.is_apart = all(len({len(some) for some in side}) == 1 for side in places) and not (
-            set(map(self.place, self.source.devices)) & set(map(self.place, self.goal.devices))
-        )
+        is_told = isinstance(costs, Symmetric) and not set(self.source.devices) & set(self.goal.devices)
+        # One place and one other: the seconds of messages depend on the shapes only.
+        self.is_uniform = is_told and all(len(side) == 1 for side in places)
+        # Places of equal size, of which none has devices of both: all messages are between places.
+        self.is_apart = is_told and all(len({len(some) for some in side}) == 1 for side in places)
+        self.is_apart &= not set(map(self.place, self.source.devices)) & set(map(self.place, self.goal.devices))
         self.is_within = set(self.goal.devices) <= set(self.source.devices)
         self.prices: dict[tuple[int, int, str, frozenset[int], int], float] = {}
-        self.cheapest: list[dict[tuple[str, int, int], float]] = [{}, {}]
+        self.cheapest = [_Memo(partial(self._cheapest, number)) for number in (0, 1)]
+        # Parts of a slot that are equal, of those that as many devices can have.
+        self.limits = tuple(gcd(n, lcm(*(len(side.devices) for side in self.sides))) for n in sizes)
         self.spread: dict[tuple[str, int, int], float] = {}
         self.joins: dict[tuple[str, Shape, Shape], float] = {}
         self.best = inf
@@ -175,9 +175,9 @@ class _Search:
 
     def run(self) -> Path:
         self.free, self.is_merged = self._free()
-        self.related = self._related()
+        self.related = _related(*(len(side.devices) for side in self.sides), self.limits, self.is_same)
         starts: list[Node] = []
-        for number, side in enumerate(self.sides):
+        for side in self.sides:
             nodes = [(k, frame.start) for k, frame in enumerate(side.frames)]
             starts.append(nodes[0])
             side.reached.update(dict.fromkeys(nodes, 0.0))
@@ -210,10 +210,11 @@ class _Search:
             found = self.prices[key] = self.costs.seconds(kind, groups, size) + _STEP
         return found
 
-    def _cheapest(self, number: int, kind: str, factor: int, size: int) -> float:
-        """The least seconds of a primitive over all sub-axes of a factor."""
+    def _cheapest(self, number: int, key: tuple[str, int, int]) -> float:
+        """The least seconds of a primitive over all sub-axes of a factor; the tensor is in some number of parts."""
+        kind, factor, parts = key
         found = (
-            self._price(number, k, kind, digits, size)
+            self._price(number, k, kind, digits, self.bytes // parts)
             for k, frame in enumerate(self.sides[number].frames)
             for digits in frame.subsets.get(factor, ())
         )
@@ -273,65 +274,16 @@ class _Search:
     def _is_free(self, shape: Shape) -> bool:
         return self.is_same and (table.parts(shape), table.plain(shape)[V]) in self.free
 
-    def _related(self) -> tuple[Related, Related]:
-        """Return, for the plain shapes of each side, the shapes of the other with the messages that join them."""
-        forward: Related = defaultdict(list)
-        back: Related = defaultdict(list)
-        afters: dict[object, list[Shape]] = defaultdict(list)
-        counts = len(self.source.devices), len(self.goal.devices)
-        is_odd = table.is_odd(*counts)
-        for after in self._shapes(counts[1]):
-            for key in self._keys(after, is_odd):
-                afters[key].append(after)
-        for before in self._shapes(counts[0]):
-            for after in dict.fromkeys(b for key in self._keys(before, is_odd) for b in afters[key]):
-                for row in table.INTER:
-                    if row.fits(before, after, self.is_same):
-                        forward[before].append((row.kind, after))
-                        back[after].append((row.kind, before))
-        return forward, back
-
-    def _keys(self, shape: Shape, is_odd: bool) -> list[object]:
-        """Return what shapes have in common that messages may join."""
-        if is_odd:
-            return [shape[V]]
-        return [shape] if self.is_same else [("R", shape[V:]), ("D", shape[:D])]
-
-    def _shapes(self, n: int) -> Iterator[Shape]:
-        """Yield the shapes of n devices that cut every slot into equal parts."""
-
-        def cut(n: int, sizes: Shape) -> Iterator[Shape]:
-            if not sizes:
-                yield from ((n // k, k) for k in _divisors(n))
-                return
-            for k in _divisors(n):
-                if sizes[-1] % k == 0:
-                    yield from ((*more, k) for more in cut(n // k, sizes[:-1]))
-
-        return cut(n, self.sizes)
-
     def _relaxed(self, start: int, here: Place) -> Iterator[tuple[Place, float]]:
         """Yield what may follow a shape, away from the layout of side `start`, with the least seconds of it."""
         layer, shape = here
-        plain, parts, known = table.plain(shape), table.parts(shape), self.cheapest[layer]
-        for kind, x, y in self.sides[start].moves:
-            shrinks, grows = x >= D, y >= D
-            for p, radix in table.factors(shape[x]):
-                if grows and self.sizes[y - D] % (plain[y] * radix):
-                    continue
-                # Backwards, what comes after is the source.
-                cut = parts if not start or shrinks == grows else parts // radix if shrinks else parts * radix
-                seconds = known.get((kind, p, cut))
-                if seconds is None:
-                    seconds = known[kind, p, cut] = self._cheapest(layer, kind, p, self.bytes // cut)
-                after = list(shape)
-                after[x] //= p
-                after[y] *= p
-                yield (layer, tuple(after)), seconds
+        prices = self.cheapest[layer]
+        for key, after in _near(shape, self.limits, bool(start)):
+            yield (layer, after), prices[key]
         if layer != start and not self.is_merged:
             return
         other = 0 if self.is_merged else 1 - start
-        for kind, other_plain in self.related[start].get(plain, ()):
+        for kind, other_plain in self.related[start].get(table.plain(shape), ()):
             for after in self.sides[1 - start].coded(other_plain):
                 yield (other, after), self._join_bound(kind, *((after, shape) if start else (shape, after)))
         if self._is_free(shape):
@@ -475,6 +427,66 @@ class _Search:
             factor = prod(frame.devices.shape[d] for d in digits)
             yield Step(kind, groups, take - D if take >= D else -1, give - D if give >= D else -1,
                        factor, frame.layout(into), size, seconds)  # fmt: skip
+
+
+class _Memo(dict[tuple[str, int, int], float]):
+    """Calls a function for what it does not have."""
+
+    def __init__(self, function: Callable[[tuple[str, int, int]], float]) -> None:
+        super().__init__()
+        self.function = function
+
+    def __missing__(self, key: tuple[str, int, int]) -> float:
+        found = self[key] = self.function(key)
+        return found
+
+
+@lru_cache(maxsize=1 << 14)
+def _near(shape: Shape, limits: Shape, is_back: bool) -> list[tuple[tuple[str, int, int], Shape]]:
+    """Return ((kind, factor, parts of the tensor at its source), shape) of all collectives from, or to, a shape."""
+    plain, parts, found = table.plain(shape), table.parts(shape), []
+    for kind, take, give in table.slots(len(shape)):
+        x, y = (give, take) if is_back else (take, give)
+        for p, radix in table.factors(shape[x]):
+            if y < D or limits[y - D] % (plain[y] * radix) == 0:
+                after = _changed(shape, x, y, p)
+                found.append(((kind, p, table.parts(after) if is_back else parts), after))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _related(few: int, many: int, limits: Shape, is_same: bool) -> tuple[Related, Related]:
+    """Return, for the plain shapes of each side, the shapes of the other with the messages that join them."""
+    forward: Related = defaultdict(list)
+    back: Related = defaultdict(list)
+    afters: dict[object, list[Shape]] = defaultdict(list)
+
+    def common(shape: Shape) -> list[object]:
+        """What shapes that messages may join have in common."""
+        if table.is_odd(few, many):
+            return [shape[V]]
+        return [shape] if is_same else [("R", shape[V:]), ("D", shape[:D])]
+
+    for after in _shapes(many, limits):
+        for key in common(after):
+            afters[key].append(after)
+    for before in _shapes(few, limits):
+        for after in dict.fromkeys(b for key in common(before) for b in afters[key]):
+            for row in table.INTER:
+                if row.fits(before, after, is_same):
+                    forward[before].append((row.kind, after))
+                    back[after].append((row.kind, before))
+    return forward, back
+
+
+def _shapes(n: int, limits: Shape) -> Iterator[Shape]:
+    """Yield the shapes of n devices that cut every slot into equal parts."""
+    if not limits:
+        yield from ((n // k, k) for k in _divisors(n))
+        return
+    for k in _divisors(n):
+        if limits[-1] % k == 0:
+            yield from ((*more, k) for more in _shapes(n // k, limits[:-1]))
 
 
 @cache

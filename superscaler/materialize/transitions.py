@@ -64,6 +64,8 @@ INTER = (
 LAST = "messages"
 # More than the digits of any one axis.
 _FAR = 16
+# The shapes are six times as many for each digit between places.
+_MOST_FAR = 3
 
 
 def _grows(few: Shape, many: Shape) -> bool:
@@ -200,14 +202,13 @@ def _told_apart(side: list[Frame], place: Callable[[int], Hashable]) -> list[Fra
     order = sorted(known[0].values())
     # Each place is one choice of values of these digits, and the other way round.
     is_clean = all(len(set(itertools.chain(*digit))) == sum(map(len, digit)) for digit in order)
-    if not is_clean or prod(map(len, order)) != len(numbers) or any(sorted(far.values()) != order for far in known):
+    is_clean &= prod(map(len, order)) == len(numbers) and all(sorted(far.values()) == order for far in known)
+    if not is_clean or len(order) > _MOST_FAR:
         return side
     return [
         replace(
             frame,
-            codes=tuple(
-                r ** (_FAR << order.index(far[d])) if d in far else r for d, r in enumerate(frame.devices.shape)
-            ),
+            codes=tuple(r ** (_FAR << order.index(far[d])) if d in far else r for d, r in enumerate(frame.codes)),
         )
         for frame, far in zip(side, known, strict=True)
     ]
@@ -218,8 +219,8 @@ def _frames(layout: Layout) -> Iterator[Frame]:
     for choice in itertools.product(*options):
         numbers = itertools.count()
         start = tuple(tuple(next(numbers) for _ in radices) for radices in choice)
-        radices = tuple(r for some in choice for r in some)
-        yield Frame(layout.devices.reshape(radices), start, radices)
+        codes = tuple(itertools.chain(*choice))
+        yield Frame(layout.devices.reshape(codes), start, codes)
 
 
 def _between(frame: Frame, names: dict[int, int]) -> dict[int, tuple[tuple[int, ...], ...]]:
@@ -329,6 +330,7 @@ def moved(state: State, take: int, give: int, digits: Digits) -> State:
     return tuple(after)
 
 
+@cache
 def slots(ndim: int) -> list[tuple[str, int, int]]:
     """Return each intra-group primitive with each pair of axes, of a layout with `ndim` axes, that it joins."""
     axes = {R: [R], V: [V], D: list(range(D, ndim))}
@@ -356,10 +358,9 @@ def messages(
     pairs, kept, largest = dict[tuple[int, int], None](), dict[int, None](), 0
     overlaps = [_overlaps(a, b, n) for a, b, n in zip(before.shape[2], after.shape[2], sizes, strict=True)]
     for cells in itertools.product(*overlaps):
-        here = (slice(None), slice(None), *(i for i, _, _ in cells))
-        there = (slice(None), slice(None), *(j for _, j, _ in cells))
         size = prod(n for _, _, n in cells)
-        for held, read in _matched(before.devices[here].T.tolist(), after.devices[there].T.tolist()):
+        held_by, read_by = _cell(before, [i for i, _, _ in cells]), _cell(after, [j for _, j, _ in cells])
+        for held, read in _matched(held_by, read_by):
             keeping = set(held).intersection(read)
             kept.update(dict.fromkeys(sorted(keeping)))
             for device in read:
@@ -370,6 +371,15 @@ def messages(
                 pairs[sender, device] = None
                 largest = max(largest, size)
     return tuple(pairs), tuple(kept), largest
+
+
+def _cell(layout: Layout, at: Sequence[int]) -> list[list[int]]:
+    """Return the replicas of each value part of a cell."""
+    devices = layout.devices
+    for k in at:
+        devices = devices[:, :, k]
+    found: list[list[int]] = devices.T.tolist()
+    return found
 
 
 def stars(pairs: Groups) -> Groups:

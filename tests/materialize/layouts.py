@@ -40,7 +40,7 @@ class Servers:
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: int) -> float:
         if kind in RING:
-            return self.alpha + max(self._ring(group, RING[kind](len(group)) * size, groups) for group in groups)
+            return self.alpha + RING[kind](len(groups[0])) * size / self._bandwidth(groups)
         if kind in ("chunk", "value_chunk"):
             return 0.0
         if kind == "broadcast":
@@ -51,19 +51,13 @@ class Servers:
         """Bytes of messages between servers."""
         return size * sum(self.place(a) != self.place(b) for a, b in groups)
 
-    def _ring(self, group: Sequence[int], moved: float, groups: Sequence[Sequence[int]]) -> float:
-        if len({self.place(d) for d in group}) == 1:
-            return moved / self.inside
-        return moved / self.across * max(self._load(groups).values())
-
-    def _load(self, groups: Sequence[Sequence[int]]) -> dict[int, int]:
-        """Rings through the NIC of each server."""
-        load: dict[int, int] = {}
+    def _bandwidth(self, groups: Sequence[Sequence[int]]) -> float:
+        """That of NVLink, or of the NIC with the most rings through it."""
+        far = Counter[int]()
         for group in groups:
-            servers = {self.place(d) for d in group}
-            for server in servers if len(servers) > 1 else ():
-                load[server] = load.get(server, 0) + 1
-        return load
+            servers = set(map(self.place, group))
+            far.update(servers if len(servers) > 1 else ())
+        return self.across / max(far.values()) if far else self.inside
 
     def _pairs(self, pairs: Sequence[Sequence[int]], size: int) -> float:
         ends: dict[tuple[str, int], float] = {}
@@ -164,14 +158,17 @@ def exchange(step: Step, before: Layout, data: dict[int, Array], sizes: tuple[in
     for sender, receiver in [*pairs, *((d, d) for d in step.kept)]:
         both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(held[sender], read[receiver], strict=True)]
         assert prod(hi - lo for lo, hi in both) > 0
-        piece = data[sender][tuple(slice(lo - s.start, hi - s.start) for (lo, hi), s in zip(both, held[sender]))]
-        after[receiver][tuple(slice(lo - s.start, hi - s.start) for (lo, hi), s in zip(both, read[receiver]))] += piece
+        after[receiver][_inside(both, read[receiver])] += data[sender][_inside(both, held[sender])]
     return after
+
+
+def _inside(box: list[tuple[int, int]], outer: tuple[slice, ...]) -> tuple[slice, ...]:
+    return tuple(slice(lo - s.start, hi - s.start) for (lo, hi), s in zip(box, outer, strict=True))
 
 
 def exhaustive(source: Layout, goal: Layout, sizes: tuple[int, ...], itemsize: int, costs: Servers, most: int) -> float:
     """Return the least seconds of any path of at most `most` steps: every state of the table, every join, no bound."""
-    place, same = costs.place, set(source.devices.flat) == set(goal.devices.flat)
+    same = set(source.devices.flat) == set(goal.devices.flat)
     frames = table.frames(source, goal, None)
     forward, back = (
         [reached(f, is_back, most, sizes, itemsize, costs) for f in side]
@@ -188,9 +185,9 @@ def exhaustive(source: Layout, goal: Layout, sizes: tuple[int, ...], itemsize: i
             for n in (most, most - 1)
         ]
         shapes = before.devices.shape, after.devices.shape
-        if same and total[0] < best and shapes[0] == shapes[1]:
-            if table.same_cells(before.devices) == table.same_cells(after.devices):
-                best = total[0]
+        is_one = same and shapes[0] == shapes[1] and table.same_cells(before.devices) == table.same_cells(after.devices)
+        if is_one:
+            best = min(best, total[0])
         for row in table.INTER:
             if total[1] < best and row.fits(*shapes, same):
                 best = min(best, total[1] + joined(row.kind, before, after, sizes, itemsize, costs, same))

@@ -11,7 +11,7 @@ from layouts import execute, holds, layout, scattered, shapes
 from superscaler.ir.layout import Layout
 from superscaler.materialize import transitions as table
 from superscaler.materialize.search import Path
-from superscaler.materialize.transitions import D, INTER, INTRA, Inter, Intra, Step
+from superscaler.materialize.transitions import INTER, INTRA, D, Inter, Intra, Step
 
 SIZES = (8, 16)
 
