@@ -7,12 +7,15 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from math import gcd, inf, lcm, prod
 
 from superscaler.ir.layout import Layout
+from superscaler.materialize import frames
 from superscaler.materialize import transitions as table
-from superscaler.materialize.transitions import Costs, D, Digits, Frame, Groups, R, Shape, State, Step, Symmetric, V
+from superscaler.materialize.bounds import Bounds, Memo, Place, changed, near, related
+from superscaler.materialize.frames import Frame
+from superscaler.materialize.transitions import Costs, D, Digits, Groups, R, Shape, State, Step, Symmetric, V
 
 LIMIT = 2500
 # A tie goes to the path with fewer steps.
@@ -21,10 +24,6 @@ _JOIN = 2
 # How much further than the next state a bound is searched.
 _SLACK = 1.02
 Node = tuple[int, State]
-Related = dict[Shape, list[tuple[str, Shape]]]
-# A side and a shape.
-Place = tuple[int, Shape]
-Follow = Callable[[Place], Iterable[tuple[Place, float]]]
 Joined = tuple[str, Groups, tuple[int, ...], int]
 
 
@@ -74,7 +73,7 @@ class _Side:
     def coded(self, plain: Shape) -> list[Shape]:
         """Return the coded shapes that a plain one may stand for."""
         if plain not in self.codes:
-            self.codes[plain] = table.coded(plain, prod(self.frames[0].codes))
+            self.codes[plain] = frames.coded(plain, prod(self.frames[0].codes))
         return self.codes[plain]
 
     def by_place(self, place: Callable[[int], Hashable]) -> list[list[int]]:
@@ -96,50 +95,6 @@ class _Side:
         return found if self.is_back else found[::-1]
 
 
-class _Bounds:
-    """The least seconds from one layout, whatever the digits: A* over the shapes of both sides, as far as asked.
-
-    `guide` are the bounds from the other layout, settled up to `reach`.
-    """
-
-    def __init__(self, start: Place, follow: Follow, guide: _Bounds | None = None, reach: float = 0.0) -> None:
-        self.follow, self.guide, self.reach = follow, guide, reach
-        self.known = {start: 0.0}
-        self.queue = [(self._rest(start), 0.0, start)]
-        self.done: dict[Place, float] = {}
-
-    def at(self, place: Place, most: float) -> float:
-        """Return the seconds of a shape; infinity from `most` on."""
-        found = self.done.get(place)
-        if found is None:
-            most += self._rest(place)
-            while found is None and self.queue and self.queue[0][0] < most:
-                _, cost, here = heapq.heappop(self.queue)
-                if here not in self.done:
-                    self._settle(here, cost)
-                    found = self.done.get(place)
-        return inf if found is None else found
-
-    def least(self, place: Place) -> float:
-        """Return what is known of the seconds of a shape without a further search."""
-        found = self.done.get(place)
-        if found is not None:
-            return found
-        return self.queue[0][0] - self._rest(place) if self.queue else inf
-
-    def _rest(self, place: Place) -> float:
-        return min(self.guide.done.get(place, inf), self.reach) if self.guide else 0.0
-
-    def _settle(self, here: Place, cost: float) -> None:
-        self.done[here] = cost
-        known = self.known
-        for place, more in self.follow(here):
-            total = cost + more
-            if total < known.get(place, inf):
-                known[place] = total
-                heapq.heappush(self.queue, (total + self._rest(place), total, place))
-
-
 def search(source: Layout, goal: Layout, sizes: Shape, itemsize: int, costs: Costs, limit: int) -> Path:
     """Return the cheapest path, or, after `limit` expanded states, the cheapest so far with a bound."""
     return _Search(source, goal, sizes, itemsize, costs, limit).run()
@@ -150,8 +105,8 @@ class _Search:
         self.sizes, self.itemsize, self.costs, self.limit = sizes, itemsize, costs, limit
         self.bytes = prod(sizes) * itemsize
         self.place: Callable[[int], Hashable] = costs.place if isinstance(costs, Symmetric) else int
-        frames = table.frames(source, goal, self.place if isinstance(costs, Symmetric) else None)
-        self.source, self.goal = self.sides = (_Side(source, False, frames[0]), _Side(goal, True, frames[1]))
+        both = frames.frames(source, goal, self.place if isinstance(costs, Symmetric) else None)
+        self.source, self.goal = self.sides = (_Side(source, False, both[0]), _Side(goal, True, both[1]))
         self.is_same = set(self.source.devices) == set(self.goal.devices)
         places = [side.by_place(self.place) for side in self.sides]
         is_told = isinstance(costs, Symmetric) and not set(self.source.devices) & set(self.goal.devices)
@@ -162,7 +117,7 @@ class _Search:
         self.is_apart &= not set(map(self.place, self.source.devices)) & set(map(self.place, self.goal.devices))
         self.is_within = set(self.goal.devices) <= set(self.source.devices)
         self.prices: dict[tuple[int, int, str, frozenset[int], int], float] = {}
-        self.cheapest = [_Memo(partial(self._cheapest, number)) for number in (0, 1)]
+        self.cheapest = [Memo(partial(self._cheapest, number)) for number in (0, 1)]
         # Parts of a slot that are equal, of those that as many devices can have.
         self.limits = tuple(gcd(n, lcm(*(len(side.devices) for side in self.sides))) for n in sizes)
         self.spread: dict[tuple[str, int, int], float] = {}
@@ -175,7 +130,7 @@ class _Search:
 
     def run(self) -> Path:
         self.free, self.is_merged = self._free()
-        self.related = _related(*(len(side.devices) for side in self.sides), self.limits, self.is_same)
+        self.related = related(*(len(side.devices) for side in self.sides), self.limits, self.is_same)
         starts: list[Node] = []
         for side in self.sides:
             nodes = [(k, frame.start) for k, frame in enumerate(side.frames)]
@@ -186,10 +141,10 @@ class _Search:
             (0 if self.is_merged else k, side.shape(start))
             for k, side, start in zip((0, 1), self.sides, starts, strict=True)
         ]
-        back = _Bounds(ends[1], partial(self._relaxed, 1))
+        back = Bounds(ends[1], partial(self._relaxed, 1))
         reach = min(self.best, back.at(ends[0], self.best))
         # The bound of a state of one side is its distance from the layout of the other.
-        self.bounds = [back, _Bounds(ends[0], partial(self._relaxed, 0), back, reach)]
+        self.bounds = [back, Bounds(ends[0], partial(self._relaxed, 0), back, reach)]
         for number, side in enumerate(self.sides):
             for node in side.reached:
                 self._push(0.0, number, (node,))
@@ -200,7 +155,7 @@ class _Search:
 
     def size(self, shape: Shape) -> int:
         """Bytes of each device."""
-        return self.bytes // table.parts(shape)
+        return self.bytes // frames.parts(shape)
 
     def _price(self, number: int, frame: int, kind: str, digits: frozenset[int], size: int) -> float:
         key = (number, frame, kind, digits, size)
@@ -223,12 +178,12 @@ class _Search:
     def _join_bound(self, kind: str, before: Shape, after: Shape) -> float:
         """The least seconds of messages between two states of these shapes."""
         if self.is_uniform:
-            return self._uniform(kind, table.plain(before), table.plain(after))
+            return self._uniform(kind, frames.plain(before), frames.plain(after))
         if kind == table.LAST or (self.is_within and not self.is_same):
             return 0.0
-        held, read = table.parts(before), table.parts(after)
+        held, read = frames.parts(before), frames.parts(after)
         if self.is_same:
-            count = table.arriving(before, after, len(self.source.devices))
+            count = frames.arriving(before, after, len(self.source.devices))
         else:
             count = len(self.goal.devices) * max(1, held // read) * self.is_apart
         key = (kind, self.bytes // max(held, read), count)
@@ -272,18 +227,18 @@ class _Search:
         return {source[cut] for cut in source.keys() & goal.keys()}, source.keys() == goal.keys()
 
     def _is_free(self, shape: Shape) -> bool:
-        return self.is_same and (table.parts(shape), table.plain(shape)[V]) in self.free
+        return self.is_same and (frames.parts(shape), frames.plain(shape)[V]) in self.free
 
     def _relaxed(self, start: int, here: Place) -> Iterator[tuple[Place, float]]:
         """Yield what may follow a shape, away from the layout of side `start`, with the least seconds of it."""
         layer, shape = here
         prices = self.cheapest[layer]
-        for key, after in _near(shape, self.limits, bool(start)):
+        for key, after in near(shape, self.limits, bool(start)):
             yield (layer, after), prices[key]
         if layer != start and not self.is_merged:
             return
         other = 0 if self.is_merged else 1 - start
-        for kind, other_plain in self.related[start].get(table.plain(shape), ()):
+        for kind, other_plain in self.related[start].get(frames.plain(shape), ()):
             for after in self.sides[1 - start].coded(other_plain):
                 yield (other, after), self._join_bound(kind, *((after, shape) if start else (shape, after)))
         if self._is_free(shape):
@@ -293,7 +248,7 @@ class _Search:
         return (0 if self.is_merged else number), shape
 
     def _fits(self, shape: Shape, axis: int) -> bool:
-        return axis < D or self.sizes[axis - D] % table.plain(shape)[axis] == 0
+        return axis < D or self.sizes[axis - D] % frames.plain(shape)[axis] == 0
 
     # -- search
 
@@ -342,7 +297,7 @@ class _Search:
                 self.best = cost + other.reached[match]
                 self.ends = (*((match, node) if number else (node, match)), None)
         side.settled[shape].append(node)
-        for kind, plain in self.related[number].get(table.plain(shape), ()):
+        for kind, plain in self.related[number].get(frames.plain(shape), ()):
             for partner in other.coded(plain):
                 matches = other.settled.get(partner)
                 if not matches:
@@ -359,7 +314,7 @@ class _Search:
         shape, cost, codes = side.shape(node), side.reached[node], side.frames[at].codes
         for kind, x, y in side.moves:
             for digits, members in _leaving(state[x], x >= D) if state[x] else ():
-                after = _changed(shape, x, y, prod(codes[d] for d in digits))
+                after = changed(shape, x, y, prod(codes[d] for d in digits))
                 if not self._fits(after, y):
                     continue
                 total = cost + self._price(number, at, kind, members, self.size(after if side.is_back else shape))
@@ -427,75 +382,3 @@ class _Search:
             factor = prod(frame.devices.shape[d] for d in digits)
             yield Step(kind, groups, take - D if take >= D else -1, give - D if give >= D else -1,
                        factor, frame.layout(into), size, seconds)  # fmt: skip
-
-
-class _Memo(dict[tuple[str, int, int], float]):
-    """Calls a function for what it does not have."""
-
-    def __init__(self, function: Callable[[tuple[str, int, int]], float]) -> None:
-        super().__init__()
-        self.function = function
-
-    def __missing__(self, key: tuple[str, int, int]) -> float:
-        found = self[key] = self.function(key)
-        return found
-
-
-@lru_cache(maxsize=1 << 14)
-def _near(shape: Shape, limits: Shape, is_back: bool) -> list[tuple[tuple[str, int, int], Shape]]:
-    """Return ((kind, factor, parts of the tensor at its source), shape) of all collectives from, or to, a shape."""
-    plain, parts, found = table.plain(shape), table.parts(shape), []
-    for kind, take, give in table.slots(len(shape)):
-        x, y = (give, take) if is_back else (take, give)
-        for p, radix in table.factors(shape[x]):
-            if y < D or limits[y - D] % (plain[y] * radix) == 0:
-                after = _changed(shape, x, y, p)
-                found.append(((kind, p, table.parts(after) if is_back else parts), after))
-    return found
-
-
-@lru_cache(maxsize=256)
-def _related(few: int, many: int, limits: Shape, is_same: bool) -> tuple[Related, Related]:
-    """Return, for the plain shapes of each side, the shapes of the other with the messages that join them."""
-    forward: Related = defaultdict(list)
-    back: Related = defaultdict(list)
-    afters: dict[object, list[Shape]] = defaultdict(list)
-
-    def common(shape: Shape) -> list[object]:
-        """What shapes that messages may join have in common."""
-        if table.is_odd(few, many):
-            return [shape[V]]
-        return [shape] if is_same else [("R", shape[V:]), ("D", shape[:D])]
-
-    for after in _shapes(many, limits):
-        for key in common(after):
-            afters[key].append(after)
-    for before in _shapes(few, limits):
-        for after in dict.fromkeys(b for key in common(before) for b in afters[key]):
-            for row in table.INTER:
-                if row.fits(before, after, is_same):
-                    forward[before].append((row.kind, after))
-                    back[after].append((row.kind, before))
-    return forward, back
-
-
-def _shapes(n: int, limits: Shape) -> Iterator[Shape]:
-    """Yield the shapes of n devices that cut every slot into equal parts."""
-    if not limits:
-        yield from ((n // k, k) for k in _divisors(n))
-        return
-    for k in _divisors(n):
-        if limits[-1] % k == 0:
-            yield from ((*more, k) for more in _shapes(n // k, limits[:-1]))
-
-
-@cache
-def _divisors(n: int) -> tuple[int, ...]:
-    return tuple(k for k in range(1, n + 1) if n % k == 0)
-
-
-def _changed(shape: Shape, x: int, y: int, p: int) -> Shape:
-    after = list(shape)
-    after[x] //= p
-    after[y] *= p
-    return tuple(after)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from superscaler.ir.layout import Layout
 from superscaler.materialize import transitions as table
+from superscaler.materialize.frames import Frame
+from superscaler.materialize.frames import frames as find_frames
 from superscaler.materialize.paths import Path
 from superscaler.materialize.transitions import Step
 
@@ -169,7 +171,7 @@ def _inside(box: list[tuple[int, int]], outer: tuple[slice, ...]) -> tuple[slice
 def exhaustive(source: Layout, goal: Layout, sizes: tuple[int, ...], itemsize: int, costs: Servers, most: int) -> float:
     """Return the least seconds of any path of at most `most` steps: every state of the table, every join, no bound."""
     same = set(source.devices.flat) == set(goal.devices.flat)
-    frames = table.frames(source, goal, None)
+    frames = find_frames(source, goal, None)
     forward, back = (
         [reached(f, is_back, most, sizes, itemsize, costs) for f in side]
         for side, is_back in zip(frames, (False, True), strict=True)
@@ -195,7 +197,7 @@ def exhaustive(source: Layout, goal: Layout, sizes: tuple[int, ...], itemsize: i
 
 
 def reached(
-    frame: table.Frame, is_back: bool, most: int, sizes: tuple[int, ...], itemsize: int, costs: Servers
+    frame: Frame, is_back: bool, most: int, sizes: tuple[int, ...], itemsize: int, costs: Servers
 ) -> dict[table.State, dict[int, float]]:
     """Return the seconds of each state by the number of steps."""
     known: dict[table.State, dict[int, float]] = {frame.start: {0: 0.0}}

@@ -75,8 +75,8 @@ def check_least(source: Layout, goal: Layout, costs: Servers) -> None:
 @SHUFFLED
 @pytest.mark.parametrize("name", GROUPS)
 def test_paths_give_exactly_the_tensor(name: str, is_shuffled: bool) -> None:
-    for devices in (8, 4, 3, 2):
-        for source, goal in pairs(name, is_shuffled, 15):
+    for devices in (8, 3, 2):
+        for source, goal in pairs(name, is_shuffled, 12):
             check_path(source, goal, Servers(devices))
 
 
@@ -93,7 +93,7 @@ def test_all_paths_give_exactly_the_tensor(name: str, devices: int, is_shuffled:
 @pytest.mark.parametrize("name", GROUPS)
 def test_no_path_of_four_steps_is_cheaper(name: str, is_shuffled: bool) -> None:
     for devices in (8, 3, 2):
-        for source, goal in pairs(name, is_shuffled, 5):
+        for source, goal in pairs(name, is_shuffled, 3):
             check_least(source, goal, Servers(devices))
 
 

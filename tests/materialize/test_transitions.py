@@ -10,6 +10,7 @@ from layouts import execute, holds, layout, scattered, shapes
 
 from superscaler.ir.layout import Layout
 from superscaler.materialize import transitions as table
+from superscaler.materialize.frames import frames as find_frames
 from superscaler.materialize.search import Path
 from superscaler.materialize.transitions import INTER, INTRA, D, Inter, Intra, Step
 
@@ -29,7 +30,7 @@ def test_collectives(row: Intra) -> None:
     for n, sizes in ((8, SIZES), (6, (6, 12))):
         for shape in shapes(n, 4):
             source = layout(shape, np.random.default_rng(n).permutation(n))
-            for frame in table.frames(source, source, None)[0]:
+            for frame in find_frames(source, source, None)[0]:
                 for kind, take, give in table.slots(4):
                     for digits in table.leaving(frame.start[take], take) if kind == row.kind else ():
                         for ordered in table.orders(digits, take, give):
