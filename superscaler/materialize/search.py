@@ -17,12 +17,12 @@ from superscaler.materialize.bounds import Bounds, Memo, Place, changed, near, r
 from superscaler.materialize.frames import Frame
 from superscaler.materialize.transitions import Costs, D, Digits, Groups, R, Shape, State, Step, Symmetric, V
 
-LIMIT = 2500
+LIMIT = 1800
 # A tie goes to the path with fewer steps.
 _STEP = 1e-13
 _JOIN = 2
-# How much further than the next state a bound is searched.
-_SLACK = 1.02
+# How much further than the next state a bound is searched, as a part of its key and of that of the whole path.
+_SLACK = 0.02
 Node = tuple[int, State]
 Joined = tuple[str, Groups, tuple[int, ...], int]
 
@@ -143,6 +143,8 @@ class _Search:
         ]
         back = Bounds(ends[1], partial(self._relaxed, 1))
         reach = min(self.best, back.at(ends[0], self.best))
+        # Local steps may cost nothing: the cheapest other step is what to go by.
+        self.slack = _SLACK * min((cost for cost in self.prices.values() if cost > 10 * _STEP), default=reach)
         # The bound of a state of one side is its distance from the layout of the other.
         self.bounds = [back, Bounds(ends[0], partial(self._relaxed, 0), back, reach)]
         for number, side in enumerate(self.sides):
@@ -277,7 +279,7 @@ class _Search:
         """Whether no other state of the queue comes before this one; else it is put back with a better bound."""
         side = self.sides[number]
         cost = side.reached[node]
-        most = min(self.best, (self.queue[0][0] if self.queue else inf) * _SLACK)
+        most = min(self.best, (self.queue[0][0] if self.queue else inf) * (1 + _SLACK) + self.slack)
         bound = min(most, cost + self.bounds[number].at(self._place(number, side.shape(node)), most - cost))
         if bound <= key or (self.queue and bound <= self.queue[0][0] and bound < most):
             return True
