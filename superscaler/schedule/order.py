@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,8 +15,10 @@ from superscaler.ir.fold import Fold
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import UNASSIGNED
 from superscaler.ir.transformed import Graph, Group
+from superscaler.ir.work import Work
 from superscaler.schedule.alternatives import find_turns, members
 from superscaler.schedule.edges import Edges, Key
+from superscaler.schedule.grid import Row, draw
 from superscaler.schedule.homes import place_updates
 from superscaler.schedule.segments import Segment, find_segments
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer, find_transfers
@@ -32,6 +34,11 @@ class Node(NamedTuple):
     number: int
     key: Key = (-1, -1, -1)
     link: int = -1
+
+    @property
+    def device(self) -> int:
+        """The device of work: F, B or U."""
+        return self.number if self.kind == "U" else self.key[0]
 
 
 @dataclass(eq=False)
@@ -72,7 +79,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
         if not is_searched and any(edges.is_replicated(name) for name in merged):
             edges, is_searched = Edges(graph, fold, find_turns(edges)), True
             continue
-        raise ScheduleError(nodes.explain(cycle))
+        raise ScheduleError(nodes.explain(cycle, schedule.order))
 
 
 def check_assigned(graph: Graph) -> None:
@@ -304,8 +311,8 @@ class _Nodes:
                     (queue.append if self._is_work(after) else queue.appendleft)(after)
         return []
 
-    def explain(self, cycle: Sequence[Node]) -> str:
-        """Return the message of a cycle: each work with what it needs and why, and what to do."""
+    def explain(self, cycle: Sequence[Node], done: Sequence[Node]) -> str:
+        """Return the message of a cycle: each work with what it needs and why, what is `done` before, what to do."""
         ring = list(cycle)
         lines = ["the schedule has a cycle, so no device can go on."]
         work = [n for n in ring if n.kind in "FBU"]
@@ -313,17 +320,77 @@ class _Nodes:
             at = ring.index(node)
             why, previous = self._why(ring, at)
             lines.append(f"  {self.describe(node)} needs {self.describe(previous)}  ({why})")
+        lines += ["", "What each device does until it is stuck:", *draw(self._rows(work, done)), ""]
         transfers = [self.schedule.transfers[n.number] for n in ring if n.kind == "C"]
         coupled = next(((t.tensor, reader) for t in transfers if (reader := self._coupled(t))), None)
         if coupled:
             lines.append(
-                f"  {coupled[1]} reads {coupled[0]} of several microbatches, as norms and losses over the batch do: "
+                f"{coupled[1]} reads {coupled[0]} of several microbatches, as norms and losses over the batch do: "
                 "order all forwards before the first backward, or use 1 microbatch."
             )
-        orders = [self.graph.orders[n.number].where for n in ring if n.kind == "O"]
+        orders = [self.graph.orders[n.number] for n in ring if n.kind == "O"]
         if orders:
-            lines.append(f"  Remove or reverse the op_order at {', '.join(dict.fromkeys(orders))}.")
-        return "\n".join(lines)
+            lines.append("Remove or reverse one op_order:" if len(orders) > 1 else "Remove or reverse this op_order:")
+            lines += dict.fromkeys(f"  {o.before} before {o.after}, at {o.where}" for o in orders)
+        return "\n".join(lines).rstrip()
+
+    def _rows(self, work: Sequence[Node], done: Sequence[Node]) -> list[Row]:
+        """Return what the devices of a cycle have done when they are stuck, by step, and what they wait for."""
+        called = {}
+        for order in self.graph.orders:
+            for group in (order.before, order.after):
+                if Work.matches(group.label):
+                    called.update(dict.fromkeys(self._members(group, order.where), group.label))
+        runs = self._runs(done, called)
+        waits: dict[int, list[str]] = {}
+        pairs = list(zip(work, [work[-1], *work[:-1]], strict=True))
+        across = [(node, needed) for node, needed in pairs if node.device != needed.device]
+        for node, needed in across or pairs:
+            ends = [called.get(n) or self._short(n) for n in (node, needed)]
+            is_one = node.device == needed.device and ends[0] == ends[1]
+            for k, n in enumerate((node, needed)):
+                # Part of what goes by this name is done, or both ends do.
+                if n.key[1] >= 0 and (is_one or ends[k] in runs.get(n.device, {}).values()):
+                    ends[k] += f" ({self._op(n)})"
+            where = f" on device {needed.device}" if across else ""
+            waits.setdefault(node.device, []).append(f"{ends[0]} waits for {ends[1]}{where}")
+        return [Row(device, runs.get(device, {}), ", ".join(waits[device])) for device in sorted(waits)]
+
+    def _runs(self, done: Sequence[Node], called: Mapping[Node, str]) -> dict[int, dict[int, str]]:
+        """Return per device and step the work done, what goes by one name together."""
+        level = [0] * len(self.names)
+        runs: dict[int, list[tuple[int, str, list[Node]]]] = {}
+        for node in done:
+            n = self.number[node]
+            if is_work := self._is_work(n) and not self._is_preparation(node):
+                mine = runs.setdefault(node.device, [])
+                name = called.get(node) or (node.kind if node.key[1] < 0 else self._short(node))
+                if not mine or mine[-1][1] != name:
+                    mine.append((max(level[n], mine[-1][0] + 1 if mine else 0), name, []))
+                mine[-1][2].append(node)
+                level[n] = mine[-1][0]
+            for after in self.after[n]:
+                level[after] = max(level[after], level[n] + is_work)
+        return {device: {step: self._run(name, nodes) for step, name, nodes in mine} for device, mine in runs.items()}
+
+    def _run(self, name: str, nodes: Sequence[Node]) -> str:
+        if name not in ("F", "B"):
+            return name
+        last = self.schedule.segments[nodes[-1].number].ops[-1].name
+        return f"{name} {'..'.join(dict.fromkeys((self._op(nodes[0]), last)))}"
+
+    def _is_preparation(self, node: Node) -> bool:
+        return node.kind != "U" and self.schedule.segments[node.number].ops[0].from_data
+
+    def _short(self, node: Node) -> str:
+        """Return the name of work on its device: that of its microbatch, or else of its op."""
+        if node.kind == "U":
+            return "the update"
+        part = f" part {node.key[2]}" if node.key[2] > 0 else ""
+        return f"{node.kind}{node.key[1]}" if node.key[1] >= 0 else f"{node.kind} {self._op(node)}{part}"
+
+    def _op(self, node: Node) -> str:
+        return self.schedule.segments[node.number].ops[0].name
 
     def _coupled(self, transfer: Transfer) -> str:
         """Return what reads an activation of other microbatches than its own, if anything does."""
