@@ -30,11 +30,11 @@ def draw(rows: Sequence[Row]) -> list[str]:
     """
     shown = rows[:ROWS]
     steps = sorted({step for row in shown for step in row.done})
-    lines = _lines(shown, steps)
-    for start in range(FIRST + 1, len(steps) + 1):
+    fewer = [[*steps[:FIRST], ~steps[FIRST], *steps[start:]] for start in range(FIRST + 1, len(steps) + 1)]
+    for columns in (steps, *fewer, [~step for step in steps[:1]]):
+        lines = _lines(shown, columns)
         if max(map(len, lines)) <= WIDTH:
             break
-        lines = _lines(shown, [*steps[:FIRST], ~steps[FIRST], *steps[start:]])
     lines = [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
     return lines + ([f"  and {len(rows) - ROWS} more devices"] if len(rows) > ROWS else [])
 

@@ -376,8 +376,8 @@ class _Nodes:
     def _run(self, name: str, nodes: Sequence[Node]) -> str:
         if name not in ("F", "B"):
             return name
-        last = self.schedule.segments[nodes[-1].number].ops[-1].name
-        return f"{name} {'..'.join(dict.fromkeys((self._op(nodes[0]), last)))}"
+        ops = [op.name for node in nodes for op in self.schedule.segments[node.number].ops]
+        return f"{name} to {ops[-1]}" if len(ops) > 1 else f"{name} {ops[0]}"
 
     def _is_preparation(self, node: Node) -> bool:
         return node.kind != "U" and self.schedule.segments[node.number].ops[0].from_data
