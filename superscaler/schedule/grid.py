@@ -31,12 +31,14 @@ def draw(rows: Sequence[Row]) -> list[str]:
     shown = rows[:ROWS]
     steps = sorted({step for row in shown for step in row.done})
     fewer = [[*steps[:FIRST], ~steps[FIRST], *steps[start:]] for start in range(FIRST + 1, len(steps) + 1)]
-    for columns in (steps, *fewer, [~step for step in steps[:1]]):
+    least = [[~steps[0], steps[-1]], [~steps[0]]] if len(steps) > 1 else []
+    for columns in (steps, *fewer, *least):
         lines = _lines(shown, columns)
         if max(map(len, lines)) <= WIDTH:
             break
     lines = [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
-    return lines + ([f"  and {len(rows) - ROWS} more devices"] if len(rows) > ROWS else [])
+    more = len(rows) - ROWS
+    return lines + ([f"  and {more} more device{'s' * (more > 1)}"] if more > 0 else [])
 
 
 def _lines(rows: Sequence[Row], steps: Sequence[int]) -> list[str]:

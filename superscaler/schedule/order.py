@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.fold import Fold
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import UNASSIGNED
-from superscaler.ir.transformed import Graph, Group
+from superscaler.ir.transformed import Graph, Group, Order
 from superscaler.ir.work import Work
 from superscaler.schedule.alternatives import find_turns, members
 from superscaler.schedule.edges import Edges, Key
@@ -27,7 +27,8 @@ from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
 class Node(NamedTuple):
     """A unit of work: F or B of a segment instance, U (the updates of a device), or C (transfer `number`).
 
-    For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order.
+    For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order, P the
+    update by the part `key` of op `number` where an op_order names it: U comes before it, and runs it.
     """
 
     kind: str
@@ -37,8 +38,8 @@ class Node(NamedTuple):
 
     @property
     def device(self) -> int:
-        """The device of work: F, B or U."""
-        return self.number if self.kind == "U" else self.key[0]
+        """The device of F, B and P."""
+        return self.key[0]
 
 
 @dataclass(eq=False)
@@ -67,7 +68,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
         nodes = _Nodes(schedule)
         schedule.order = nodes.sort()
         if len(schedule.order) == len(nodes.names):
-            schedule.order = [n for n in schedule.order if n.kind != "O"]
+            schedule.order = [n for n in schedule.order if n.kind not in "OP"]
             return schedule
         # A cycle through a segment of several ops may vanish when its ops run apart; one through single ops is real.
         cycle = nodes.shortest_cycle(schedule.order)
@@ -111,6 +112,7 @@ class _Nodes:
         self.after: list[list[int]] = []
         self.waits: list[int] = []
         self.reason: dict[tuple[int, int], str] = {}
+        self._op_number = {op.name: number for number, op in enumerate(self.graph.ops)}
         self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
         self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
         for segment in schedule.segments:
@@ -126,6 +128,7 @@ class _Nodes:
             hub = Node("O", order_number)
             self._add(hub)
             before, after = (self._members(group, order.where) for group in (order.before, order.after))
+            self._check_updates_last(order, before, after)
             for node in before:
                 self._edge(node, hub, f"op_order, {order.where}")
             for node in after:
@@ -196,7 +199,12 @@ class _Nodes:
                 keys = self._keys(segment, group.microbatch)
                 found.update(dict.fromkeys(Node(group.kind, segment.number, key) for key in keys))
         for kind, name, key in members(self.schedule.edges, replace(group, members=tuple(rest))):
-            found[Node("U", key[0]) if kind == "U" else Node(kind, self.segment_of[name].number, key)] = None
+            node = (
+                Node("P", self._op_number[name], key) if kind == "U" else Node(kind, self.segment_of[name].number, key)
+            )
+            if kind == "U" and node not in self.number:
+                self._edge(Node("U", key[0]), node)
+            found[node] = None
         existing = [n for n in found if n in self.number]
         if not existing:
             raise ScheduleError(
@@ -204,6 +212,21 @@ class _Nodes:
                 "choose a microbatch that Microbatch made, and for B ops that have a backward."
             )
         return existing
+
+    def _check_updates_last(self, order: Order, before: Sequence[Node], after: Sequence[Node]) -> None:
+        first = next((n for n in before if n.kind == "P"), None)
+        last = next((n for n in after if n.kind != "P"), None)
+        if first is not None and last is not None:
+            instead = (
+                f"Put B of the ops that read {self._name(first)} there instead, or remove this op_order."
+                if last.kind == "B"
+                else "Remove this op_order: the forwards of the next step come after all updates."
+            )
+            raise ScheduleError(
+                f"op_order at {order.where}: {self.describe(first)} cannot come before {self.describe(last)}. All "
+                "updates run at the end of a step, when all gradients are there, because clipping takes the norm of "
+                f"all. {instead}"
+            )
 
     def _keys(self, segment: Segment, microbatch: int | None) -> list[Key]:
         """Return the keys of a segment, of all microbatches or of one."""
@@ -265,12 +288,12 @@ class _Nodes:
             elif node.kind == "U":
                 found.append(first.setdefault(("U", fold.places[node.number][0]), number))
             else:
-                found.append(number if node.kind == "O" else first.setdefault(base(node), number))
+                found.append(number if node.kind in "OP" else first.setdefault(base(node), number))
         return found
 
     def _priority(self, number: int) -> tuple[int, int, int, int, int]:
         node = self.names[number]
-        rank = {"O": 0, "C": 1, "B": 2, "F": 3, "U": 4}[node.kind]
+        rank = {"O": 0, "C": 1, "B": 2, "F": 3, "U": 4, "P": 5}[node.kind]
         place = -node.number if node.kind == "B" else node.number
         is_late = node.kind == "C" and self.schedule.transfers[node.number].is_to_updates
         return rank, is_late or node.key[1], place, node.key[0], number
@@ -315,7 +338,7 @@ class _Nodes:
         """Return the message of a cycle: each work with what it needs and why, what is `done` before, what to do."""
         ring = list(cycle)
         lines = ["the schedule has a cycle, so no device can go on."]
-        work = [n for n in ring if n.kind in "FBU"]
+        work = [n for n in ring if n.kind not in "CO"]
         for node in work:
             at = ring.index(node)
             why, previous = self._why(ring, at)
@@ -342,18 +365,25 @@ class _Nodes:
                 if Work.matches(group.label):
                     called.update(dict.fromkeys(self._members(group, order.where), group.label))
         runs = self._runs(done, called)
-        waits: dict[int, list[str]] = {}
         pairs = list(zip(work, [work[-1], *work[:-1]], strict=True))
-        across = [(node, needed) for node, needed in pairs if node.device != needed.device]
-        for node, needed in across or pairs:
-            ends = [called.get(n) or self._short(n) for n in (node, needed)]
-            is_one = node.device == needed.device and ends[0] == ends[1]
-            for k, n in enumerate((node, needed)):
+
+        def ends(node: Node, needed: Node) -> Iterator[str]:
+            names = [called.get(n) or self._short(n) for n in (node, needed)]
+            is_one = node.device == needed.device and names[0] == names[1] and node != needed
+            for n, name in zip((node, needed), names, strict=True):
                 # Part of what goes by this name is done, or both ends do.
-                if n.key[1] >= 0 and (is_one or ends[k] in runs.get(n.device, {}).values()):
-                    ends[k] += f" ({self._op(n)})"
-            where = f" on device {needed.device}" if across else ""
-            waits.setdefault(node.device, []).append(f"{ends[0]} waits for {ends[1]}{where}")
+                is_unclear = n.key[1] >= 0 and (is_one or name in runs.get(n.device, {}).values())
+                yield f"{name} ({self._name(n)})" if is_unclear else name
+
+        waits: dict[int, list[str]] = {}
+        for node, needed in pairs:
+            if node.device != needed.device:
+                what = f"{{}} waits for {{}} on device {needed.device}".format(*ends(node, needed))
+                waits.setdefault(node.device, []).append(what)
+        if not waits:
+            form = {1: "{} waits for itself", 2: "{} and {} wait for each other"}.get(len(pairs), "{} waits for {}")
+            shown = pairs if len(pairs) > 2 else pairs[:1]
+            waits[work[0].device] = [form.format(*ends(*pair)) for pair in shown]
         return [Row(device, runs.get(device, {}), ", ".join(waits[device])) for device in sorted(waits)]
 
     def _runs(self, done: Sequence[Node], called: Mapping[Node, str]) -> dict[int, dict[int, str]]:
@@ -362,9 +392,10 @@ class _Nodes:
         runs: dict[int, list[tuple[int, str, list[Node]]]] = {}
         for node in done:
             n = self.number[node]
-            if is_work := self._is_work(n) and not self._is_preparation(node):
+            if is_work := self._is_work(n) and self._is_shown(node):
                 mine = runs.setdefault(node.device, [])
-                name = called.get(node) or (node.kind if node.key[1] < 0 else self._short(node))
+                is_plain = node.kind in "FB" and node.key[1] < 0
+                name = called.get(node) or (node.kind if is_plain else self._short(node))
                 if not mine or mine[-1][1] != name:
                     mine.append((max(level[n], mine[-1][0] + 1 if mine else 0), name, []))
                 mine[-1][2].append(node)
@@ -379,17 +410,21 @@ class _Nodes:
         ops = [op.name for node in nodes for op in self.schedule.segments[node.number].ops]
         return f"{name} to {ops[-1]}" if len(ops) > 1 else f"{name} {ops[0]}"
 
-    def _is_preparation(self, node: Node) -> bool:
-        return node.kind != "U" and self.schedule.segments[node.number].ops[0].from_data
+    def _is_shown(self, node: Node) -> bool:
+        """Tell whether work has a step: preparing data has none, nor have updates, which nothing waits for."""
+        return node.kind == "P" or (node.kind in "FB" and not self.schedule.segments[node.number].ops[0].from_data)
 
     def _short(self, node: Node) -> str:
         """Return the name of work on its device: that of its microbatch, or else of its op."""
-        if node.kind == "U":
-            return "the update"
         part = f" part {node.key[2]}" if node.key[2] > 0 else ""
-        return f"{node.kind}{node.key[1]}" if node.key[1] >= 0 else f"{node.kind} {self._op(node)}{part}"
+        if node.kind == "P":
+            return f"U {self._name(node)}{part}"
+        return f"{node.kind}{node.key[1]}" if node.key[1] >= 0 else f"{node.kind} {self._name(node)}{part}"
 
-    def _op(self, node: Node) -> str:
+    def _name(self, node: Node) -> str:
+        """Return the name of the weight of an update, or of the first op of a segment."""
+        if node.kind == "P":
+            return self.graph.ops[node.number].inputs[0].tensor
         return self.schedule.segments[node.number].ops[0].name
 
     def _coupled(self, transfer: Transfer) -> str:
@@ -413,12 +448,13 @@ class _Nodes:
         return self.reason.get((self.number[previous], self.number[ring[at]]), "data"), previous
 
     def describe(self, node: Node) -> str:
-        if node.kind == "U":
-            return f"the update on device {node.number}"
-        segment = self.schedule.segments[node.number]
         device, micro, ordinal = node.key
-        where = f"{segment.module or segment.ops[0].name}"
-        names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
+        if node.kind == "P":
+            where, names = self._name(node), self.graph.ops[node.number].name
+        else:
+            segment = self.schedule.segments[node.number]
+            where = f"{segment.module or segment.ops[0].name}"
+            names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
         number = f"microbatch {micro}, " if micro >= 0 else ""
         part = f", part {ordinal}" if ordinal else ""
-        return f"{node.kind} of {where} ({names}), {number}device {device}{part}"
+        return f"{'U' if node.kind == 'P' else node.kind} of {where} ({names}), {number}device {device}{part}"

@@ -73,6 +73,14 @@ def plain(graph: Graph, cluster: Cluster) -> None:
     op_order(graph, shared.stages(graph, 4)[3], shared.stages(graph, 4)[2])
 
 
+def updates(graph: Graph, cluster: Cluster) -> None:
+    """Two updates in one order on the first device's weight and the other's, and in the other order."""
+    pipeline(graph, cluster, shared.schedule_1f1b(2, 2), 2)
+    first, last = graph.op("update.layers.0.weight"), graph.op("update.head.bias")
+    op_order(graph, first, last)
+    op_order(graph, last, first)
+
+
 def many(graph: Graph, cluster: Cluster) -> None:
     """A ring of ten devices."""
     stages = shared.stages(graph, 10)
@@ -82,7 +90,8 @@ def many(graph: Graph, cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "world"), [(backward_first, 4), (no_warm_up, 4), (interleaved, 4), (late, 2), (plain, 2), (many, 10)]
+    ("plan", "world"),
+    [(backward_first, 4), (no_warm_up, 4), (interleaved, 4), (late, 2), (plain, 2), (updates, 2), (many, 10)],
 )
 def test_a_cycle_is_told_with_what_each_device_does_until_then(
     plan: Callable[[Graph, Cluster], None], world: int, graph: Graph, request: pytest.FixtureRequest
