@@ -42,9 +42,11 @@ def parse(*rows: str) -> Rows:
 
 
 def backward_first(graph: Graph, cluster: Cluster) -> None:
+    """Updates are in an order too, but none runs before the cycle is met."""
     rows = shared.schedule_1f1b(4, 4)
     rows[3][4:6] = rows[3][5:3:-1]
     pipeline(graph, cluster, rows)
+    op_order(graph, graph.op("update.head.weight"), graph.op("update.head.bias"))
 
 
 def no_warm_up(graph: Graph, cluster: Cluster) -> None:
@@ -64,6 +66,14 @@ def late(graph: Graph, cluster: Cluster) -> None:
     rows[0].insert(first, rows[0].pop(rows[0].index(Work(0, "B", 14))))
     rows[1].insert(last + 1, rows[1].pop(last))
     pipeline(graph, cluster, rows, 16)
+
+
+def unnamed(graph: Graph, cluster: Cluster) -> None:
+    """Two chunks on each of two devices, whose work has no names: the second chunks wait for each other."""
+    pipeline(graph, cluster, [], 2, chunks=2)
+    stages = shared.stages(graph, 4)
+    before, after = (graph.select(ops=stages[stage], microbatch=0) for stage in (3, 2))
+    op_order(graph, before, after)
 
 
 def plain(graph: Graph, cluster: Cluster) -> None:
@@ -91,7 +101,16 @@ def many(graph: Graph, cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "world"),
-    [(backward_first, 4), (no_warm_up, 4), (interleaved, 4), (late, 2), (plain, 2), (updates, 2), (many, 10)],
+    [
+        (backward_first, 4),
+        (no_warm_up, 4),
+        (interleaved, 4),
+        (late, 2),
+        (unnamed, 2),
+        (plain, 2),
+        (updates, 2),
+        (many, 10),
+    ],
 )
 def test_a_cycle_is_told_with_what_each_device_does_until_then(
     plan: Callable[[Graph, Cluster], None], world: int, graph: Graph, request: pytest.FixtureRequest
