@@ -12,7 +12,7 @@ from superscaler.ir.mask import Mask, extents, intersect
 from superscaler.ir.parts import Rows
 from superscaler.schedule.cover import Wanted
 from superscaler.schedule.edges import Edges
-from superscaler.schedule.order import Schedule
+from superscaler.schedule.nodes import Schedule
 
 
 def check_conservation(schedule: Schedule) -> None:

@@ -24,7 +24,8 @@ from superscaler.ir.transformed import Graph, Group, Order, rows_under
 from superscaler.materialize.build import materialize
 from superscaler.materialize.rendezvous import meetings
 from superscaler.schedule.conservation import check_conservation
-from superscaler.schedule.order import Schedule, complete
+from superscaler.schedule.nodes import Schedule
+from superscaler.schedule.order import complete
 
 Work = tuple[str, str, tuple[int, int, int]]  # kind F, B or U, op, key
 
