@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -81,25 +81,23 @@ def _rows(nodes: Nodes, work: Sequence[Node], done: Sequence[Node]) -> list[Row]
             if Work.matches(group.label):
                 called.update(dict.fromkeys(nodes.members(group, order.where), group.label))
     runs = _runs(nodes, done, called)
-    pairs = list(zip(work, [work[-1], *work[:-1]], strict=True))
 
-    def ends(node: Node, needed: Node) -> Iterator[str]:
-        names = [called.get(n) or _short(nodes, n) for n in (node, needed)]
-        is_one = node.device == needed.device and names[0] == names[1] and node != needed
-        for n, name in zip((node, needed), names, strict=True):
-            # Part of what goes by this name is done, or both ends do.
-            is_unclear = n.key[1] >= 0 and (is_one or name in runs.get(n.device, {}).values())
-            yield f"{name} ({nodes.name(n)})" if is_unclear else name
+    def name(node: Node) -> str:
+        """Return the name of work, with its op where part of what goes by that name is done."""
+        short = called.get(node) or _short(nodes, node)
+        is_begun = node.key[1] >= 0 and short in runs.get(node.device, {}).values()
+        return f"{short} ({nodes.name(node)})" if is_begun else short
 
     waits: dict[int, list[str]] = {}
-    for node, needed in pairs:
+    for node, needed in zip(work, [work[-1], *work[:-1]], strict=True):
         if node.device != needed.device:
-            what = f"{{}} waits for {{}} on device {needed.device}".format(*ends(node, needed))
+            what = f"{name(node)} waits for {name(needed)} on device {needed.device}"
             waits.setdefault(node.device, []).append(what)
     if not waits:
-        form = {1: "{} waits for itself", 2: "{} and {} wait for each other"}.get(len(pairs), "{} waits for {}")
-        shown = pairs if len(pairs) > 2 else pairs[:1]
-        waits[work[0].device] = [form.format(*ends(*pair)) for pair in shown]
+        found = list(dict.fromkeys(map(name, work)))
+        *names, last = found if len(found) > 1 or len(work) == 1 else [f"{name(n)} ({nodes.name(n)})" for n in work]
+        what = f"{', '.join(names)} and {last} wait for each other" if names else f"{last} waits for itself"
+        waits[work[0].device] = [what]
     return [Row(device, runs.get(device, {}), ", ".join(waits[device])) for device in sorted(waits)]
 
 

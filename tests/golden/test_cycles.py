@@ -76,6 +76,12 @@ def unnamed(graph: Graph, cluster: Cluster) -> None:
     op_order(graph, before, after)
 
 
+def within(graph: Graph, cluster: Cluster) -> None:
+    """A product and what reads it, of one microbatch on one device."""
+    pipeline(graph, cluster, [], 2)
+    op_order(graph, graph.select(module="layers.1", microbatch=1), graph.select(module="layers.0", microbatch=1))
+
+
 def plain(graph: Graph, cluster: Cluster) -> None:
     """Layers in turn on two devices: the third, on device 0, is to wait for the fourth, which reads what it makes."""
     for layer, ops in enumerate(shared.stages(graph, 4)):
@@ -107,6 +113,7 @@ def many(graph: Graph, cluster: Cluster) -> None:
         (interleaved, 4),
         (late, 2),
         (unnamed, 2),
+        (within, 1),
         (plain, 2),
         (updates, 2),
         (many, 10),
