@@ -20,7 +20,8 @@ from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
 from superscaler.schedule.fold import find_fold, restrict
 from superscaler.schedule.homes import place_updates
-from superscaler.schedule.order import Schedule, check_assigned, complete
+from superscaler.schedule.nodes import Schedule
+from superscaler.schedule.order import check_assigned, complete
 
 SProgram = Callable[[Graph, Cluster], Any]
 

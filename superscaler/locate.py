@@ -22,7 +22,7 @@ from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import run_ranks
-from superscaler.schedule.order import Node
+from superscaler.schedule.nodes import Node
 from superscaler.schedule.segments import Segment
 
 TOLERANCE = 1e-9

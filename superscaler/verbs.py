@@ -107,7 +107,10 @@ def _device_id(where: str, device: Any) -> int:
 
 
 def op_order(graph: Graph, before: Target | Group, after: Target | Group) -> None:
-    """Make everything in `before` happen before everything in `after`, on every device."""
+    """Make everything in `before` happen before everything in `after`, on every device.
+
+    Updates (optimizer ops) run at the end of a step, so they come before other updates only.
+    """
     where = caller()
     graph.orders.append(Order(_group(graph, before), _group(graph, after), where))
 

@@ -213,7 +213,9 @@ class Graph:
         if not chosen:
             paths = {o.module for o in self.forward_ops}
             raise InputError(unknown("module", module, paths) if module else "the selection matches no op.")
-        name = label or f"{kind}({module or chosen[0].name})" + (f" of microbatch {microbatch}" if microbatch else "")
+        name = label or f"{kind}({module or chosen[0].name})" + (
+            f" of microbatch {microbatch}" if microbatch is not None else ""
+        )
         return Group(kind, tuple((o.name, ()) for o in chosen), microbatch, name)
 
 

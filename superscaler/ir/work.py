@@ -27,6 +27,10 @@ class Work:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @staticmethod
+    def matches(text: str) -> bool:
+        return _TEXT.match(text) is not None
+
+    @staticmethod
     def parse(text: str) -> Work:
         found = _TEXT.match(text)
         if found is None:

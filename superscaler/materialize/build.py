@@ -40,7 +40,7 @@ from superscaler.materialize.names import reads, suffix, tag, writes
 from superscaler.materialize.reduction import Reduction, reduction
 from superscaler.materialize.values import Values
 from superscaler.schedule.edges import Key
-from superscaler.schedule.order import Node, Schedule
+from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import BACKWARD, FORWARD, Place, Transfer
 

@@ -11,7 +11,7 @@ from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Backward, Device, Forward, Free, Loss, Program, Update
 from superscaler.materialize.names import reads, tag, unique_identifiers, writes
 from superscaler.materialize.sizes import check_sizes
-from superscaler.schedule.order import Schedule
+from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import BACKWARD, UPDATE
 

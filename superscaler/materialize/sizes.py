@@ -26,7 +26,7 @@ from superscaler.ir.program import (
     Wait,
 )  # fmt: skip
 from superscaler.materialize.names import tag, writes
-from superscaler.schedule.order import Schedule
+from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.segments import Segment
 
 Sizes = Iterator[tuple[str, int]]

@@ -7,7 +7,7 @@ from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.program import Accumulate, Combine, Instruction, Load, Slice, Wait, Weight
 from superscaler.materialize.names import unique_identifiers
 from superscaler.schedule.edges import Key
-from superscaler.schedule.order import Schedule
+from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.transfers import BACKWARD, UPDATE, Place, Transfer
 
 Address = tuple[int, int]

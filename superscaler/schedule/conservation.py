@@ -14,7 +14,7 @@ from superscaler.ir.parts import Grid, Rows
 from superscaler.ir.transformed import Graph
 from superscaler.schedule.cover import Wanted
 from superscaler.schedule.edges import Edges
-from superscaler.schedule.order import Schedule
+from superscaler.schedule.nodes import Schedule
 
 
 def check_conservation(schedule: Schedule, whole: Graph, fold: Fold | None = None) -> None:

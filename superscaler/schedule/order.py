@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
-
-import numpy as np
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.fold import Fold
-from superscaler.ir.mask import Mask
 from superscaler.ir.parts import UNASSIGNED
-from superscaler.ir.transformed import Graph, Group
-from superscaler.schedule.alternatives import find_turns, members
-from superscaler.schedule.edges import Edges, Key
+from superscaler.ir.transformed import Graph
+from superscaler.schedule.alternatives import find_turns
+from superscaler.schedule.cycle import explain, shortest_cycle
+from superscaler.schedule.edges import Edges
 from superscaler.schedule.homes import place_updates
-from superscaler.schedule.segments import Segment, find_segments
-from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer, find_transfers
-
-
-class Node(NamedTuple):
-    """A unit of work: F or B of a segment instance, U (the updates of a device), or C (transfer `number`).
-
-    For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order.
-    """
-
-    kind: str
-    number: int
-    key: Key = (-1, -1, -1)
-    link: int = -1
-
-
-@dataclass(eq=False)
-class Schedule:
-    """What runs when: the segments, the transfers between them, and one global order of all nodes."""
-
-    edges: Edges
-    segments: list[Segment]
-    transfers: list[Transfer]
-    order: list[Node] = field(default_factory=list)
+from superscaler.schedule.nodes import Node, Nodes, Schedule
+from superscaler.schedule.segments import find_segments
+from superscaler.schedule.transfers import Place, find_transfers
 
 
 def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
@@ -57,13 +31,13 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
     while True:
         segments = find_segments(edges, alone)
         schedule = Schedule(edges, segments, find_transfers(edges, segments))
-        nodes = _Nodes(schedule)
-        schedule.order = nodes.sort()
+        nodes = Nodes(schedule)
+        schedule.order = sort(nodes)
         if len(schedule.order) == len(nodes.names):
-            schedule.order = [n for n in schedule.order if n.kind != "O"]
+            schedule.order = [n for n in schedule.order if n.kind not in "OP"]
             return schedule
         # A cycle through a segment of several ops may vanish when its ops run apart; one through single ops is real.
-        cycle = nodes.shortest_cycle(schedule.order)
+        cycle = shortest_cycle(nodes, schedule.order)
         merged = {op.name for n in cycle if n.kind in "FB" for op in segments[n.number].ops}
         if any(len(segments[n.number].ops) > 1 for n in cycle if n.kind in "FB"):
             alone |= merged
@@ -72,7 +46,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
         if not is_searched and any(edges.is_replicated(name) for name in merged):
             edges, is_searched = Edges(graph, fold, find_turns(edges)), True
             continue
-        raise ScheduleError(nodes.explain(cycle))
+        raise ScheduleError(explain(nodes, cycle, schedule.order))
 
 
 def check_assigned(graph: Graph) -> None:
@@ -93,265 +67,66 @@ def check_assigned(graph: Graph) -> None:
         )
 
 
-class _Nodes:
-    """The dependency graph: nodes by number, edges with their reason."""
+def sort(nodes: Nodes) -> list[Node]:
+    """Return the nodes in one order that keeps every edge; fewer than all where there is a cycle.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.graph = schedule.edges.graph
-        self.names: list[Node] = []
-        self.number: dict[Node, int] = {}
-        self.after: list[list[int]] = []
-        self.waits: list[int] = []
-        self.reason: dict[tuple[int, int], str] = {}
-        self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
-        self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
-        for segment in schedule.segments:
-            for key in segment.keys:
-                self._add(Node("F", segment.number, key))
-                if segment.has_mirror:
-                    self._add(Node("B", segment.number, key))
-                    self._edge(Node("F", segment.number, key), Node("B", segment.number, key), "saved activations")
-        self._add_updates()
-        for number, transfer in enumerate(schedule.transfers):
-            self._add_transfer(number, transfer)
-        for order_number, order in enumerate(self.graph.orders):
-            hub = Node("O", order_number)
-            self._add(hub)
-            before, after = (self._members(group, order.where) for group in (order.before, order.after))
-            for node in before:
-                self._edge(node, hub, f"op_order, {order.where}")
-            for node in after:
-                self._edge(hub, node, f"op_order, {order.where}")
+    Of the nodes that are ready, messages go first (those to updates after what others wait for), then backwards
+    (they release memory), earlier microbatches before later ones. Devices that correspond do the same together,
+    unless one waits for another.
+    """
+    together = _orbits(nodes)
+    order = _sort(nodes, together) if len(set(together)) < len(together) else []
+    return order if len(order) == len(nodes.names) else _sort(nodes, range(len(nodes.names)))
 
-    def _add(self, node: Node) -> int:
-        if node not in self.number:
-            self.number[node] = len(self.names)
-            self.names.append(node)
-            self.after.append([])
-            self.waits.append(0)
-        return self.number[node]
 
-    def _edge(self, before: Node, after: Node, reason: str = "") -> None:
-        a, b = self._add(before), self._add(after)
-        self.after[a].append(b)
-        self.waits[b] += 1
-        if reason and (a, b) not in self.reason:
-            self.reason[a, b] = reason
+def _sort(nodes: Nodes, groups: Sequence[int]) -> list[Node]:
+    """Sort groups of nodes, numbered per node by the first of each group."""
+    members: dict[int, list[int]] = {}
+    for node, group in enumerate(groups):
+        members.setdefault(group, []).append(node)
+    waits = dict.fromkeys(members, 0)
+    for node, group in enumerate(groups):
+        waits[group] += nodes.waits[node]
+    ready = [_priority(nodes, group) for group, count in waits.items() if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        group = heapq.heappop(ready)[-1]
+        for node in members[group]:
+            order.append(nodes.names[node])
+            for after in nodes.after[node]:
+                waits[groups[after]] -= 1
+                if waits[groups[after]] == 0:
+                    heapq.heappush(ready, _priority(nodes, groups[after]))
+    return order
 
-    def _add_updates(self) -> None:
-        """Every read of a weight on a device comes before its update there (anti-dependencies)."""
-        devices = {
-            int(d) for op in self.schedule.edges.homes.values() for d in self.schedule.edges.rows[op.name].device
-        }
-        for segment in self.schedule.segments:
-            for key in segment.keys:
-                if key[0] in devices:
-                    self._edge(Node("F", segment.number, key), Node("U", key[0]), "read before update")
-                    if segment.has_mirror:
-                        self._edge(Node("B", segment.number, key), Node("U", key[0]), "read before update")
 
-    def _node(self, place: Place) -> Node | None:
-        if place.kind == UPDATE:
-            return None
-        return Node(place.kind, place.segment, place.key)
+def _orbits(nodes: Nodes) -> list[int]:
+    """Return per node the first node that does the same on a device that corresponds to its own."""
+    fold, first = nodes.schedule.edges.fold, dict[Hashable, int]()
+    if fold is None:
+        return list(range(len(nodes.names)))
 
-    def _add_transfer(self, number: int, transfer: Transfer) -> None:
-        if transfer.is_one and transfer.links:
-            self._add_message(Node("C", number), transfer, transfer.pieces, transfer.readers)
-            return
-        for link, (p, r) in enumerate(transfer.links):
-            self._add_message(Node("C", number, link=link), transfer, [transfer.pieces[p]], [transfer.readers[r]])
+    def base(place: Place | Node) -> Hashable:
+        return (*place[:2], fold.places[place.key[0]][0], *place.key[1:], place[3])
 
-    def _add_message(self, node: Node, transfer: Transfer, pieces: Sequence[End], readers: Sequence[End]) -> None:
-        self._add(node)
-        for piece in pieces:
-            for place in piece.places:
-                if (before := self._node(place)) is not None:
-                    self._edge(before, node)
-            if transfer.kind == FORWARD and piece.places[0].kind == UPDATE:
-                self._edge(node, Node("U", piece.device), "sent before update")
-        for reader in readers:
-            for place in reader.places:
-                self._edge(node, self._node(place) or Node("U", reader.device))
+    found = []
+    for number, node in enumerate(nodes.names):
+        if node.kind == "C":
+            transfer = nodes.schedule.transfers[node.number]
+            p, r = transfer.links[max(node.link, 0)]
+            ends = transfer.pieces[p].places[0], transfer.readers[r].places[0]
+            found.append(first.setdefault((transfer.tensor, node.link < 0, *map(base, ends)), number))
+        elif node.kind == "U":
+            found.append(first.setdefault(("U", fold.places[node.number][0]), number))
+        else:
+            found.append(number if node.kind in "OP" else first.setdefault(base(node), number))
+    return found
 
-    def _members(self, group: Group, where: str) -> list[Node]:
-        found: dict[Node, None] = {}
-        done: set[int] = set()
-        rest = []
-        for name, paths in group.members:
-            segment = self.segment_of.get(name)
-            if segment is None or paths:
-                rest.append((name, paths))
-            elif segment.number not in done:
-                # All parts of all its ops have the same keys.
-                done.add(segment.number)
-                keys = self._keys(segment, group.microbatch)
-                found.update(dict.fromkeys(Node(group.kind, segment.number, key) for key in keys))
-        for kind, name, key in members(self.schedule.edges, replace(group, members=tuple(rest))):
-            found[Node("U", key[0]) if kind == "U" else Node(kind, self.segment_of[name].number, key)] = None
-        existing = [n for n in found if n in self.number]
-        if not existing:
-            raise ScheduleError(
-                f"op_order at {where}: no part of {group} exists, so there is nothing to order; "
-                "choose a microbatch that Microbatch made, and for B ops that have a backward."
-            )
-        return existing
 
-    def _keys(self, segment: Segment, microbatch: int | None) -> list[Key]:
-        """Return the keys of a segment, of all microbatches or of one."""
-        if segment.number not in self.keys_of:
-            by_microbatch: dict[int | None, list[Key]] = {None: list(segment.keys)}
-            for key in segment.keys:
-                by_microbatch.setdefault(key[1], []).append(key)
-            self.keys_of[segment.number] = by_microbatch
-        return self.keys_of[segment.number].get(microbatch, [])
-
-    def sort(self) -> list[Node]:
-        """Return the nodes in one order that keeps every edge; fewer than all where there is a cycle.
-
-        Of the nodes that are ready, messages go first (those to updates after what others wait for), then backwards
-        (they release memory), earlier microbatches before later ones. Devices that correspond do the same together,
-        unless one waits for another.
-        """
-        together = self._orbits()
-        order = self._sort(together) if len(set(together)) < len(together) else []
-        return order if len(order) == len(self.names) else self._sort(range(len(self.names)))
-
-    def _sort(self, groups: Sequence[int]) -> list[Node]:
-        """Sort groups of nodes, numbered per node by the first of each group."""
-        members: dict[int, list[int]] = {}
-        for node, group in enumerate(groups):
-            members.setdefault(group, []).append(node)
-        waits = dict.fromkeys(members, 0)
-        for node, group in enumerate(groups):
-            waits[group] += self.waits[node]
-        ready = [self._priority(group) for group, count in waits.items() if count == 0]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            group = heapq.heappop(ready)[-1]
-            for node in members[group]:
-                order.append(self.names[node])
-                for after in self.after[node]:
-                    waits[groups[after]] -= 1
-                    if waits[groups[after]] == 0:
-                        heapq.heappush(ready, self._priority(groups[after]))
-        return order
-
-    def _orbits(self) -> list[int]:
-        """Return per node the first node that does the same on a device that corresponds to its own."""
-        fold, first = self.schedule.edges.fold, dict[Hashable, int]()
-        if fold is None:
-            return list(range(len(self.names)))
-
-        def base(place: Place | Node) -> Hashable:
-            return (*place[:2], fold.places[place.key[0]][0], *place.key[1:], place[3])
-
-        found = []
-        for number, node in enumerate(self.names):
-            if node.kind == "C":
-                transfer = self.schedule.transfers[node.number]
-                p, r = transfer.links[max(node.link, 0)]
-                ends = transfer.pieces[p].places[0], transfer.readers[r].places[0]
-                found.append(first.setdefault((transfer.tensor, node.link < 0, *map(base, ends)), number))
-            elif node.kind == "U":
-                found.append(first.setdefault(("U", fold.places[node.number][0]), number))
-            else:
-                found.append(number if node.kind == "O" else first.setdefault(base(node), number))
-        return found
-
-    def _priority(self, number: int) -> tuple[int, int, int, int, int]:
-        node = self.names[number]
-        rank = {"O": 0, "C": 1, "B": 2, "F": 3, "U": 4}[node.kind]
-        place = -node.number if node.kind == "B" else node.number
-        is_late = node.kind == "C" and self.schedule.transfers[node.number].is_to_updates
-        return rank, is_late or node.key[1], place, node.key[0], number
-
-    def shortest_cycle(self, sorted_nodes: Sequence[Node]) -> list[Node]:
-        """Return a cycle with the least work among the nodes that could not be sorted."""
-        done = np.zeros(len(self.names), dtype=bool)
-        done[[self.number[n] for n in sorted_nodes]] = True
-        best: list[int] = []
-        limit = len(self.names) + 1
-        left = [n for n in np.flatnonzero(~done).tolist() if self._is_work(n)]
-        for start in left[:2000]:
-            if path := self._cycle_from(start, done, limit):
-                best, limit = path, sum(map(self._is_work, path))
-        return [self.names[n] for n in best]
-
-    def _is_work(self, number: int) -> bool:
-        return self.names[number].kind not in "CO"
-
-    def _cycle_from(self, start: int, done: np.ndarray, limit: int) -> list[int]:
-        """Return a cycle through `start` of less work than `limit`; transfers and orders are passed at no cost."""
-        came = {start: -1}
-        depth = {start: 1}
-        queue = deque([start])
-        while queue:
-            here = queue.popleft()
-            for after in self.after[here]:
-                if after == start:
-                    path = [here]
-                    while came[path[-1]] != -1:
-                        path.append(came[path[-1]])
-                    return path[::-1]
-                if done[after] or after in came:
-                    continue
-                depth[after] = depth[here] + self._is_work(after)
-                if depth[after] < limit:
-                    came[after] = here
-                    (queue.append if self._is_work(after) else queue.appendleft)(after)
-        return []
-
-    def explain(self, cycle: Sequence[Node]) -> str:
-        """Return the message of a cycle: each work with what it needs and why, and what to do."""
-        ring = list(cycle)
-        lines = ["the schedule has a cycle, so no device can go on."]
-        work = [n for n in ring if n.kind in "FBU"]
-        for node in work:
-            at = ring.index(node)
-            why, previous = self._why(ring, at)
-            lines.append(f"  {self.describe(node)} needs {self.describe(previous)}  ({why})")
-        transfers = [self.schedule.transfers[n.number] for n in ring if n.kind == "C"]
-        coupled = next(((t.tensor, reader) for t in transfers if (reader := self._coupled(t))), None)
-        if coupled:
-            lines.append(
-                f"  {coupled[1]} reads {coupled[0]} of several microbatches, as norms and losses over the batch do: "
-                "order all forwards before the first backward, or use 1 microbatch."
-            )
-        orders = [self.graph.orders[n.number].where for n in ring if n.kind == "O"]
-        if orders:
-            lines.append(f"  Remove or reverse the op_order at {', '.join(dict.fromkeys(orders))}.")
-        return "\n".join(lines)
-
-    def _coupled(self, transfer: Transfer) -> str:
-        """Return what reads an activation of other microbatches than its own, if anything does."""
-        made = {place.key[1] for piece in transfer.pieces for place in piece.places} - {-1}
-        readers = (place for reader in transfer.readers for place in reader.places if place.kind == FORWARD)
-        if transfer.kind != FORWARD or len(made) < 2:
-            return ""
-        place = next((p for p in readers if p.key[1] >= 0), None)
-        segment = None if place is None else self.schedule.segments[place.segment]
-        return "" if segment is None else segment.module or segment.ops[0].name
-
-    def _why(self, ring: list[Node], at: int) -> tuple[str, Node]:
-        previous = ring[at - 1]
-        if previous.kind == "O":
-            return f"op_order, {self.graph.orders[previous.number].where}", ring[at - 2]
-        if previous.kind == "C":
-            transfer = self.schedule.transfers[previous.number]
-            box = transfer.readers[transfer.links[max(previous.link, 0)][1]].box
-            return f"data {Mask(transfer.tensor, box)}", ring[at - 2]
-        return self.reason.get((self.number[previous], self.number[ring[at]]), "data"), previous
-
-    def describe(self, node: Node) -> str:
-        if node.kind == "U":
-            return f"the update on device {node.number}"
-        segment = self.schedule.segments[node.number]
-        device, micro, ordinal = node.key
-        where = f"{segment.module or segment.ops[0].name}"
-        names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
-        number = f"microbatch {micro}, " if micro >= 0 else ""
-        part = f", part {ordinal}" if ordinal else ""
-        return f"{node.kind} of {where} ({names}), {number}device {device}{part}"
+def _priority(nodes: Nodes, number: int) -> tuple[int, int, int, int, int]:
+    node = nodes.names[number]
+    rank = {"O": 0, "C": 1, "B": 2, "F": 3, "U": 4, "P": 5}[node.kind]
+    place = -node.number if node.kind == "B" else node.number
+    is_late = node.kind == "C" and nodes.schedule.transfers[node.number].is_to_updates
+    return rank, is_late or node.key[1], place, node.key[0], number

@@ -1,0 +1,162 @@
+"""What forbids an order: a shortest cycle, told with what each device does until it is stuck."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from superscaler.ir.mask import Mask
+from superscaler.ir.work import Work
+from superscaler.schedule.grid import Row, draw
+from superscaler.schedule.nodes import Node, Nodes
+from superscaler.schedule.transfers import FORWARD, Transfer
+
+
+def shortest_cycle(nodes: Nodes, sorted_nodes: Sequence[Node]) -> list[Node]:
+    """Return a cycle with the least work among the nodes that could not be sorted."""
+    done = np.zeros(len(nodes.names), dtype=bool)
+    done[[nodes.number[n] for n in sorted_nodes]] = True
+    best: list[int] = []
+    limit = len(nodes.names) + 1
+    left = [n for n in np.flatnonzero(~done).tolist() if nodes.is_work(n)]
+    for start in left[:2000]:
+        if path := _cycle_from(nodes, start, done, limit):
+            best, limit = path, sum(map(nodes.is_work, path))
+    return [nodes.names[n] for n in best]
+
+
+def _cycle_from(nodes: Nodes, start: int, done: np.ndarray, limit: int) -> list[int]:
+    """Return a cycle through `start` of less work than `limit`; transfers and orders are passed at no cost."""
+    came = {start: -1}
+    depth = {start: 1}
+    queue = deque([start])
+    while queue:
+        here = queue.popleft()
+        for after in nodes.after[here]:
+            if after == start:
+                path = [here]
+                while came[path[-1]] != -1:
+                    path.append(came[path[-1]])
+                return path[::-1]
+            if done[after] or after in came:
+                continue
+            depth[after] = depth[here] + nodes.is_work(after)
+            if depth[after] < limit:
+                came[after] = here
+                (queue.append if nodes.is_work(after) else queue.appendleft)(after)
+    return []
+
+
+def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
+    """Return the message of a cycle: each work with what it needs and why, what is `done` before, what to do."""
+    ring = list(cycle)
+    lines = ["the schedule has a cycle, so no device can go on."]
+    work = [n for n in ring if n.kind not in "CO"]
+    for node in work:
+        at = ring.index(node)
+        why, previous = _why(nodes, ring, at)
+        lines.append(f"  {nodes.describe(node)} needs {nodes.describe(previous)}  ({why})")
+    lines += ["", "What each device does until it is stuck:", *draw(_rows(nodes, work, done)), ""]
+    transfers = [nodes.schedule.transfers[n.number] for n in ring if n.kind == "C"]
+    coupled = next(((t.tensor, reader) for t in transfers if (reader := _coupled(nodes, t))), None)
+    if coupled:
+        lines.append(
+            f"{coupled[1]} reads {coupled[0]} of several microbatches, as norms and losses over the batch do: "
+            "order all forwards before the first backward, or use 1 microbatch."
+        )
+    orders = [nodes.graph.orders[n.number] for n in ring if n.kind == "O"]
+    if orders:
+        lines.append("Remove or reverse one op_order:" if len(orders) > 1 else "Remove or reverse this op_order:")
+        lines += dict.fromkeys(f"  {o.before} before {o.after}, at {o.where}" for o in orders)
+    return "\n".join(lines).rstrip()
+
+
+def _rows(nodes: Nodes, work: Sequence[Node], done: Sequence[Node]) -> list[Row]:
+    """Return what the devices of a cycle have done when they are stuck, by step, and what they wait for."""
+    called = {}
+    for order in nodes.graph.orders:
+        for group in (order.before, order.after):
+            if Work.matches(group.label):
+                called.update(dict.fromkeys(nodes.members(group, order.where), group.label))
+    runs = _runs(nodes, done, called)
+
+    def name(node: Node) -> str:
+        """Return the name of work, with its op where part of what goes by that name is done."""
+        short = called.get(node) or _short(nodes, node)
+        is_begun = node.key[1] >= 0 and short in runs.get(node.device, {}).values()
+        return f"{short} ({nodes.name(node)})" if is_begun else short
+
+    waits: dict[int, list[str]] = {}
+    for node, needed in zip(work, [work[-1], *work[:-1]], strict=True):
+        if node.device != needed.device:
+            what = f"{name(node)} waits for {name(needed)} on device {needed.device}"
+            waits.setdefault(node.device, []).append(what)
+    if not waits:
+        found = list(dict.fromkeys(map(name, work)))
+        *names, last = found if len(found) > 1 or len(work) == 1 else [f"{name(n)} ({nodes.name(n)})" for n in work]
+        what = f"{', '.join(names)} and {last} wait for each other" if names else f"{last} waits for itself"
+        waits[work[0].device] = [what]
+    return [Row(device, runs.get(device, {}), ", ".join(waits[device])) for device in sorted(waits)]
+
+
+def _runs(nodes: Nodes, done: Sequence[Node], called: Mapping[Node, str]) -> dict[int, dict[int, str]]:
+    """Return per device and step the work done, what goes by one name together."""
+    level = [0] * len(nodes.names)
+    runs: dict[int, list[tuple[int, str, list[Node]]]] = {}
+    for node in done:
+        n = nodes.number[node]
+        if is_work := nodes.is_work(n) and _is_shown(nodes, node):
+            mine = runs.setdefault(node.device, [])
+            is_plain = node.kind in "FB" and node.key[1] < 0
+            name = called.get(node) or (node.kind if is_plain else _short(nodes, node))
+            if not mine or mine[-1][1] != name:
+                mine.append((max(level[n], mine[-1][0] + 1 if mine else 0), name, []))
+            mine[-1][2].append(node)
+            level[n] = mine[-1][0]
+        for after in nodes.after[n]:
+            level[after] = max(level[after], level[n] + is_work)
+    return {device: {step: _run(nodes, name, some) for step, name, some in mine} for device, mine in runs.items()}
+
+
+def _run(nodes: Nodes, name: str, some: Sequence[Node]) -> str:
+    if name not in ("F", "B"):
+        return name
+    ops = [op.name for node in some for op in nodes.schedule.segments[node.number].ops]
+    return f"{name} to {ops[-1]}" if len(ops) > 1 else f"{name} {ops[0]}"
+
+
+def _is_shown(nodes: Nodes, node: Node) -> bool:
+    """Tell whether work has a step: preparing data has none, nor have updates, which nothing waits for."""
+    return node.kind == "P" or (node.kind in "FB" and not nodes.schedule.segments[node.number].ops[0].from_data)
+
+
+def _short(nodes: Nodes, node: Node) -> str:
+    """Return the name of work on its device: that of its microbatch, or else of its op."""
+    part = f" part {node.key[2]}" if node.key[2] > 0 else ""
+    if node.kind == "P":
+        return f"U {nodes.name(node)}{part}"
+    return f"{node.kind}{node.key[1]}" if node.key[1] >= 0 else f"{node.kind} {nodes.name(node)}{part}"
+
+
+def _coupled(nodes: Nodes, transfer: Transfer) -> str:
+    """Return what reads an activation of other microbatches than its own, if anything does."""
+    made = {place.key[1] for piece in transfer.pieces for place in piece.places} - {-1}
+    readers = (place for reader in transfer.readers for place in reader.places if place.kind == FORWARD)
+    if transfer.kind != FORWARD or len(made) < 2:
+        return ""
+    place = next((p for p in readers if p.key[1] >= 0), None)
+    segment = None if place is None else nodes.schedule.segments[place.segment]
+    return "" if segment is None else segment.module or segment.ops[0].name
+
+
+def _why(nodes: Nodes, ring: list[Node], at: int) -> tuple[str, Node]:
+    previous = ring[at - 1]
+    if previous.kind == "O":
+        return f"op_order, {nodes.graph.orders[previous.number].where}", ring[at - 2]
+    if previous.kind == "C":
+        transfer = nodes.schedule.transfers[previous.number]
+        box = transfer.readers[transfer.links[max(previous.link, 0)][1]].box
+        return f"data {Mask(transfer.tensor, box)}", ring[at - 2]
+    return nodes.reason.get((nodes.number[previous], nodes.number[ring[at]]), "data"), previous

@@ -1,0 +1,201 @@
+"""What waits for what: the work and the transfers of a schedule as the nodes of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.transformed import Group, Order
+from superscaler.schedule.alternatives import members as parts_of
+from superscaler.schedule.edges import Edges, Key
+from superscaler.schedule.segments import Segment
+from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
+
+
+class Node(NamedTuple):
+    """A unit of work: F or B of a segment instance, U (the updates of a device), or C (transfer `number`).
+
+    For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order, P the
+    update by the part `key` of op `number` where an op_order names it: U comes before it, and runs it.
+    """
+
+    kind: str
+    number: int
+    key: Key = (-1, -1, -1)
+    link: int = -1
+
+    @property
+    def device(self) -> int:
+        """The device of F, B and P."""
+        return self.key[0]
+
+
+@dataclass(eq=False)
+class Schedule:
+    """What runs when: the segments, the transfers between them, and one global order of all nodes."""
+
+    edges: Edges
+    segments: list[Segment]
+    transfers: list[Transfer]
+    order: list[Node] = field(default_factory=list)
+
+
+class Nodes:
+    """The dependency graph: nodes by number, edges with their reason."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.graph = schedule.edges.graph
+        self.names: list[Node] = []
+        self.number: dict[Node, int] = {}
+        self.after: list[list[int]] = []
+        self.waits: list[int] = []
+        self.reason: dict[tuple[int, int], str] = {}
+        self._op_number = {op.name: number for number, op in enumerate(self.graph.ops)}
+        self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
+        self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
+        for segment in schedule.segments:
+            for key in segment.keys:
+                self._add(Node("F", segment.number, key))
+                if segment.has_mirror:
+                    self._add(Node("B", segment.number, key))
+                    self._edge(Node("F", segment.number, key), Node("B", segment.number, key), "saved activations")
+        self._add_updates()
+        for number, transfer in enumerate(schedule.transfers):
+            self._add_transfer(number, transfer)
+        for order_number, order in enumerate(self.graph.orders):
+            hub = Node("O", order_number)
+            self._add(hub)
+            before, after = (self.members(group, order.where) for group in (order.before, order.after))
+            self._check_updates_last(order, before, after)
+            for node in before:
+                self._edge(node, hub, f"op_order, {order.where}")
+            for node in after:
+                self._edge(hub, node, f"op_order, {order.where}")
+
+    def _add(self, node: Node) -> int:
+        if node not in self.number:
+            self.number[node] = len(self.names)
+            self.names.append(node)
+            self.after.append([])
+            self.waits.append(0)
+        return self.number[node]
+
+    def _edge(self, before: Node, after: Node, reason: str = "") -> None:
+        a, b = self._add(before), self._add(after)
+        self.after[a].append(b)
+        self.waits[b] += 1
+        if reason and (a, b) not in self.reason:
+            self.reason[a, b] = reason
+
+    def _add_updates(self) -> None:
+        """Every read of a weight on a device comes before its update there (anti-dependencies)."""
+        devices = {
+            int(d) for op in self.schedule.edges.homes.values() for d in self.schedule.edges.rows[op.name].device
+        }
+        for segment in self.schedule.segments:
+            for key in segment.keys:
+                if key[0] in devices:
+                    self._edge(Node("F", segment.number, key), Node("U", key[0]), "read before update")
+                    if segment.has_mirror:
+                        self._edge(Node("B", segment.number, key), Node("U", key[0]), "read before update")
+
+    def _node(self, place: Place) -> Node | None:
+        if place.kind == UPDATE:
+            return None
+        return Node(place.kind, place.segment, place.key)
+
+    def _add_transfer(self, number: int, transfer: Transfer) -> None:
+        if transfer.is_one and transfer.links:
+            self._add_message(Node("C", number), transfer, transfer.pieces, transfer.readers)
+            return
+        for link, (p, r) in enumerate(transfer.links):
+            self._add_message(Node("C", number, link=link), transfer, [transfer.pieces[p]], [transfer.readers[r]])
+
+    def _add_message(self, node: Node, transfer: Transfer, pieces: Sequence[End], readers: Sequence[End]) -> None:
+        self._add(node)
+        for piece in pieces:
+            for place in piece.places:
+                if (before := self._node(place)) is not None:
+                    self._edge(before, node)
+            if transfer.kind == FORWARD and piece.places[0].kind == UPDATE:
+                self._edge(node, Node("U", piece.device), "sent before update")
+        for reader in readers:
+            for place in reader.places:
+                self._edge(node, self._node(place) or Node("U", reader.device))
+
+    def members(self, group: Group, where: str) -> list[Node]:
+        found: dict[Node, None] = {}
+        done: set[int] = set()
+        rest = []
+        for name, paths in group.members:
+            segment = self.segment_of.get(name)
+            if segment is None or paths:
+                rest.append((name, paths))
+            elif segment.number not in done:
+                # All parts of all its ops have the same keys.
+                done.add(segment.number)
+                keys = self._keys(segment, group.microbatch)
+                found.update(dict.fromkeys(Node(group.kind, segment.number, key) for key in keys))
+        for kind, name, key in parts_of(self.schedule.edges, replace(group, members=tuple(rest))):
+            if kind != "U":
+                found[Node(kind, self.segment_of[name].number, key)] = None
+                continue
+            update = Node("P", self._op_number[name], key)
+            found[update] = None
+            if update not in self.number:
+                self._edge(Node("U", key[0]), update)
+        existing = [n for n in found if n in self.number]
+        if not existing:
+            raise ScheduleError(
+                f"op_order at {where}: no part of {group} exists, so there is nothing to order; "
+                "choose a microbatch that Microbatch made, and for B ops that have a backward."
+            )
+        return existing
+
+    def _check_updates_last(self, order: Order, before: Sequence[Node], after: Sequence[Node]) -> None:
+        first = next((n for n in before if n.kind == "P"), None)
+        last = next((n for n in after if n.kind != "P"), None)
+        if first is not None and last is not None:
+            instead = (
+                f"Put B of the ops that read {self.name(first)} there instead, or remove this op_order."
+                if last.kind == "B"
+                else "Remove this op_order: the forwards of the next step come after all updates."
+            )
+            raise ScheduleError(
+                f"op_order at {order.where}: {self.describe(first)} cannot come before {self.describe(last)}. All "
+                "updates run at the end of a step, when all gradients are there, because clipping takes the norm of "
+                f"all. {instead}"
+            )
+
+    def _keys(self, segment: Segment, microbatch: int | None) -> list[Key]:
+        """Return the keys of a segment, of all microbatches or of one."""
+        if segment.number not in self.keys_of:
+            by_microbatch: dict[int | None, list[Key]] = {None: list(segment.keys)}
+            for key in segment.keys:
+                by_microbatch.setdefault(key[1], []).append(key)
+            self.keys_of[segment.number] = by_microbatch
+        return self.keys_of[segment.number].get(microbatch, [])
+
+    def is_work(self, number: int) -> bool:
+        return self.names[number].kind not in "CO"
+
+    def name(self, node: Node) -> str:
+        """Return the name of the weight of an update, or of the first op of a segment."""
+        if node.kind == "P":
+            return self.graph.ops[node.number].inputs[0].tensor
+        return self.schedule.segments[node.number].ops[0].name
+
+    def describe(self, node: Node) -> str:
+        device, micro, ordinal = node.key
+        if node.kind == "P":
+            where, names = self.name(node), self.graph.ops[node.number].name
+        else:
+            segment = self.schedule.segments[node.number]
+            where = f"{segment.module or segment.ops[0].name}"
+            names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
+        number = f"microbatch {micro}, " if micro >= 0 else ""
+        part = f", part {ordinal}" if ordinal else ""
+        return f"{'U' if node.kind == 'P' else node.kind} of {where} ({names}), {number}device {device}{part}"
