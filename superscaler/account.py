@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import platform
@@ -11,18 +12,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import superscaler
+from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.explain import VERSION, digest
 from superscaler.ir.graph import Op
 from superscaler.ir.mask import extents
 from superscaler.ir.parts import Axis, Grid
-from superscaler.ir.program import Backward, Forward, Instruction, Move
+from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Move, Send
 from superscaler.ir.report import collapse, describe, width
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
@@ -50,26 +53,41 @@ def account(compiled: Compiled) -> dict[str, Any]:
         "blocks": _collapse({name: blocks.describe(name) for name in blocks.ops}),
         "schedule": blocks.schedule(),
         "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],
+        "summary": summary(compiled),
+        "counts": compiled.counts,
         "totals": _totals(compiled.program.moves),
         "bytes_moved": compiled.program.bytes_moved,
     }
 
 
 def manifest(compiled: Compiled, values: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what tells plans apart: hashes of the graph, the plan, the cluster, the weights `values` and the code."""
-    graph = compiled.graph
+    """Return what tells plans apart: what `origin` has, and the hash of the code."""
+    code = digest(json.dumps(dict(compiled.emitted.files), sort_keys=True))
+    return {**origin(compiled.graph, compiled.cluster, values), "code": code}
+
+
+def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what a plan is compiled from: hashes of the model, the transformed and placed graph, the cluster, the
+    weights `values`, our own sources, and versions. Equal ones give equal plans.
+    """
     model = replace(graph.model, ops=tuple(replace(op, source="") for op in graph.model.ops))
     kept = {name: value for name, value in values.items() if name in model.tensors}
     return {
         "model": digest(print_model(model)),
         "plan": digest(_plan_text(graph)),
-        "cluster": digest(f"{compiled.cluster} {compiled.cluster.device_kind}"),
+        "cluster": digest(f"{cluster} {cluster.device_kind} {cluster.links}"),
         "weights": hash_values(kept),
-        "code": digest(json.dumps(dict(compiled.emitted.files), sort_keys=True)),
+        "sources": _sources(),
         "superscaler": superscaler.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+@functools.cache
+def _sources() -> str:
+    home = Path(superscaler.__file__).parent
+    return digest("".join(f"{f.relative_to(home)}\n{f.read_text()}" for f in sorted(home.rglob("*.py"))))
 
 
 def hash_values(values: Mapping[str, Tensor]) -> str:
@@ -95,6 +113,31 @@ def _grid_text(grid: Grid) -> str:
         first = devices.take([0], axis)
         devices = first if (devices == first).all() else devices
     return f"{grid.axes} {devices.tolist()} {children}"
+
+
+def summary(compiled: Compiled) -> str:
+    """Return one line per distinct program: who runs it, its segments, its communication per step."""
+    groups: dict[str, list[int]] = {}
+    for rank, name in enumerate(compiled.emitted.programs):
+        groups.setdefault(name, []).append(rank)
+    lines = [f"{len(groups)} distinct programs for {compiled.cluster}"]
+    for name, ranks in groups.items():
+        code = compiled.program.devices[ranks[0]].instructions
+        kinds = Counter(i.kind for i in code if isinstance(i, Collective | Bucket))
+        kinds["send"] = sum(isinstance(i, Send) for i in code)
+        work = f"{sum(isinstance(i, Forward) for i in code)} F, {sum(isinstance(i, Backward) for i in code)} B"
+        told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
+        modules = list(dict.fromkeys(i.module for i in code if isinstance(i, Forward) and i.module))
+        shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
+        order = microbatches(code)
+        lines.append(f"  {name}: devices {_ranges(ranks)}: {work}; {told}; {shown}")
+        lines += [f"    {order}"] if order else []
+    return "\n".join(lines)
+
+
+def _ranges(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
 
 
 def microbatches(code: Sequence[Instruction]) -> str:

@@ -68,24 +68,36 @@ def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compile
 
     Raises PlanError with the reason when the plan cannot hold.
     """
-    start = time.perf_counter()
-    with without_garbage_collection():
+    planned, seconds = transform(graph, sprogram, cluster)
+    return finish(planned, cluster, seconds)
+
+
+def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph, dict[str, float]]:
+    """Return a copy of `graph` as `sprogram` transforms, places and orders it, all parts placed, and the seconds."""
+    seconds = {"plan": 0.0}
+    with without_garbage_collection(), _timed(seconds, "plan"):
         planned = graph.copy()
         sprogram(planned, cluster)
-        return finish(planned, cluster, {"plan": time.perf_counter() - start})
+        _place(planned, cluster)
+    return planned, seconds
+
+
+def _place(planned: Graph, cluster: Cluster) -> None:
+    check_devices(planned, cluster)
+    check_assigned(planned)
+    place_updates(planned)
 
 
 def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None = None) -> Compiled:
     """Compile a graph whose parts are already made, placed and ordered."""
     phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0}
-    with _timed(phases, "schedule"):
-        check_devices(planned, cluster)
-        check_assigned(planned)
-        place_updates(planned)
-        close = find_fold(planned)
-    schedule, program = _folded(planned, len(cluster.devices), close, phases)
-    with _timed(phases, "emit"):
-        emitted = emit(program)
+    with without_garbage_collection():
+        with _timed(phases, "schedule"):
+            _place(planned, cluster)
+            close = find_fold(planned)
+        schedule, program = _folded(planned, len(cluster.devices), close, phases)
+        with _timed(phases, "emit"):
+            emitted = emit(program)
     phases["total"] = sum(phases.values())
     return Compiled(planned, cluster, schedule, close, program, emitted, phases)
 

@@ -17,7 +17,7 @@ VERSION = 1
 PLAN_FILE, EXPLAIN_FILE = "plan.json", "explain.json"
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
-_HASHES = ("model", "plan", "cluster", "weights", "code", "explain")
+_HASHES = ("model", "plan", "cluster", "weights", "sources", "code", "data", "explain")
 _VERSIONS = ("superscaler", "torch", "python")
 
 

@@ -13,12 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from superscaler.account import account, hash_values, manifest
+from superscaler.account import account, hash_values, manifest, origin
+from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError
 from superscaler.explain import EXPLAIN_FILE, digest
 from superscaler.frontend.rules import REGISTERED
 from superscaler.ir.graph import Model
+from superscaler.ir.transformed import Graph
 from superscaler.runtime.step import PLAN_FILE, WEIGHTS_FILE
 
 JOURNAL_FILE = "journal.txt"
@@ -151,14 +153,42 @@ def _remove_plan(directory: Path) -> None:
 def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[str, str]:
     """Return all files but the weights; plan.json is the last."""
     explained = json.dumps(account(compiled), indent=1) + "\n"
-    hashes = {**manifest(compiled, values), "explain": digest(explained)}
+    described = describe(compiled, seed)
+    hashes = {**manifest(compiled, values), "data": _data(described), "explain": digest(explained)}
     return {
         **compiled.emitted.files,
         "run.py": RUN.format(world=compiled.program.world),
         JOURNAL_FILE: "".join(f"{entry}\n" for entry in compiled.graph.journal),
         EXPLAIN_FILE: explained,
-        PLAN_FILE: json.dumps({**describe(compiled, seed), "manifest": hashes}, indent=1) + "\n",
+        PLAN_FILE: json.dumps({**described, "manifest": hashes}, indent=1) + "\n",
     }
+
+
+def _data(described: Mapping[str, Any]) -> str:
+    return digest(json.dumps({k: v for k, v in described.items() if k != "manifest"}, sort_keys=True))
+
+
+def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:
+    """Return explain.json of a directory that holds the plan of a transformed graph, whole and as it was written there;
+    None where it holds another one, or none.
+    """
+    try:
+        plan = json.loads((directory / PLAN_FILE).read_text())
+        kept = plan["manifest"]
+        if plan["seed"] != seed or not origin(graph, cluster, values).items() <= kept.items():
+            return None
+        explained = (directory / EXPLAIN_FILE).read_text()
+        names = ["segments.py", *(f.name for f in directory.glob("program_*.py"))]
+        code = json.dumps({name: (directory / name).read_text() for name in names}, sort_keys=True)
+        stored = hash_values(load_file(directory / WEIGHTS_FILE))
+        intact = (digest(code), _data(plan), digest(explained), stored)
+        if intact != tuple(kept[name] for name in ("code", "data", "explain", "weights")):
+            return None
+        if (directory / "run.py").read_text() != RUN.format(world=plan["world"]):
+            return None
+        return json.loads(explained)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        return None
 
 
 def _is_there(directory: Path, files: Mapping[str, str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -11,15 +10,14 @@ from typing import Any
 import torch
 
 from superscaler import explain
-from superscaler.account import account, manifest, microbatches
+from superscaler.account import account, manifest, summary
 from superscaler.checks import CHECKS
 from superscaler.cluster import Cluster
-from superscaler.compiler import Compiled, compile_graph
+from superscaler.compiler import Compiled, compile_graph, finish, transform
 from superscaler.errors import InputError
 from superscaler.frontend.capture import capture as capture_model
-from superscaler.ir.program import Backward, Bucket, Collective, Forward, Send
 from superscaler.ir.transformed import Graph
-from superscaler.package import initial_values, write
+from superscaler.package import initial_values, reuse, write
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step, load
 from superscaler.verify import verify
@@ -78,27 +76,25 @@ class Plan:
 
     def summary(self) -> str:
         """Return one line per distinct program: who runs it, its segments, its communication per step."""
-        groups: dict[str, list[int]] = {}
-        for rank, name in enumerate(self.compiled.emitted.programs):
-            groups.setdefault(name, []).append(rank)
-        lines = [f"{len(groups)} distinct programs for {self.compiled.cluster}"]
-        for name, ranks in groups.items():
-            code = self.compiled.program.devices[ranks[0]].instructions
-            kinds = Counter(i.kind for i in code if isinstance(i, Collective | Bucket))
-            kinds["send"] = sum(isinstance(i, Send) for i in code)
-            work = f"{sum(isinstance(i, Forward) for i in code)} F, {sum(isinstance(i, Backward) for i in code)} B"
-            told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
-            modules = list(dict.fromkeys(i.module for i in code if isinstance(i, Forward) and i.module))
-            shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
-            order = microbatches(code)
-            lines.append(f"  {name}: devices {_ranges(ranks)}: {work}; {told}; {shown}")
-            lines += [f"    {order}"] if order else []
-        return "\n".join(lines)
+        return summary(self.compiled)
 
 
-def _ranges(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return shown + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
+def compile_to(
+    graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path, seed: int = 0
+) -> tuple[dict[str, Any], dict[str, float], bool]:
+    """Compile a plan into a directory. One that holds the same plan stays, and nothing but the sProgram runs.
+
+    Returns what the directory says of the plan (explain.json), the seconds per phase, and whether it was written.
+    """
+    planned, phases = transform(graph, sprogram, cluster)
+    captured = graph.captured
+    kept = reuse(planned, cluster, directory, initial_values(graph.model, captured.values, seed), seed)
+    if kept is not None:
+        seconds = {**captured.seconds, **phases}
+        return kept, {**seconds, "total": sum(seconds.values())}, False
+    plan = Plan(finish(planned, cluster, phases))
+    is_new = plan.save(directory, seed)
+    return {**account(plan.compiled)}, plan.seconds, is_new
 
 
 def capture(

@@ -18,7 +18,7 @@ from superscaler.cli.common import (
     OptimizerName,
     PlanSpec,
     Request,
-    compile_plan,
+    capture_model,
     printing,
 )
 from superscaler.errors import InputError
@@ -46,21 +46,26 @@ def compile_model(
     """Compile MODEL under a plan for a cluster, and write what each device runs."""
     with printing(as_json) as printer:
         check_out(out)
-        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast, no_cache))
-        is_new = out is None or compiled.save(out, seed)
-        printer.show(
-            compiled.summary(),
-            told(compiled.seconds, compiled.counts),
-            *saved(out, compiled.compiled.program.world, is_new),
-        )
+        sprogram, devices = Request(model, plan, cluster, optimizer, lr, autocast, no_cache).read()
+        from superscaler.plan import compile as compile_graph
+        from superscaler.plan import compile_to
+
+        graph, built = capture_model(model, optimizer, lr, autocast, no_cache)
+        if out is None:
+            compiled, is_new = compile_graph(graph, sprogram, devices), True
+            summary, counts, seconds = compiled.summary(), compiled.counts, compiled.seconds
+        else:
+            kept, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
+            summary, counts = kept["summary"], kept["counts"]
+        printer.show(summary, told(seconds, counts), *saved(out, len(devices.devices), is_new))
         printer.result = {
             "model": built.name,
             "plan": plan,
-            "cluster": str(compiled.compiled.cluster),
+            "cluster": str(devices),
             "out": None if out is None else str(out),
             "unchanged": not is_new,
-            "seconds": compiled.seconds,
-            **compiled.counts,
+            "seconds": seconds,
+            **counts,
         }
 
 

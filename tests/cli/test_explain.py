@@ -14,6 +14,7 @@ import torch
 
 from superscaler.account import account, manifest, ranges
 from superscaler.cli.main import main
+from superscaler.compiler import finish
 from superscaler.explain import EXPLAIN_FILE, PLAN_FILE, read
 from superscaler.models import build
 from superscaler.plan import Plan, capture, compile
@@ -278,6 +279,27 @@ def test_an_equal_plan_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFi
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "plan").iterdir()} == before
     assert run(*arguments, "--json") == 0
     assert json.loads(capsys.readouterr().out)["unchanged"] is True
+
+
+def test_compiling_the_same_again_is_not_compiling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written is told again without scheduling anything; a touched file is noticed, and all is done anew."""
+    arguments = ["compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(tmp_path / "plan")]
+    runs: list[object] = []
+    monkeypatch.setattr("superscaler.plan.finish", lambda *a: (runs.append(a), finish(*a))[1])
+    assert run(*arguments) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert run(*arguments) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert len(runs) == 1
+    assert again[:-2] == first[:-2]
+    for name in (PLAN_FILE, EXPLAIN_FILE, "program_0.py", "segments.py", "run.py", "initial.safetensors"):
+        file = tmp_path / "plan" / name
+        file.write_bytes(file.read_bytes().replace(b"0", b"1", 1))
+        before = len(runs)
+        assert run(*arguments) == 0
+        assert len(runs) == before + 1, name
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_the_options_of_every_command() -> None:
         "capture": ["--autocast", "--json", "--lr", "--no-cache", "--optimizer", "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": [*compiling, "model"],
-        "verify": sorted([*compiling, "--processes", "model"]),
+        "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
         "train": sorted([*compiling, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
         "explain": ["--json", "plan"],
         "diff": ["--json", "plan_a", "plan_b"],
