@@ -73,7 +73,9 @@ def _certificate(result: Mapping[str, Any]) -> str:
 
 
 def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:
-    return ", ".join(f"{name} {before} -> {after}" for name, (before, after) in sizes.items())
+    from superscaler.ir.report import collapse
+
+    return ", ".join(dict.fromkeys(f"{collapse(name)} {before} -> {after}" for name, (before, after) in sizes.items()))
 
 
 _ERRORS = ("loss_error", "gradient_error", "parameter_error")
