@@ -71,6 +71,10 @@ def _end_line() -> None:
         print(file=sys.stderr)
 
 
+# How a rank says that it lost a peer: later, and while they connect.
+_LOST = ("PeerLost:", "RuntimeError: Gloo connectFullMesh failed")
+
+
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return the rank that failed by itself, not because of the others.
 
@@ -81,9 +85,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     def order(rank: int) -> tuple[int, int]:
         failure = failures[rank]
         text = _exception(failure)
-        is_consequence = (
-            1 if text.startswith("PeerLost:") else 2 if not text and failure.exitcode == -signal.SIGTERM else 0
-        )
+        is_consequence = 1 if text.startswith(_LOST) else 2 if not text and failure.exitcode == -signal.SIGTERM else 0
         return is_consequence, failure.timestamp
 
     rank = min(failures, key=order)

@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from superscaler.errors import InputError, RuntimeFailure
+from superscaler.runtime.launch import first_failure
 from superscaler.train.launch import train
 
 ROOT = Path(__file__).parents[2]
@@ -158,3 +160,14 @@ def test_bad_arguments_start_nothing(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             train(tmp_path, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lost", ["PeerLost: rank 0", "RuntimeError: Gloo connectFullMesh failed with [pair.cc]"])
+def test_the_rank_that_failed_by_itself_is_named(lost: str) -> None:
+    """A rank that lost a peer may be seen to end before the one that it lost."""
+    texts = {0: lost, 1: "InputError: the data is too short."}
+    failures = {
+        rank: SimpleNamespace(error_file_data={"message": {"message": text}}, exitcode=1, timestamp=rank)
+        for rank, text in texts.items()
+    }
+    assert first_failure(failures)[0] == 1  # type: ignore[arg-type]
