@@ -120,7 +120,9 @@ def summary(compiled: Compiled) -> str:
     groups: dict[str, list[int]] = {}
     for rank, name in enumerate(compiled.emitted.programs):
         groups.setdefault(name, []).append(rank)
-    lines = [f"{len(groups)} distinct programs for {compiled.cluster}"]
+    fold = compiled.fold
+    mesh = "" if fold is None else f", folded over {' x '.join(map(str, fold.widths))} places"
+    lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}"]
     for name, ranks in groups.items():
         code = compiled.program.devices[ranks[0]].instructions
         kinds = Counter(i.kind for i in code if isinstance(i, Collective | Bucket))
