@@ -195,9 +195,19 @@ def _totals(moves: Iterable[Move]) -> list[dict[str, Any]]:
     ]
 
 
-def _sums(moves: Sequence[Move], everywhere: Mapping[tuple[int, ...], list[tuple[int, ...]]]) -> dict[str, Any]:
-    sums = {what: sum(getattr(move, what) for move in moves) for what in ("count", "bytes", "moved")}
+def _sums(
+    moves: Sequence[Move], everywhere: Mapping[tuple[int, ...], list[tuple[int, ...]]], cluster: Cluster
+) -> dict[str, Any]:
+    """Return the sums of moves of one kind, and how long they take after each other, at the least and as predicted;
+    groups without a common device are taken to run at once.
+    """
+    sums: dict[str, Any] = {what: sum(getattr(move, what) for move in moves) for what in ("count", "bytes", "moved")}
     groups = list(dict.fromkeys(group for move in moves for group in everywhere[move.group]))
+    is_apart = len({d for group in groups for d in group}) == sum(map(len, groups))
+    waves = [groups] if is_apart else [[group] for group in groups]
+    times, weight = sums["count"] / len(groups), sums["bytes"] / sums["count"]
+    for what, formula in (("seconds", cluster.seconds), ("bound", cluster.bound)):
+        sums[what] = float(f"{times * sum(formula(moves[0].kind, wave, weight) for wave in waves):.3g}")
     return {"groups": _told(groups, moves[0].kind in ("send", "broadcast")), **sums}
 
 
@@ -335,7 +345,10 @@ class _Blocks:
         found: dict[str, list[Move]] = _group(self.moves.get(name, ()), lambda move: json.dumps(key(move)))
         # How many stay on a device depends on where segments end, in which equal blocks may differ.
         rows = [
-            {**json.loads(text), **({} if moves[0].way == "local" else _sums(moves, self.groups))}
+            {
+                **json.loads(text),
+                **({} if moves[0].way == "local" else _sums(moves, self.groups, self.compiled.cluster)),
+            }
             for text, moves in found.items()
         ]
         return sorted(

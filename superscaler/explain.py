@@ -13,7 +13,7 @@ from typing import Any
 from superscaler.errors import InputError
 
 # Of explain.json; another one is not read.
-VERSION = 1
+VERSION = 2
 PLAN_FILE, EXPLAIN_FILE = "plan.json", "explain.json"
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
@@ -96,6 +96,18 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
+def duration(seconds: float) -> str:
+    """Return seconds in words.
+
+    >>> duration(0.0000123), duration(0.0123), duration(2.5)
+    ('12.3 us', '12.3 ms', '2.5 s')
+    """
+    for unit, name in ((1, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def _block(block: Mapping[str, Any]) -> Iterator[str]:
     yield from _held(block)
     for (direction, kind, groups, reason), rows in _alike(block, "reason").items():
@@ -144,7 +156,9 @@ def _alike(block: Mapping[str, Any], *more: str) -> dict[tuple[str, ...], list[M
 
 
 def _links(rows: Sequence[Mapping[str, Any]]) -> str:
-    return f"{size(sum(row['moved'] for row in rows))} on links"
+    seconds, bound = (sum(row[what] for row in rows) for what in ("seconds", "bound"))
+    least = f" ({duration(bound)} at full bandwidth)" if bound else ""
+    return f"{size(sum(row['moved'] for row in rows))} on links, about {duration(seconds)}{least}"
 
 
 def _title(block: Mapping[str, Any]) -> str:

@@ -389,7 +389,7 @@ WRONG = [
     (change_explain, "is not what compile wrote there"),
     (forget_manifest, "was written by an older version"),
     (lambda d: (d / EXPLAIN_FILE).unlink(), "was written by an older version"),
-    (age_explain, "is of version 0, but this is version 1"),
+    (age_explain, "is of version 0, but this is version 2"),
     (lambda d: shutil.rmtree(d), "is not a plan directory"),
 ]
 
