@@ -219,6 +219,9 @@ def _nearest(
     if fold is not None and len(owners) > 1:
         common = [fold.closeness(device, owner) for owner in owners]
         owners = [owner for owner, much in zip(owners, common, strict=True) if much == max(common)]
+        if device < 0:
+            # Read nowhere, to count each once: at the place that tells of all.
+            return next(r for r in same if devices[r] == min(owners, key=fold.place))
     owner = owners[position.get(device, max(device, 0)) % len(owners)]
     return next(r for r in same if devices[r] == owner)
 

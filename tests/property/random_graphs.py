@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -154,13 +155,13 @@ class Builder:
         return Model(self.tensors, (*self.ops, *updates), self.factors, inputs, total, optimizer, {}, {})
 
 
-def random_model(seed: int, ops: int) -> tuple[Model, dict[str, Tensor]]:
+def random_model(seed: int, ops: int, sizes: Sequence[int] = (3, 4)) -> tuple[Model, dict[str, Tensor]]:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     b = Builder(draw)
     for k in range(3):
-        b.tensor(f"w{k}", (draw.choice([3, 4]), draw.choice([3, 4])), "parameter", True)
-    b.tensor("x", (draw.choice([3, 4]), draw.choice([3, 4])), "input", False)
+        b.tensor(f"w{k}", (draw.choice(sizes), draw.choice(sizes)), "parameter", True)
+    b.tensor("x", (draw.choice(sizes), draw.choice(sizes)), "input", False)
     b.product("w0", draw.choice(["w1", "w2", "x"]))
     for _ in range(ops):
         b.step()
