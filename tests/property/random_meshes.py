@@ -18,7 +18,22 @@ from superscaler.ir.parts import Ints
 from superscaler.transform.algorithms import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
 
-SHAPES = [(3,), (4,), (5,), (6,), (3, 2), (2, 3), (4, 2), (2, 4), (3, 3), (3, 4), (4, 3), (3, 2, 2), (2, 3, 2), (2, 2, 3)]
+SHAPES = [
+    (3,),
+    (4,),
+    (5,),
+    (6,),
+    (3, 2),
+    (2, 3),
+    (4, 2),
+    (2, 4),
+    (3, 3),
+    (3, 4),
+    (4, 3),
+    (3, 2, 2),
+    (2, 3, 2),
+    (2, 2, 3),
+]
 
 
 class Tied(nn.Module):
@@ -97,6 +112,9 @@ class Author:
         self.mesh: Ints = np.array(order, dtype=np.int64).reshape(shape)
         batches = [f.size for f in graph.factors.values() if f.name == "batch"]
         self.microbatches = draw.choice([0, 0, 2]) if batches else 0
+        # What parts of a value and routing replicas read depends on where they are, so they seldom fold.
+        self.plain = draw.random() < 0.7
+        self.loose = draw.choice([0.0, 0.0, 0.0, 0.5])
         self.outer = draw.choice([0, 0, self.mesh.ndim - 1])
 
     def write(self) -> None:
@@ -111,12 +129,15 @@ class Author:
                 mesh = mesh.take(number % mesh.shape[stage_axis], stage_axis)
             elif self.draw.random() < 0.15:
                 mesh = mesh.take([0], self.draw.randrange(mesh.ndim))
-            if len(layout) != mesh.ndim or self.draw.random() < 0.5 or mesh.shape != self.mesh.shape:
-                layout = self.layout(ops[start:end], mesh)
+            if self.is_odd() or self.draw.random() < self.loose:
+                layout = self.layout(ops[start:end], self.mesh)
+            own = [x for x in layout if x[0] < mesh.ndim]
+            if self.draw.random() < 0.3:
+                self.draw.shuffle(own)
             if self.is_odd():
                 mesh = np.roll(mesh, 1, self.draw.randrange(mesh.ndim))
             for op in ops[start:end]:
-                self.place(op, layout, mesh)
+                self.place(op, own, mesh)
         share = self.draw.choice([0.0, 0.0, 1.0, 1.0, 0.5])
         unread = {op.inputs[0].tensor for op in self.graph.ops} - {o.tensor for op in ops for o in op.inputs}
         for op in self.graph.ops:
@@ -135,7 +156,7 @@ class Author:
         for axis in self.draw.sample(range(mesh.ndim), mesh.ndim) if self.draw.random() < 0.5 else range(mesh.ndim):
             held = sorted({i.factor for op in ops for i in op.indices if i.mark != "frozen"})
             tries = ["batch"] * (axis == 0 and self.draw.random() < 0.7)
-            tries += self.draw.sample(held, min(len(held), self.draw.choice([0, 1, 2, 20])))
+            tries += self.draw.sample(held, min(len(held), self.draw.choice([0, 0, 1, 1, 2, 20])))
             found.append((axis, tries))
         return found
 
@@ -179,15 +200,21 @@ class Author:
             if index is not None and extents[index] > width and factor != "batch" and self.is_odd():
                 inner = sorted(self.draw.sample(range(1, extents[index]), width - 1))
                 return ss.Split(factor, sizes=tuple(b - a for a, b in pairwise([0, *inner, extents[index]])))
-            if index is None and dict(op.passes).get(factor) is not None:
+            if index is None and dict(op.passes).get(factor) is not None and not self.plain:
                 return ss.Split(factor, width)
+        if self.plain:
+            return ss.Replicate(width)
         if op.linear and self.draw.random() < 0.2:
             return ss.ValueSplit(width, self.draw.choice(self.draw.choice(op.linear)))
         return ss.Replicate(width, self.draw.choice([None, None, "copy", "route"]))
 
     def nest(self, op: Op, parts: Parts, extents: list[int]) -> None:
         """Transform one part, or each in the same way, apart from the others."""
-        able = [x.factor for x, e in zip(op.indices, extents, strict=True) if e % 2 == 0 and op.indices[op.find(x.factor) or 0] == x]
+        able = [
+            x.factor
+            for x, e in zip(op.indices, extents, strict=True)
+            if e % 2 == 0 and op.indices[op.find(x.factor) or 0] == x
+        ]
         algorithm = ss.Split(self.draw.choice(able), 2) if able else ss.Replicate(2)
         every = list(parts.flat())
         ss.op_trans(self.graph, every if self.draw.random() < 0.5 else [self.draw.choice(every)], algorithm)

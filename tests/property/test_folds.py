@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -21,7 +22,20 @@ from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.steps import Tables
 from superscaler.errors import PlanError
 from superscaler.ir.fold import Folded
-from superscaler.ir.program import Combine, Device, Forward, Free, Function, Instruction, Program, Recv, Send, Update
+from superscaler.ir.program import (
+    Bucket,
+    Collective,
+    Combine,
+    Device,
+    Forward,
+    Free,
+    Function,
+    Instruction,
+    Program,
+    Recv,
+    Send,
+    Update,
+)  # fmt: skip
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.check import check_program
 from superscaler.materialize.names import reads, writes
@@ -56,15 +70,13 @@ def check_equal(folded: Compiled, full: Compiled) -> None:
     for kind in ("parts", "instructions", "bytes_moved"):
         assert folded.counts[kind] == full.counts[kind], kind
     assert moves(folded.program) == moves(full.program)
-    messages: dict[int, int] = {}
     for rank in range(full.program.world):
         mine, its = folded.program.devices[rank], full.program.devices[rank]
         assert mine.rank == its.rank == rank
         assert mine.weights == its.weights, rank
-        difference = first_difference(mine, its, folded.program, full.program, messages)
+        difference = first_difference(mine, its, folded.program, full.program)
         assert not difference, f"device {rank}: {difference}"
         assert entries(folded.emitted.tables[rank]) == entries(full.emitted.tables[rank]), rank
-    assert len(set(messages.values())) == len(messages)
 
 
 def moves(program: Program) -> Counter[tuple[Any, ...]]:
@@ -79,10 +91,11 @@ def moves(program: Program) -> Counter[tuple[Any, ...]]:
 def entries(tables: Tables) -> dict[str, set[str]]:
     """Return the entries of tables without their numbers, and of messages the peers."""
     found = {f.name: {repr(entry) for entry in getattr(tables, f.name)} for f in fields(Tables)}
-    return {**found, "messages": {str(peer) for peer, _ in tables.messages}}
+    groups = {str(sorted(group)) for group in tables.groups}
+    return {**found, "messages": {str(peer) for peer, _ in tables.messages}, "groups": groups}
 
 
-def first_difference(a: Device, b: Device, one: Program, other: Program, messages: dict[int, int]) -> str:
+def first_difference(a: Device, b: Device, one: Program, other: Program) -> str:
     """Return the first instruction that is not the same but for names, or an empty string."""
     called: dict[str, str] = {"_": "_", "one": "one"}
     for number, (i, j) in enumerate(zip(a.instructions, b.instructions, strict=False)):
@@ -95,13 +108,13 @@ def first_difference(a: Device, b: Device, one: Program, other: Program, message
         ):
             return shown
         called.update(zip(writes(i), writes(j), strict=True))
-        if data(i, called, one, messages) != data(j, {}, other, {}):
+        if data(i, called, one) != data(j, {}, other):
             return shown
     return "" if len(a.instructions) == len(b.instructions) else "another number of instructions"
 
 
-def data(i: Instruction, called: dict[str, str], program: Program, messages: dict[int, int]) -> Any:
-    """Return what an instruction is without its names, messages numbered as the other program numbers them."""
+def data(i: Instruction, called: dict[str, str], program: Program) -> Any:
+    """Return what an instruction is without its names and the number of its message."""
     match i:
         case Free():
             return {called.get(n, n) for n in i.names}
@@ -115,6 +128,8 @@ def data(i: Instruction, called: dict[str, str], program: Program, messages: dic
     kept = {f.name: getattr(i, f.name) for f in fields(i) if f.name not in NAMES}
     if isinstance(i, Send | Recv):
         del kept["message"]
+    if isinstance(i, Bucket) or (isinstance(i, Collective) and i.kind == "all_reduce"):
+        kept["group"] = sorted(kept["group"])
     return kept
 
 
@@ -140,11 +155,82 @@ def is_folded(found: Compiled) -> bool:
     return isinstance(found.program.devices, Folded)
 
 
+def check_checks(found: Compiled) -> None:
+    """Every part runs once, every element is read once, nobody waits forever."""
+    check_conservation(found.whole_schedule)
+    check_program(found.whole_schedule, found.program)
+    check_rendezvous(found.program)
+    assert sum(move.moved for move in found.program.moves) == found.program.bytes_moved
+
+
+def check_counted(found: Compiled) -> None:
+    """Every element of every trained weight counts once in global norms, and one part of each addend in the loss."""
+    counts: dict[str, int] = Counter()
+    for device in found.program.devices:
+        for weight in device.weights:
+            counts[weight.tensor] += weight.counted * prod(hi - lo for lo, hi in weight.box)
+    tensors = found.graph.model.tensors
+    trained = {op.inputs[0].tensor for op in found.graph.ops if not op.is_forward and not op.is_write}
+    assert {name: counts[name] for name in trained} == {name: prod(tensors[name].shape) for name in trained}
+
+
 def draw(seed: int) -> tuple[tuple[int, ...], int, float]:
     """Return the shape of a mesh, how many devices there are, and how much is odd."""
     some = random.Random(seed)
     shape = some.choice(SHAPES)
-    size = 1
-    for width in shape:
-        size *= width
-    return shape, size + some.choice([0, 0, 0, 1, 2]), some.choice([0.0, 0.0, 0.05, 0.2])
+    return shape, prod(shape) + some.choice([0, 0, 0, 1, 2]), some.choice([0.0, 0.0, 0.05, 0.2])
+
+
+def check_random(seeds: range, graph_of: Callable[[int], tuple[Graph, Any]], patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Compare plans folded and in full, run those that fold, and count what came of them."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        (graph, values), (shape, world, odd) = graph_of(seed), draw(seed)
+        try:
+            plans = both(graph, mesh_plan(seed, world, shape, odd), world, patch)
+            if plans is None:
+                found["refused"] += 1
+                continue
+            folded, full = plans
+            found["folded" if is_folded(folded) else "full"] += 1
+            check_equal(folded, full)
+            check_counted(folded)
+            if values is not None:
+                check_checks(folded)
+                assert largest_error(folded, values)[0] < 1e-9
+            elif is_folded(folded):
+                check_verified(folded)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, mesh {shape}, {world} devices, odd {odd}") from error
+    return found
+
+
+def check_verified(found: Compiled) -> None:
+    result = ss.Plan(found).verify()
+    names = ("equal", "conservation", "complete", "deadlock_free")
+    assert all(result[name] for name in names), {name: result[name] for name in (*names, "first_difference")}
+
+
+def random_graph(seed: int) -> tuple[Graph, Any]:
+    model, values = random_model(seed, 6, (3, 4, 6, 12))
+    return Graph(model), values
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_graphs_on_meshes_are_the_same_folded_and_in_full(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check_random(range(10 * block, 10 * block + 10), random_graph, monkeypatch)
+    assert found["folded"] >= 1
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check_random(range(12), lambda _: (captured(model), None), monkeypatch)
+    assert found["folded"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("model", ["", *MODELS])
+def test_many_more_plans_on_meshes(model: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = range(1000 + 40 * block, 1040 + 40 * block)
+    check_random(seeds, (lambda _: (captured(model), None)) if model else random_graph, monkeypatch)
