@@ -134,7 +134,10 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
 
 
 def _segment(edges: Edges, number: int, ops: tuple[Op, ...]) -> Segment:
-    keys = tuple(sorted(edges.rows[ops[0].name].keys))
+    fold = edges.fold
+    # Devices that correspond come in one order at all places, however they are numbered.
+    own = edges.rows[ops[0].name].keys
+    keys = tuple(sorted(own, key=None if fold is None else lambda key: (fold.places[key[0]], key)))
     segment = Segment(number, ops, keys)
     for op in ops:
         at = {key: row for row, key in enumerate(edges.rows[op.name].keys)}
