@@ -12,8 +12,10 @@ from dataclasses import fields, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
-from random_graphs import largest_error, random_model
+import torch
+from random_graphs import Builder, largest_error, random_model
 from random_meshes import MODELS, SHAPES, captured, mesh_plan
 
 import superscaler as ss
@@ -22,6 +24,8 @@ from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.steps import Tables
 from superscaler.errors import PlanError
 from superscaler.ir.fold import Folded
+from superscaler.ir.graph import Ref
+from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
     Bucket,
     Collective,
@@ -234,3 +238,110 @@ def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatc
 def test_many_more_plans_on_meshes(model: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = range(1000 + 40 * block, 1040 + 40 * block)
     check_random(seeds, (lambda _: (captured(model), None)) if model else random_graph, monkeypatch)
+
+
+def lay_out(
+    graph: Graph,
+    mesh: Ints,
+    *,
+    sizes: tuple[int, ...] = (),
+    tail: Ints | None = None,
+    odd: Ints | None = None,
+    microbatches: tuple[int, bool] = (1, False),
+    vocabulary: bool = False,
+    zero: bool = False,
+) -> None:
+    """Cut the batch along the first axis of a mesh, and replicate over the second.
+
+    `tail` is another mesh for the later ops, `odd` one for a single op; `microbatches` are outside or inside of the
+    batch axis; the last op with a vocabulary is cut on it along the second axis; the updates are cut along the first.
+    """
+    ops = graph.forward_ops
+    last = [op.name for op in ops if any(i.size == 24 for i in op.indices)]
+    for number, op in enumerate(ops):
+        here = mesh if tail is None or number < len(ops) // 2 else tail
+        here = odd if odd is not None and number == len(ops) // 2 else here
+        count, is_inner = microbatches
+        batch = ss.Split("batch", sizes=sizes) if sizes else ss.Split("batch", here.shape[0])
+        rest: ss.Algorithm = ss.Replicate(here.shape[1])
+        if vocabulary and op.name == last[-1]:
+            rest = ss.Split(next(i.factor for i in op.indices if i.size == 24), here.shape[1])
+        made = graph.parts(op)
+        for algorithm in [batch, ss.Microbatch(count)] if is_inner else [ss.Microbatch(count), batch]:
+            made = ss.op_trans(graph, made, algorithm)
+        made = ss.op_trans(graph, made, rest)
+        ss.op_assign(graph, made, here[:, None] if is_inner else here)
+    for op in graph.ops if zero else ():
+        if not op.is_forward:
+            made = ss.op_trans(graph, op, ss.Split(op.indices[0].factor, mesh.shape[0]))
+            ss.op_assign(graph, ss.op_trans(graph, made, ss.Replicate(mesh.shape[1])), mesh)
+
+
+LINE = np.arange(4).reshape(4, 1)
+MESH = np.arange(12).reshape(2, 3, 2)
+SHUFFLED = np.array([[[9, 1], [7, 4], [0, 11]], [[10, 8], [3, 2], [5, 6]]])
+CASES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "even": (True, {"mesh": LINE}),
+    "devices in any order, two idle": (True, {"mesh": np.array([[4], [0], [5], [2]])}),
+    "two axes": (True, {"mesh": MESH[0]}),
+    "two stages": (True, {"mesh": MESH[0], "tail": MESH[1]}),
+    "a head cut on its vocabulary": (True, {"mesh": MESH[0], "tail": MESH[1], "vocabulary": True}),
+    "the same, devices in any order": (True, {"mesh": SHUFFLED[0], "tail": SHUFFLED[1], "vocabulary": True}),
+    "microbatches outside": (True, {"mesh": LINE[:3], "microbatches": (2, False)}),
+    "microbatches inside": (True, {"mesh": LINE[:3], "microbatches": (2, True)}),
+    "microbatches of stages": (True, {"mesh": MESH[0], "tail": MESH[1], "microbatches": (2, False)}),
+    "updates split": (True, {"mesh": LINE, "zero": True}),
+    "updates split, two axes": (True, {"mesh": MESH[0], "zero": True}),
+    "sizes differ": (False, {"mesh": LINE, "sizes": (3, 4, 3, 2)}),
+    "one op elsewhere": (False, {"mesh": LINE, "odd": np.array([[0], [1], [3], [2]])}),
+    "one op on one device": (False, {"mesh": LINE, "odd": np.array([[0]])}),
+    "a ring shift": (False, {"mesh": LINE, "tail": np.roll(LINE, 1)}),
+    "a first stage on one device": (False, {"mesh": LINE[:1], "tail": LINE[1:]}),
+    "stages of other widths": (False, {"mesh": LINE[:3], "tail": np.arange(3, 9).reshape(6, 1)}),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_what_folds_and_what_does_not(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folds, options = CASES[case]
+    world = 12 if options["mesh"].max() > 5 or "tail" in options else 6
+
+    def sprogram(graph: Graph, _: ss.Cluster) -> None:
+        lay_out(graph, **options)
+
+    plans = both(captured("tied"), sprogram, world, monkeypatch)
+    assert plans is not None
+    folded, full = plans
+    assert is_folded(folded) == folds
+    check_equal(folded, full)
+    check_counted(folded)
+    check_verified(folded)
+    check_deterministic(captured("tied"), sprogram, folded)
+
+
+def test_ops_of_a_segment_that_list_its_parts_in_other_orders_read_their_own() -> None:
+    b = Builder(random.Random(0))
+    b.tensor("w", (6, 4), "parameter", True)
+
+    def minus(name: str) -> str:
+        return b.op(
+            "aten.sub.Tensor", (Ref(0), Ref(1)), [(name, (0, 1)), ("w", (0, 1))], [6, 4],
+            ["spatial", "spatial"], (0, 1), ((0, 1),),
+        )  # fmt: skip
+
+    torch.manual_seed(0)
+    b.tensor("x", (6, 4), "input", False)
+    minus(minus("x"))
+    model = b.close()
+    graph = Graph(model)
+    devices = np.array([[2, 0, 1], [5, 3, 4]])
+    for number, op in enumerate(graph.forward_ops):
+        cut_first = number % 2
+        made = graph.parts(op)
+        rows: list[ss.Algorithm] = [ss.Split(op.indices[0].factor, 3)] if op.indices else [ss.Replicate(3)]
+        for algorithm in [*rows, ss.Replicate(2)] if cut_first else [ss.Replicate(2), *rows]:
+            made = ss.op_trans(graph, made, algorithm)
+        ss.op_assign(graph, made, devices.T if cut_first else devices)
+    compiled = compiler.finish(graph, ss.Cluster.local(6))
+    check_checks(compiled)
+    assert largest_error(compiled, b.values)[0] < 1e-9
