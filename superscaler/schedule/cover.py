@@ -128,6 +128,10 @@ def share_out(held: Held, wanted: Wanted, places: Sequence[Turn]) -> list[list[i
     here: dict[Hashable, list[tuple[int, int]]] = {}
     for r, addend in enumerate(addends):
         here.setdefault(addend, []).append((int(flat.device[r]), int(flat.microbatch[r])))
+    if (fold := held.fold) is not None:
+        # The place that tells of all decides, so that it does not depend on how devices are numbered.
+        for owners in here.values():
+            owners.sort(key=lambda owner: (fold.place(owner[0]), fold.base(owner[0])))
     order = {addend: n for n, addend in enumerate(here)}
 
     def takes(place: Turn, addend: Hashable) -> bool:

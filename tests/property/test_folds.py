@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from math import prod
 from typing import Any
@@ -185,7 +185,9 @@ def draw(seed: int) -> tuple[tuple[int, ...], int, float]:
     return shape, prod(shape) + some.choice([0, 0, 0, 1, 2]), some.choice([0.0, 0.0, 0.05, 0.2])
 
 
-def check_random(seeds: range, graph_of: Callable[[int], tuple[Graph, Any]], patch: pytest.MonkeyPatch) -> Counter[str]:
+def check_random(
+    seeds: Sequence[int], graph_of: Callable[[int], tuple[Graph, Any]], patch: pytest.MonkeyPatch
+) -> Counter[str]:
     """Compare plans folded and in full, run those that fold, and count what came of them."""
     found: Counter[str] = Counter()
     for seed in seeds:
@@ -226,9 +228,13 @@ def test_random_graphs_on_meshes_are_the_same_folded_and_in_full(block: int, mon
     assert found["folded"] >= 1
 
 
+# Who read the whole of a weight that parts of a value share out depended on folding.
+BROKEN = {"attention": (5097,)}
+
+
 @pytest.mark.parametrize("model", list(MODELS))
 def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check_random(range(12), lambda _: (captured(model), None), monkeypatch)
+    found = check_random([*range(12), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
     assert found["folded"] >= 1
 
 
