@@ -247,19 +247,20 @@ def branch(tree: Tree, held: Held, device: int, micro: int, late: Container[int]
     if _is_sum(tree, held):
         return [row for rows in below for row in rows]
 
-    def close(rows: list[int]) -> tuple[bool, int, tuple[int, ...]]:
-        near = sum((held.device[r] == device) * 2 + (held.microbatch[r] == micro) for r in rows)
+    def close(rows: list[int]) -> tuple[bool, float, tuple[float, ...]]:
+        # On average, so that many slices elsewhere are not closer than the whole that is here.
+        near = sum(int(held.device[r] == device) * 2 + int(held.microbatch[r] == micro) for r in rows) / len(rows)
         return not any(r in late for r in rows), near, _distance(held, rows, device)
 
     return max(below, key=close)
 
 
-def _distance(held: Held, rows: Sequence[int], device: int) -> tuple[int, ...]:
+def _distance(held: Held, rows: Sequence[int], device: int) -> tuple[float, ...]:
     """Return what is larger the closer the devices of rows are: to the place that tells of all for a read nowhere."""
     if held.fold is None:
         return ()
     if device >= 0:
-        return (sum(held.fold.closeness(device, int(held.device[r])) for r in rows),)
+        return (sum(held.fold.closeness(device, int(held.device[r])) for r in rows) / len(rows),)
     return tuple(-at for at in min(held.fold.place(int(held.device[r])) for r in rows))
 
 
