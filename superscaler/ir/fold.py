@@ -60,6 +60,10 @@ class Fold:
         where = np.indices(self.devices.shape).reshape(self.devices.ndim, -1).T.tolist()
         return dict(zip(self.devices.reshape(-1).tolist(), map(tuple, where), strict=True))
 
+    def base(self, device: int) -> int:
+        """Return which program a device runs."""
+        return self.places[device][0]
+
     def place(self, device: int) -> Place:
         """Return a device's place along each fold axis."""
         return self.places[device][1:]

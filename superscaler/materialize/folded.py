@@ -40,7 +40,7 @@ def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
         for i in first.instructions:
             _check_peers(i, first.rank, fold)
         for axis, other in enumerate(others):
-            if not _is_alike(first, other):
+            if not _is_alike(first, other) or not _meet(first, other, fold):
                 raise Unfoldable(axis)
             compiled[other.rank] = other
         compiled[first.rank] = first
@@ -60,6 +60,21 @@ def _check_peers(i: Instruction, rank: int, fold: Fold) -> None:
                 lines.setdefault((base, *place[:axis], *place[axis + 1 :]), set()).add(place[axis])
             if any(len(line) != fold.widths[axis] for line in lines.values()):
                 raise Unfoldable(axis)
+
+
+def _meet(first: Device, other: Device, fold: Fold) -> bool:
+    """Tell whether two devices that run the same program communicate with whom they should at their places."""
+    at = fold.place(other.rank)
+    for a, b in zip(first.instructions, other.instructions, strict=True):
+        if isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and fold.move([a.peer], at) != (b.peer,):
+            return False
+        if isinstance(a, Collective | Bucket) and isinstance(b, Collective | Bucket):
+            # The order of a group is that of chunks; where there are none, only the source of a broadcast comes first.
+            ordered = {"all_reduce": 0, "broadcast": 1}.get(a.kind, len(a.group))
+            one, two = ((*g[:ordered], *sorted(g[ordered:])) for g in (fold.move(a.group, at), b.group))
+            if one != two:
+                return False
+    return True
 
 
 def _is_alike(first: Device, other: Device) -> bool:

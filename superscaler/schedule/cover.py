@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from superscaler.ir.fold import Fold
+from superscaler.ir.fold import Fold, Place
 from superscaler.ir.graph import Operand
 from superscaler.ir.parts import Ints, Rows, Tree
 
@@ -128,6 +128,10 @@ def share_out(held: Held, wanted: Wanted, places: Sequence[Turn]) -> list[list[i
     here: dict[Hashable, list[tuple[int, int]]] = {}
     for r, addend in enumerate(addends):
         here.setdefault(addend, []).append((int(flat.device[r]), int(flat.microbatch[r])))
+    if (fold := held.fold) is not None:
+        # The place that tells of all decides, so that it does not depend on how devices are numbered.
+        for owners in here.values():
+            owners.sort(key=lambda owner: (fold.place(owner[0]), fold.base(owner[0])))
     order = {addend: n for n, addend in enumerate(here)}
 
     def takes(place: Turn, addend: Hashable) -> bool:
@@ -194,11 +198,19 @@ class _Index:
 
 
 def _positions(held: Held, members: list[list[int]]) -> dict[int, int]:
-    """Return for each device its place among the replicas that it belongs to: equal places pair up."""
+    """Return for each device its place among the replicas that it belongs to: equal places pair up.
+
+    Replicas elsewhere along a fold axis do not count, so that it is the same everywhere.
+    """
     position: dict[int, int] = {}
+    fold = held.fold
     for rows in members:
-        for place, device in enumerate(dict.fromkeys(held.device[rows].tolist())):
-            position.setdefault(device, place)
+        devices = list(dict.fromkeys(held.device[rows].tolist()))
+        count: dict[Place, int] = {}
+        for device in devices if fold is None else sorted(devices, key=fold.base):
+            at = () if fold is None else fold.place(device)
+            position.setdefault(device, count.get(at, 0))
+            count[at] = count.get(at, 0) + 1
     return position
 
 
@@ -216,10 +228,14 @@ def _nearest(
     here = [r for r in rows if devices[r] == device] or rows
     same = [r for r in here if micros[r] == micro] or here
     owners = list(dict.fromkeys(devices[r] for r in same))
+    turn = max(device, 0)
     if fold is not None and len(owners) > 1:
         common = [fold.closeness(device, owner) for owner in owners]
         owners = [owner for owner, much in zip(owners, common, strict=True) if much == max(common)]
-    owner = owners[position.get(device, max(device, 0)) % len(owners)]
+        # Read nowhere, to count each once: at the place that tells of all.
+        owners.sort(key=fold.base if device >= 0 else fold.place)
+        turn = fold.base(device) if device >= 0 else 0
+    owner = owners[position.get(device, turn) % len(owners)]
     return next(r for r in same if devices[r] == owner)
 
 
@@ -230,9 +246,22 @@ def branch(tree: Tree, held: Held, device: int, micro: int, late: Container[int]
     below = [branch(child, held, device, micro, late) for child in tree.children]
     if _is_sum(tree, held):
         return [row for rows in below for row in rows]
-    near = [sum((held.device[r] == device) * 2 + (held.microbatch[r] == micro) for r in rows) for rows in below]
-    order = [(not any(r in late for r in rows), close) for rows, close in zip(below, near, strict=True)]
-    return below[order.index(max(order))]
+
+    def close(rows: list[int]) -> tuple[bool, float, tuple[float, ...]]:
+        # On average, so that many slices elsewhere are not closer than the whole that is here.
+        near = sum(int(held.device[r] == device) * 2 + int(held.microbatch[r] == micro) for r in rows) / len(rows)
+        return not any(r in late for r in rows), near, _distance(held, rows, device)
+
+    return max(below, key=close)
+
+
+def _distance(held: Held, rows: Sequence[int], device: int) -> tuple[float, ...]:
+    """Return what is larger the closer the devices of rows are: to the place that tells of all for a read nowhere."""
+    if held.fold is None:
+        return ()
+    if device >= 0:
+        return (sum(held.fold.closeness(device, int(held.device[r])) for r in rows) / len(rows),)
+    return tuple(-at for at in min(held.fold.place(int(held.device[r])) for r in rows))
 
 
 def _is_sum(tree: Tree, held: Held) -> bool:

@@ -8,7 +8,7 @@ segment and comes back.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -134,7 +134,10 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
 
 
 def _segment(edges: Edges, number: int, ops: tuple[Op, ...]) -> Segment:
-    keys = tuple(sorted(edges.rows[ops[0].name].keys))
+    fold = edges.fold
+    # Devices that correspond come in one order at all places, however they are numbered.
+    own = edges.rows[ops[0].name].keys
+    keys = tuple(sorted(own, key=None if fold is None else lambda key: (fold.places[key[0]], key)))
     segment = Segment(number, ops, keys)
     for op in ops:
         at = {key: row for row, key in enumerate(edges.rows[op.name].keys)}
@@ -157,8 +160,9 @@ def _aliases(edges: Edges, segment: Segment) -> tuple[Alias, ...]:
             tree = None if rows.regular else id(rows)
             shares = tuple(rows.share(row, k) for row in at.tolist()) if rows.is_shared(k) else None
             status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree, shares)
-            uses = (*found[status].uses, (op, k)) if status in found else ((op, k),)
-            found[status] = Alias(operand.tensor, uses, lo, hi, labels, rows, at, shares)
+            # Another op may list the same parts in another order: rows and keys_at stay those of the first use.
+            first = found.setdefault(status, Alias(operand.tensor, (), lo, hi, labels, rows, at, shares))
+            found[status] = replace(first, uses=(*first.uses, (op, k)))
     return tuple(found.values())
 
 
