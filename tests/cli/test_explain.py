@@ -359,7 +359,7 @@ def damage_plan(directory: Path) -> None:
 
 
 def damage_explain(directory: Path) -> None:
-    (directory / EXPLAIN_FILE).write_text('{"version": 1')
+    (directory / EXPLAIN_FILE).write_text('{"version": 2')
 
 
 def change_explain(directory: Path) -> None:
@@ -375,7 +375,7 @@ def forget_manifest(directory: Path) -> None:
 
 def age_explain(directory: Path) -> None:
     file = directory / EXPLAIN_FILE
-    file.write_text(file.read_text().replace('"version": 1', '"version": 0'))
+    file.write_text(file.read_text().replace('"version": 2', '"version": 0'))
 
 
 WRONG = [
