@@ -95,14 +95,14 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
         with _timed(phases, "schedule"):
             _place(planned, cluster)
             close = find_fold(planned)
-        schedule, program = _folded(planned, len(cluster.devices), close, phases)
+        schedule, program = _folded(planned, cluster, close, phases)
         with _timed(phases, "emit"):
             emitted = emit(program)
     phases["total"] = sum(phases.values())
     return Compiled(planned, cluster, schedule, close, program, emitted, phases)
 
 
-def _folded(planned: Graph, world: int, close: Fold | None, phases: dict[str, float]) -> tuple[Schedule, Program]:
+def _folded(planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[str, float]) -> tuple[Schedule, Program]:
     """Compile as few places of each fold axis as tell of all; those of an axis that does not fold after all, all."""
     fold = close
     while True:
@@ -111,7 +111,7 @@ def _folded(planned: Graph, world: int, close: Fold | None, phases: dict[str, fl
             with _timed(phases, "schedule"):
                 schedule = complete(planned if fold is None else restrict(planned, fold), close)
             with _timed(phases, "materialize"):
-                return schedule, materialize(schedule, world, fold)
+                return schedule, materialize(schedule, len(cluster.devices), cluster, fold)
         except Unfoldable as error:
             assert fold is not None
             fold = fold.without(error.axis)

@@ -14,12 +14,13 @@ import numpy as np
 
 from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.graph import RANDOM, Op
-from superscaler.ir.mask import Box, extents, intersect
+from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
     Backward,
     Bucket,
     Collective,
+    Combine,
     Device,
     Forward,
     Free,
@@ -37,7 +38,10 @@ from superscaler.ir.program import (
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.folded import fold_devices
 from superscaler.materialize.names import reads, suffix, tag, writes
+from superscaler.materialize.paths import Cache
 from superscaler.materialize.reduction import Reduction, reduction
+from superscaler.materialize.route import Route, route
+from superscaler.materialize.transitions import Costs
 from superscaler.materialize.values import Values
 from superscaler.schedule.edges import Key
 from superscaler.schedule.nodes import Node, Schedule
@@ -49,18 +53,19 @@ BUCKET_BYTES = 25 * 2**20
 DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "bool": 1}
 
 
-def materialize(schedule: Schedule, world: int, fold: Fold | None = None) -> Program:
-    """Return the program of a complete schedule on `world` devices.
+def materialize(schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None) -> Program:
+    """Return the program of a complete schedule on `world` devices, whose exchanges take as long as `costs` say.
 
     With a fold the schedule has only the compiled places; Unfoldable says along which axis they do not tell of all.
     """
-    return _Builder(schedule, world, fold).build()
+    return _Builder(schedule, world, costs, fold).build()
 
 
 class _Builder(Values):
-    def __init__(self, schedule: Schedule, world: int, fold: Fold | None = None) -> None:
+    def __init__(self, schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None) -> None:
         super().__init__(schedule, world)
-        self.fold = fold
+        self.fold, self.costs = fold, costs
+        self.paths: Cache = {}
         self.told = frozenset(range(world)) if fold is None else fold.told
         self.functions: dict[Hashable, int] = {}
         self.forms: dict[int, Ints] = {}
@@ -222,6 +227,9 @@ class _Builder(Values):
                 if steps is not None:
                     self._reduction(node.number, transfer, steps)
                     continue
+                if (path := self._path(transfer)) is not None:
+                    self._route(node.number, transfer, path)
+                    continue
                 for link in range(len(transfer.links)):
                     self._message(node.number, transfer, link)
         for (group, dtype), numbers in reductions.items():
@@ -238,9 +246,11 @@ class _Builder(Values):
         sums = self.moves.setdefault(key, [0, 0, 0])
         sums[:] = (a + copies * b for a, b in zip(sums, (1, size, moved), strict=True))
 
-    def _record_collective(self, number: int, kind: str, group: tuple[int, ...], box: Box | None = None) -> None:
+    def _record_collective(
+        self, number: int, kind: str, group: tuple[int, ...], box: Box | None = None, why: str = ""
+    ) -> None:
         transfer, size = self.schedule.transfers[number], self._bytes(number, box)
-        self._record(transfer, "collective", kind, group, REASONS[kind], size, size * links(kind, len(group)))
+        self._record(transfer, "collective", kind, group, why or REASONS[kind], size, size * links(kind, len(group)))
 
     def _bytes(self, number: int, box: Box | None = None) -> int:
         transfer = self.schedule.transfers[number]
@@ -296,12 +306,12 @@ class _Builder(Values):
             raise Unfoldable(self.fold.spanned(devices)[0])
         return found
 
-    def _send(self, transfer: Transfer, label: str, rank: int, to: int, source: str, box: Box) -> str:
+    def _send(self, transfer: Transfer, label: str, rank: int, to: int, source: str, box: Box, why: str = "") -> str:
         """Send a box of a tensor to a device; return the name of the handle there."""
         shape, dtype = self.model.tensors[transfer.tensor].local_shape(extents(box)), self.dtype(transfer)
         self.messages += 1
         weight = prod(shape) * DTYPE_BYTES[dtype]
-        self._record(transfer, "messages", "send", (rank, to), refusal(transfer), weight, weight)
+        self._record(transfer, "messages", "send", (rank, to), why or refusal(transfer), weight, weight)
         self.code[rank].append(Send(source, to, self.messages, weight))
         work = f"{self.base(transfer)}~c{label}w"
         self.code[to].append(Recv(work, rank, self.messages, shape, dtype))
@@ -371,6 +381,65 @@ class _Builder(Values):
                 else:
                     work = self._send(transfer, f"{number}_{n}_{r}", rank, reader.device, name, common)
                     self.incoming.setdefault((number, r), []).append((work, common, work[:-1]))
+
+    def _path(self, transfer: Transfer) -> Route | None:
+        dtype = self.dtype(transfer)
+        return None if dtype == "bool" else route(transfer, self.fold, self.costs, DTYPE_BYTES[dtype], self.paths)
+
+    def _route(self, number: int, transfer: Transfer, found: Route) -> None:
+        """Take the steps of a path, each after the one before has arrived."""
+        tensor, base, path = self.model.tensors[transfer.tensor], self.base(transfer), found.path
+        names = {piece.device: self.piece_name.get((number, p), "") for p, piece in enumerate(transfer.pieces)}
+        before = found.boxes(path.source)
+        for n, step in enumerate(path.steps):
+            after = found.boxes(step.layout)
+            parts: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in after if rank in self.told}
+            waits: list[tuple[int, str, Box]] = []
+            why = f"step {n + 1} of {len(path.steps)} of the cheapest path to another layout"
+            for group in step.groups:
+                if step.kind in REASONS and step.kind != "broadcast":
+                    self._record_collective(number, step.kind, group, before[group[0]], why)
+                    how = Match(step.kind, group, step.take, step.give)
+                    for rank in self.told.intersection(group):
+                        work = f"{base}~c{number}_{n}w"
+                        self._start(rank, transfer, how, work, names[rank], before[rank], after[rank])
+                        waits.append((rank, work, after[rank]))
+                elif step.kind in ("chunk", "value_chunk"):
+                    for rank in self.told.intersection(group):
+                        is_kept = step.kind == "chunk" or rank == group[0]
+                        name = self.cut(rank, names[rank], tensor, before[rank], after[rank]) if is_kept else ""
+                        parts[rank] += [(name, after[rank])] if is_kept else []
+                else:
+                    for to in (to for to in group[1:] if self._is_told(group[0], to)):
+                        common = intersect(before[group[0]], after[to])
+                        assert common is not None
+                        name = self.cut(group[0], names[group[0]], tensor, before[group[0]], common)
+                        label = f"{number}_{n}_{group[0]}"
+                        waits.append((to, self._send(transfer, label, group[0], to, name, common, why), common))
+            for rank in self.told.intersection(step.kept):
+                common = intersect(before[rank], after[rank])
+                assert common is not None
+                parts[rank].append((self.cut(rank, names[rank], tensor, before[rank], common), common))
+            for rank, work, box in waits:
+                self.code[rank].append(Wait(work[:-1], work, tensor.local_shape(extents(box))))
+                parts[rank].append((work[:-1], box))
+            names = {
+                rank: self._placed(f"{base}~p{number}_{n}", rank, transfer, some, after[rank])
+                for rank, some in parts.items()
+            }
+            before = after
+        for r, reader in enumerate(transfer.readers):
+            if reader.device in names:
+                self.given[number, r] = [(names[reader.device], reader.box)]
+
+    def _placed(self, out: str, rank: int, transfer: Transfer, parts: Sequence[tuple[str, Box]], box: Box) -> str:
+        """Return the sum of parts of a box: nothing to do where one part is all of it."""
+        if len(parts) == 1 and parts[0][1] == box:
+            return parts[0][0]
+        view, placed = extents(box), tuple((name, inside(some, box)) for name, some in parts)
+        shape = self.model.tensors[transfer.tensor].local_shape(view)
+        self.code[rank].append(Combine(out, placed, view, shape, self.dtype(transfer)))
+        return out
 
 
 def _why_local(transfer: Transfer) -> str:

@@ -37,7 +37,7 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
     built = build(spec)
     compiled = ss.compile(ss.capture(built.module, built.args, built.kwargs), plan, ss.Cluster.local(devices)).compiled  # type: ignore[arg-type]
     program, schedule = compiled.program, compiled.schedule
-    builder = _Builder(schedule, devices)
+    builder = _Builder(schedule, devices, ss.Cluster.local(devices))
     texts: dict[tuple[int, bytes], set[str]] = {}
     parts = 0
     for segment in schedule.segments:

@@ -20,6 +20,7 @@ from random_meshes import MODELS, SHAPES, captured, mesh_plan
 
 import superscaler as ss
 from superscaler import compiler
+from superscaler.checks import CHECKS
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.steps import Tables
 from superscaler.errors import PlanError
@@ -41,10 +42,7 @@ from superscaler.ir.program import (
     Update,
 )  # fmt: skip
 from superscaler.ir.transformed import Graph
-from superscaler.materialize.check import check_program
 from superscaler.materialize.names import reads, writes
-from superscaler.materialize.rendezvous import check_rendezvous
-from superscaler.schedule.conservation import check_conservation
 
 SProgram = Callable[[Graph, ss.Cluster], Any]
 # Wider than any mesh, so that nothing folds; which devices are close is found as ever.
@@ -161,9 +159,8 @@ def is_folded(found: Compiled) -> bool:
 
 def check_checks(found: Compiled) -> None:
     """Every part runs once, every element is read once, nobody waits forever."""
-    check_conservation(found.whole_schedule)
-    check_program(found.whole_schedule, found.program)
-    check_rendezvous(found.program)
+    for check in CHECKS.values():
+        check(found)
     assert sum(move.moved for move in found.program.moves) == found.program.bytes_moved
 
 

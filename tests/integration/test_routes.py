@@ -1,0 +1,76 @@
+"""Exchanges between groups of devices that no single collective does take several steps, and are exact."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import superscaler as ss
+from superscaler.plan import Plan
+
+
+class Two(nn.Module):
+    """Two products, the first of which may leave value parts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().sum()
+
+
+GRAPH = ss.capture(Two(8).double(), (torch.randn(8, 8, dtype=torch.float64),))
+with torch.device("meta"):
+    LARGE = ss.capture(Two(8192), (torch.randn(8192, 8),))
+CUTS = ("batch", "inner", "outer", "copies")
+
+
+def plan_of(made: str, read: str, before: list[int], after: list[int], graph: ss.Graph = GRAPH) -> Plan:
+    """The first product is cut on its batch, contraction or result over devices `before`, the rest over `after`."""
+    first = next(op for op in graph.forward_ops if op.module == "first" and op.target != "aten.t.default")
+    marks = {i.mark: i.factor for i in first.indices if i.factor != "batch"}
+    factors = {"batch": "batch", "inner": marks["summed"], "outer": marks["spatial"]}
+
+    @ss.sprogram
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for op in graph.forward_ops:
+            how, devices = (made, before) if op.module == "first" else (read, after)
+            factor = factors.get(how) if op.module == "first" or how != "inner" else factors["outer"]
+            algorithm = ss.Replicate(len(devices)) if factor is None else ss.Split(factor, len(devices))
+            ss.op_assign(graph, ss.op_trans(graph, op, algorithm), devices)
+
+    return ss.compile(graph, plan, "v100:2x4")
+
+
+ORDERS = [
+    ([0, 1, 2, 3], [4, 5, 6, 7]),
+    ([3, 2, 1, 0], [4, 6, 5, 7]),
+    ([0, 2, 1, 3], [5, 7]),
+    ([0, 1], [2, 3, 4, 5]),
+    ([0, 1, 2, 3], [2, 3, 4, 5]),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), ORDERS, ids=str)
+def test_every_pair_of_cuts_is_equal(before: list[int], after: list[int]) -> None:
+    for made, read in itertools.product(CUTS, ("batch", "inner", "copies")):
+        result = plan_of(made, read, before, after).verify()
+        assert result["equal"], (made, read, result["first_difference"])
+
+
+def test_value_parts_cross_servers_once() -> None:
+    """4 value parts to 4 copies on another server: summed in slices, each of which crosses once, and joined there."""
+    plan = plan_of("inner", "copies", [0, 1, 2, 3], [4, 5, 6, 7], LARGE)
+    tensor = next(m.tensor for m in plan.compiled.program.moves if "cheapest path" in m.reason)
+    moves = [m for m in plan.compiled.program.moves if m.tensor == tensor and not m.is_backward]
+    assert {m.kind for m in moves} == {"reduce_scatter", "send", "all_gather"}
+    assert sum(m.moved for m in moves if m.kind == "send") == 8192 * 16384 * 4
+
+
+def test_a_path_is_told() -> None:
+    told = plan_of("inner", "copies", [0, 1, 2, 3], [4, 5, 6, 7], LARGE).explain()
+    assert "step 1 of 3 of the cheapest path to another layout" in told
