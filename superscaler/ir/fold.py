@@ -6,7 +6,7 @@ data of the device at place 0 and of one at place 1 of each axis tell those of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -138,17 +138,31 @@ class Fold:
 
         Raises Unfoldable where one place has a box and the other has none.
         """
+        return self._extend(boxes, lambda first, second, at: evenly([first, second], (at,)))
+
+    def extend_classes(self, classes: dict[int, Hashable]) -> dict[int, Hashable]:
+        """Return which devices hold equal things for whole lines: along a line all do, or each its own.
+
+        Raises Unfoldable where the compiled places do not tell.
+        """
+        found = self._extend(classes, lambda first, second, at: (first, second, at))
+        pairs = {(classes[device], found[device]) for device in classes}
+        if len({a for a, _ in pairs}) < len(pairs) or len({b for _, b in pairs}) < len(pairs):
+            raise Unfoldable(self.spanned(tuple(classes))[0])
+        return found
+
+    def _extend(self, boxes: dict[int, T], tell: Callable[[T, T, int], T]) -> dict[int, T]:
         for axis in self.spanned(tuple(boxes)):
             lines = [self._lines[axis, device] for device in boxes if (axis, device) in self._lines]
             if any(line[1] not in boxes for line in lines) or len(lines) * KEPT != len(boxes):
                 raise Unfoldable(axis)
-            found: dict[int, Box] = {}
+            found: dict[int, T] = {}
             for line in lines:
                 first, second = boxes[line[0]], boxes[line[1]]
                 if first == second:
                     found |= dict.fromkeys(line, first)
                 else:
-                    found |= {device: evenly([first, second], (k,)) for k, device in enumerate(line)}
+                    found |= {device: tell(first, second, at) for at, device in enumerate(line)}
             boxes = found
         return boxes
 

@@ -6,7 +6,7 @@ communication has the time in between.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 from math import prod
 
@@ -77,10 +77,13 @@ class _Builder(Values):
 
     def build(self) -> Program:
         self.place_weights()
-        for kind, run in groupby(self.schedule.order, key=lambda node: node.kind):
+        for (kind, *_), some in groupby(self.schedule.order, key=_together):
+            run = list(some)
             if kind == "C":
-                self._communicate(list(run))
+                self._communicate(run)
                 continue
+            if self.pending:
+                self.finish(place for node in run for place in self._reads(node))
             for node in run:
                 if kind == "U" and node.number in self.told:
                     self._update(node.number)
@@ -101,6 +104,15 @@ class _Builder(Values):
             devices = fold_devices(devices, self.fold)
         moves = tuple(Move(*key, *sums) for key, sums in self.moves.items())
         return Program(self.model, tuple(self.made_functions), devices, moves)
+
+    def _reads(self, node: Node) -> Iterator[Place]:
+        if node.kind == "U":
+            places = (self.place_of.get((node.number, name)) for name in self.weights[node.number])
+            yield from (place for place in places if place is not None)
+        else:
+            segment = self.schedule.segments[node.number]
+            count = len(segment.aliases if node.kind == "F" else segment.outputs)
+            yield from (Place(node.kind, node.number, node.key, n) for n in range(count))
 
     # Work.
 
@@ -225,10 +237,10 @@ class _Builder(Values):
             elif not transfer.is_local:
                 steps = reduction(transfer, self.schedule.edges.fold, self.fold) if transfer.is_to_updates else None
                 if steps is not None:
-                    self._reduction(node.number, transfer, steps)
+                    self._begin(node.number, self._reduction(node.number, transfer, steps))
                     continue
                 if (path := self._path(transfer)) is not None:
-                    self._route(node.number, transfer, path)
+                    self._begin(node.number, self._route(node.number, transfer, path))
                     continue
                 for link in range(len(transfer.links)):
                     self._message(node.number, transfer, link)
@@ -341,31 +353,40 @@ class _Builder(Values):
             Collective(how.kind, work, source, how.group, view, how.take, how.give, local, shape, dtype, weight)
         )
 
-    def _reduction(self, number: int, transfer: Transfer, steps: Reduction) -> None:
-        """Make all items step by step; what a reader adds up in the end is there, or comes in a message."""
+    def _begin(self, number: int, steps: Iterator[None]) -> None:
+        """Start the first step; the others follow at the first read, so that nothing is waited for before."""
+        next(steps, None)
+        self.pending[number] = steps
+
+    def _reduction(self, number: int, transfer: Transfer, steps: Reduction) -> Iterator[None]:
+        """Make all items step by step; what a reader adds up in the end is there, or comes in a message. Yields before
+        each wait.
+        """
         tensor, base = self.model.tensors[transfer.tensor], self.base(transfer)
         names: dict[tuple[int, int], str] = {}
-        for n, item in enumerate(steps.items):
-            shape = tensor.local_shape(extents(item.box))
-            for how in item.how:
-                first = next(rank for rank in how.group if rank in item.of)
-                self._record_collective(number, how.kind, how.group, steps.items[item.of[first][0]].box)
-            works = []
-            for rank, (m, source) in item.of.items():
-                if not self._is_told(source, rank):
-                    continue
-                if m < 0:
-                    names[n, rank] = self.piece_name[number, n]
-                    continue
-                have, work = steps.items[m].box, f"{base}~c{number}_{n}w"
-                collective = next((how for how in item.how if rank in how.group), None)
-                if collective is None:
-                    work = self._send(transfer, f"{number}_{n}", source, rank, names[m, source], have)
-                else:
-                    self._start(rank, transfer, collective, work, names[m, rank], have, item.box)
-                works.append((rank, work))
-            for rank, work in works:
+        for _, level in groupby(sorted(range(len(steps.items)), key=steps.level), key=steps.level):
+            works: list[tuple[int, int, str]] = []
+            for n in level:
+                item = steps.items[n]
+                for how in item.how:
+                    first = next(rank for rank in how.group if rank in item.of)
+                    self._record_collective(number, how.kind, how.group, steps.items[item.of[first][0]].box)
+                for rank, (m, source) in item.of.items():
+                    if m < 0:
+                        names[n, rank] = self.piece_name.get((number, n), "")
+                    elif self._is_told(source, rank):
+                        have, work = steps.items[m].box, f"{base}~c{number}_{n}w"
+                        collective = next((how for how in item.how if rank in how.group), None)
+                        if collective is None:
+                            work = self._send(transfer, f"{number}_{n}", source, rank, names[m, source], have)
+                        else:
+                            self._start(rank, transfer, collective, work, names[m, rank], have, item.box)
+                        works.append((n, rank, work))
+            if works:
+                yield
+            for n, rank, work in works:
                 names[n, rank] = work[:-1]
+                shape = tensor.local_shape(extents(steps.items[n].box))
                 self.code[rank].append(Wait(work[:-1], work, shape))
         for r, (reader, pairs) in enumerate(zip(transfer.readers, steps.reads, strict=True)):
             self.given[number, r] = []
@@ -386,8 +407,8 @@ class _Builder(Values):
         dtype = self.dtype(transfer)
         return None if dtype == "bool" else route(transfer, self.fold, self.costs, DTYPE_BYTES[dtype], self.paths)
 
-    def _route(self, number: int, transfer: Transfer, found: Route) -> None:
-        """Take the steps of a path, each after the one before has arrived."""
+    def _route(self, number: int, transfer: Transfer, found: Route) -> Iterator[None]:
+        """Take the steps of a path, each after the one before has arrived. Yields before each wait."""
         tensor, base, path = self.model.tensors[transfer.tensor], self.base(transfer), found.path
         names = {piece.device: self.piece_name.get((number, p), "") for p, piece in enumerate(transfer.pieces)}
         before = found.boxes(path.source)
@@ -395,7 +416,8 @@ class _Builder(Values):
             after = found.boxes(step.layout)
             parts: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in after if rank in self.told}
             waits: list[tuple[int, str, Box]] = []
-            why = f"step {n + 1} of {len(path.steps)} of the cheapest path to another layout"
+            many = f"step {n + 1} of {len(path.steps)} of " if len(path.steps) > 1 else ""
+            why = f"{many}the cheapest path to another layout"
             for group in step.groups:
                 if step.kind in REASONS and step.kind != "broadcast":
                     self._record_collective(number, step.kind, group, before[group[0]], why)
@@ -420,6 +442,8 @@ class _Builder(Values):
                 common = intersect(before[rank], after[rank])
                 assert common is not None
                 parts[rank].append((self.cut(rank, names[rank], tensor, before[rank], common), common))
+            if waits:
+                yield
             for rank, work, box in waits:
                 self.code[rank].append(Wait(work[:-1], work, tensor.local_shape(extents(box))))
                 parts[rank].append((work[:-1], box))
@@ -440,6 +464,11 @@ class _Builder(Values):
         shape = self.model.tensors[transfer.tensor].local_shape(view)
         self.code[rank].append(Combine(out, placed, view, shape, self.dtype(transfer)))
         return out
+
+
+def _together(node: Node) -> tuple[object, ...]:
+    """Return what is equal for neighbours in the order that finish exchanges together: devices that correspond."""
+    return (node.kind, node.number, *node.key[1:]) if node.kind in "FB" else (node.kind,)
 
 
 def _why_local(transfer: Transfer) -> str:

@@ -35,6 +35,10 @@ class Reduction:
     items: tuple[Item, ...]
     reads: tuple[tuple[tuple[int, int], ...], ...]
 
+    def level(self, n: int) -> int:
+        """Return after how many steps an item is there: those of one level are made at once."""
+        return max(0 if m < 0 else 1 + self.level(m) for m, _ in self.items[n].of.values())
+
 
 def reduction(transfer: Transfer, close: Fold | None, fold: Fold | None) -> Reduction | None:
     """Return how to do a transfer of gradients to updates by collectives, or None where these would not help.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,29 +52,34 @@ class Route:
 
 
 def route(transfer: Transfer, fold: Fold | None, costs: Costs, itemsize: int, paths: Cache) -> Route | None:
-    """Return the cheapest path of a joint transfer, or None where its ends are no layouts: uneven, or several pieces on
-    a device. With a fold the transfer shows only the compiled places.
+    """Return the cheapest path of a transfer where every reader needs all that is held, or None where its ends are no
+    layouts: uneven, or several pieces on a device. With a fold the transfer shows only the compiled places.
     """
     held = {piece.device: piece.box for piece in transfer.pieces}
     read = {reader.device: reader.box for reader in transfer.readers}
-    if not transfer.is_joint or len(held) != len(transfer.pieces) or len(read) != len(transfer.readers):
+    is_whole = transfer.is_joint or bool(transfer.classes)
+    if not is_whole or len(held) != len(transfer.pieces) or len(read) != len(transfer.readers):
         return None
+    numbers = transfer.classes or range(len(transfer.pieces))
+    classes: dict[int, Hashable] = dict(zip(held, numbers, strict=True))
     if fold is not None and fold.spanned([*held, *read]):
-        held, read = fold.extend(held), fold.extend(read)
+        held, read, classes = fold.extend(held), fold.extend(read), fold.extend_classes(classes)
     if len({*held, *read}) > MOST_DEVICES or len(held) == len(read) == 1:
         return None
     whole = tuple((min(lo for lo, _ in ends), max(hi for _, hi in ends)) for ends in zip(*held.values(), strict=True))
-    source, goal = _layout(held, whole, 1), _layout(read, whole, 0)
+    source, goal = _layout(held, whole, classes), _layout(read, whole, {})
     if source is None or goal is None:
         return None
     return Route(find_path(source, goal, extents(whole), itemsize, Steps(costs), paths), whole)
 
 
-def _layout(boxes: Mapping[int, Box], whole: Box, many: int) -> Layout | None:
-    """Return the layout of boxes that tile `whole` evenly, each on as many devices; axis `many` tells these apart."""
+def _layout(boxes: Mapping[int, Box], whole: Box, classes: Mapping[int, Hashable]) -> Layout | None:
+    """Return the layout of boxes that tile `whole` evenly, or None: each in as many value parts, each of these on as
+    many devices. Devices of one class hold the same part; without classes all are replicas.
+    """
     starts = [sorted({box[slot][0] for box in boxes.values()}) for slot in range(len(whole))]
     shape = [len(some) for some in starts]
-    cells: dict[tuple[int, ...], list[int]] = {}
+    cells: dict[tuple[int, ...], dict[Hashable, list[int]]] = {}
     for device, box in sorted(boxes.items()):
         at = tuple(some.index(lo) for some, (lo, _) in zip(starts, box, strict=True))
         even = tuple(
@@ -83,9 +88,10 @@ def _layout(boxes: Mapping[int, Box], whole: Box, many: int) -> Layout | None:
         )
         if box != even:
             return None
-        cells.setdefault(at, []).append(device)
-    counts = {len(devices) for devices in cells.values()}
-    if len(counts) > 1 or len(cells) != np.prod(shape, dtype=int) or len(whole) == 0:
+        cells.setdefault(at, {}).setdefault(classes.get(device), []).append(device)
+    counts = {(len(devices), len(cell)) for cell in cells.values() for devices in cell.values()}
+    if len(counts) > 1 or len(cells) != np.prod(shape, dtype=int) or not shape:
         return None
-    devices = np.array([cells[at] for at in np.ndindex(*shape)], dtype=np.int64)
-    return Layout(np.expand_dims(devices.T.reshape(-1, *shape), 1 - many))
+    # [cells, value parts, replicas]
+    devices = np.array([list(cells[at].values()) for at in np.ndindex(*shape)], dtype=np.int64)
+    return Layout(devices.T.reshape(*devices.T.shape[:2], *shape))

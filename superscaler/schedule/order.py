@@ -27,15 +27,19 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
     place_updates(graph)
     edges = Edges(graph, fold)
     alone: frozenset[str] = frozenset()
-    is_searched = False
+    is_searched, joins = False, True
     while True:
         segments = find_segments(edges, alone)
-        schedule = Schedule(edges, segments, find_transfers(edges, segments))
+        schedule = Schedule(edges, segments, find_transfers(edges, segments, joins))
         nodes = Nodes(schedule)
         schedule.order = sort(nodes)
         if len(schedule.order) == len(nodes.names):
             schedule.order = [n for n in schedule.order if n.kind not in "OP"]
             return schedule
+        # A cycle may vanish when no reader waits for replicas that it does not read.
+        if joins and any(t.classes for t in schedule.transfers):
+            joins = False
+            continue
         # A cycle through a segment of several ops may vanish when its ops run apart; one through single ops is real.
         cycle = shortest_cycle(nodes, schedule.order)
         merged = {op.name for n in cycle if n.kind in "FB" for op in segments[n.number].ops}

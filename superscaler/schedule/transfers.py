@@ -7,7 +7,7 @@ collective; else each link is a message of its own.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -48,13 +48,17 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`links` are pairs (piece, reader); the reader's value is the sum of its pieces, each at its own box."""
+    """`links` are pairs (piece, reader); the reader's value is the sum of its pieces, each at its own box.
+
+    `classes`, if not empty, has a number per piece: those with equal ones are replicas, and any of them would do.
+    """
 
     tensor: str
     kind: str
     pieces: tuple[End, ...]
     readers: tuple[End, ...]
     links: tuple[tuple[int, int], ...]
+    classes: tuple[int, ...] = ()
 
     @property
     def is_local(self) -> bool:
@@ -72,11 +76,14 @@ class Transfer:
     @property
     def is_one(self) -> bool:
         """Tell whether it runs at one point of the order; else each of its messages goes when it can."""
-        return self.is_joint or self.is_to_updates
+        return self.is_joint or self.is_to_updates or bool(self.classes)
 
 
-def find_transfers(edges: Edges, segments: Sequence[Segment]) -> list[Transfer]:
-    """Return all transfers of activations, weights and gradients of a step, in the order of the tensors."""
+def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True) -> list[Transfer]:
+    """Return all transfers of activations, weights and gradients of a step, in the order of the tensors.
+
+    With `joins` those of replicas to other devices are one transfer, for which all of them must be made.
+    """
     reads: dict[str, list[tuple[Segment, int, Alias]]] = {}
     outputs: dict[str, tuple[Segment, int]] = {}
     for segment in segments:
@@ -91,10 +98,10 @@ def find_transfers(edges: Edges, segments: Sequence[Segment]) -> list[Transfer]:
         home = edges.homes.get(tensor)
         if source is None and home is None:
             continue
-        found += _forward(edges, tensor, source, home, readers)
+        found += _forward(edges, tensor, source, home, readers, joins)
         with_gradient = [r for r in readers if r[2].labels is not None]
         if with_gradient and (home is not None or (source and source[0].outputs[source[1]].has_gradient)):
-            found += _backward(edges, tensor, source, home, with_gradient)
+            found += _backward(edges, tensor, source, home, with_gradient, joins)
     return found
 
 
@@ -102,7 +109,7 @@ Reads = list[tuple[Segment, int, Alias]]
 Source = tuple[Segment, int] | None
 
 
-def _forward(edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads) -> list[Transfer]:
+def _forward(edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads, joins: bool) -> list[Transfer]:
     held, places = _made(edges, tensor, source, home)
     sides = [_alias_wanted(segment, alias) for segment, _, alias in readers]
     users = [Place(FORWARD, s.number, key, n) for s, n, _ in readers for key in s.keys]
@@ -112,7 +119,7 @@ def _forward(edges: Edges, tensor: str, source: Source, home: Op | None, readers
         users += [Place(UPDATE, edges.home_number[op.inputs[0].tensor], k, 0) for k in edges.rows[op.name].keys]
         pairs += join(held, sides[-1])
     wanted = _stack(sides)
-    return _group(tensor, FORWARD, held, [(p,) for p in places], wanted, users, pairs)
+    return _group(tensor, FORWARD, held, [(p,) for p in places], wanted, users, pairs, joins)
 
 
 def _made(edges: Edges, tensor: str, source: Source, home: Op | None) -> tuple[Held, list[Place]]:
@@ -130,7 +137,9 @@ def _made(edges: Edges, tensor: str, source: Source, home: Op | None) -> tuple[H
     ]
 
 
-def _backward(edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads) -> list[Transfer]:
+def _backward(
+    edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads, joins: bool
+) -> list[Transfer]:
     wanted, places = _made(edges, tensor, source, home)
     users = [Place(UPDATE if home else BACKWARD, p.segment, p.key, p.number) for p in places]
     routes = source is not None and edges.rows[source[0].outputs[source[1]].op.name].routes
@@ -140,7 +149,7 @@ def _backward(edges: Edges, tensor: str, source: Source, home: Op | None, reader
     for group in _merge(edges, readers):
         held = _gradient(edges, group)
         pairs = _routed(edges, tensor, source, group, wanted) if routes else join(held, wanted)
-        found += _group(tensor, BACKWARD, held, _sources(group), wanted, users, pairs)
+        found += _group(tensor, BACKWARD, held, _sources(group), wanted, users, pairs, joins)
     return found
 
 
@@ -236,6 +245,7 @@ def _group(
     wanted: Wanted,
     users: Sequence[Place],
     pairs: list[list[int]],
+    joins: bool,
 ) -> list[Transfer]:
     """Merge what always travels together into pieces and readers, and return one transfer per connected component."""
     by_reader: dict[Hashable, list[int]] = {}
@@ -253,7 +263,36 @@ def _group(
     pieces = [End(int(held.device[s[0]]), held.box(s[0]), _places(sources, s)) for s in by_piece.values()]
     readers = [End(int(wanted.device[w[0]]), wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()]
     links = [(p, r) for p, s in enumerate(by_piece.values()) for r in readers_of[s[0]]]
-    return [Transfer(tensor, kind, *part) for part in _components(pieces, readers, links)]
+    found = [Transfer(tensor, kind, *part) for part in _components(pieces, readers, links)]
+    if not joins or held.tree is not None or len(found) < 2:
+        return found
+    labels: dict[Hashable, int] = {}
+    held_by = (tuple(held.labels[row] for row in some) for some in by_piece.values())
+    numbers = (labels.setdefault((p.box, some), len(labels)) for p, some in zip(pieces, held_by, strict=True))
+    return _joined(found, dict(zip(map(id, pieces), numbers, strict=True)))
+
+
+def _joined(transfers: Sequence[Transfer], class_of: Mapping[int, int]) -> list[Transfer]:
+    """Join the transfers of replicas of the same pieces to other devices: together these may share out the work."""
+    groups: dict[Hashable, list[Transfer]] = {}
+    for t in transfers:
+        microbatches = (frozenset(p.key[1] for e in ends for p in e.places) for ends in (t.pieces, t.readers))
+        key = (*sorted(class_of[id(p)] for p in t.pieces), *microbatches)
+        groups.setdefault(key if t.is_joint and not t.is_to_updates else id(t), []).append(t)
+    found: list[Transfer] = []
+    for some in groups.values():
+        pieces, readers = tuple(p for t in some for p in t.pieces), tuple(r for t in some for r in t.readers)
+        devices = [end.device for end in (*pieces, *readers)]
+        if len(some) < 2 or len(set(devices)) < len(devices):
+            found += some
+            continue
+        links, p0, r0 = list[tuple[int, int]](), 0, 0
+        for t in some:
+            links += [(p0 + p, r0 + r) for p, r in t.links]
+            p0, r0 = p0 + len(t.pieces), r0 + len(t.readers)
+        classes = tuple(class_of[id(p)] for p in pieces)
+        found.append(Transfer(some[0].tensor, some[0].kind, pieces, readers, tuple(links), classes))
+    return found
 
 
 def _places(sources: Sequence[tuple[Place, ...]], rows: Iterable[int]) -> tuple[Place, ...]:

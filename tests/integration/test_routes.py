@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import superscaler as ss
+from superscaler.models import build
 from superscaler.plan import Plan
 
 
@@ -74,3 +75,24 @@ def test_value_parts_cross_servers_once() -> None:
 def test_a_path_is_told() -> None:
     told = plan_of("inner", "copies", [0, 1, 2, 3], [4, 5, 6, 7], LARGE).explain()
     assert "step 1 of 3 of the cheapest path to another layout" in told
+
+
+def test_copies_to_copies_cross_servers_once() -> None:
+    """Of 4 equal copies each sends a quarter to another server, where they are joined."""
+    plan = plan_of("copies", "copies", [0, 1, 2, 3], [7, 6, 5, 4], LARGE)
+    moves = [m for m in plan.compiled.program.moves if not m.is_backward and m.way != "local"]
+    assert {m.kind for m in moves} == {"send", "all_gather"}
+    assert sum(m.moved for m in moves if m.kind == "send") == 8192 * 16384 * 4
+
+
+@pytest.mark.parametrize("spec", ["hybrid:dp=1,tp=4,pp=2,microbatches=2", "hybrid:dp=3,tp=4,pp=2,microbatches=2"])
+def test_stages_of_copies_share_out_what_they_send(spec: str) -> None:
+    """Between stages on two servers each tensor-parallel device sends a part, forward and backward."""
+    built = build("gpt2:size=tiny,heads=4,batch=12,hidden=512,seq=64,vocab=64")
+    graph = ss.capture(built.module, built.args, built.kwargs)
+    plan = ss.compile(graph, spec, "v100:2x4" if "dp=1" in spec else "v100:2x12")
+    moves = [m for m in plan.compiled.program.moves if "cheapest path" in m.reason]
+    assert {m.kind for m in moves} == {"send", "all_gather"}
+    assert {m.is_backward for m in moves} == {False, True}
+    result = plan.verify()
+    assert result["equal"], result["first_difference"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, finish
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 from superscaler.ir.parts import Axis, Grid
@@ -200,7 +200,7 @@ def random_plan(model: Model, seed: int, devices: int, irregular: bool = True) -
         depth = draw.choice([0, 1, 2, 3] if irregular else [0, 1, 1])
         grid = random_grid(op, draw, devices, depth, [i.size for i in op.indices])
         graph.grids[op.name] = grid
-    cluster = SimpleNamespace(devices=[SimpleNamespace(id=d) for d in range(devices)])
+    cluster = Cluster.local(devices)
     return finish(graph, cluster)  # type: ignore[arg-type]
 
 
