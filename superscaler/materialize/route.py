@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from superscaler.cluster import Cluster
 from superscaler.ir.fold import Fold
 from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box, extents
@@ -31,6 +32,23 @@ class Steps:
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: int) -> float:
         return self.costs.seconds(kind, groups, size) + (0.0 if kind in ("chunk", "value_chunk") else START)
+
+
+@dataclass(frozen=True)
+class Places(Steps):
+    """The same of a cluster whose servers have one NIC, or one for each device: of a device it sees its server only."""
+
+    devices_per_server: int
+
+    def place(self, device: int) -> int:
+        return device // self.devices_per_server
+
+
+def priced(costs: Costs) -> Steps:
+    """Return the costs of paths."""
+    if isinstance(costs, Cluster) and costs.links.nics in (None, 1, costs.devices_per_server):
+        return Places(costs, costs.devices_per_server)
+    return Steps(costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +88,7 @@ def route(transfer: Transfer, fold: Fold | None, costs: Costs, itemsize: int, pa
     source, goal = _layout(held, whole, classes), _layout(read, whole, {})
     if source is None or goal is None:
         return None
-    return Route(find_path(source, goal, extents(whole), itemsize, Steps(costs), paths), whole)
+    return Route(find_path(source, goal, extents(whole), itemsize, priced(costs), paths), whole)
 
 
 def _layout(boxes: Mapping[int, Box], whole: Box, classes: Mapping[int, Hashable]) -> Layout | None:

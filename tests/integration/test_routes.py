@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import superscaler as ss
+from superscaler.materialize import route
 from superscaler.models import build
 from superscaler.plan import Plan
 
@@ -85,12 +86,15 @@ def test_copies_to_copies_cross_servers_once() -> None:
     assert sum(m.moved for m in moves if m.kind == "send") == 8192 * 16384 * 4
 
 
-@pytest.mark.parametrize("spec", ["hybrid:dp=1,tp=4,pp=2,microbatches=2", "hybrid:dp=3,tp=4,pp=2,microbatches=2"])
-def test_stages_of_copies_share_out_what_they_send(spec: str) -> None:
+@pytest.mark.parametrize(("dp", "spec"), [(1, "hybrid:dp=1,tp=4,pp=2,microbatches=2"), (3, "hybrid:dp=3,tp=4,pp=2")])
+def test_stages_of_copies_share_out_what_they_send(dp: int, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between stages on two servers each tensor-parallel device sends a part, forward and backward."""
-    built = build("gpt2:size=tiny,heads=4,batch=12,hidden=512,seq=64,vocab=64")
+    monkeypatch.setattr(route, "START", 0.0)
+    built = build("gpt2:size=tiny,heads=4,batch=12,vocab=64")
     graph = ss.capture(built.module, built.args, built.kwargs)
-    plan = ss.compile(graph, spec, "v100:2x4" if "dp=1" in spec else "v100:2x12")
+    free = "{intra: {alpha: 1e-12}, network: {alpha: 1e-12}}"
+    servers = f"{{name: lab, preset: v100, servers: 2, devices_per_server: {4 * dp}, links: {free}}}"
+    plan = ss.compile(graph, spec, servers)
     moves = [m for m in plan.compiled.program.moves if "cheapest path" in m.reason]
     assert {m.kind for m in moves} == {"send", "all_gather"}
     assert {m.is_backward for m in moves} == {False, True}
