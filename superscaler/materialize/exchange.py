@@ -1,0 +1,287 @@
+"""How what one device made gets to those that read it: collectives, steps of several, exact messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import prod
+
+from superscaler.ir.fold import Fold, Unfoldable
+from superscaler.ir.mask import Box, extents, inside, intersect
+from superscaler.ir.program import Bucket, Collective, Combine, Recv, Send, Wait, links
+from superscaler.materialize.collectives import REASONS, Match, match, refusal
+from superscaler.materialize.paths import Cache
+from superscaler.materialize.reduction import Reduction, reduction
+from superscaler.materialize.route import Route, route
+from superscaler.materialize.transitions import Costs
+from superscaler.materialize.values import Values
+from superscaler.schedule.nodes import Node, Schedule
+from superscaler.schedule.transfers import BACKWARD, Transfer
+
+# As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
+BUCKET_BYTES = 25 * 2**20
+DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "bool": 1}
+
+
+class Exchanges(Values):
+    """The communication of all devices. With a `fold` only devices whose code tells that of all are written."""
+
+    def __init__(self, schedule: Schedule, world: int, costs: Costs, fold: Fold | None) -> None:
+        super().__init__(schedule, world)
+        self.fold, self.costs = fold, costs
+        self.told = frozenset(range(world)) if fold is None else fold.told
+        self.paths: Cache = {}
+        self.messages = 0
+        # Sums of count, bytes and moved bytes of what happens alike: a `Move` each in the end.
+        self.moves: dict[tuple[str, bool, str, str, tuple[int, ...], str], list[int]] = {}
+
+    def communicate(self, run: Sequence[Node]) -> None:
+        """Start the communication that is ready at one point of the order; all_reduces of one group share buckets."""
+        reductions: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        for node in run:
+            transfer = self.schedule.transfers[node.number]
+            if transfer.is_local and node.link < 1:
+                self._record(transfer, "local", "", (transfer.pieces[0].device,), _why_local(transfer))
+            if node.link >= 0:
+                self._message(node.number, transfer, node.link)
+                continue
+            found = None if transfer.is_local else match(transfer, self.fold)
+            if found is not None and found.kind == "all_reduce":
+                reductions.setdefault((found.group, self.dtype(transfer)), []).append(node.number)
+            elif found is not None:
+                self._collective(node.number, transfer, found)
+            elif not transfer.is_local:
+                steps = reduction(transfer, self.schedule.edges.fold, self.fold) if transfer.is_to_updates else None
+                if steps is not None:
+                    self._begin(node.number, self._reduction(node.number, transfer, steps))
+                    continue
+                if (path := self._path(transfer)) is not None:
+                    self._begin(node.number, self._route(node.number, transfer, path))
+                    continue
+                for link in range(len(transfer.links)):
+                    self._message(node.number, transfer, link)
+        for (group, dtype), numbers in reductions.items():
+            for bucket in self._buckets(numbers):
+                self._reduce(bucket, group, dtype)
+
+    def _record(
+        self, transfer: Transfer, way: str, kind: str, group: tuple[int, ...], why: str, size: int = 0, moved: int = 0
+    ) -> None:
+        copies = self.fold.copies(group) if self.fold is not None else 1
+        if not copies:
+            return
+        key = (transfer.tensor, transfer.kind == BACKWARD, way, kind, () if way == "local" else group, why)
+        sums = self.moves.setdefault(key, [0, 0, 0])
+        sums[:] = (a + copies * b for a, b in zip(sums, (1, size, moved), strict=True))
+
+    def _record_collective(
+        self, number: int, kind: str, group: tuple[int, ...], box: Box | None = None, why: str = ""
+    ) -> None:
+        transfer, size = self.schedule.transfers[number], self._bytes(number, box)
+        self._record(transfer, "collective", kind, group, why or REASONS[kind], size, size * links(kind, len(group)))
+
+    def _bytes(self, number: int, box: Box | None = None) -> int:
+        transfer = self.schedule.transfers[number]
+        return prod(extents(box or transfer.pieces[0].box)) * DTYPE_BYTES[self.dtype(transfer)]
+
+    def _buckets(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the transfers in runs that fill a bucket each; a tensor larger than a bucket goes alone."""
+        buckets: list[list[int]] = []
+        room = 0
+        for number in numbers:
+            size = self._bytes(number)
+            if size > room:
+                buckets.append([])
+                room = BUCKET_BYTES
+            buckets[-1].append(number)
+            room -= size
+        return buckets
+
+    def _reduce(self, numbers: Sequence[int], group: tuple[int, ...], dtype: str) -> None:
+        transfers = self.schedule.transfers
+        if len(numbers) == 1:
+            self._collective(numbers[0], transfers[numbers[0]], Match("all_reduce", group))
+            return
+        for number in numbers:
+            self._record_collective(number, "all_reduce", group)
+        for rank in self.told.intersection(piece.device for piece in transfers[numbers[0]].pieces):
+            works, sources = [], []
+            for number in numbers:
+                at = {piece.device: p for p, piece in enumerate(transfers[number].pieces)}
+                reader = {reader.device: r for r, reader in enumerate(transfers[number].readers)}
+                sources.append(self.piece_name[number, at[rank]])
+                works.append(f"{self.base(transfers[number])}~c{number}w")
+                self.arrived[number, reader[rank]] = works[-1]
+            weight = sum(self._bytes(number) for number in numbers)
+            self.code[rank].append(Bucket(tuple(works), tuple(sources), group, dtype, weight))
+
+    def _message(self, number: int, transfer: Transfer, link: int) -> None:
+        p, r = transfer.links[link]
+        piece, reader = transfer.pieces[p], transfer.readers[r]
+        if piece.device != reader.device and self._is_told(piece.device, reader.device):
+            common = intersect(piece.box, reader.box)
+            assert common is not None
+            tensor = self.model.tensors[transfer.tensor]
+            source = self.cut(piece.device, self.piece_name[number, p], tensor, piece.box, common)
+            work = self._send(transfer, f"{number}_{link}", piece.device, reader.device, source, common)
+            self.incoming.setdefault((number, r), []).append((work, common, work[:-1]))
+
+    def _is_told(self, *devices: int) -> bool:
+        """Tell whether the code of devices between which a message goes is written: of all of them, or of none."""
+        found = self.told.issuperset(devices)
+        if not found and not self.told.isdisjoint(devices):
+            assert self.fold is not None
+            raise Unfoldable(self.fold.spanned(devices)[0])
+        return found
+
+    def _send(self, transfer: Transfer, label: str, rank: int, to: int, source: str, box: Box, why: str = "") -> str:
+        """Send a box of a tensor to a device; return the name of the handle there."""
+        shape, dtype = self.model.tensors[transfer.tensor].local_shape(extents(box)), self.dtype(transfer)
+        self.messages += 1
+        weight = prod(shape) * DTYPE_BYTES[dtype]
+        self._record(transfer, "messages", "send", (rank, to), why or refusal(transfer), weight, weight)
+        self.code[rank].append(Send(source, to, self.messages, weight))
+        work = f"{self.base(transfer)}~c{label}w"
+        self.code[to].append(Recv(work, rank, self.messages, shape, dtype))
+        return work
+
+    def _collective(self, number: int, transfer: Transfer, found: Match) -> None:
+        self._record_collective(number, found.kind, found.group)
+        held = {piece.device: (p, piece) for p, piece in enumerate(transfer.pieces)}
+        readers = {reader.device: (r, reader) for r, reader in enumerate(transfer.readers)}
+        for rank in self.told.intersection((*held, *readers)):
+            work = f"{self.base(transfer)}~c{number}w"
+            source, have = None, transfer.pieces[0].box
+            if rank in held:
+                source, have = self.piece_name[number, held[rank][0]], held[rank][1].box
+            box = readers[rank][1].box if rank in readers else transfer.pieces[0].box
+            self._start(rank, transfer, found, work, source, have, box)
+            if rank in readers and not (found.kind == "broadcast" and rank in held):
+                self.arrived[number, readers[rank][0]] = work
+
+    def _start(
+        self, rank: int, transfer: Transfer, how: Match, work: str, source: str | None, have: Box, want: Box
+    ) -> None:
+        tensor, dtype, view = self.model.tensors[transfer.tensor], self.dtype(transfer), extents(have)
+        local, shape = tensor.local_shape(view), tensor.local_shape(extents(want))
+        weight = prod(view) * DTYPE_BYTES[dtype]
+        self.code[rank].append(
+            Collective(how.kind, work, source, how.group, view, how.take, how.give, local, shape, dtype, weight)
+        )
+
+    def _begin(self, number: int, steps: Iterator[None]) -> None:
+        """Start the first step; the others follow at the first read, so that nothing is waited for before."""
+        next(steps, None)
+        self.pending[number] = steps
+
+    def _reduction(self, number: int, transfer: Transfer, steps: Reduction) -> Iterator[None]:
+        """Make all items step by step; what a reader adds up in the end is there, or comes in a message. Yields before
+        each wait.
+        """
+        tensor, base = self.model.tensors[transfer.tensor], self.base(transfer)
+        names: dict[tuple[int, int], str] = {}
+        for _, level in groupby(sorted(range(len(steps.items)), key=steps.level), key=steps.level):
+            works: list[tuple[int, int, str]] = []
+            for n in level:
+                item = steps.items[n]
+                for how in item.how:
+                    first = next(rank for rank in how.group if rank in item.of)
+                    self._record_collective(number, how.kind, how.group, steps.items[item.of[first][0]].box)
+                for rank, (m, source) in item.of.items():
+                    if m < 0:
+                        names[n, rank] = self.piece_name.get((number, n), "")
+                    elif self._is_told(source, rank):
+                        have, work = steps.items[m].box, f"{base}~c{number}_{n}w"
+                        collective = next((how for how in item.how if rank in how.group), None)
+                        if collective is None:
+                            work = self._send(transfer, f"{number}_{n}", source, rank, names[m, source], have)
+                        else:
+                            self._start(rank, transfer, collective, work, names[m, rank], have, item.box)
+                        works.append((n, rank, work))
+            if works:
+                yield
+            for n, rank, work in works:
+                names[n, rank] = work[:-1]
+                shape = tensor.local_shape(extents(steps.items[n].box))
+                self.code[rank].append(Wait(work[:-1], work, shape))
+        for r, (reader, pairs) in enumerate(zip(transfer.readers, steps.reads, strict=True)):
+            self.given[number, r] = []
+            for n, rank in pairs:
+                if not self._is_told(rank, reader.device):
+                    continue
+                box, name = steps.items[n].box, names[n, rank]
+                common = intersect(box, reader.box)
+                assert common is not None
+                name = self.cut(rank, name, tensor, box, common)
+                if rank == reader.device:
+                    self.given[number, r].append((name, common))
+                else:
+                    work = self._send(transfer, f"{number}_{n}_{r}", rank, reader.device, name, common)
+                    self.incoming.setdefault((number, r), []).append((work, common, work[:-1]))
+
+    def _path(self, transfer: Transfer) -> Route | None:
+        dtype = self.dtype(transfer)
+        return None if dtype == "bool" else route(transfer, self.fold, self.costs, DTYPE_BYTES[dtype], self.paths)
+
+    def _route(self, number: int, transfer: Transfer, found: Route) -> Iterator[None]:
+        """Take the steps of a path, each after the one before has arrived. Yields before each wait."""
+        tensor, base, path = self.model.tensors[transfer.tensor], self.base(transfer), found.path
+        names = {piece.device: self.piece_name.get((number, p), "") for p, piece in enumerate(transfer.pieces)}
+        before = found.boxes(path.source)
+        for n, step in enumerate(path.steps):
+            after = found.boxes(step.layout)
+            parts: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in after if rank in self.told}
+            waits: list[tuple[int, str, Box]] = []
+            many = f"step {n + 1} of {len(path.steps)} of " if len(path.steps) > 1 else ""
+            why = f"{many}the cheapest path to another layout"
+            for group in step.groups:
+                if step.kind in REASONS and step.kind != "broadcast":
+                    self._record_collective(number, step.kind, group, before[group[0]], why)
+                    how = Match(step.kind, group, step.take, step.give)
+                    for rank in self.told.intersection(group):
+                        work = f"{base}~c{number}_{n}w"
+                        self._start(rank, transfer, how, work, names[rank], before[rank], after[rank])
+                        waits.append((rank, work, after[rank]))
+                elif step.kind in ("chunk", "value_chunk"):
+                    for rank in self.told.intersection(group):
+                        is_kept = step.kind == "chunk" or rank == group[0]
+                        name = self.cut(rank, names[rank], tensor, before[rank], after[rank]) if is_kept else ""
+                        parts[rank] += [(name, after[rank])] if is_kept else []
+                else:
+                    for to in (to for to in group[1:] if self._is_told(group[0], to)):
+                        common = intersect(before[group[0]], after[to])
+                        assert common is not None
+                        name = self.cut(group[0], names[group[0]], tensor, before[group[0]], common)
+                        label = f"{number}_{n}_{group[0]}"
+                        waits.append((to, self._send(transfer, label, group[0], to, name, common, why), common))
+            for rank in self.told.intersection(step.kept):
+                common = intersect(before[rank], after[rank])
+                assert common is not None
+                parts[rank].append((self.cut(rank, names[rank], tensor, before[rank], common), common))
+            if waits:
+                yield
+            for rank, work, box in waits:
+                self.code[rank].append(Wait(work[:-1], work, tensor.local_shape(extents(box))))
+                parts[rank].append((work[:-1], box))
+            names = {
+                rank: self._placed(f"{base}~p{number}_{n}", rank, transfer, some, after[rank])
+                for rank, some in parts.items()
+            }
+            before = after
+        for r, reader in enumerate(transfer.readers):
+            if reader.device in names:
+                self.given[number, r] = [(names[reader.device], reader.box)]
+
+    def _placed(self, out: str, rank: int, transfer: Transfer, parts: Sequence[tuple[str, Box]], box: Box) -> str:
+        """Return the sum of parts of a box: nothing to do where one part is all of it."""
+        if len(parts) == 1 and parts[0][1] == box:
+            return parts[0][0]
+        view, placed = extents(box), tuple((name, inside(some, box)) for name, some in parts)
+        shape = self.model.tensors[transfer.tensor].local_shape(view)
+        self.code[rank].append(Combine(out, placed, view, shape, self.dtype(transfer)))
+        return out
+
+
+def _why_local(transfer: Transfer) -> str:
+    several = len(transfer.links) > len(transfer.readers) or any(len(piece.places) > 1 for piece in transfer.pieces)
+    return "summed or joined where it is read" if several else "made where it is read"
