@@ -97,6 +97,8 @@ def _layout(boxes: Mapping[int, Box], whole: Box, classes: Mapping[int, Hashable
     """
     starts = [sorted({box[slot][0] for box in boxes.values()}) for slot in range(len(whole))]
     shape = [len(some) for some in starts]
+    if any((hi - lo) % n for (lo, hi), n in zip(whole, shape, strict=True)):
+        return None
     cells: dict[tuple[int, ...], dict[Hashable, list[int]]] = {}
     for device, box in sorted(boxes.items()):
         at = tuple(some.index(lo) for some, (lo, _) in zip(starts, box, strict=True))
