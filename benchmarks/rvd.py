@@ -215,7 +215,8 @@ def other_server(mbit: float) -> Iterator[list[str]]:
     """Join this namespace to a new one by a slow link; yield the command that enters it."""
     # cat ends when we do; its namespace ends with the last process in it.
     holder = subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdin is not None
+    assert holder.stdout is not None
     try:
         holder.stdin.write("ready\n")
         holder.stdin.flush()
