@@ -31,6 +31,9 @@ class Steps:
     costs: Costs
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: int) -> float:
+        # A broadcast is run as messages from its sender to each receiver, of which each crosses the network.
+        if kind == "broadcast":
+            kind, groups = "messages", [(sender, to) for sender, *receivers in groups for to in receivers]
         return self.costs.seconds(kind, groups, size) + (0.0 if kind in ("chunk", "value_chunk") else START)
 
 

@@ -64,9 +64,10 @@ def test_every_pair_of_cuts_is_equal(before: list[int], after: list[int]) -> Non
         assert result["equal"], (made, read, result["first_difference"])
 
 
-def test_value_parts_cross_servers_once() -> None:
-    """4 value parts to 4 copies on another server: summed in slices, each of which crosses once, and joined there."""
-    plan = plan_of("inner", "copies", [0, 1, 2, 3], [4, 5, 6, 7], LARGE)
+@pytest.mark.parametrize("before", [[0, 1, 2, 3], [0, 1]], ids=str)
+def test_value_parts_cross_servers_once(before: list[int]) -> None:
+    """Value parts to 4 copies on another server: summed in slices, each of which crosses once, and joined there."""
+    plan = plan_of("inner", "copies", before, [4, 5, 6, 7], LARGE)
     tensor = next(m.tensor for m in plan.compiled.program.moves if "cheapest path" in m.reason)
     moves = [m for m in plan.compiled.program.moves if m.tensor == tensor and not m.is_backward]
     assert {m.kind for m in moves} == {"reduce_scatter", "send", "all_gather"}

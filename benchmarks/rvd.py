@@ -1,0 +1,315 @@
+"""Exchanges between the devices of two servers: peer to peer against the searched path, measured on a slow link.
+
+    python benchmarks/rvd.py [--mbit 100] [--mib 8] [--repeats 3] [--only V-R] [--full]
+
+Producers on one server, consumers on the other: replicas (R), value parts (V) or slices (D) of a 1-D tensor become
+replicas or slices. A server is a network namespace; a veth pair with `tc tbf` at --mbit joins them, and gloo goes over
+it, one process a device. `p2p` sends each consumer each piece that it needs from each producer of one (from one
+replica, all value parts); `searched` is the path of find_path under the numbers of these links. Both are medians of
+--repeats, checked for their values. `possible` is the ratio of the bytes over the link, of which one copy of the
+tensor is the least; `predicted` is what the search expects of its path. --full takes the sizes of the paper, 8 and 4
+devices a side, in 16 processes; without it they are 4 and 2.
+
+Needs Linux, iproute2 (ip, tc) and util-linux (unshare, nsenter), root or user namespaces; says so where they are
+missing. The namespaces have no name: they and their link end with the processes, however these end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superscaler.cluster import Cluster
+from superscaler.cluster.links import LINKS, Link
+from superscaler.ir.layout import Layout
+from superscaler.materialize.paths import find_path
+from superscaler.materialize.route import Route, Steps
+from superscaler.materialize.search import Path
+from superscaler.materialize.transitions import LAST, Step, messages
+from superscaler.runtime.distributed import DistributedCommunicator, connect
+
+TOOLS = ("unshare", "nsenter", "ip", "tc")
+CASES = ("R-R", "R-D", "V-R", "V-D", "D-R", "D-D")
+ADDRESSES, PORT, INTERFACE = ("10.0.0.1", "10.0.0.2"), "29500", "between"
+# A full packet has 1448 bytes of a tensor among the 1514 that tbf counts.
+PAYLOAD = 1448 / 1514
+PR_SET_PDEATHSIG = 1
+
+
+class NotPermitted(Exception):
+    """This machine does not let us make namespaces and links."""
+
+
+def layout(kind: str, devices: range) -> Layout:
+    return Layout(np.array(devices).reshape([len(devices) if axis == kind else 1 for axis in "RVD"]))
+
+
+def cluster(per_server: int, mbit: float) -> Cluster:
+    links = replace(LINKS["local"], network=Link(LINKS["local"].network.alpha, mbit * 1e6 / 8 * PAYLOAD))
+    return Cluster.of("two servers", "local", 2, per_server, links)
+
+
+def p2p(source: Layout, goal: Layout, size: int, itemsize: int, costs: Cluster) -> Path:
+    """Return the path of one step, in which producers send consumers what they need."""
+    pairs, kept, largest = messages(source, goal, (size,), lambda device: costs.devices[device].server)
+    seconds = costs.seconds(LAST, pairs, largest * itemsize)
+    step = Step(LAST, pairs, -1, -1, 1, goal, largest * itemsize, seconds, kept)
+    return Path(source, goal, (step,), seconds, seconds, 0)
+
+
+def boxes(path: Path, of: Layout, size: int) -> dict[int, tuple[int, int]]:
+    return {device: box for device, (box,) in Route(path, ((0, size),)).boxes(of).items()}
+
+
+def pairs(step: Step) -> list[tuple[int, int]]:
+    return [(g[0], to) for g in step.groups for to in g[1:]] if step.kind not in COLLECTIVES else []
+
+
+def crossing(direct: Path, size: int) -> int:
+    """Return the elements that go over the link, where every message does."""
+    held, read = boxes(direct, direct.source, size), boxes(direct, direct.goal, size)
+    ends = [common(held[a], read[b]) for step in direct.steps for a, b in pairs(step)]
+    return sum(hi - lo for lo, hi in ends)
+
+
+def common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+COLLECTIVES: dict[str, Any] = {
+    "all_reduce": lambda comm, x, group: comm.all_reduce(x, group).wait(),
+    "all_gather": lambda comm, x, group: comm.all_gather(x, group, 0).wait(),
+    "reduce_scatter": lambda comm, x, group: comm.reduce_scatter(x, group, 0).wait(),
+    "all_to_all": lambda comm, x, group: comm.all_to_all(x, group, 0, 0).wait(),
+    "chunk": lambda comm, x, group: x.chunk(len(group))[group.index(comm.rank)],
+    "value_chunk": lambda comm, x, group: x if comm.rank == group[0] else torch.zeros_like(x),
+}
+
+
+def follow(comm: DistributedCommunicator, path: Path, size: int, x: Tensor | None) -> Tensor | None:
+    """Take the steps of a path; None is what a device outside a layout has."""
+    before = boxes(path, path.source, size)
+    for tag, step in enumerate(path.steps):
+        after = boxes(path, step.layout, size)
+        if step.kind in COLLECTIVES:
+            mine = [group for group in step.groups if comm.rank in group]
+            x = COLLECTIVES[step.kind](comm, x, mine[0]) if mine else x
+        else:
+            x = exchange(comm, step, tag, before, after, x)
+        before = after
+    return x
+
+
+def exchange(
+    comm: DistributedCommunicator,
+    step: Step,
+    tag: int,
+    before: dict[int, tuple[int, int]],
+    after: dict[int, tuple[int, int]],
+    x: Tensor | None,
+) -> Tensor | None:
+    me, works = comm.rank, []
+    for sender, receiver in pairs(step):
+        lo, hi = common(before[sender], after[receiver])
+        if receiver == me:
+            works.append((lo, hi, comm.recv((hi - lo,), torch.float32, sender, tag)))
+        elif sender == me and x is not None:
+            comm.send(x[lo - before[me][0] : hi - before[me][0]], receiver, tag, owned=True)
+    result: Tensor | None = None
+    if me in after:
+        start, end = after[me]
+        parts = [(lo, hi, work.wait()) for lo, hi, work in works]
+        if me in step.kept and x is not None:
+            lo, hi = common(before[me], after[me])
+            parts.append((lo, hi, x[lo - before[me][0] : hi - before[me][0]]))
+        if len(parts) == 1 and parts[0][:2] == (start, end):
+            result = parts[0][2]
+        else:
+            result = torch.zeros(end - start)
+            for lo, hi, part in parts:
+                result[lo - start : hi - start] += part
+    comm.flush()
+    return result
+
+
+def worker(options: argparse.Namespace) -> None:
+    """Run all cases on one rank; rank 0 finds the paths and prints the table."""
+    torch.set_num_threads(1)
+    comm, per_server = connect(120.0), options.world // 2
+    size = options.mib * 2**20 // 4
+    found: list[Any] = [cases(options, size, per_server) if comm.rank == 0 else None]
+    dist.broadcast_object_list(found)
+    steps = [step for _, *paths in found[0] for path in paths for step in path.steps]
+    comm.prepare([group for step in steps if step.kind in COLLECTIVES for group in step.groups])
+    if comm.rank == 0:
+        print(f"torch {torch.__version__}, gloo; {options.mib} MiB, {options.mbit:g} Mbit/s between two servers; "
+              f"seconds, medians of {options.repeats}")  # fmt: skip
+        print(f"{'case':12}{'p2p':>8}{'searched':>10}{'ratio':>8}{'possible':>10}{'predicted':>11}  path", flush=True)
+    for name, *paths in found[0]:
+        for path in paths:
+            measure(comm, path, size // 64)
+        times = [[measure(comm, path, size) for path in paths] for _ in range(options.repeats)]
+        direct, searched = (statistics.median(column) for column in zip(*times, strict=True))
+        if comm.rank == 0:
+            possible = crossing(paths[0], size) / size
+            told = " > ".join(step.kind for step in paths[1].steps)
+            print(f"{name:12}{direct:8.2f}{searched:10.2f}{direct / searched:8.2f}{possible:10.0f}"
+                  f"{paths[1].seconds:11.2f}  {told}", flush=True)  # fmt: skip
+    comm.close()
+
+
+def cases(options: argparse.Namespace, size: int, per_server: int) -> list[tuple[str, Path, Path]]:
+    """Return the name of each case, and its two paths."""
+    costs, found = cluster(per_server, options.mbit), []
+    for held, read in ((1, 1), (1, 2), (2, 1)):
+        for kinds in options.only.split(","):
+            devices = range(per_server // held), range(per_server, per_server + per_server // read)
+            source, goal = (layout(kind, some) for kind, some in zip(kinds.split("-"), devices, strict=True))
+            name = f"{kinds[0]}({source.devices.size}) {kinds[2]}({goal.devices.size})"
+            searched = find_path(source, goal, (size,), 4, Steps(costs))
+            found.append((name, p2p(source, goal, size, 4, costs), searched))
+    return found
+
+
+def measure(comm: DistributedCommunicator, path: Path, size: int) -> float:
+    """Return the seconds from when the first rank starts until all have what they need, which is checked."""
+    full = torch.arange(size, dtype=torch.float32) % 251
+    x, held = None, boxes(path, path.source, size).get(comm.rank)
+    if held is not None:
+        # Value parts are whole multiples of the tensor: 2, 3, .., and on rank 0 what makes their sum exactly 1.
+        values = path.source.shape[1]
+        multiple = comm.rank + 1 if comm.rank else 1 - sum(range(2, values + 1))
+        x = (full * (multiple if values > 1 else 1))[slice(*held)]
+    comm.barrier()
+    start = time.perf_counter()
+    x = follow(comm, path, size, x)
+    # One clock for all: the latest end, and the earliest start.
+    ends = torch.tensor([time.perf_counter(), -start], dtype=torch.float64)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    read = boxes(path, path.goal, size).get(comm.rank)
+    assert read is None or (x is not None and torch.equal(x, full[slice(*read)]))
+    return float(ends.sum())
+
+
+def call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotPermitted(f"`{' '.join(command)}` says: {(done.stderr.strip().splitlines() or ['nothing'])[0]}")
+
+
+@contextmanager
+def other_server(mbit: float) -> Iterator[list[str]]:
+    """Join this namespace to a new one by a slow link; yield the command that enters it."""
+    # cat ends when we do; its namespace ends with the last process in it.
+    holder = subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        holder.stdin.write("ready\n")
+        holder.stdin.flush()
+        if not holder.stdout.readline():
+            raise NotPermitted("`unshare -n` makes no second namespace")
+        enter = ["nsenter", "-t", str(holder.pid), "-n"]
+        call("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(holder.pid))
+        shape = ["rate", f"{mbit:g}mbit", "burst", "64kb", "latency", "200ms"]
+        for into, address in zip(([], enter), ADDRESSES, strict=True):
+            call(*into, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
+            call(*into, "ip", "link", "set", "lo", "up")
+            call(*into, "ip", "link", "set", INTERFACE, "up")
+            call(*into, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)
+        yield enter
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def end_with_parent() -> None:
+    """Make this process end when its parent does, however that is, and leave Ctrl-C to the parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start the ranks on both servers; return 0 when all have ended well."""
+    options.world = 16 if options.full else 8
+    with other_server(options.mbit) as enter:
+        ranks: list[subprocess.Popen[bytes]] = []
+        variables = {
+            "WORLD_SIZE": str(options.world), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT,
+            "GLOO_SOCKET_IFNAME": INTERFACE, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+            # Names of addresses, which nobody knows here.
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+        command = [sys.executable, *sys.argv, "--world", str(options.world)]
+        try:
+            for rank in range(options.world):
+                into = enter if rank >= options.world // 2 else []
+                ranks.append(
+                    subprocess.Popen(
+                        [*into, *command],
+                        env={**os.environ, **variables, "RANK": str(rank)},
+                        preexec_fn=end_with_parent,
+                    )
+                )
+            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+                time.sleep(0.1)
+            return max(abs(rank.poll() or 0) for rank in ranks)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def enter_namespace() -> None:
+    """Become the same program in a network namespace of its own: as root, else as root of a user namespace."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise NotPermitted(f"no {', '.join(missing)} on this machine: install iproute2 and util-linux")
+    for how in ("-n", "-rn"):
+        if subprocess.run(["unshare", how, "true"], capture_output=True, check=False).returncode == 0:
+            os.execvp("unshare", ["unshare", how, sys.executable, *sys.argv, "--inside"])
+    raise NotPermitted("neither `unshare -n` nor `unshare -rn` is permitted: run it as root")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, default=100)
+    parser.add_argument("--mib", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.world:
+        worker(options)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        if not options.inside:
+            enter_namespace()
+        sys.exit(run(options))
+    except NotPermitted as reason:
+        print(f"not measured: two servers need network namespaces and a slow link; {reason}.")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
