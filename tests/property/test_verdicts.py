@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from random_graphs import Builder, largest_error, random_model
 from torch import Tensor
 
+from superscaler.cluster import Cluster
 from superscaler.compiler import finish
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Model, Op, Operand, Ref
@@ -246,7 +246,7 @@ def check_accepted(schedule: Schedule, needs: Needs, draw: random.Random) -> Non
     for after, sources in needs.some:
         assert after[0] == "U" or any(all(at[s] <= at[after] for s in few) for few in sources), after
     check_conservation(schedule, schedule.edges.graph)
-    program = materialize(schedule, 4)
+    program = materialize(schedule, 4, Cluster.local(4))
     for _ in range(100):
         assert not interleave(program, draw)
 
@@ -367,8 +367,7 @@ def test_plans_that_need_another_replica_than_the_nearest_equal_the_unsplit_grap
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, values = random_placed(seed)
-    cluster = SimpleNamespace(devices=[SimpleNamespace(id=d) for d in range(4)])
-    error, where = largest_error(finish(graph.copy(), cluster), values)  # type: ignore[arg-type]
+    error, where = largest_error(finish(graph.copy(), Cluster.local(4)), values)
     assert error < 1e-9, where
     monkeypatch.setattr("superscaler.schedule.order.find_turns", lambda edges: {})
     assert "cycle" in verdict(graph)[1]
