@@ -60,6 +60,7 @@ def test_every_pair_of_cuts_is_equal(before: list[int], after: list[int]) -> Non
     for made, read in itertools.product(CUTS, ("batch", "inner", "copies")):
         result = plan_of(made, read, before, after).verify()
         assert result["equal"], (made, read, result["first_difference"])
+        assert result["bytes_moved"] == result["bytes_planned"], (made, read)
 
 
 def test_value_parts_cross_servers_once() -> None:
