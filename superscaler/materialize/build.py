@@ -6,7 +6,9 @@ communication has the time in between.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 
@@ -28,6 +30,7 @@ from superscaler.ir.program import (
     Instruction,
     Loss,
     Move,
+    Path,
     Program,
     Recv,
     Send,
@@ -40,7 +43,7 @@ from superscaler.materialize.folded import fold_devices
 from superscaler.materialize.names import reads, suffix, tag, writes
 from superscaler.materialize.paths import Cache
 from superscaler.materialize.reduction import Reduction, reduction
-from superscaler.materialize.route import Route, route
+from superscaler.materialize.route import LOCAL, Route, is_collective, route
 from superscaler.materialize.transitions import Costs
 from superscaler.materialize.values import Values
 from superscaler.schedule.edges import Key
@@ -66,6 +69,7 @@ class _Builder(Values):
         super().__init__(schedule, world)
         self.fold, self.costs = fold, costs
         self.paths: Cache = {}
+        self.exchanges: dict[Path, Counter[str]] = {}
         self.told = frozenset(range(world)) if fold is None else fold.told
         self.functions: dict[Hashable, int] = {}
         self.forms: dict[int, Ints] = {}
@@ -100,7 +104,8 @@ class _Builder(Values):
         if self.fold is not None:
             devices = fold_devices(devices, self.fold)
         moves = tuple(Move(*key, *sums) for key, sums in self.moves.items())
-        return Program(self.model, tuple(self.made_functions), devices, moves)
+        paths = tuple(replace(path, tensors=tuple(of), count=of.total()) for path, of in self.exchanges.items())
+        return Program(self.model, tuple(self.made_functions), devices, moves, paths)
 
     # Work.
 
@@ -239,12 +244,15 @@ class _Builder(Values):
     def _record(
         self, transfer: Transfer, way: str, kind: str, group: tuple[int, ...], why: str, size: int = 0, moved: int = 0
     ) -> None:
-        copies = self.fold.copies(group) if self.fold is not None else 1
-        if not copies:
+        if not (copies := self._copies(group)):
             return
         key = (transfer.tensor, transfer.kind == BACKWARD, way, kind, () if way == "local" else group, why)
         sums = self.moves.setdefault(key, [0, 0, 0])
         sums[:] = (a + copies * b for a, b in zip(sums, (1, size, moved), strict=True))
+
+    def _copies(self, group: Sequence[int]) -> int:
+        """Return how often what these devices do is done, none if it is told of others."""
+        return self.fold.copies(group) if self.fold is not None else 1
 
     def _record_collective(
         self, number: int, kind: str, group: tuple[int, ...], box: Box | None = None, why: str = ""
@@ -391,20 +399,26 @@ class _Builder(Values):
         tensor, base, path = self.model.tensors[transfer.tensor], self.base(transfer), found.path
         names = {piece.device: self.piece_name.get((number, p), "") for p, piece in enumerate(transfer.pieces)}
         before = found.boxes(path.source)
+        copies = self._copies(sorted({*before, *found.boxes(path.goal)}))
+        if len(path.steps) > 1 and copies:
+            dtype = self.dtype(transfer)
+            hops = found.hops(DTYPE_BYTES[dtype])
+            taken = Path(transfer.kind == BACKWARD, extents(found.whole), dtype, path.source, hops)
+            self.exchanges.setdefault(taken, Counter())[transfer.tensor] += copies
         for n, step in enumerate(path.steps):
             after = found.boxes(step.layout)
             parts: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in after if rank in self.told}
             waits: list[tuple[int, str, Box]] = []
             why = f"step {n + 1} of {len(path.steps)} of the cheapest path to another layout"
             for group in step.groups:
-                if step.kind in REASONS and step.kind != "broadcast":
+                if is_collective(step.kind):
                     self._record_collective(number, step.kind, group, before[group[0]], why)
                     how = Match(step.kind, group, step.take, step.give)
                     for rank in self.told.intersection(group):
                         work = f"{base}~c{number}_{n}w"
                         self._start(rank, transfer, how, work, names[rank], before[rank], after[rank])
                         waits.append((rank, work, after[rank]))
-                elif step.kind in ("chunk", "value_chunk"):
+                elif step.kind in LOCAL:
                     for rank in self.told.intersection(group):
                         is_kept = step.kind == "chunk" or rank == group[0]
                         name = self.cut(rank, names[rank], tensor, before[rank], after[rank]) if is_kept else ""

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from superscaler.ir.fold import Fold
 from superscaler.ir.layout import Layout
-from superscaler.ir.mask import Box, extents
+from superscaler.ir.mask import Box, extents, intersect
+from superscaler.ir.program import Hop, links
+from superscaler.materialize.collectives import REASONS
 from superscaler.materialize.paths import Cache, find_path
 from superscaler.materialize.search import Path
-from superscaler.materialize.transitions import Costs
+from superscaler.materialize.transitions import Costs, Step
 from superscaler.schedule.transfers import Transfer
 
 # The search grows fast with the number of devices; larger groups exchange exact messages.
 MOST_DEVICES = 32
 
+# Steps that keep a part of what is there.
+LOCAL = ("chunk", "value_chunk")
 
 # Seconds of starting an operation and waiting for it, beside the links: an estimate, so that fewer steps are better.
 START = 10e-6
@@ -30,7 +35,7 @@ class Steps:
     costs: Costs
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: int) -> float:
-        return self.costs.seconds(kind, groups, size) + (0.0 if kind in ("chunk", "value_chunk") else START)
+        return self.costs.seconds(kind, groups, size) + (0.0 if kind in LOCAL else START)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,30 @@ class Route:
             )
             for at in np.ndindex(layout.devices.shape)
         }
+
+    def hops(self, itemsize: int) -> tuple[Hop, ...]:
+        """Return the steps with what they put on links."""
+        layouts = [self.path.source, *(step.layout for step in self.path.steps)]
+        boxes = [self.boxes(layout) for layout in layouts]
+        return tuple(
+            Hop(step.kind, step.groups, step.layout, itemsize * _elements(step, before, after), step.seconds)
+            for step, before, after in zip(self.path.steps, boxes[:-1], boxes[1:], strict=True)
+        )
+
+
+def is_collective(kind: str) -> bool:
+    """Tell whether a step of a path is one collective per group; else it is local, or messages from the first."""
+    return kind in REASONS and kind != "broadcast"
+
+
+def _elements(step: Step, before: Mapping[int, Box], after: Mapping[int, Box]) -> int:
+    """Return how many elements a step puts on links."""
+    if step.kind in LOCAL:
+        return 0
+    if is_collective(step.kind):
+        return sum(prod(extents(before[group[0]])) * links(step.kind, len(group)) for group in step.groups)
+    common = (intersect(before[group[0]], after[to]) for group in step.groups for to in group[1:])
+    return sum(prod(extents(box)) for box in common if box is not None)
 
 
 def route(transfer: Transfer, fold: Fold | None, costs: Costs, itemsize: int, paths: Cache) -> Route | None:
