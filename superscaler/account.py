@@ -360,13 +360,13 @@ class _Blocks:
         """Return the layouts and steps of a path; layouts as `Layout.parse` reads them."""
         steps = [
             {
-                "kind": hop.kind,
-                "groups": [list(group) for group in hop.groups],
-                "moved": hop.moved,
-                "seconds": float(f"{hop.seconds:.3g}"),
-                "layout": str(hop.layout),
+                "kind": step.kind,
+                "groups": [list(group) for group in step.groups],
+                "moved": step.moved,
+                "seconds": float(f"{step.seconds:.3g}"),
+                "layout": str(step.layout),
             }
-            for hop in path.hops
+            for step in path.steps
         ]
         return {
             "direction": _direction(path),

@@ -239,7 +239,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class PathStep:
     """A step of a path: it makes `layout`, puts `moved` bytes on links, and was taken to last `seconds`."""
 
     kind: str
@@ -257,7 +257,7 @@ class Path:
     sizes: Shape
     dtype: str
     source: Layout
-    hops: tuple[Hop, ...]
+    steps: tuple[PathStep, ...]
     tensors: tuple[str, ...] = ()
     count: int = 0
 

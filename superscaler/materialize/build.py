@@ -402,8 +402,8 @@ class _Builder(Values):
         copies = self._copies(sorted({*before, *found.boxes(path.goal)}))
         if len(path.steps) > 1 and copies:
             dtype = self.dtype(transfer)
-            hops = found.hops(DTYPE_BYTES[dtype])
-            taken = Path(transfer.kind == BACKWARD, extents(found.whole), dtype, path.source, hops)
+            steps = found.steps(DTYPE_BYTES[dtype])
+            taken = Path(transfer.kind == BACKWARD, extents(found.whole), dtype, path.source, steps)
             self.exchanges.setdefault(taken, Counter())[transfer.tensor] += copies
         for n, step in enumerate(path.steps):
             after = found.boxes(step.layout)

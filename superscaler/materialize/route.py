@@ -11,7 +11,7 @@ import numpy as np
 from superscaler.ir.fold import Fold
 from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box, extents, intersect
-from superscaler.ir.program import Hop, links
+from superscaler.ir.program import PathStep, links
 from superscaler.materialize.collectives import REASONS
 from superscaler.materialize.paths import Cache, find_path
 from superscaler.materialize.search import Path
@@ -55,12 +55,12 @@ class Route:
             for at in np.ndindex(layout.devices.shape)
         }
 
-    def hops(self, itemsize: int) -> tuple[Hop, ...]:
+    def steps(self, itemsize: int) -> tuple[PathStep, ...]:
         """Return the steps with what they put on links."""
         layouts = [self.path.source, *(step.layout for step in self.path.steps)]
         boxes = [self.boxes(layout) for layout in layouts]
         return tuple(
-            Hop(step.kind, step.groups, step.layout, itemsize * _elements(step, before, after), step.seconds)
+            PathStep(step.kind, step.groups, step.layout, itemsize * _elements(step, before, after), step.seconds)
             for step, before, after in zip(self.path.steps, boxes[:-1], boxes[1:], strict=True)
         )
 
