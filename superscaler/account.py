@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import pathlib
 import platform
 import re
 from collections import Counter
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from superscaler.explain import VERSION, digest
 from superscaler.ir.graph import Op
 from superscaler.ir.mask import extents
 from superscaler.ir.parts import Axis, Grid
-from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Move, Send
+from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Move, Path, Send
 from superscaler.ir.report import collapse, describe, width
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
@@ -56,6 +56,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
         "summary": summary(compiled),
         "counts": compiled.counts,
         "totals": _totals(compiled.program.moves),
+        "paths": [blocks.path(path) for path in compiled.program.paths],
         "bytes_moved": compiled.program.bytes_moved,
     }
 
@@ -86,7 +87,7 @@ def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict
 
 @functools.cache
 def _sources() -> str:
-    home = Path(superscaler.__file__).parent
+    home = pathlib.Path(superscaler.__file__).parent
     return digest("".join(f"{f.relative_to(home)}\n{f.read_text()}" for f in sorted(home.rglob("*.py"))))
 
 
@@ -211,7 +212,7 @@ def _sums(
     return {"groups": _told(groups, moves[0].kind in ("send", "broadcast")), **sums}
 
 
-def _direction(move: Move) -> str:
+def _direction(move: Move | Path) -> str:
     return "backward" if move.is_backward else "forward"
 
 
@@ -354,6 +355,28 @@ class _Blocks:
         return sorted(
             rows, key=lambda row: (row["direction"] == "backward", row["reason"] if row["way"] == "local" else "")
         )
+
+    def path(self, path: Path) -> dict[str, Any]:
+        """Return the layouts and steps of a path; layouts as `Layout.parse` reads them."""
+        steps = [
+            {
+                "kind": step.kind,
+                "groups": [list(group) for group in step.groups],
+                "moved": step.moved,
+                "seconds": float(f"{step.seconds:.3g}"),
+                "layout": str(step.layout),
+            }
+            for step in path.steps
+        ]
+        return {
+            "direction": _direction(path),
+            "tensors": list(dict.fromkeys(self._tensor(tensor, _Names(())) for tensor in path.tensors)),
+            "count": path.count,
+            "sizes": list(path.sizes),
+            "dtype": path.dtype,
+            "layout": str(path.source),
+            "steps": steps,
+        }
 
     def _tensor(self, tensor: str, names: _Names) -> str:
         return _label(self.producers[tensor][0], names) if tensor in self.producers else names.short(tensor)

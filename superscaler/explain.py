@@ -13,7 +13,7 @@ from typing import Any
 from superscaler.errors import InputError
 
 # Of explain.json; another one is not read.
-VERSION = 2
+VERSION = 3
 PLAN_FILE, EXPLAIN_FILE = "plan.json", "explain.json"
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.

@@ -14,6 +14,7 @@ from superscaler.account import account, manifest, summary
 from superscaler.checks import CHECKS
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
+from superscaler.draw import save
 from superscaler.errors import InputError
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.ir.transformed import Graph
@@ -64,6 +65,10 @@ class Plan:
     def explain(self) -> str:
         """Return the plan in words: per block its splits, weights and communication; the order; the totals."""
         return explain.words(self._account)
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the exchanges that take several steps into an SVG file. Raises InputError for a plan without them."""
+        save(self._account, Path(path))
 
     def diff(self, other: Plan) -> str:
         """Return what differs between this plan and another, nothing when they are equal."""

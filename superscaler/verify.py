@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -38,11 +38,14 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one rank found: the loss, and its slices of gradients and of weights after the update, by local name."""
+    """What one rank found: the loss, its slices of gradients and of weights after the update, by local name, and the
+    bytes that it put on links.
+    """
 
     loss: Tensor
     gradients: Mapping[str, Tensor | None]
     weights: Mapping[str, Tensor]
+    moved: int
 
 
 def verify(
@@ -61,8 +64,9 @@ def verify(
     Returns equal, loss_error (relative), gradient_error and parameter_error (largest over pTensors, buffers that the
     step changes included, and replicas, relative with a floor), worst_tensor, first_difference (text: the first check
     that does not hold, or the first tensor in execution order that is not the model's; empty when equal),
-    conservation, complete (every part runs once, every weight is updated once), deadlock_free, shapes, and shrunk
-    (what ran smaller: before and after, by factor). Raises InputError for a plan that cannot run smaller but must.
+    conservation, complete (every part runs once, every weight is updated once), deadlock_free, bytes_moved (what all
+    ranks put on links in that step) and bytes_planned (what the plan said; equal), shapes, and shrunk (what ran
+    smaller: before and after, by factor). Raises InputError for a plan that cannot run smaller but must.
     """
     if shapes not in ("auto", "model", "small"):
         raise InputError(unknown("shapes", shapes, ["auto", "model", "small"]))
@@ -125,7 +129,7 @@ def _compare(
     refused = {name: _refusal(partial(check, exact)) for name, check in CHECKS.items()}
     first = next((text for text in refused.values() if text), "")
     loss_error = gradient_error = parameter_error = 0.0 if not first else float("inf")
-    worst = ""
+    worst, moved = "", 0
     of_gradients, of_weights = [], []
     if not first:
         try:
@@ -136,6 +140,7 @@ def _compare(
                 raise
             loss_error = gradient_error = parameter_error = float("inf")
         else:
+            moved = sum(r.moved for r in results)
             updated = {**_reference_update(exact.graph.model, values, gradients), **buffers}
             of_gradients = list(_errors(exact, [r.gradients for r in results], gradients))
             of_weights = list(_errors(exact, [r.weights for r in results], updated))
@@ -161,6 +166,8 @@ def _compare(
         **{name: not text for name, text in refused.items()},
         "world": exact.program.world,
         "backend": backend,
+        "bytes_moved": moved,
+        "bytes_planned": exact.program.bytes_moved,
         "loss": float(loss),
     }
 
@@ -241,7 +248,7 @@ def _run(step: Step, batch: Mapping[str, Tensor]) -> Result:
     step.state.keep_gradients = True
     loss = step(batch)
     weights = {name: w.detach() for name, w in step.state.weights.items()}
-    return Result(loss.detach(), dict(step.state.gradients), weights)
+    return Result(loss.detach(), dict(step.state.gradients), weights, step.bytes_moved)
 
 
 def _threads(
@@ -274,7 +281,7 @@ def _processes(compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[
         (path / "verify.py").write_text(RUN)
         launch(path / "verify.py", [folder], compiled.program.world)
         found = [torch.load(path / f"rank_{r}.pt") for r in range(compiled.program.world)]
-    return [Result(f["loss"], f["gradients"], f["weights"]) for f in found]
+    return [Result(**f) for f in found]
 
 
 def rank_main(path: Path) -> None:
@@ -283,8 +290,7 @@ def rank_main(path: Path) -> None:
 
     step = load(path)
     result = _run(step, torch.load(path / "batch.pt"))
-    found = {"loss": result.loss, "gradients": dict(result.gradients), "weights": dict(result.weights)}
-    torch.save(found, path / f"rank_{step.rank}.pt")
+    torch.save({f.name: getattr(result, f.name) for f in fields(result)}, path / f"rank_{step.rank}.pt")
     step.close()
 
 

@@ -13,11 +13,25 @@ from superscaler.explain import difference, read, words
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan directory that compile --out wrote.")]
 
 
-def explain(plan: Directory, as_json: AsJson = False) -> None:
+def explain(
+    plan: Directory,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw instead: exchanges of several steps, with layouts, bytes and seconds."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Say what a plan does: per block its splits, weights and communication; the order; the totals of a step."""
     with printing(as_json) as printer:
         found = read(plan)
-        printer.show(words(found))
+        if svg is None:
+            printer.show(words(found))
+        else:
+            from superscaler.draw import save
+
+            save(found, svg)
+            count = len(found["paths"])
+            printer.show(f"{count} path{'s' if count > 1 else ''} of several steps drawn in {svg}")
         printer.result = found
 
 

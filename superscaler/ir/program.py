@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from superscaler.ir.graph import Model, Op
+from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box
 
 Shape = tuple[int, ...]
@@ -238,11 +239,36 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class PathStep:
+    """A step of a path: it makes `layout`, puts `moved` bytes on links, and was taken to last `seconds`."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    layout: Layout
+    moved: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How `count` tensors of `sizes` per slot, or their gradients, went from a layout to another in several steps."""
+
+    is_backward: bool
+    sizes: Shape
+    dtype: str
+    source: Layout
+    steps: tuple[PathStep, ...]
+    tensors: tuple[str, ...] = ()
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     model: Model
     functions: tuple[Function, ...]
     devices: Sequence[Device]
     moves: tuple[Move, ...] = ()
+    paths: tuple[Path, ...] = ()
 
     @property
     def world(self) -> int:

@@ -7,6 +7,7 @@ communication has the time in between.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -82,7 +83,8 @@ class _Builder(Exchanges):
         if self.fold is not None:
             devices = fold_devices(devices, self.fold)
         moves = tuple(Move(*key, *sums) for key, sums in self.moves.items())
-        return Program(self.model, tuple(self.made_functions), devices, moves)
+        paths = tuple(replace(path, tensors=tuple(of), count=of.total()) for path, of in self.taken.items())
+        return Program(self.model, tuple(self.made_functions), devices, moves, paths)
 
     def _reads(self, node: Node) -> Iterator[Place]:
         if node.kind == "U":

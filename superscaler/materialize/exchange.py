@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import prod
 
 from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.mask import Box, extents, inside, intersect
-from superscaler.ir.program import Bucket, Collective, Combine, Recv, Send, Wait, links
+from superscaler.ir.program import Bucket, Collective, Combine, Path, Recv, Send, Wait, links
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.paths import Cache
 from superscaler.materialize.reduction import Reduction, reduction
-from superscaler.materialize.route import Route, route
+from superscaler.materialize.route import LOCAL, Route, is_collective, route
 from superscaler.materialize.transitions import Costs
 from superscaler.materialize.values import Values
 from superscaler.schedule.nodes import Node, Schedule
@@ -31,6 +32,8 @@ class Exchanges(Values):
         self.fold, self.costs = fold, costs
         self.told = frozenset(range(world)) if fold is None else fold.told
         self.paths: Cache = {}
+        # How often which tensors took which path of several steps.
+        self.taken: dict[Path, Counter[str]] = {}
         self.messages = 0
         # Sums of count, bytes and moved bytes of what happens alike: a `Move` each in the end.
         self.moves: dict[tuple[str, bool, str, str, tuple[int, ...], str], list[int]] = {}
@@ -67,12 +70,15 @@ class Exchanges(Values):
     def _record(
         self, transfer: Transfer, way: str, kind: str, group: tuple[int, ...], why: str, size: int = 0, moved: int = 0
     ) -> None:
-        copies = self.fold.copies(group) if self.fold is not None else 1
-        if not copies:
+        if not (copies := self._copies(group)):
             return
         key = (transfer.tensor, transfer.kind == BACKWARD, way, kind, () if way == "local" else group, why)
         sums = self.moves.setdefault(key, [0, 0, 0])
         sums[:] = (a + copies * b for a, b in zip(sums, (1, size, moved), strict=True))
+
+    def _copies(self, group: Sequence[int]) -> int:
+        """Return how often what these devices do is done, none if it is told of others."""
+        return self.fold.copies(group) if self.fold is not None else 1
 
     def _record_collective(
         self, number: int, kind: str, group: tuple[int, ...], box: Box | None = None, why: str = ""
@@ -228,6 +234,12 @@ class Exchanges(Values):
         tensor, base, path = self.model.tensors[transfer.tensor], self.base(transfer), found.path
         names = {piece.device: self.piece_name.get((number, p), "") for p, piece in enumerate(transfer.pieces)}
         before = found.boxes(path.source)
+        copies = self._copies(sorted({*before, *found.boxes(path.goal)}))
+        if len(path.steps) > 1 and copies:
+            dtype = self.dtype(transfer)
+            steps = found.steps(DTYPE_BYTES[dtype])
+            taken = Path(transfer.kind == BACKWARD, extents(found.whole), dtype, path.source, steps)
+            self.taken.setdefault(taken, Counter())[transfer.tensor] += copies
         for n, step in enumerate(path.steps):
             after = found.boxes(step.layout)
             parts: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in after if rank in self.told}
@@ -235,14 +247,14 @@ class Exchanges(Values):
             many = f"step {n + 1} of {len(path.steps)} of " if len(path.steps) > 1 else ""
             why = f"{many}the cheapest path to another layout"
             for group in step.groups:
-                if step.kind in REASONS and step.kind != "broadcast":
+                if is_collective(step.kind):
                     self._record_collective(number, step.kind, group, before[group[0]], why)
                     how = Match(step.kind, group, step.take, step.give)
                     for rank in self.told.intersection(group):
                         work = f"{base}~c{number}_{n}w"
                         self._start(rank, transfer, how, work, names[rank], before[rank], after[rank])
                         waits.append((rank, work, after[rank]))
-                elif step.kind in ("chunk", "value_chunk"):
+                elif step.kind in LOCAL:
                     for rank in self.told.intersection(group):
                         is_kept = step.kind == "chunk" or rank == group[0]
                         name = self.cut(rank, names[rank], tensor, before[rank], after[rank]) if is_kept else ""

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.ir.fold import Fold
 from superscaler.ir.layout import Layout
-from superscaler.ir.mask import Box, extents
+from superscaler.ir.mask import Box, extents, intersect
+from superscaler.ir.program import PathStep, links
+from superscaler.materialize.collectives import REASONS
 from superscaler.materialize.paths import Cache, find_path
 from superscaler.materialize.search import Path
-from superscaler.materialize.transitions import Costs
+from superscaler.materialize.transitions import Costs, Step
 from superscaler.schedule.transfers import Transfer
 
 # The search grows fast with the number of devices; larger groups exchange exact messages.
 MOST_DEVICES = 32
-
-
+# Steps that keep a part of what is there.
+LOCAL = ("chunk", "value_chunk")
 # Seconds of starting an operation and waiting for it, beside the links: an estimate, so that fewer steps are better.
 START = 10e-6
 
@@ -34,7 +37,7 @@ class Steps:
         # A broadcast is run as messages from its sender to each receiver, of which each crosses the network.
         if kind == "broadcast":
             kind, groups = "messages", [(sender, to) for sender, *receivers in groups for to in receivers]
-        return self.costs.seconds(kind, groups, size) + (0.0 if kind in ("chunk", "value_chunk") else START)
+        return self.costs.seconds(kind, groups, size) + (0.0 if kind in LOCAL else START)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,30 @@ class Route:
             )
             for at in np.ndindex(layout.devices.shape)
         }
+
+    def steps(self, itemsize: int) -> tuple[PathStep, ...]:
+        """Return the steps with what they put on links."""
+        layouts = [self.path.source, *(step.layout for step in self.path.steps)]
+        boxes = [self.boxes(layout) for layout in layouts]
+        return tuple(
+            PathStep(step.kind, step.groups, step.layout, itemsize * _elements(step, before, after), step.seconds)
+            for step, before, after in zip(self.path.steps, boxes[:-1], boxes[1:], strict=True)
+        )
+
+
+def is_collective(kind: str) -> bool:
+    """Tell whether a step of a path is one collective per group; else it is local, or messages from the first."""
+    return kind in REASONS and kind != "broadcast"
+
+
+def _elements(step: Step, before: Mapping[int, Box], after: Mapping[int, Box]) -> int:
+    """Return how many elements a step puts on links."""
+    if step.kind in LOCAL:
+        return 0
+    if is_collective(step.kind):
+        return sum(prod(extents(before[group[0]])) * links(step.kind, len(group)) for group in step.groups)
+    common = (intersect(before[group[0]], after[to]) for group in step.groups for to in group[1:])
+    return sum(prod(extents(box)) for box in common if box is not None)
 
 
 def route(transfer: Transfer, fold: Fold | None, costs: Costs, itemsize: int, paths: Cache) -> Route | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import RuntimeFailure
+from superscaler.ir.program import links
 
 Group = tuple[int, ...]
 
@@ -41,17 +42,24 @@ class Communicator(Protocol):
 
     No operation changes its input. The input of a collective may be written again after `wait`; that of `send` at
     once, unless it is `owned`. In a group of one rank the result may be the input itself.
+
+    `moved` are the bytes of the plan that this rank put on links since the start, `apart` those of sums that no plan
+    has: of the loss, the norm of the gradients, and whether they are finite.
     """
 
     rank: int
     world: int
     device: torch.device
+    moved: int
+    apart: int
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Make the groups known. All ranks call it with the same groups before the first collective over them."""
 
-    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False) -> Work:
-        """Sum over the group, bit-identical on all its ranks. `owned`: the result may take the place of x."""
+    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True) -> Work:
+        """Sum over the group, bit-identical on all its ranks. `owned`: the result may take the place of x. `planned`: x
+        is of the plan.
+        """
         ...
 
     def all_gather(self, x: Tensor, group: Group, dim: int) -> Work:
@@ -85,6 +93,35 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Flush, wait for all ranks to do so, and leave. The communicator cannot be used afterwards."""
+
+
+class Counted:
+    """Counts what a rank puts on links."""
+
+    rank: int
+    moved = 0
+    apart = 0
+
+    def count(self, kind: str, size: int, group: Group, *, planned: bool = True) -> None:
+        """Add this rank's part of a collective whose sources are of `size` bytes each."""
+        mine = share(kind, size, len(group), group.index(self.rank))
+        if planned:
+            self.moved += mine
+        else:
+            self.apart += mine
+
+
+def share(kind: str, size: int, p: int, k: int) -> int:
+    """Return the bytes that the k-th of `p` ranks puts on links where each has a source of `size` bytes: as many as
+    the others, up to rounding, and all together what `links` says.
+
+    >>> [share("all_reduce", 5, 4, k) for k in range(4)], [share("send", 5, 2, k) for k in range(2)]
+    ([7, 8, 7, 8], [5, 0])
+    """
+    if kind == "send":
+        return 0 if k else size
+    total = size * links(kind, p)
+    return total * (k + 1) // p - total * k // p
 
 
 def position(rank: int, group: Group, operation: str) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from superscaler.errors import RuntimeFailure
 from superscaler.runtime.communicator import (
+    Counted,
     Done,
     Group,
     PeerLost,
@@ -171,7 +172,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-class DistributedCommunicator:
+class DistributedCommunicator(Counted):
     """A rank of the default process group. `device` is where its tensors live."""
 
     def __init__(self, device: torch.device) -> None:
@@ -188,10 +189,11 @@ class DistributedCommunicator:
             if members not in self._groups:
                 self._groups[members] = dist.new_group(list(members))
 
-    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False) -> Work:
+    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True) -> Work:
         if len(group) == 1:
             return Done(x if owned else x.detach().clone())
         process_group, what = self._enter("all_reduce", group)
+        self.count("all_reduce", x.nbytes, group, planned=planned)
         buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
         return self._start(what, dist.all_reduce, lambda: buffer, buffer, group=process_group)
 
@@ -199,6 +201,7 @@ class DistributedCommunicator:
         if len(group) == 1:
             return Done(x)
         process_group, what = self._enter("all_gather", group)
+        self.count("all_gather", x.nbytes, group)
         mine = x.detach().contiguous()
         gathered = allocate((len(group), *x.shape), x.dtype, x.device)
 
@@ -213,6 +216,7 @@ class DistributedCommunicator:
         if len(group) == 1:
             return Done(x)
         process_group, what = self._enter("reduce_scatter", group)
+        self.count("reduce_scatter", x.nbytes, group)
         outgoing = from_plan_order(split(x, len(group), dim, what), group)
         # gloo's own reduce_scatter is its slowest collective: moving the chunks and adding here is twice as fast.
         if self._is_gloo:
@@ -228,6 +232,7 @@ class DistributedCommunicator:
         if len(group) == 1:
             return Done(x)
         process_group, what = self._enter("all_to_all", group)
+        self.count("all_to_all", x.nbytes, group)
         outgoing = from_plan_order(split(x, len(group), split_dim, what), group)
         incoming = torch.empty_like(outgoing)
         return self._start(
@@ -241,11 +246,13 @@ class DistributedCommunicator:
         if len(group) == 1:
             return Done(buffer)
         process_group, what = self._enter("broadcast", group)
+        self.count("broadcast", buffer.nbytes, group)
         return self._start(what, dist.broadcast, lambda: buffer, _bytes(buffer), source, group=process_group)
 
     def send(self, x: Tensor, peer: int, tag: int, *, owned: bool = False) -> None:
         what = f"rank {self.rank}: send to rank {peer}"
         self._check_peer(peer, what)
+        self.count("send", x.nbytes, (self.rank, peer))
         buffer = x.detach().clone() if x.is_contiguous() and not owned else x.detach().contiguous()
         handle = self._call(what, dist.isend, _bytes(buffer), peer, tag=self._tag(tag))
         self._sends.add(handle, buffer, what)

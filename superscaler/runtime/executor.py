@@ -221,7 +221,7 @@ class Rank:
 
     def _world_sum(self, x: Tensor) -> Tensor:
         world = self.communicator.world
-        return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world))).wait()
+        return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world)), planned=False).wait()
 
 
 class _View:

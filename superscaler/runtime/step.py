@@ -84,6 +84,11 @@ class Step:
         return self.state.last_norm
 
     @property
+    def bytes_moved(self) -> int:
+        """Bytes of the plan that this rank put on links since the start; all ranks together, `plan.counts` a step."""
+        return self.state.communicator.moved
+
+    @property
     def lr(self) -> float:
         """The learning rate of the first parameter group; assigning sets it for all groups."""
         groups = self.state.optimizer.param_groups if self.state.optimizer else []

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from superscaler.errors import PlanError, RuntimeFailure
 from superscaler.runtime.communicator import (
+    Counted,
     Done,
     Group,
     PeerLost,
@@ -151,7 +153,7 @@ class _Pending:
         return self._get()
 
 
-class ThreadCommunicator:
+class ThreadCommunicator(Counted):
     """A rank of `run_ranks`. Everything sent is copied, so that ranks share no memory."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
@@ -168,16 +170,18 @@ class ThreadCommunicator:
         named = sorted({tuple(group) for group in groups})
         self._exchange(f"prepare of {named}", self._everyone(), None)()
 
-    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False) -> Work:
+    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True) -> Work:
         if len(group) == 1:
             return Done(x if owned else x.detach().clone())
         parts = self._exchange(f"all_reduce of {_describe(x)}", group, _copy(x))
+        self.count("all_reduce", x.nbytes, group, planned=planned)
         return _Pending(lambda: sum_in_order(parts()))
 
     def all_gather(self, x: Tensor, group: Group, dim: int) -> Work:
         if len(group) == 1:
             return Done(x)
         parts = self._exchange(f"all_gather of {_describe(x)}", group, _copy(x))
+        self.count("all_gather", x.nbytes, group)
         return _Pending(lambda: join(parts(), dim))
 
     def reduce_scatter(self, x: Tensor, group: Group, dim: int) -> Work:
@@ -186,6 +190,7 @@ class ThreadCommunicator:
         mine = position(self.rank, group, "reduce_scatter")
         chunks = split(_copy(x), len(group), dim, f"reduce_scatter over ranks {group}")
         parts = self._exchange(f"reduce_scatter of {_describe(x)}", group, chunks)
+        self.count("reduce_scatter", x.nbytes, group)
         return _Pending(lambda: sum_in_order([chunks[mine] for chunks in parts()]))
 
     def all_to_all(self, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Work:
@@ -194,6 +199,7 @@ class ThreadCommunicator:
         mine = position(self.rank, group, "all_to_all")
         chunks = split(_copy(x), len(group), split_dim, f"all_to_all over ranks {group}")
         parts = self._exchange(f"all_to_all of {_describe(x)}", group, chunks)
+        self.count("all_to_all", x.nbytes, group)
         return _Pending(lambda: join([chunks[mine] for chunks in parts()], concat_dim))
 
     def broadcast(self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype) -> Work:
@@ -202,10 +208,12 @@ class ThreadCommunicator:
             return Done(mine)
         value = None if mine is None else _copy(mine)
         parts = self._exchange(f"broadcast of {tuple(shape)} {dtype} from rank {source}", group, value)
+        self.count("broadcast", prod(shape) * dtype.itemsize, group)
         return _Pending(lambda: _copy(_present(parts()[group.index(source)])))
 
     def send(self, x: Tensor, peer: int, tag: int, *, owned: bool = False) -> None:
         self._check_peer(peer, "send")
+        self.count("send", x.nbytes, (self.rank, peer))
         number = self._sent[peer]
         self._sent[peer] += 1
         with self._hub.changed:

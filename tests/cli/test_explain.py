@@ -359,7 +359,7 @@ def damage_plan(directory: Path) -> None:
 
 
 def damage_explain(directory: Path) -> None:
-    (directory / EXPLAIN_FILE).write_text('{"version": 2')
+    (directory / EXPLAIN_FILE).write_text('{"version": 3')
 
 
 def change_explain(directory: Path) -> None:
@@ -375,7 +375,7 @@ def forget_manifest(directory: Path) -> None:
 
 def age_explain(directory: Path) -> None:
     file = directory / EXPLAIN_FILE
-    file.write_text(file.read_text().replace('"version": 2', '"version": 0'))
+    file.write_text(file.read_text().replace('"version": 3', '"version": 0'))
 
 
 WRONG = [
@@ -389,7 +389,7 @@ WRONG = [
     (change_explain, "is not what compile wrote there"),
     (forget_manifest, "was written by an older version"),
     (lambda d: (d / EXPLAIN_FILE).unlink(), "was written by an older version"),
-    (age_explain, "is of version 0, but this is version 2"),
+    (age_explain, "is of version 0, but this is version 3"),
     (lambda d: shutil.rmtree(d), "is not a plan directory"),
 ]
 

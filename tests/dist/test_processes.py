@@ -39,6 +39,7 @@ def plan_of(model: str, spec: str, world: int) -> Plan:
 def test_a_step_on_processes_equals_the_exported_model(model: str, spec: str, world: int) -> None:
     result = plan_of(model, spec, world).verify(backend="processes")
     assert result["equal"], result
+    assert result["bytes_moved"] == result["bytes_planned"] > 0
 
 
 def superscaler(*arguments: str) -> list[str]:

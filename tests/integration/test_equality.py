@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from superscaler.cluster import Cluster
+from superscaler.ir.program import Backward, Bucket, Collective, Forward
 from superscaler.models import build
 from superscaler.package import describe, initial_values
 from superscaler.plan import Graph, Plan, capture, compile
@@ -36,6 +38,14 @@ def graph_of(spec: str) -> Graph:
     return capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
 
 
+class Ran(NamedTuple):
+    """What a rank did in some steps."""
+
+    losses: list[float]
+    moved: int
+    apart: int
+
+
 def plan_of(model: str, spec: str, world: int) -> Plan:
     return compile(graph_of(model), resolve(spec), Cluster.local(world))
 
@@ -46,6 +56,7 @@ def test_a_step_equals_the_exported_model(model: str, spec: str, world: int) -> 
     result = plan_of(model, spec, world).verify()
     assert result["equal"], result
     assert max(result["loss_error"], result["gradient_error"], result["parameter_error"]) <= 1e-9
+    assert result["bytes_moved"] == result["bytes_planned"]
 
 
 def test_labels_are_unevenly_ignored_so_that_a_mean_of_means_would_fail() -> None:
@@ -76,16 +87,21 @@ def test_verify_fails_on_a_plan_that_is_wrong() -> None:
     assert result["worst_tensor"]
 
 
-def losses(plan: Plan, steps: int, batches: list[Mapping[str, Tensor]], clip: float | None = None) -> list[list[float]]:
-    """Train in this process; return the losses of every rank."""
+def train(plan: Plan, steps: int, batches: list[Mapping[str, Tensor]], clip: float | None = None) -> list[Ran]:
+    """Train in this process, a rank in each thread."""
     values = initial_values(plan.compiled.graph.model, plan.compiled.graph.captured.values)
     described, code = describe(plan.compiled), modules(plan.compiled.emitted.files)
 
     def run(communicator):  # type: ignore[no-untyped-def]
         step = build_step(described, code, values, communicator)
-        return [float(step(batches[k % len(batches)], clip)) for k in range(steps)]
+        found = [float(step(batches[k % len(batches)], clip)) for k in range(steps)]
+        return Ran(found, step.bytes_moved, communicator.apart)
 
     return run_ranks(plan.compiled.program.world, run, timeout=120)
+
+
+def losses(plan: Plan, steps: int, batches: list[Mapping[str, Tensor]], clip: float | None = None) -> list[list[float]]:
+    return [rank.losses for rank in train(plan, steps, batches, clip)]
 
 
 @functools.cache
@@ -152,11 +168,42 @@ def test_the_loss_is_bit_for_bit_the_same_on_all_ranks() -> None:
     assert all(rank == found[0] for rank in found)
 
 
-def test_tensor_parallelism_issues_two_all_reduces_per_layer_and_direction() -> None:
-    from superscaler.ir.program import Collective
+@pytest.mark.parametrize(
+    ("spec", "world"),
+    [
+        ("data_parallel", 2),
+        ("data_parallel", 3),
+        ("tensor_parallel", 2),
+        ("tensor_parallel", 4),
+        ("hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
+        ("pipeline_1f1b:stages=4,microbatches=4", 4),
+    ],
+)
+def test_the_ranks_move_the_bytes_that_the_plan_says(spec: str, world: int) -> None:
+    """Of float32, by sums that share buckets, by messages; the loss and its norm are sums over all that come on top."""
+    model = "gpt2:size=tiny,batch=6" if world == 3 else "gpt2:size=tiny"
+    plan = plan_of(model, spec, world)
+    buckets = sum(isinstance(i, Bucket) for device in plan.compiled.program.devices for i in device.instructions)
+    assert bool(buckets) == (spec.startswith(("data_parallel", "hybrid")))
+    batch = graph_of(model).captured.batch
+    ran = train(plan, 3, [batch], clip=0.5)
+    assert sum(rank.moved for rank in ran) == 3 * plan.counts["bytes_moved"] > 0
+    assert sum(rank.apart for rank in ran) == 3 * 2 * (world - 1) * (4 + 8)
 
-    counts = []
-    for layers in (2, 4):
-        code = plan_of(f"gpt2:size=tiny,layers={layers}", "tensor_parallel", 2).compiled.program.devices[0].instructions
-        counts.append(sum(isinstance(i, Collective) and i.kind == "all_reduce" for i in code))
-    assert counts[1] - counts[0] == 2 * (2 + 2)
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("layers", [2, 3])
+def test_tensor_parallelism_issues_two_all_reduces_per_layer_and_direction(layers: int, world: int) -> None:
+    """Forward the sums of what attention and the MLP make, backward of the gradients of what they read."""
+    program = plan_of(f"gpt2:size=tiny,layers={layers}", "tensor_parallel", world).compiled.program
+    parts = [f"transformer.h.{layer}.{part}" for layer in range(layers) for part in ("attn", "mlp")]
+    for device in program.devices:
+        module_of = {i.tag: i.module for i in device.instructions if isinstance(i, Forward)}
+        issued, after = list[tuple[str, str]](), ("", "")
+        for i in device.instructions:
+            if isinstance(i, Forward | Backward):
+                after = type(i).__name__, module_of[i.tag]
+            elif isinstance(i, Collective | Bucket) and i.kind == "all_reduce":
+                issued.append(after)
+        head = ("Backward", "lm_head")
+        assert issued == [*(("Forward", part) for part in parts), head, *(("Backward", part) for part in parts[::-1])]

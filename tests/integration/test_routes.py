@@ -62,6 +62,7 @@ def test_every_pair_of_cuts_is_equal(before: list[int], after: list[int]) -> Non
     for made, read in itertools.product(CUTS, ("batch", "inner", "copies")):
         result = plan_of(made, read, before, after).verify()
         assert result["equal"], (made, read, result["first_difference"])
+        assert result["bytes_moved"] == result["bytes_planned"], (made, read)
 
 
 @pytest.mark.parametrize("before", [[0, 1, 2, 3], [0, 1]], ids=str)

@@ -236,6 +236,7 @@ def test_every_plan_is_equal(name: str) -> None:
     for spec, world in PLANS:
         result = compile(graph(name), spec, Cluster.local(world)).verify()
         assert result["equal"], (spec, result)
+        assert result["bytes_moved"] == result["bytes_planned"], spec
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COUPLED])

@@ -200,8 +200,7 @@ def random_plan(model: Model, seed: int, devices: int, irregular: bool = True) -
         depth = draw.choice([0, 1, 2, 3] if irregular else [0, 1, 1])
         grid = random_grid(op, draw, devices, depth, [i.size for i in op.indices])
         graph.grids[op.name] = grid
-    cluster = Cluster.local(devices)
-    return finish(graph, cluster)  # type: ignore[arg-type]
+    return finish(graph, Cluster.local(devices))
 
 
 def whole_step(model: Model, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -222,7 +221,10 @@ def whole_step(model: Model, values: dict[str, Tensor]) -> tuple[Tensor, dict[st
 
 
 def largest_error(compiled: Compiled, values: dict[str, Tensor]) -> tuple[float, str]:
-    """Run the plan on threads; return the largest error of the loss and of all gradients on all devices."""
+    """Run the plan on threads; return the largest error of the loss and of all gradients on all devices.
+
+    Other bytes on links than the plan says are an infinite error.
+    """
     model = compiled.graph.model
     loss, expected = whole_step(model, values)
     plan, code = describe(compiled), modules(compiled.emitted.files)
@@ -230,12 +232,16 @@ def largest_error(compiled: Compiled, values: dict[str, Tensor]) -> tuple[float,
     def run(communicator):  # type: ignore[no-untyped-def]
         step = build_step(plan, code, values, communicator)
         step.state.keep_gradients = True
-        return step({n: values[n] for n in model.inputs}), step.state.gradients
+        return step({n: values[n] for n in model.inputs}), step.state.gradients, step.bytes_moved
 
     # Some true gradients are zero, or all are; their rounding noise is measured against the model's largest, or values.
     floor = max(1e-4, 1e-6 * max(float(g.abs().max()) for g in expected.values()))
     worst, where = 0.0, ""
-    for rank, (found, gradients) in enumerate(run_ranks(compiled.program.world, run, timeout=20)):
+    ran = run_ranks(compiled.program.world, run, timeout=20)
+    moved = sum(bytes_moved for *_, bytes_moved in ran)
+    if moved != compiled.program.bytes_moved:
+        worst, where = float("inf"), f"{moved} bytes on links, not {compiled.program.bytes_moved}"
+    for rank, (found, gradients, _) in enumerate(ran):
         worst = max(worst, float((found - loss).abs() / (loss.abs() + 1e-6)))
         for weight in compiled.program.devices[rank].weights:
             if not weight.trained:

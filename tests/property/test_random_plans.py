@@ -18,7 +18,6 @@ def check(seed: int, irregular: bool) -> None:
     compiled = random_plan(model, seed + 1, 1 + seed % 4, irregular)
     for check in CHECKS.values():
         check(compiled)
-    assert sum(move.moved for move in compiled.program.moves) == compiled.program.bytes_moved
     error, where = largest_error(compiled, values)
     assert error < 1e-9, (seed, where)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError, RuntimeFailure
-from superscaler.runtime.communicator import Communicator, Group
+from superscaler.runtime.communicator import Communicator, Group, Work
 from superscaler.runtime.distributed import DistributedCommunicator, connect
 from superscaler.runtime.threads import run_ranks
 
@@ -71,6 +71,29 @@ def check_sums(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> N
     assert torch.equal(comm.all_reduce(x[0, 0], group).wait(), total[0, 0])
 
 
+def check_counts(comm: Communicator, group: Group) -> None:
+    """Each rank puts its share of a ring's bytes on links; of a message, the sender all."""
+    p, x, k = len(group), brought(comm.rank), group.index(comm.rank)
+    size, given = x.nbytes, x if comm.rank == group[0] else None
+    calls: list[tuple[Callable[[], Work | None], int]] = [
+        (lambda: comm.all_reduce(x, group), 2 * (p - 1) * size // p),
+        (lambda: comm.all_gather(x, group, 0), (p - 1) * size),
+        (lambda: comm.reduce_scatter(x, group, 0), (p - 1) * size // p),
+        (lambda: comm.all_to_all(x, group, 0, 1), (p - 1) * size // p),
+        (lambda: comm.broadcast(given, group[0], group, x.shape, x.dtype), (p - 1) * size // p),
+        (lambda: comm.send(x, group[1], 3) if k == 0 else None, 0 if k else size),
+        (lambda: comm.recv(x.shape, x.dtype, group[0], 3) if k == 1 else None, 0),
+    ]
+    for call, expected in calls if p > 1 else calls[:5]:
+        before = comm.moved
+        if (work := call()) is not None:
+            work.wait()
+        assert comm.moved - before == expected
+    before, apart = comm.moved, comm.apart
+    comm.all_reduce(x, group, planned=False).wait()
+    assert (comm.moved, comm.apart) == (before, apart + 2 * (p - 1) * size // p)
+
+
 def check_messages(comm: Communicator) -> None:
     """Two messages around a ring in each direction, received in another order than they are waited for."""
     for stride in (1, comm.world - 1):
@@ -98,6 +121,8 @@ def check_everything(comm: Communicator) -> int:
     comm.prepare(everyone)
     for group in everyone:
         check_collectives(comm, group)
+        if comm.rank in group:
+            check_counts(comm, group)
     check_messages(comm)
     scalar = comm.all_gather(torch.ones(2) * comm.rank, tuple(range(comm.world)), -1).wait()
     assert scalar.shape == (2 * comm.world,)

@@ -233,9 +233,9 @@ def test_plans_without_a_scaler_reduce_nothing_for_it() -> None:
             seen: list[tuple[int, ...]] = []
             reduce = communicator.all_reduce
 
-            def counted(x: Tensor, group: tuple[int, ...], *, owned: bool = False) -> Any:
+            def counted(x: Tensor, group: tuple[int, ...], **options: bool) -> Any:
                 seen.append(tuple(x.shape))
-                return reduce(x, group, owned=owned)
+                return reduce(x, group, **options)
 
             communicator.all_reduce = counted  # type: ignore[method-assign]
             values = initial_values(compiled.graph.model, compiled.graph.captured.values)
