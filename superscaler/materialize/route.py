@@ -103,6 +103,9 @@ def _layout(boxes: Mapping[int, Box], whole: Box, many: int) -> Layout | None:
     """Return the layout of boxes that tile `whole` evenly, each on as many devices; axis `many` tells these apart."""
     starts = [sorted({box[slot][0] for box in boxes.values()}) for slot in range(len(whole))]
     shape = [len(some) for some in starts]
+    # What is read may be less than there is.
+    if any((hi - lo) % n for (lo, hi), n in zip(whole, shape, strict=True)):
+        return None
     cells: dict[tuple[int, ...], list[int]] = {}
     for device, box in sorted(boxes.items()):
         at = tuple(some.index(lo) for some, (lo, _) in zip(starts, box, strict=True))
