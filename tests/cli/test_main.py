@@ -64,7 +64,7 @@ def test_the_options_of_every_command() -> None:
         "validate": [*compiling, "model"],
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
         "train": sorted([*compiling, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
-        "explain": ["--json", "plan"],
+        "explain": ["--json", "--svg", "plan"],
         "diff": ["--json", "plan_a", "plan_b"],
         "doctor": ["--cluster", "--json", "--measure", "--out"],
     }
