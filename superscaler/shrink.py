@@ -89,8 +89,11 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
 
 
 def _drop_microbatches(graph: Graph) -> None:
-    """Keep the first few microbatches; orders through the others go on between those that stay."""
-    if any(grid.children for grid in graph.grids.values()):
+    """Keep the first few microbatches; orders through the others go on between those that stay. Orders of single parts,
+    and trees of parts, stay as they are with all microbatches.
+    """
+    is_single = any(paths for order in graph.orders for end in (order.before, order.after) for _, paths in end.members)
+    if is_single or any(grid.children for grid in graph.grids.values()):
         return
     for name, grid in graph.grids.items():
         at = next((k for k, axis in enumerate(grid.axes) if axis.is_microbatch), None)
@@ -103,7 +106,7 @@ def _drop_microbatches(graph: Graph) -> None:
     for order in graph.orders:
         after.setdefault(order.before, {})[order.after] = order.where
         before.setdefault(order.after, {})[order.before] = order.where
-    for gone in [g for g in {*after, *before} if (g.microbatch or 0) >= MICROBATCHES]:
+    for gone in [g for g in {**after, **before} if (g.microbatch or 0) >= MICROBATCHES]:
         earlier, later = before.pop(gone, {}), after.pop(gone, {})
         for group in earlier:
             after[group].pop(gone)
@@ -140,7 +143,7 @@ def _sizes(whole: Graph, graph: Graph) -> dict[str, int]:
         sizes = {}
         for n, (name, factor) in enumerate(whole.factors.items()):
             # Different leaves, so that what is mixed up differs.
-            leaf = next(k for k in (2 + n % 2, 2, 1) if k * parts[name] <= factor.size)
+            leaf = next((k for k in (2 + n % 2, 2) if k * parts[name] <= factor.size), 1)
             sizes[name] = factor.size if name in pinned else derived.get(name, leaf * parts[name])
         for name in must & set(pinned):
             raise InputError(

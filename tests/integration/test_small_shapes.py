@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import superscaler as ss
@@ -79,6 +81,21 @@ def test_uneven_cuts_keep_their_factor() -> None:
     assert result["equal"], result
     assert "batch" not in result["shrunk"]
     assert "hidden" in result["shrunk"]
+
+
+def test_orders_of_single_parts_keep_all_microbatches() -> None:
+    @ss.sprogram
+    def ordered(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        parts = [ss.op_trans(graph, op, ss.Microbatch(8)) for op in graph.forward_ops]
+        for some in parts:
+            ss.op_assign(graph, some, cluster.devices[0])
+        trained = [some for some in parts if some.op.has_mirror]
+        for first, second in itertools.pairwise(range(8)):
+            ss.op_order(graph, trained[-1][first], trained[0][second])
+
+    result = plan_of("mlp:batch=64", ordered, 1).verify(shapes="small")
+    assert result["equal"], result
+    assert result["shrunk"]["batch"][1] % 8 == 0
 
 
 def test_what_cannot_shrink_says_why() -> None:
