@@ -48,18 +48,29 @@ class _Counts:
 
     def __init__(self, whole: Graph, fold: Fold | None) -> None:
         self.whole, self.fold = whole, fold
+        self.at: dict[int, dict[tuple[int, int, int], Hashable]] = {}
 
     def is_first(self, device: int) -> bool:
         """Tell whether a device is at place 0 everywhere: the others are like it."""
         return self.fold is None or not any(self.fold.place(device))
 
-    def like(self, device: int) -> int:
-        """Return for how many devices one stands, seen from place 0: one at place 1 for all others on its line."""
-        return (
-            1
-            if self.fold is None
-            else prod(n - 1 for n, at in zip(self.fold.widths, self.fold.place(device), strict=True) if at)
-        )
+    def like(self, rows: Rows, row: int) -> int:
+        """Return for how many parts one stands, seen from place 0: one at place 1 for all others on its line, unless it
+        is a replica of the one at place 0.
+        """
+        device = int(rows.device[row])
+        if self.fold is None or not any(self.fold.place(device)):
+            return 1
+        if id(rows) not in self.at:
+            self.at[id(rows)] = dict(zip(rows.keys, rows.addends(), strict=True))
+        addends, (_, microbatch, ordinal) = self.at[id(rows)], rows.keys[row]
+        base, *place = self.fold.places[device]
+        count = 1
+        for axis, n in enumerate(self.fold.widths):
+            home = int(self.fold.devices[(base, *place[:axis], 0, *place[axis + 1 :])])
+            is_replica = addends.get((home, microbatch, ordinal)) == addends[rows.keys[row]]
+            count *= n - 1 if place[axis] and not is_replica else 1
+        return count
 
     def shares(self, op: Op, rows: Rows, row: int) -> int:
         """Return into how many parts of its value a part of the whole plan is shared out."""
@@ -78,7 +89,7 @@ def _check_edge(edges: Edges, producer: Op, j: int, wanted: Wanted, pairs: list[
         found = Fraction(0)
         for source in sources:
             common = intersect(held.box(source), box)
-            size = counts.like(int(rows.device[source])) * (prod(extents(common)) if common is not None else 0)
+            size = counts.like(rows, source) * (prod(extents(common)) if common is not None else 0)
             found += size * _share(producer, output, rows.boxes[source]) / counts.shares(producer, rows, source)
         if found != prod(extents(box)):
             raise ScheduleError(

@@ -226,7 +226,8 @@ def test_random_graphs_on_meshes_are_the_same_folded_and_in_full(block: int, mon
 
 
 # What depended on folding: who reads a weight that parts of a value share, and from which of two homes one is read.
-BROKEN = {"attention": (5097, 1444)}
+# In 1062 a part reads a replica elsewhere, which the check of the folded plan counted once per place.
+BROKEN = {"attention": (5097, 1444, 1062)}
 
 
 @pytest.mark.parametrize("model", list(MODELS))
