@@ -86,20 +86,20 @@ class Plan:
 
 def compile_to(
     graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path, seed: int = 0
-) -> tuple[dict[str, Any], dict[str, float], bool]:
+) -> tuple[str, dict[str, int], dict[str, float], bool]:
     """Compile a plan into a directory. One that holds the same plan stays, and nothing but the sProgram runs.
 
-    Returns what the directory says of the plan (explain.json), the seconds per phase, and whether it was written.
+    Returns the plan's summary and counts, the seconds per phase, and whether it was written.
     """
     planned, phases = transform(graph, sprogram, cluster)
     captured = graph.captured
-    kept = reuse(planned, cluster, directory, initial_values(graph.model, captured.values, seed), seed)
+    values = initial_values(graph.model, captured.values, seed)
+    kept = reuse(planned, cluster, directory, values, seed)
     if kept is not None:
         seconds = {**captured.seconds, **phases}
-        return kept, {**seconds, "total": sum(seconds.values())}, False
+        return kept["summary"], kept["counts"], {**seconds, "total": sum(seconds.values())}, False
     plan = Plan(finish(planned, cluster, phases))
-    is_new = plan.save(directory, seed)
-    return {**account(plan.compiled)}, plan.seconds, is_new
+    return plan.summary(), plan.counts, plan.seconds, write(plan.compiled, directory, values, seed)
 
 
 def capture(

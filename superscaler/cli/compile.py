@@ -55,8 +55,7 @@ def compile_model(
             compiled, is_new = compile_graph(graph, sprogram, devices), True
             summary, counts, seconds = compiled.summary(), compiled.counts, compiled.seconds
         else:
-            kept, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
-            summary, counts = kept["summary"], kept["counts"]
+            summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
         printer.show(summary, told(seconds, counts), *saved(out, len(devices.devices), is_new))
         printer.result = {
             "model": built.name,
