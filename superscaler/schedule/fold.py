@@ -24,22 +24,20 @@ def find_fold(graph: Graph) -> Fold | None:
     """Return the fold of a plan whose optimizer ops are placed, or None where no axis of the mesh looks the same."""
     if any(paths for order in graph.orders for group in (order.before, order.after) for _, paths in group.members):
         return None
-    found_in: dict[Hashable, list[Leaf]] = {}
-    for op in graph.ops:
-        grid = graph.grids[op.name]
-        signature = grid.signature()
-        if signature not in found_in:
-            found_in[signature] = list(leaves(grid))
-        if not found_in[signature]:
-            return None
-    slim = [_slim(grid.devices) for op in graph.forward_ops for _, grid in found_in[graph.grids[op.name].signature()]]
+    signatures: dict[str, Hashable] = {op.name: graph.grids[op.name].signature() for op in graph.ops}
+    distinct = {signatures[op.name]: graph.grids[op.name] for op in graph.ops}
+    found_in = {signature: list(leaves(grid)) for signature, grid in distinct.items()}
+    if not all(found_in.values()):
+        return None
+    forward = dict.fromkeys(signatures[op.name] for op in graph.forward_ops)
+    slim = [_slim(grid.devices) for signature in forward for _, grid in found_in[signature]]
     seed = max(slim, key=lambda d: (d.size, -d.ndim))
     slim += [_slim(grid.devices) for found in found_in.values() for _, grid in found]
     used = np.unique(np.concatenate([devices.reshape(-1) for devices in slim]))
     found: list[tuple[Ints, Ints]] = []
     for axis in range(seed.ndim):
         line = _Line.trace(slim, seed.ndim, axis, seed.shape[axis], int(used[-1]) + 1)
-        if line is not None and (line.label[used] >= 0).all() and line.fits(graph, found_in):
+        if line is not None and (line.label[used] >= 0).all() and line.fits(graph, signatures, found_in):
             found.append((line.label, line.home))
     if not found:
         return None
@@ -123,7 +121,9 @@ class _Line:
             return at if (alike == alike[:1]).all() else None
         return None
 
-    def fits(self, graph: Graph, found_in: Mapping[Hashable, Sequence[Leaf]]) -> bool:
+    def fits(
+        self, graph: Graph, signatures: Mapping[str, Hashable], found_in: Mapping[Hashable, Sequence[Leaf]]
+    ) -> bool:
         """Tell whether every op follows the line, and all data depends only on being at the same place along it."""
         cuts: dict[Hashable, list[list[Cut]]] = {}
         for signature, found in found_in.items():
@@ -133,7 +133,6 @@ class _Line:
                     return False
                 own = [(a.index, a.sizes, at == along) for at, a in enumerate(grid.axes)]
                 cuts.setdefault(signature, []).append([*((a.index, a.sizes, False) for a in outer), *own])
-        signatures = {op.name: graph.grids[op.name].signature() for op in graph.ops}
         seen: set[Hashable] = set()
         for maker, output, reader, operand in _edges(graph):
             key = signatures[maker.name], output.slots, signatures[reader.name], operand.slots
