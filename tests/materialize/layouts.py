@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, log2, prod
 
@@ -169,31 +169,59 @@ def _inside(box: list[tuple[int, int]], outer: tuple[slice, ...]) -> tuple[slice
 
 
 def exhaustive(source: Layout, goal: Layout, sizes: tuple[int, ...], itemsize: int, costs: Servers, most: int) -> float:
-    """Return the least seconds of any path of at most `most` steps: every state of the table, every join, no bound."""
+    """Return the least seconds of any path of at most `most` steps: every state of the table and every join, but for
+    those whose steps before and after it take as long as a path that is known.
+    """
     same = set(source.devices.flat) == set(goal.devices.flat)
-    frames = find_frames(source, goal, None)
-    forward, back = (
-        [reached(f, is_back, most, sizes, itemsize, costs) for f in side]
-        for side, is_back in zip(frames, (False, True), strict=True)
+    firsts, lasts = (
+        ends(side, is_back, most, sizes, itemsize, costs)
+        for side, is_back in zip(find_frames(source, goal, None), (False, True), strict=True)
     )
     best = joined(table.LAST, source, goal, sizes, itemsize, costs, same)
-    ends = [
-        [(f.layout(state), steps) for f, states in zip(side, found, strict=True) for state, steps in states.items()]
-        for side, found in zip(frames, (forward, back), strict=True)
-    ]
-    for (before, first), (after, last) in itertools.product(*ends):
-        total = [
-            min((a + b for i, a in first.items() for j, b in last.items() if i + j <= n), default=inf)
-            for n in (most, most - 1)
-        ]
-        shapes = before.devices.shape, after.devices.shape
-        is_one = same and shapes[0] == shapes[1] and table.same_cells(before.devices) == table.same_cells(after.devices)
-        if is_one:
-            best = min(best, total[0])
-        for row in table.INTER:
-            if total[1] < best and row.fits(*shapes, same):
-                best = min(best, total[1] + joined(row.kind, before, after, sizes, itemsize, costs, same))
+    if same:
+        cells = [by_cells(some for side in found.values() for some in side) for found in (firsts, lasts)]
+        for key in cells[0].keys() & cells[1].keys():
+            best = min(best, together(cells[0][key], cells[1][key], most))
+    for (before, some), (after, others), row in itertools.product(firsts.items(), lasts.items(), table.INTER):
+        if not row.fits(before, after, same):
+            continue
+        for low, first, a in some:
+            for high, last, b in others:
+                if low + high >= best:
+                    break
+                if (total := together(a, b, most - 1)) < best:
+                    best = min(best, total + joined(row.kind, first, last, sizes, itemsize, costs, same))
     return best
+
+
+Steps = dict[int, float]
+End = tuple[float, Layout, Steps]
+
+
+def together(first: Steps, last: Steps, most: int) -> float:
+    """Return the least seconds of the steps before and after a join, of at most `most` steps."""
+    return min((a + b for i, a in first.items() for j, b in last.items() if i + j <= most), default=inf)
+
+
+def by_cells(found: Iterable[End]) -> dict[object, Steps]:
+    """Return the seconds of layouts that are equal up to the order of R and V, by number of steps."""
+    known: dict[object, Steps] = {}
+    for _, end, steps in found:
+        mine = known.setdefault((end.devices.shape, table.same_cells(end.devices)), {})
+        mine.update({n: min(cost, mine.get(n, inf)) for n, cost in steps.items()})
+    return known
+
+
+def ends(
+    frames: Sequence[Frame], is_back: bool, most: int, sizes: tuple[int, ...], itemsize: int, costs: Servers
+) -> dict[tuple[int, ...], list[End]]:
+    """Return by shape the layouts that are reached, the cheapest first, each with its seconds by number of steps."""
+    found: dict[tuple[int, ...], list[End]] = {}
+    for frame in frames:
+        for state, steps in reached(frame, is_back, most, sizes, itemsize, costs).items():
+            end = frame.layout(state)
+            found.setdefault(end.devices.shape, []).append((min(steps.values()), end, steps))
+    return {shape: sorted(some, key=lambda end: end[0]) for shape, some in found.items()}
 
 
 def reached(

@@ -98,7 +98,7 @@ def test_no_path_of_four_steps_is_cheaper(name: str, is_shuffled: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @SHUFFLED
 @pytest.mark.parametrize("devices", [8, 4, 3, 2])
 @pytest.mark.parametrize("name", GROUPS)
