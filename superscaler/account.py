@@ -22,7 +22,8 @@ import superscaler
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.explain import VERSION, digest
-from superscaler.ir.graph import Op
+from superscaler.ir.graph import Op, Operand
+from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Move, Path, Send
@@ -246,12 +247,13 @@ class _Blocks:
             group: fold.everywhere(group) if fold is not None and group else [group]
             for group in {move.group for move in compiled.program.moves}
         }
-        self.producers, uses = self.model.producers(), self.model.uses()
+        self.producers, self.uses = self.model.producers(), self.model.uses()
+        self.layouts: dict[tuple[str, bool], str] = {}
         self.ops: dict[str, list[Op]] = {}
         for op in self.graph.forward_ops:
             self.ops.setdefault(_block(op), []).append(op)
         # Weights belong to what reads them first, constants of several blocks to none, activations to what makes them.
-        self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in uses.items() if found}
+        self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in self.uses.items() if found}
         self.home |= {name: _block(op) for name, (op, _) in self.producers.items()}
         written = {
             op.inputs[0].tensor: self.home.get(op.inputs[1].tensor, _NONE) for op in self.model.ops if op.is_write
@@ -340,7 +342,14 @@ class _Blocks:
         def key(move: Move) -> dict[str, Any]:
             row = {"direction": _direction(move), "way": move.way, "reason": move.reason}
             return (
-                row if move.way == "local" else {**row, "kind": move.kind, "tensor": self._tensor(move.tensor, names)}
+                row
+                if move.way == "local"
+                else {
+                    **row,
+                    "kind": move.kind,
+                    "tensor": self._tensor(move.tensor, names),
+                    "layouts": self._layouts(move.tensor, move.is_backward),
+                }
             )
 
         found: dict[str, list[Move]] = _group(self.moves.get(name, ()), lambda move: json.dumps(key(move)))
@@ -355,6 +364,21 @@ class _Blocks:
         return sorted(
             rows, key=lambda row: (row["direction"] == "backward", row["reason"] if row["way"] == "local" else "")
         )
+
+    def _layouts(self, tensor: str, is_backward: bool) -> str:
+        """Return how a tensor, or its gradient, lies where it is made, and where others read it."""
+        if (tensor, is_backward) not in self.layouts:
+            op, k = self.producers.get(tensor) or (self.compiled.schedule.edges.homes[tensor], 0)
+            made = self._counts(op, op.outputs[k], not is_backward, is_backward)
+            read = [self._counts(reader, reader.inputs[n], is_backward, is_backward) for reader, n in self.uses[tensor]]
+            read = [text for text in dict.fromkeys(read) if text != made] or [made]
+            sides = (", ".join(read), made) if is_backward else (made, ", ".join(read))
+            self.layouts[tensor, is_backward] = " -> ".join(sides)
+        return self.layouts[tensor, is_backward]
+
+    def _counts(self, op: Op, operand: Operand, is_made: bool, is_gradient: bool) -> str:
+        layout = layout_of(self.graph.grids[op.name], operand, is_made, is_gradient)
+        return "irregular" if layout is None else layout.counts
 
     def path(self, path: Path) -> dict[str, Any]:
         """Return the layouts and steps of a path; layouts as `Layout.parse` reads them."""

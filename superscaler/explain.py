@@ -13,7 +13,7 @@ from typing import Any
 from superscaler.errors import InputError
 
 # Of explain.json; another one is not read.
-VERSION = 3
+VERSION = 4
 PLAN_FILE, EXPLAIN_FILE = "plan.json", "explain.json"
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
@@ -112,8 +112,10 @@ def _block(block: Mapping[str, Any]) -> Iterator[str]:
     yield from _held(block)
     for (direction, kind, groups, reason), rows in _alike(block, "reason").items():
         yield f"{direction}: {kind} over {groups}, {_links(rows)}: {reason}"
-        told = ", ".join(f"{row['tensor']} {_weight(row)}" for row in rows)
-        yield f"  {'gradients' if direction == 'backward' else 'values'} of {told}"
+        what = "gradients" if direction == "backward" else "values"
+        for layouts in dict.fromkeys(row["layouts"] for row in rows):
+            told = ", ".join(f"{row['tensor']} {_weight(row)}" for row in rows if row["layouts"] == layouts)
+            yield f"  {layouts}: {what} of {told}"
     local = [(row["direction"], row["reason"]) for row in block["moves"] if row["way"] == "local"]
     yield from (f"{direction}, nothing to send: {reason}" for direction, reason in local)
 
@@ -157,7 +159,11 @@ def _alike(block: Mapping[str, Any], *more: str) -> dict[tuple[str, ...], list[M
 
 def _links(rows: Sequence[Mapping[str, Any]]) -> str:
     seconds, bound = (sum(row[what] for row in rows) for what in ("seconds", "bound"))
-    least = f" ({duration(bound)} at full bandwidth)" if bound else ""
+    least = (
+        f" ({seconds / bound:,.{0 if seconds > 10 * bound else 2}f} x {duration(bound)} at full bandwidth)"
+        if bound
+        else ""
+    )
     return f"{size(sum(row['moved'] for row in rows))} on links, about {duration(seconds)}{least}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -37,9 +38,14 @@ class Layout:
     def __hash__(self) -> int:
         return hash((self.devices.shape, self.devices.tobytes()))
 
-    def __str__(self) -> str:
+    @property
+    def counts(self) -> str:
+        """The layout in words, without the devices."""
         replicas, values, dims = self.shape
-        return f"R({replicas})V({values})D({','.join(map(str, dims))}) @ {json.dumps(self.devices.tolist())}"
+        return f"R({replicas})V({values})D({','.join(map(str, dims))})"
+
+    def __str__(self) -> str:
+        return f"{self.counts} @ {json.dumps(self.devices.tolist())}"
 
     @staticmethod
     def parse(text: str) -> Layout:
@@ -54,23 +60,27 @@ class Layout:
         return Layout(ids.reshape(shape))
 
 
-def layout_of(grid: Grid, operand: Operand, output: bool) -> Layout | None:
-    """Return the layout of an operand over a regular grid, microbatches left out; None for irregular grids.
+def layout_of(grid: Grid, operand: Operand, output: bool, is_gradient: bool = False) -> Layout | None:
+    """Return the layout of an operand, or of its gradient, over a regular grid; None for irregular ones.
+
+    Microbatches are left out, and so are axes along which all parts are on one device.
 
     An axis that cuts an index of the operand is a D axis; any other cut makes value parts of an output, and replicas
-    of an input.
+    of an input. An output is what is made, so the gradient of an input is one. Gradients of routing replicas are value
+    parts at both ends.
     """
     if grid.children:
         return None
-    devices, axes = grid.devices, list(grid.axes)
-    for at in [k for k, axis in enumerate(axes) if axis.is_microbatch][::-1]:
-        devices, axes = np.asarray(devices.take(0, axis=at)), axes[:at] + axes[at + 1 :]
+    devices = grid.once
     places: list[list[int]] = [[] for _ in range(2 + len(operand.slots))]
-    for at, axis in enumerate(axes):
-        if axis.index is not None and axis.index in operand.slots:
-            places[2 + operand.slots.index(axis.index)].append(at)
-        else:
-            places[1 if axis.index is not None and output else 0].append(at)
+    for at, axis in enumerate(grid.axes):
+        first = devices.take([0], axis=at)
+        if axis.is_microbatch or (devices == first).all():
+            devices = first
+        is_cut = axis.index is not None and axis.index in operand.slots
+        is_value = output and (axis.index is not None or bool(axis.value))
+        is_value |= is_gradient and axis.mirror == "route"
+        places[2 + operand.slots.index(axis.index) if is_cut else int(is_value)].append(at)
     order = [at for group in places for at in group]
-    shape = [int(np.prod([len(axes[at].sizes) for at in group], dtype=int)) for group in places]
+    shape = [prod(devices.shape[at] for at in group) for group in places]
     return Layout(devices.transpose(order).reshape(shape))

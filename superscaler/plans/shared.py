@@ -8,7 +8,7 @@ from math import gcd, prod
 
 import numpy as np
 
-from superscaler.verbs import Cluster, Graph, InputError, Op, Split, Work, op_order
+from superscaler.verbs import Cluster, Graph, InputError, Op, Replicate, Split, Work, op_order
 
 
 def check_uses_all(cluster: Cluster, plan: str, **counts: int) -> None:
@@ -23,13 +23,17 @@ def check_uses_all(cluster: Cluster, plan: str, **counts: int) -> None:
         )
 
 
-def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
+def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split | Replicate]]:
     """Return the splits of each op under tensor parallelism into `parts`, found from the factors (Megatron's).
 
     A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
     sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
     result does not carry it. Grouped-query heads are two such factors, which are cut one after the other. Outside the
     blocks, products with a weight are cut on the weight's own dim.
+
+    Ops of a block that have only some of these factors (keys and values of grouped queries) are replicated along the
+    others, and each replica's mirror reads only what its own queries send: then the gradients of what queries, keys and
+    values read are all of one kind, and are summed together.
     """
     splits: dict[str, list[Split]] = {}
     weights = {name for name, tensor in graph.model.tensors.items() if tensor.kind == "parameter"}
@@ -58,7 +62,12 @@ def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
         sizes = sorted({f"{f} of size {graph.factors[f].size}" for ops in scopes for f in _candidates(weights, ops)})
         shown = ", ".join(sizes[:6]) or "none"
         raise InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
-    return splits
+    return {op.name: [_cut(op, s) for s in splits[op.name]] for op in graph.forward_ops if op.name in splits}
+
+
+def _cut(op: Op, split: Split) -> Split | Replicate:
+    is_cut = op.find(split.factor) is not None or split.factor in dict(op.passes)
+    return split if is_cut else Replicate(split.parts, "route")
 
 
 def _weights(weights: set[str], op: Op) -> list[int]:

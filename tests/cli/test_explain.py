@@ -15,7 +15,7 @@ import torch
 from superscaler.account import account, manifest, ranges
 from superscaler.cli.main import main
 from superscaler.compiler import finish
-from superscaler.explain import EXPLAIN_FILE, PLAN_FILE, read
+from superscaler.explain import EXPLAIN_FILE, PLAN_FILE, VERSION, read
 from superscaler.models import build
 from superscaler.plan import Plan, capture, compile
 
@@ -115,8 +115,11 @@ def test_equal_blocks_are_told_once_with_megatrons_collectives(plans: dict[str, 
     # batch 2 of 4, sequence 32, hidden 64, in float32; a ring of 2 sends it once from either.
     assert forward["bytes"] == 2 * (2 * 32 * 64 * 4)
     assert forward["moved"] == 2 * forward["bytes"]
+    assert forward["layouts"] == "R(1)V(2)D(2,1,1) -> R(2)V(1)D(2,1,1)"
+    assert 0 < forward["bound"] < forward["seconds"]
     gradient = sent["backward", "mlp.c_fc.weight"]
     assert (gradient["groups"], gradient["bytes"]) == (["0, 2", "1, 3"], 2 * (64 * 128 * 4))
+    assert gradient["layouts"] == "R(1)V(2)D(1,2) -> R(2)V(1)D(1,2)"
 
 
 def test_what_equal_blocks_share_belongs_to_none_of_them() -> None:
@@ -375,7 +378,7 @@ def forget_manifest(directory: Path) -> None:
 
 def age_explain(directory: Path) -> None:
     file = directory / EXPLAIN_FILE
-    file.write_text(file.read_text().replace('"version": 3', '"version": 0'))
+    file.write_text(file.read_text().replace(f'"version": {VERSION}', '"version": 0'))
 
 
 WRONG = [
@@ -389,7 +392,7 @@ WRONG = [
     (change_explain, "is not what compile wrote there"),
     (forget_manifest, "was written by an older version"),
     (lambda d: (d / EXPLAIN_FILE).unlink(), "was written by an older version"),
-    (age_explain, "is of version 0, but this is version 3"),
+    (age_explain, f"is of version 0, but this is version {VERSION}"),
     (lambda d: shutil.rmtree(d), "is not a plan directory"),
 ]
 

@@ -193,17 +193,26 @@ def test_the_ranks_move_the_bytes_that_the_plan_says(spec: str, world: int) -> N
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("layers", [2, 3])
-def test_tensor_parallelism_issues_two_all_reduces_per_layer_and_direction(layers: int, world: int) -> None:
-    """Forward the sums of what attention and the MLP make, backward of the gradients of what they read."""
-    program = plan_of(f"gpt2:size=tiny,layers={layers}", "tensor_parallel", world).compiled.program
-    parts = [f"transformer.h.{layer}.{part}" for layer in range(layers) for part in ("attn", "mlp")]
+@pytest.mark.parametrize(
+    ("model", "block", "halves"),
+    [("gpt2", "transformer.h", ("attn", "mlp")), ("llama", "model.layers", ("self_attn", "mlp"))],
+)
+def test_tensor_parallelism_issues_two_all_reduces_per_layer_and_direction(
+    model: str, block: str, halves: tuple[str, str], layers: int, world: int
+) -> None:
+    """Forward the sums of what attention and the MLP make, backward of the gradients of what they read: one for the
+    queries, keys and values, which llama makes by an op each, and one for what its MLP multiplies.
+    """
+    program = plan_of(f"{model}:size=tiny,layers={layers}", "tensor_parallel", world).compiled.program
+    parts = [f"{block}.{layer}.{half}" for layer in range(layers) for half in halves]
     for device in program.devices:
         module_of = {i.tag: i.module for i in device.instructions if isinstance(i, Forward)}
         issued, after = list[tuple[str, str]](), ("", "")
         for i in device.instructions:
             if isinstance(i, Forward | Backward):
                 after = type(i).__name__, module_of[i.tag]
-            elif isinstance(i, Collective | Bucket) and i.kind == "all_reduce":
+            # Two queries of this llama share a key, whose weights' gradients are summed over pairs of devices besides.
+            elif isinstance(i, Collective | Bucket) and i.kind == "all_reduce" and len(i.group) == world:
                 issued.append(after)
         head = ("Backward", "lm_head")
         assert issued == [*(("Forward", part) for part in parts), head, *(("Backward", part) for part in parts[::-1])]

@@ -49,6 +49,10 @@ def test_a_grid_gives_layouts_of_its_operands() -> None:
     assert str(layout_of(grid, Operand("y", (0, 1)), output=True)) == "R(1)V(2)D(2,1) @ [[[[3], [1]], [[2], [0]]]]"
     assert str(layout_of(grid, Operand("x", (0, 2)), output=False)) == "R(1)V(1)D(2,2) @ [[[[3, 2], [1, 0]]]]"
     assert str(layout_of(grid, Operand("w", (2, 1)), output=False)) == "R(2)V(1)D(2,1) @ [[[[3], [2]]], [[[1], [0]]]]"
+    # What is on one device is in one piece; the gradients of routing replicas are value parts.
+    grid = Grid((Axis(0, (2, 2)), Axis(None, (1, 1), mirror="route")), np.array([[4, 5], [4, 5]]))
+    assert str(layout_of(grid, Operand("x", (0, 2)), output=False)) == "R(2)V(1)D(1,1) @ [[[[4]]], [[[5]]]]"
+    assert str(layout_of(grid, Operand("x", (0, 2)), True, is_gradient=True)) == "R(1)V(2)D(1,1) @ [[[[4]], [[5]]]]"
 
 
 def test_a_schedule_parses_back() -> None:
