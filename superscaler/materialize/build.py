@@ -62,6 +62,8 @@ class _Builder(Exchanges):
             if kind == "C":
                 self.communicate(run)
                 continue
+            if kind == "U":
+                self.reduce({node.number for node in run})
             if self.pending:
                 self.finish(place for node in run for place in self._reads(node))
             for node in run:

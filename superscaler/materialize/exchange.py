@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import groupby
 from math import prod
 
 from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.program import Bucket, Collective, Combine, Path, Recv, Send, Wait, links
+from superscaler.ir.report import width
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.paths import Cache
 from superscaler.materialize.reduction import Reduction, reduction
@@ -17,11 +18,11 @@ from superscaler.materialize.route import LOCAL, Route, is_collective, route
 from superscaler.materialize.transitions import Costs
 from superscaler.materialize.values import Values
 from superscaler.schedule.nodes import Node, Schedule
+from superscaler.schedule.segments import SEGMENT_BYTES
 from superscaler.schedule.transfers import BACKWARD, Transfer
 
 # As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
-DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "bool": 1}
 
 
 class Exchanges(Values):
@@ -32,6 +33,8 @@ class Exchanges(Values):
         self.fold, self.costs = fold, costs
         self.told = frozenset(range(world)) if fold is None else fold.told
         self.paths: Cache = {}
+        # The all_reduces that start next, by group and dtype; those of gradients of weights may wait for more of them.
+        self.reductions: dict[tuple[tuple[int, ...], str], list[int]] = {}
         # How often which tensors took which path of several steps.
         self.taken: dict[Path, Counter[str]] = {}
         self.messages = 0
@@ -40,7 +43,6 @@ class Exchanges(Values):
 
     def communicate(self, run: Sequence[Node]) -> None:
         """Start the communication that is ready at one point of the order; all_reduces of one group share buckets."""
-        reductions: dict[tuple[tuple[int, ...], str], list[int]] = {}
         for node in run:
             transfer = self.schedule.transfers[node.number]
             if transfer.is_local and node.link < 1:
@@ -50,7 +52,7 @@ class Exchanges(Values):
                 continue
             found = None if transfer.is_local else match(transfer, self.fold)
             if found is not None and found.kind == "all_reduce":
-                reductions.setdefault((found.group, self.dtype(transfer)), []).append(node.number)
+                self.reductions.setdefault((found.group, self.dtype(transfer)), []).append(node.number)
             elif found is not None:
                 self._collective(node.number, transfer, found)
             elif not transfer.is_local:
@@ -63,8 +65,18 @@ class Exchanges(Values):
                     continue
                 for link in range(len(transfer.links)):
                     self._message(node.number, transfer, link)
-        for (group, dtype), numbers in reductions.items():
-            for bucket in self._buckets(numbers):
+        self.reduce(frozenset())
+
+    def reduce(self, ended: Set[int]) -> None:
+        """Start the all_reduces that others wait for, that are worth one of their own, or that the devices whose
+        backward has `ended` add nothing to.
+        """
+        for (group, dtype), numbers in list(self.reductions.items()):
+            is_late = all(self.schedule.transfers[number].is_to_updates for number in numbers)
+            is_small = sum(map(self._bytes, numbers)) < SEGMENT_BYTES
+            if is_late and is_small and ended.isdisjoint(group):
+                continue
+            for bucket in self._buckets(self.reductions.pop((group, dtype))):
                 self._reduce(bucket, group, dtype)
 
     def _record(
@@ -88,7 +100,7 @@ class Exchanges(Values):
 
     def _bytes(self, number: int, box: Box | None = None) -> int:
         transfer = self.schedule.transfers[number]
-        return prod(extents(box or transfer.pieces[0].box)) * DTYPE_BYTES[self.dtype(transfer)]
+        return prod(extents(box or transfer.pieces[0].box)) * width(self.dtype(transfer))
 
     def _buckets(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the transfers in runs that fill a bucket each; a tensor larger than a bucket goes alone."""
@@ -144,7 +156,7 @@ class Exchanges(Values):
         """Send a box of a tensor to a device; return the name of the handle there."""
         shape, dtype = self.model.tensors[transfer.tensor].local_shape(extents(box)), self.dtype(transfer)
         self.messages += 1
-        weight = prod(shape) * DTYPE_BYTES[dtype]
+        weight = prod(shape) * width(dtype)
         self._record(transfer, "messages", "send", (rank, to), why or refusal(transfer), weight, weight)
         self.code[rank].append(Send(source, to, self.messages, weight))
         work = f"{self.base(transfer)}~c{label}w"
@@ -170,7 +182,7 @@ class Exchanges(Values):
     ) -> None:
         tensor, dtype, view = self.model.tensors[transfer.tensor], self.dtype(transfer), extents(have)
         local, shape = tensor.local_shape(view), tensor.local_shape(extents(want))
-        weight = prod(view) * DTYPE_BYTES[dtype]
+        weight = prod(view) * width(dtype)
         self.code[rank].append(
             Collective(how.kind, work, source, how.group, view, how.take, how.give, local, shape, dtype, weight)
         )
@@ -227,7 +239,7 @@ class Exchanges(Values):
 
     def _path(self, transfer: Transfer) -> Route | None:
         dtype = self.dtype(transfer)
-        return None if dtype == "bool" else route(transfer, self.fold, self.costs, DTYPE_BYTES[dtype], self.paths)
+        return None if dtype == "bool" else route(transfer, self.fold, self.costs, width(dtype), self.paths)
 
     def _route(self, number: int, transfer: Transfer, found: Route) -> Iterator[None]:
         """Take the steps of a path, each after the one before has arrived. Yields before each wait."""
@@ -237,7 +249,7 @@ class Exchanges(Values):
         copies = self._copies(sorted({*before, *found.boxes(path.goal)}))
         if len(path.steps) > 1 and copies:
             dtype = self.dtype(transfer)
-            steps = found.steps(DTYPE_BYTES[dtype])
+            steps = found.steps(width(dtype))
             taken = Path(transfer.kind == BACKWARD, extents(found.whole), dtype, path.source, steps)
             self.taken.setdefault(taken, Counter())[transfer.tensor] += copies
         for n, step in enumerate(path.steps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from superscaler.errors import ScheduleError
@@ -74,6 +75,20 @@ class Nodes:
                 self._edge(node, hub, f"op_order, {order.where}")
             for node in after:
                 self._edge(hub, node, f"op_order, {order.where}")
+
+    @cached_property
+    def early(self) -> frozenset[int]:
+        """The segments without weights that other devices wait for, as for the number of labels."""
+        segments = self.schedule.segments
+        sent = {
+            place.segment
+            for transfer in self.schedule.transfers
+            if transfer.kind == FORWARD and not transfer.is_local
+            for piece in transfer.pieces
+            for place in piece.places
+            if place.kind == FORWARD
+        }
+        return frozenset(n for n in sent if all(op.from_data for op in segments[n].ops))
 
     def _add(self, node: Node) -> int:
         if node not in self.number:

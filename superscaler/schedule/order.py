@@ -74,9 +74,9 @@ def check_assigned(graph: Graph) -> None:
 def sort(nodes: Nodes) -> list[Node]:
     """Return the nodes in one order that keeps every edge; fewer than all where there is a cycle.
 
-    Of the nodes that are ready, messages go first (those to updates after what others wait for), then backwards
-    (they release memory), earlier microbatches before later ones. Devices that correspond do the same together,
-    unless one waits for another.
+    Of the nodes that are ready, messages go first (those to updates after what others wait for) and what makes them of
+    data alone, then backwards (they release memory), earlier microbatches before later ones. Devices that correspond do
+    the same together, unless one waits for another.
     """
     together = _orbits(nodes)
     order = _sort(nodes, together) if len(set(together)) < len(together) else []
@@ -131,6 +131,8 @@ def _orbits(nodes: Nodes) -> list[int]:
 def _priority(nodes: Nodes, number: int) -> tuple[int, int, int, int, int]:
     node = nodes.names[number]
     rank = {"O": 0, "C": 1, "B": 2, "F": 3, "U": 4, "P": 5}[node.kind]
+    if node.kind == "F" and node.number in nodes.early:
+        rank = 1
     place = -node.number if node.kind == "B" else node.number
     is_late = node.kind == "C" and nodes.schedule.transfers[node.number].is_to_updates
     return rank, is_late or node.key[1], place, node.key[0], number

@@ -1,5 +1,7 @@
 """Segments: maximal runs of forward ops of one device with nothing to communicate between them or their mirrors.
 
+They end where the gradients of their weights are worth sending, so that these travel while others are computed.
+
 All parts of a segment's ops share the same keys (device, microbatch, ordinal), so a segment has one instance per key.
 An op's level counts the cut edges on the longest path to it; ops of one segment have one level, so no path leaves a
 segment and comes back.
@@ -9,14 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
 
 from superscaler.ir.graph import Op
+from superscaler.ir.layout import layout_of
 from superscaler.ir.parts import Ints, Rows
-from superscaler.ir.transformed import Graph, rows_under
+from superscaler.ir.report import width
+from superscaler.ir.transformed import Graph, block_of, rows_under
 from superscaler.schedule.cover import Turn
 from superscaler.schedule.edges import Edges, Key, Labels
+
+# What is worth an all_reduce: far above the latency, and little enough for the last one, which nothing hides.
+SEGMENT_BYTES = 6 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +87,7 @@ class Segment:
 def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Segment]:
     """Group the forward ops into segments, in order. Ops named in `alone` each get a segment of their own."""
     ops = edges.graph.forward_ops
-    marks = _signatures(edges.graph)
+    marks, stretches = _signatures(edges.graph), _stretches(edges)
     local: dict[tuple[str, str], bool] = {}
     levels: dict[str, int] = {}
     for op in ops:
@@ -90,6 +98,7 @@ def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Seg
             producer, _ = edges.producers[operand.tensor]
             free = marks[op.name] == marks[producer.name] and not {op.name, producer.name} & alone
             joins = free and op.from_data == producer.from_data and edges.is_local(op, k)
+            joins &= stretches[op.name] == stretches[producer.name]
             local[producer.name, op.name] = joins and local.get((producer.name, op.name), True)
             levels[op.name] = max(levels[op.name], levels[producer.name] + (not joins))
     _sink(ops, local, levels)
@@ -103,6 +112,28 @@ def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Seg
     segments = [_segment(edges, number, tuple(group)) for number, group in enumerate(members.values())]
     _find_outputs(edges, segments)
     return segments
+
+
+def _stretches(edges: Edges) -> dict[str, int]:
+    """Number the ops, whole blocks alike: a new number where a device has enough gradients to sum with others'."""
+    found: dict[str, int] = {}
+    of_block: dict[str, int] = {}
+    counted: set[str] = set()
+    number = weight = 0
+    for op in edges.graph.forward_ops:
+        block = block_of(op.module) or op.name
+        if block not in of_block and weight >= SEGMENT_BYTES:
+            number, weight = number + 1, 0
+        found[op.name] = of_block.setdefault(block, number)
+        for operand in op.inputs:
+            tensor = edges.model.tensors[operand.tensor]
+            if operand.tensor not in edges.homes or not tensor.requires_grad or operand.tensor in counted:
+                continue
+            counted.add(operand.tensor)
+            layout = layout_of(edges.graph.grids[op.name], operand, True, is_gradient=True)
+            if layout is None or layout.shape[1] > 1:
+                weight += prod(tensor.shape) * width(tensor.dtype) // (1 if layout is None else prod(layout.shape[2]))
+    return found
 
 
 def _sink(ops: Sequence[Op], local: Mapping[tuple[str, str], bool], levels: dict[str, int]) -> None:

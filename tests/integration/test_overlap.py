@@ -1,0 +1,87 @@
+"""Gradients are summed while others are computed: segments end, and sums start, where there are enough of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from superscaler import Cluster, capture, compile
+from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Update, Wait
+from superscaler.materialize import exchange
+from superscaler.models import build
+from superscaler.plan import Plan
+from superscaler.schedule import segments
+
+LAYERS = 4
+PLANS = [
+    ("data_parallel", 2),
+    ("data_parallel", 4),
+    ("hybrid:dp=2,tp=2", 4),
+    ("hybrid:dp=2,pp=2,microbatches=2", 4),
+    ("hybrid:dp=3,tp=1,pp=1", 3),
+]
+
+
+def plan_of(spec: str, world: int, batch: int = 12) -> Plan:
+    built = build(f"gpt2:size=tiny,layers={LAYERS},batch={batch}")
+    return compile(capture(built.module, built.args, built.kwargs), spec, Cluster.local(world))
+
+
+@pytest.fixture(params=[1, 150_000, 400_000])
+def few_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """As many bytes of gradients as are worth an all_reduce: of one tensor, of a layer, of some layers."""
+    for module in (segments, exchange):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", request.param)
+    monkeypatch.setattr(exchange, "BUCKET_BYTES", 300_000)
+    return int(request.param)
+
+
+def sums(code: tuple[Instruction, ...]) -> list[int]:
+    """Return where all_reduces start after the first backward."""
+    first = next(at for at, i in enumerate(code) if isinstance(i, Backward))
+    found = [at for at, i in enumerate(code) if isinstance(i, Bucket | Collective) and i.kind == "all_reduce"]
+    return [at for at in found if at > first]
+
+
+@pytest.mark.parametrize(("spec", "world"), PLANS)
+def test_any_size_of_buckets_gives_the_same_step(spec: str, world: int, few_bytes: int) -> None:
+    result = plan_of(spec, world).verify()
+    assert result["equal"], result
+    assert result["bytes_moved"] == result["bytes_planned"]
+
+
+def test_sums_start_between_the_backwards_and_are_waited_for_before_the_update(few_bytes: int) -> None:
+    program = plan_of("data_parallel", 4).compiled.program
+    for device in program.devices:
+        code = device.instructions
+        backwards = [at for at, i in enumerate(code) if isinstance(i, Backward)]
+        update = next(at for at, i in enumerate(code) if isinstance(i, Update))
+        started = sums(code)
+        # Embeddings, the head, and each layer, or two together.
+        assert len(backwards) >= (LAYERS if few_bytes < 400_000 else LAYERS // 2)
+        early = [(a, b) for a, b in pairwise(backwards) if any(a < at < b for at in started)]
+        assert len(early) >= len(backwards) - 3
+        for at in started:
+            works = code[at].works if isinstance(code[at], Bucket) else (code[at].work,)
+            waits = [n for n, i in enumerate(code) if isinstance(i, Wait) and i.work in works]
+            assert len(waits) == len(works)
+            assert all(backwards[-1] < n < update for n in waits)
+        for i in code:
+            assert not isinstance(i, Bucket) or i.bytes <= max(300_000, few_bytes)
+
+
+def test_small_gradients_share_one_sum() -> None:
+    for device in plan_of("data_parallel", 2).compiled.program.devices:
+        assert len(sums(device.instructions)) == 1
+        assert sum(isinstance(i, Backward) for i in device.instructions) == 2
+
+
+def test_the_number_of_labels_is_summed_before_the_model_runs() -> None:
+    """What is made of the batch alone is sent first, so that no device waits for it in the middle."""
+    for device in plan_of("data_parallel", 2).compiled.program.devices:
+        code = device.instructions
+        count = next(at for at, i in enumerate(code) if isinstance(i, Collective) and i.kind == "all_reduce")
+        work = next(at for at, i in enumerate(code) if isinstance(i, Forward) and any(i.grads))
+        waited = next(at for at, i in enumerate(code) if isinstance(i, Wait))
+        assert count < work < waited
