@@ -158,13 +158,18 @@ class _Writer:
 
     def write(self) -> str:
         lines: list[str] = []
-        module = ""
-        for at, instruction in enumerate(self.samples[0].instructions):
+        module, instructions = "", self.samples[0].instructions
+        ends = _batches(instructions)
+        end = -1
+        for at, instruction in enumerate(instructions):
             self.at = at
             if isinstance(instruction, Forward) and instruction.module != module:
                 module = instruction.module
                 lines.append(f"# {module}" if module else "#")
-            lines.append(self._line(instruction))
+            if at in ends:
+                lines.append("with rt.together():")
+                end = ends[at]
+            lines.append("    " * (at <= end) + self._line(instruction))
         return "".join(f"    {line}\n" for line in lines if line != "#")
 
     def name(self, name: str) -> str:
@@ -259,6 +264,20 @@ class _Writer:
 
     def _message(self) -> int:
         return self.number("messages", lambda j: (j.peer, j.message))
+
+
+def _batches(code: Sequence[Instruction]) -> dict[int, int]:
+    """Return from where to where messages start together: several of one point, with slices between them at most."""
+    found: dict[int, int] = {}
+    first, point = -1, -1
+    for at, i in enumerate(code):
+        if isinstance(i, Send | Recv) and i.point == point:
+            found[first] = at
+        elif isinstance(i, Send | Recv):
+            first, point = at, i.point
+        elif not isinstance(i, Slice | Free):
+            point = -1
+    return found
 
 
 def _bits(flags: Sequence[bool]) -> str:

@@ -121,10 +121,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Start to send. Messages of one `point` of the order of all devices start together."""
+
     source: str
     peer: int
     message: int
     bytes: int
+    point: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class Recv:
     message: int
     shape: Shape
     dtype: str
+    point: int
 
 
 @dataclass(frozen=True, slots=True)

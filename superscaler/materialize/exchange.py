@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import groupby
 from math import prod
 
@@ -19,7 +19,7 @@ from superscaler.materialize.transitions import Costs
 from superscaler.materialize.values import Values
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.segments import SEGMENT_BYTES
-from superscaler.schedule.transfers import BACKWARD, Transfer
+from superscaler.schedule.transfers import BACKWARD, Place, Transfer
 
 # As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
@@ -35,14 +35,17 @@ class Exchanges(Values):
         self.paths: Cache = {}
         # The all_reduces that start next, by group and dtype; those of gradients of weights may wait for more of them.
         self.reductions: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        # Steps of a transfer that are taken when it is first read.
+        self.pending: dict[int, Iterator[None]] = {}
         # How often which tensors took which path of several steps.
         self.taken: dict[Path, Counter[str]] = {}
-        self.messages = 0
+        self.messages = self.point = 0
         # Sums of count, bytes and moved bytes of what happens alike: a `Move` each in the end.
         self.moves: dict[tuple[str, bool, str, str, tuple[int, ...], str], list[int]] = {}
 
     def communicate(self, run: Sequence[Node]) -> None:
         """Start the communication that is ready at one point of the order; all_reduces of one group share buckets."""
+        self.point += 1
         for node in run:
             transfer = self.schedule.transfers[node.number]
             if transfer.is_local and node.link < 1:
@@ -158,9 +161,9 @@ class Exchanges(Values):
         self.messages += 1
         weight = prod(shape) * width(dtype)
         self._record(transfer, "messages", "send", (rank, to), why or refusal(transfer), weight, weight)
-        self.code[rank].append(Send(source, to, self.messages, weight))
+        self.code[rank].append(Send(source, to, self.messages, weight, self.point))
         work = f"{self.base(transfer)}~c{label}w"
-        self.code[to].append(Recv(work, rank, self.messages, shape, dtype))
+        self.code[to].append(Recv(work, rank, self.messages, shape, dtype, self.point))
         return work
 
     def _collective(self, number: int, transfer: Transfer, found: Match) -> None:
@@ -186,6 +189,13 @@ class Exchanges(Values):
         self.code[rank].append(
             Collective(how.kind, work, source, how.group, view, how.take, how.give, local, shape, dtype, weight)
         )
+
+    def finish(self, places: Iterable[Place]) -> None:
+        """Take the steps that are left of all transfers to these places, in one order on all devices."""
+        numbers = {number for place in places for number, _ in self.readers_of.get(place, ())}
+        for number in sorted(numbers & self.pending.keys()):
+            for _ in self.pending.pop(number):
+                self.point += 1
 
     def _begin(self, number: int, steps: Iterator[None]) -> None:
         """Start the first step; the others follow at the first read, so that nothing is waited for before."""

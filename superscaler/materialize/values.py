@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from superscaler.ir.graph import PTensor
 from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.program import Accumulate, Combine, Instruction, Load, Slice, Wait, Weight
@@ -42,8 +40,6 @@ class Values:
         # What communication brings to a reader: the handle of a collective, or of messages with their boxes and names.
         self.arrived: dict[Address, str] = {}
         self.incoming: dict[Address, list[tuple[str, Box, str]]] = {}
-        # Steps of a transfer that are taken when it is first read.
-        self.pending: dict[int, Iterator[None]] = {}
         # What collectives left on a reader's own device, instead of its pieces there.
         self.given: dict[Address, list[tuple[str, Box]]] = {}
         self._sums: set[tuple[int, str]] = set()
@@ -89,13 +85,6 @@ class Values:
         return self._resident[key]
 
     # Values.
-
-    def finish(self, places: Iterable[Place]) -> None:
-        """Take the steps that are left of all transfers to these places, in one order on all devices."""
-        numbers = {number for place in places for number, _ in self.readers_of.get(place, ())}
-        for number in sorted(numbers & self.pending.keys()):
-            for _ in self.pending.pop(number):
-                pass
 
     def made(self, place: Place, name: str, rank: int) -> None:
         """Record that a value exists; add it to the sum that it belongs to."""

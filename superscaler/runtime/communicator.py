@@ -6,6 +6,7 @@ A group is a tuple of ranks in *plan order*: its k-th entry owns the k-th chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -83,6 +84,10 @@ class Communicator(Protocol):
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> Work:
         """Start to receive what `peer` sent with the same tag."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Start the sends and receives of a `with` block together at its end, whatever their order."""
         ...
 
     def barrier(self) -> None:

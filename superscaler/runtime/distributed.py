@@ -7,7 +7,8 @@ chunks are permuted here. Data that is only moved travels as bytes, so that ever
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import Queue
 from threading import Thread
@@ -92,6 +93,16 @@ class _Pending:
         """Wait. The buffers are parameters so that what holds this call keeps them alive until then."""
         _finish(handle, self._what)
         return finish()
+
+
+class _Started:
+    """The work of a message, from when its batch starts."""
+
+    def start(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
 
 
 def _finish(handle: Any, what: str) -> None:
@@ -182,6 +193,8 @@ class DistributedCommunicator(Counted):
         self._is_gloo = dist.get_backend() == "gloo"
         self._groups: dict[Group, Any] = {tuple(range(self.world)): dist.group.WORLD}
         self._sends = _Sends(can_poll=not self._is_gloo)
+        # The messages of a batch, and what takes the work of each.
+        self._together: list[tuple[dist.P2POp, Callable[[Any], None]]] | None = None
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Make a process group for each set of ranks that has none; the whole world is the default group."""
@@ -254,15 +267,41 @@ class DistributedCommunicator(Counted):
         self._check_peer(peer, what)
         self.count("send", x.nbytes, (self.rank, peer))
         buffer = x.detach().clone() if x.is_contiguous() and not owned else x.detach().contiguous()
-        handle = self._call(what, dist.isend, _bytes(buffer), peer, tag=self._tag(tag))
-        self._sends.add(handle, buffer, what)
+        self._post(dist.isend, buffer, peer, tag, lambda work: self._sends.add(work, buffer, what))
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> Work:
         what = f"rank {self.rank}: recv from rank {peer}"
         self._check_peer(peer, what)
         buffer = allocate(shape, dtype, self.device)
-        handle = self._call(what, dist.irecv, _bytes(buffer), peer, tag=self._tag(tag))
-        return _Pending(handle, lambda: buffer, what)
+        work = _Started()
+        self._post(dist.irecv, buffer, peer, tag, work.start)
+        return _Pending(work, lambda: buffer, what)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._together = []
+        try:
+            yield
+            self._launch(self._together)
+        finally:
+            self._together = None
+
+    def _post(
+        self, function: Callable[..., Any], buffer: Tensor, peer: int, tag: int, started: Callable[[Any], None]
+    ) -> None:
+        entry = dist.P2POp(function, _bytes(buffer), peer, tag=tag if self._is_gloo else 0), started
+        if self._together is None:
+            self._launch([entry])
+        else:
+            self._together.append(entry)
+
+    def _launch(self, batch: Sequence[tuple[dist.P2POp, Callable[[Any], None]]]) -> None:
+        """Start messages. NCCL has one work for all, and other connections for messages that are in no batch."""
+        if batch:
+            what = f"rank {self.rank}: messages with ranks {sorted({op.peer for op, _ in batch})}"
+            works = self._call(what, dist.batch_isend_irecv, [op for op, _ in batch])
+            for (_, started), work in zip(batch, works * (len(batch) // len(works)), strict=True):
+                started(work)
 
     def barrier(self) -> None:
         self._call(f"rank {self.rank}: barrier", dist.barrier)
@@ -300,6 +339,3 @@ class DistributedCommunicator(Counted):
     def _check_peer(self, peer: int, what: str) -> None:
         if peer == self.rank or not 0 <= peer < self.world:
             raise RuntimeFailure(f"{what}: the peer must be another of the {self.world} ranks.")
-
-    def _tag(self, tag: int) -> int:
-        return tag if self._is_gloo else 0

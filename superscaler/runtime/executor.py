@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
 
@@ -159,6 +160,9 @@ class Rank:
     def broadcast(self, x: Tensor | None, group: int, shape: Sequence[int], dtype: str) -> Work:
         ranks = self._group(group)
         return self.communicator.broadcast(x, ranks[0], ranks, tuple(shape), getattr(torch, dtype))
+
+    def together(self) -> AbstractContextManager[None]:
+        return self.communicator.together()
 
     def send(self, x: Tensor, message: int) -> None:
         peer, tag = self.tables["messages"][message]

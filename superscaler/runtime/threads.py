@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from time import monotonic
@@ -225,6 +226,9 @@ class ThreadCommunicator(Counted):
         key = peer, self.rank, self._received[peer]
         self._received[peer] += 1
         return _Pending(lambda: self._open(key, tuple(shape), dtype, tag))
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def barrier(self) -> None:
         self._exchange("barrier", self._everyone(), None)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -86,6 +87,18 @@ def test_copies_to_copies_cross_servers_once() -> None:
     moves = [m for m in plan.compiled.program.moves if not m.is_backward and m.way != "local"]
     assert {m.kind for m in moves} == {"send", "all_gather"}
     assert sum(m.moved for m in moves if m.kind == "send") == 8192 * 16384 * 4
+
+
+def test_messages_of_one_point_start_together() -> None:
+    """The stages swap slices of the gradient of tied embeddings, which both have a part of."""
+    built = build("gpt2:size=tiny")
+    plan = ss.compile(ss.capture(built.module, built.args, built.kwargs), "hybrid:dp=2,tp=2,pp=2", "local:8")
+    for program in dict.fromkeys(plan.compiled.emitted.programs):
+        code = plan.compiled.emitted.files[f"{program}.py"]
+        (block,) = re.findall(r"    with rt.together\(\):\n((?:        .*\n)+)", code)
+        assert sorted(re.findall(r"rt\.(\w+)", block)) == ["recv", "send"]
+        assert len(re.findall(r"rt\.(?:send|recv)", code)) == 4
+    assert plan.verify()["equal"]
 
 
 @pytest.mark.parametrize(("dp", "spec"), [(1, "hybrid:dp=1,tp=4,pp=2,microbatches=2"), (3, "hybrid:dp=3,tp=4,pp=2")])

@@ -95,7 +95,7 @@ def check_counts(comm: Communicator, group: Group) -> None:
 
 
 def check_messages(comm: Communicator) -> None:
-    """Two messages around a ring in each direction, received in another order than they are waited for."""
+    """Two messages around a ring in each direction, received in another order than waited for; two at once."""
     for stride in (1, comm.world - 1):
         to, source = ((comm.rank + stride) % comm.world, (comm.rank - stride) % comm.world)
         for dtype in DTYPES:
@@ -106,6 +106,17 @@ def check_messages(comm: Communicator) -> None:
             second.zero_()
             assert torch.equal(incoming[1].wait(), brought(source + 10, (3, 5), dtype))
             assert torch.equal(incoming[0].wait(), brought(source, dtype=dtype).t())
+        with comm.together():
+            mine = brought(comm.rank)
+            comm.send(mine, to, 3)
+            mine.zero_()
+            there = comm.recv((12, 24), torch.float32, source, 3)
+            comm.send(brought(comm.rank + 10, (3, 5)), to, 4)
+            more = comm.recv((3, 5), torch.float32, source, 4)
+        assert torch.equal(more.wait(), brought(source + 10, (3, 5)))
+        assert torch.equal(there.wait(), brought(source))
+        with comm.together():
+            pass
     comm.send(torch.empty(0, 3), (comm.rank + 1) % comm.world, 7)
     assert comm.recv((0, 3), torch.float32, (comm.rank - 1) % comm.world, 7).wait().shape == (0, 3)
     if isinstance(comm, DistributedCommunicator):
