@@ -194,6 +194,7 @@ class Exchanges(Values):
         """Take the steps that are left of all transfers to these places, in one order on all devices."""
         numbers = {number for place in places for number, _ in self.readers_of.get(place, ())}
         for number in sorted(numbers & self.pending.keys()):
+            self.point += 1
             for _ in self.pending.pop(number):
                 self.point += 1
 
