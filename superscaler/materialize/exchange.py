@@ -8,8 +8,8 @@ from itertools import groupby
 from math import prod
 
 from superscaler.ir.fold import Fold, Unfoldable
-from superscaler.ir.mask import Box, extents, inside, intersect
-from superscaler.ir.program import Bucket, Collective, Combine, Path, Recv, Send, Wait, links
+from superscaler.ir.mask import Box, extents
+from superscaler.ir.program import Bucket, Collective, Path, Recv, Send, Wait, links
 from superscaler.ir.report import width
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.paths import Cache
@@ -140,10 +140,8 @@ class Exchanges(Values):
         p, r = transfer.links[link]
         piece, reader = transfer.pieces[p], transfer.readers[r]
         if piece.device != reader.device and self._is_told(piece.device, reader.device):
-            common = intersect(piece.box, reader.box)
-            assert common is not None
             tensor = self.model.tensors[transfer.tensor]
-            source = self.cut(piece.device, self.piece_name[number, p], tensor, piece.box, common)
+            source, common = self.common(piece.device, self.piece_name[number, p], tensor, piece.box, reader.box)
             work = self._send(transfer, f"{number}_{link}", piece.device, reader.device, source, common)
             self.incoming.setdefault((number, r), []).append((work, common, work[:-1]))
 
@@ -238,10 +236,7 @@ class Exchanges(Values):
             for n, rank in pairs:
                 if not self._is_told(rank, reader.device):
                     continue
-                box, name = steps.items[n].box, names[n, rank]
-                common = intersect(box, reader.box)
-                assert common is not None
-                name = self.cut(rank, name, tensor, box, common)
+                name, common = self.common(rank, names[n, rank], tensor, steps.items[n].box, reader.box)
                 if rank == reader.device:
                     self.given[number, r].append((name, common))
                 else:
@@ -284,37 +279,24 @@ class Exchanges(Values):
                         parts[rank] += [(name, after[rank])] if is_kept else []
                 else:
                     for to in (to for to in group[1:] if self._is_told(group[0], to)):
-                        common = intersect(before[group[0]], after[to])
-                        assert common is not None
-                        name = self.cut(group[0], names[group[0]], tensor, before[group[0]], common)
+                        name, common = self.common(group[0], names[group[0]], tensor, before[group[0]], after[to])
                         label = f"{number}_{n}_{group[0]}"
                         waits.append((to, self._send(transfer, label, group[0], to, name, common, why), common))
             for rank in self.told.intersection(step.kept):
-                common = intersect(before[rank], after[rank])
-                assert common is not None
-                parts[rank].append((self.cut(rank, names[rank], tensor, before[rank], common), common))
+                parts[rank].append(self.common(rank, names[rank], tensor, before[rank], after[rank]))
             if waits:
                 yield
             for rank, work, box in waits:
                 self.code[rank].append(Wait(work[:-1], work, tensor.local_shape(extents(box))))
                 parts[rank].append((work[:-1], box))
             names = {
-                rank: self._placed(f"{base}~p{number}_{n}", rank, transfer, some, after[rank])
+                rank: self.placed(f"{base}~p{number}_{n}", rank, transfer, some, after[rank])
                 for rank, some in parts.items()
             }
             before = after
         for r, reader in enumerate(transfer.readers):
             if reader.device in names:
                 self.given[number, r] = [(names[reader.device], reader.box)]
-
-    def _placed(self, out: str, rank: int, transfer: Transfer, parts: Sequence[tuple[str, Box]], box: Box) -> str:
-        """Return the sum of parts of a box: nothing to do where one part is all of it."""
-        if len(parts) == 1 and parts[0][1] == box:
-            return parts[0][0]
-        view, placed = extents(box), tuple((name, inside(some, box)) for name, some in parts)
-        shape = self.model.tensors[transfer.tensor].local_shape(view)
-        self.code[rank].append(Combine(out, placed, view, shape, self.dtype(transfer)))
-        return out
 
 
 def _why_local(transfer: Transfer) -> str:

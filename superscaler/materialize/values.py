@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from superscaler.ir.graph import PTensor
 from superscaler.ir.mask import Box, extents, inside, intersect
 from superscaler.ir.program import Accumulate, Combine, Instruction, Load, Slice, Wait, Weight
@@ -136,30 +138,32 @@ class Values:
         tensor = self.model.tensors[transfer.tensor]
         rank, code = reader.device, self.code[reader.device]
         base = f"{self.base(transfer)}~r{number}_{r}"
-        shape = tensor.local_shape(extents(reader.box))
         if owner in self.arrived:
-            code.append(Wait(base, self.arrived[owner], shape))
+            code.append(Wait(base, self.arrived[owner], tensor.local_shape(extents(reader.box))))
             return base
         parts = list(self.given.get(owner, ()))
         for p, other in transfer.links:
             piece = transfer.pieces[p]
             if other != r or owner in self.given:
                 continue
-            common = intersect(piece.box, reader.box)
-            assert common is not None
             if piece.device == rank:
-                parts.append((self.cut(rank, self.piece_name[number, p], tensor, piece.box, common), common))
+                parts.append(self.common(rank, self.piece_name[number, p], tensor, piece.box, reader.box))
         for work, common, name in self.incoming.get(owner, []):
             code.append(Wait(name, work, tensor.local_shape(extents(common))))
             parts.append((name, common))
         if not parts and transfer.kind == BACKWARD:
             return None
-        if len(parts) == 1 and parts[0][1] == reader.box:
+        return self.placed(base, rank, transfer, sorted(parts, key=lambda x: (x[1], x[0])), reader.box)
+
+    def placed(self, out: str, rank: int, transfer: Transfer, parts: Sequence[tuple[str, Box]], box: Box) -> str:
+        """Return the sum of parts of a box: nothing to do where one part is all of it."""
+        if len(parts) == 1 and parts[0][1] == box:
             return parts[0][0]
-        placed = tuple((name, inside(box, reader.box)) for name, box in sorted(parts, key=lambda x: (x[1], x[0])))
-        code.append(Combine(base, placed, extents(reader.box), shape, self.dtype(transfer)))
-        self._sums.add((rank, base))
-        return base
+        view, placed = extents(box), tuple((name, inside(some, box)) for name, some in parts)
+        shape = self.model.tensors[transfer.tensor].local_shape(view)
+        self.code[rank].append(Combine(out, placed, view, shape, self.dtype(transfer)))
+        self._sums.add((rank, out))
+        return out
 
     def zeros(self, rank: int, tensor: str, lo: list[int], hi: list[int]) -> str:
         """Return the name of zeros, which a part reads where another one reads the value."""
@@ -177,6 +181,12 @@ class Values:
 
     def base(self, transfer: Transfer) -> str:
         return ("d_" if transfer.kind == BACKWARD else "") + self.names[transfer.tensor]
+
+    def common(self, rank: int, name: str, tensor: PTensor, have: Box, want: Box) -> tuple[str, Box]:
+        """Return what a value has of a wanted box, and which part of it that is."""
+        found = intersect(have, want)
+        assert found is not None
+        return self.cut(rank, name, tensor, have, found), found
 
     def cut(self, rank: int, name: str, tensor: PTensor, have: Box, want: Box) -> str:
         if have == want:

@@ -83,7 +83,7 @@ def _runs(
         "reduce_scatter": (everyone, lambda: c.reduce_scatter(even, everyone, 0).wait(), even),
         "all_to_all": (everyone, lambda: c.all_to_all(even, everyone, 0, 0).wait(), even),
         "broadcast": (everyone, lambda: _broadcast(c, everyone, x), x),
-        "send": ((0, 1), lambda: _send(c, x), x),
+        "send": ((0, 1), lambda: _swap(c, x), x),
         "send inside": ((0, 0), lambda: x.clone(), x),
     }
 
@@ -92,12 +92,14 @@ def _broadcast(c: DistributedCommunicator, everyone: Group, x: Tensor) -> None:
     c.broadcast(x if c.rank == 0 else None, 0, everyone, x.shape, x.dtype).wait()
 
 
-def _send(c: DistributedCommunicator, x: Tensor) -> None:
-    if c.rank == 0:
-        c.send(x, 1, 0, owned=True)
+def _swap(c: DistributedCommunicator, x: Tensor) -> None:
+    """Send both ways at once, as exchanges do: processes on one machine share what carries it."""
+    if c.rank < 2:
+        with c.together():
+            c.send(x, 1 - c.rank, 0, owned=True)
+            work = c.recv(x.shape, x.dtype, 1 - c.rank, 0)
+        work.wait()
         c.flush()
-    elif c.rank == 1:
-        c.recv(x.shape, x.dtype, 0, 0).wait()
 
 
 def _time(c: DistributedCommunicator, run: Callable[[], Any]) -> float:

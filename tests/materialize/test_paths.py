@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import pytest
 from layouts import Servers, execute, exhaustive, holds, joined, layout, scattered, shapes
 
+from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
 from superscaler.materialize.paths import find_path
+from superscaler.materialize.route import START, priced
 from superscaler.materialize.search import Path
 from superscaler.materialize.transitions import INTRA
 
@@ -155,6 +158,29 @@ def test_cases_of_the_paper(held: str, read: str, few: int, many: int, gain: flo
 def test_searched_plans_of_the_paper(case: tuple[str, str, int, int], kinds: list[str]) -> None:
     path = find_path(*across(*case), (HALF_GIGABYTE,), 4, Servers(8))
     assert [step.kind for step in path.steps] == kinds
+
+
+# What a single collective of p devices does to a tensor of two slots.
+SINGLE = {
+    "all_reduce": lambda p: ((1, p, 1, 1), (p, 1, 1, 1)),
+    "all_gather": lambda p: ((1, 1, p, 1), (p, 1, 1, 1)),
+    "reduce_scatter": lambda p: ((1, p, 1, 1), (1, 1, p, 1)),
+    "all_to_all": lambda p: ((1, 1, p, 1), (1, 1, 1, p)),
+}
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+@pytest.mark.parametrize("preset", ["v100:2x8", "a100:2x8", "h100:4x8"])
+@pytest.mark.parametrize("group", [range(8), range(16), range(0, 16, 8), [0, 1, 8, 9], [0, 8, 1, 9]], ids=str)
+def test_no_path_is_much_cheaper_than_a_single_collective(preset: str, group: Sequence[int], kind: str) -> None:
+    """Why the search is not asked where one collective does it: from 4 MiB on there is less than a tenth to gain."""
+    cluster, devices = Cluster.parse(preset), list(group)
+    source, goal = (layout(shape, devices) for shape in SINGLE[kind](len(devices)))
+    for size in (2**20, 2**23, 2**26):
+        path = find_path(source, goal, (64, size // 64), 4, priced(cluster))
+        single = cluster.seconds(kind, [devices], 4 * size // prod(source.shape[2])) + START
+        assert path.seconds <= single * (1 + 1e-9)
+        assert single <= 1.1 * path.seconds, [step.kind for step in path.steps]
 
 
 def test_only_what_is_missing_moves() -> None:
