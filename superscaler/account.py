@@ -200,16 +200,21 @@ def _totals(moves: Iterable[Move]) -> list[dict[str, Any]]:
 def _sums(
     moves: Sequence[Move], everywhere: Mapping[tuple[int, ...], list[tuple[int, ...]]], cluster: Cluster
 ) -> dict[str, Any]:
-    """Return the sums of moves of one kind, and how long they take after each other, at the least and as predicted;
-    groups without a common device are taken to run at once.
+    """Return the sums of moves of one kind, and how long they take after each other, at the least and as predicted: of
+    a bucket their share; groups without a common device are taken to run at once.
     """
     sums: dict[str, Any] = {what: sum(getattr(move, what) for move in moves) for what in ("count", "bytes", "moved")}
     groups = list(dict.fromkeys(group for move in moves for group in everywhere[move.group]))
-    is_apart = len({d for group in groups for d in group}) == sum(map(len, groups))
-    waves = [groups] if is_apart else [[group] for group in groups]
-    times, weight = sums["count"] / len(groups), sums["bytes"] / sums["count"]
-    for what, formula in (("seconds", cluster.seconds), ("bound", cluster.bound)):
-        sums[what] = float(f"{times * sum(formula(moves[0].kind, wave, weight) for wave in waves):.3g}")
+    seconds: Counter[str] = Counter()
+    for together, some in _group(moves, lambda move: move.together).items():
+        count, size = (sum(getattr(move, what) for move in some) for what in ("count", "bytes"))
+        own = list(dict.fromkeys(group for move in some for group in everywhere[move.group]))
+        is_apart = len({d for group in own for d in group}) == sum(map(len, own))
+        waves = [own] if is_apart else [[group] for group in own]
+        for what, formula in (("seconds", cluster.seconds), ("bound", cluster.bound)):
+            each = sum(formula(some[0].kind, wave, size / count * together) for wave in waves) / together
+            seconds[what] += count / len(own) * each
+    sums |= {what: float(f"{value:.3g}") for what, value in seconds.items()}
     return {"groups": _told(groups, moves[0].kind in ("send", "broadcast")), **sums}
 
 
@@ -406,8 +411,8 @@ class _Blocks:
         return _label(self.producers[tensor][0], names) if tensor in self.producers else names.short(tensor)
 
 
-def _group(items: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+def _group(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found

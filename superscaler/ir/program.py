@@ -227,8 +227,8 @@ class Device:
 class Move:
     """How a tensor, or its gradient (`is_backward`), got from where it is made to where it is read, and why that way.
 
-    `way`: local, collective or messages. `count` transfers, each over `group`; together their sources weigh `bytes`,
-    and all devices put `moved` bytes on links.
+    `way`: local, collective or messages. `count` transfers, each over `group`, of which `together` share one bucket;
+    all their sources weigh `bytes`, and all devices put `moved` bytes on links.
     """
 
     tensor: str
@@ -237,6 +237,7 @@ class Move:
     kind: str
     group: tuple[int, ...]
     reason: str
+    together: int
     count: int
     bytes: int
     moved: int

@@ -41,7 +41,7 @@ class Exchanges(Values):
         self.taken: dict[Path, Counter[str]] = {}
         self.messages = self.point = 0
         # Sums of count, bytes and moved bytes of what happens alike: a `Move` each in the end.
-        self.moves: dict[tuple[str, bool, str, str, tuple[int, ...], str], list[int]] = {}
+        self.moves: dict[tuple[str, bool, str, str, tuple[int, ...], str, int], list[int]] = {}
 
     def communicate(self, run: Sequence[Node]) -> None:
         """Start the communication that is ready at one point of the order; all_reduces of one group share buckets."""
@@ -83,11 +83,19 @@ class Exchanges(Values):
                 self._reduce(bucket, group, dtype)
 
     def _record(
-        self, transfer: Transfer, way: str, kind: str, group: tuple[int, ...], why: str, size: int = 0, moved: int = 0
+        self,
+        transfer: Transfer,
+        way: str,
+        kind: str,
+        group: tuple[int, ...],
+        why: str,
+        size: int = 0,
+        moved: int = 0,
+        together: int = 1,
     ) -> None:
         if not (copies := self._copies(group)):
             return
-        key = (transfer.tensor, transfer.kind == BACKWARD, way, kind, () if way == "local" else group, why)
+        key = (transfer.tensor, transfer.kind == BACKWARD, way, kind, () if way == "local" else group, why, together)
         sums = self.moves.setdefault(key, [0, 0, 0])
         sums[:] = (a + copies * b for a, b in zip(sums, (1, size, moved), strict=True))
 
@@ -96,10 +104,11 @@ class Exchanges(Values):
         return self.fold.copies(group) if self.fold is not None else 1
 
     def _record_collective(
-        self, number: int, kind: str, group: tuple[int, ...], box: Box | None = None, why: str = ""
+        self, number: int, kind: str, group: tuple[int, ...], box: Box | None = None, why: str = "", together: int = 1
     ) -> None:
         transfer, size = self.schedule.transfers[number], self._bytes(number, box)
-        self._record(transfer, "collective", kind, group, why or REASONS[kind], size, size * links(kind, len(group)))
+        moved = size * links(kind, len(group))
+        self._record(transfer, "collective", kind, group, why or REASONS[kind], size, moved, together)
 
     def _bytes(self, number: int, box: Box | None = None) -> int:
         transfer = self.schedule.transfers[number]
@@ -124,7 +133,7 @@ class Exchanges(Values):
             self._collective(numbers[0], transfers[numbers[0]], Match("all_reduce", group))
             return
         for number in numbers:
-            self._record_collective(number, "all_reduce", group)
+            self._record_collective(number, "all_reduce", group, together=len(numbers))
         for rank in self.told.intersection(piece.device for piece in transfers[numbers[0]].pieces):
             works, sources = [], []
             for number in numbers:
