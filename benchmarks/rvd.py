@@ -1,6 +1,6 @@
 """Exchanges between the devices of two servers: peer to peer against the searched path, measured on a slow link.
 
-    python benchmarks/rvd.py [--full] [--mbit 100] [--mib 8] [--repeats 3] [--only V-R]
+    python benchmarks/rvd.py [--full] [--mbit 50] [--mib 4] [--repeats 3] [--only V-R]
 
 Producers on one server, consumers on the other: replicas (R), value parts (V) or slices (D) of a 1-D tensor become
 replicas or slices. A server is a network namespace; a veth pair with `tc tbf` at --mbit joins them, and gloo goes over
@@ -8,7 +8,7 @@ it, one process a device. `p2p` sends each consumer each piece that it needs fro
 replica, all value parts); `searched` is the path of find_path under the numbers of these links. Both are medians of
 --repeats, checked for their values. `possible` is the ratio of the bytes over the link, of which one copy of the
 tensor is the least; `predicted` is what the search expects of its path. --full takes the sizes of the paper, 8 and 4
-devices a side, in 16 processes, of a quarter of the bytes at a quarter of the speed, so that on few cores the link
+devices a side, in 16 processes, of half the bytes at half the speed, so that on few cores the link
 stays what is waited for; without it they are 4 and 2.
 
 Needs Linux, iproute2 (ip, tc) and util-linux (unshare, nsenter), root or user namespaces; says so where they are
@@ -299,8 +299,8 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.mbit = options.mbit or (25 if options.full else 100)
-    options.mib = options.mib or (2 if options.full else 8)
+    options.mbit = options.mbit or (25 if options.full else 50)
+    options.mib = options.mib or (2 if options.full else 4)
     if options.world:
         worker(options)
         return

@@ -110,11 +110,7 @@ def _plan_text(graph: Graph) -> str:
 
 def _grid_text(grid: Grid) -> str:
     children = {cell: _grid_text(child) for cell, child in sorted(grid.children.items())}
-    devices = grid.once
-    for axis in range(devices.ndim):
-        first = devices.take([0], axis)
-        devices = first if (devices == first).all() else devices
-    return f"{grid.axes} {devices.tolist()} {children}"
+    return f"{grid.axes} {grid.slim.tolist()} {children}"
 
 
 def summary(compiled: Compiled) -> str:

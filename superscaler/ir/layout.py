@@ -71,12 +71,11 @@ def layout_of(grid: Grid, operand: Operand, output: bool, is_gradient: bool = Fa
     """
     if grid.children:
         return None
-    devices = grid.once
+    devices = grid.slim
     places: list[list[int]] = [[] for _ in range(2 + len(operand.slots))]
     for at, axis in enumerate(grid.axes):
-        first = devices.take([0], axis=at)
-        if axis.is_microbatch or (devices == first).all():
-            devices = first
+        if axis.is_microbatch:
+            devices = devices.take([0], axis=at)
         is_cut = axis.index is not None and axis.index in operand.slots
         is_value = output and (axis.index is not None or bool(axis.value))
         is_value |= is_gradient and axis.mirror == "route"

@@ -68,6 +68,15 @@ class Grid:
         """Return the devices, of length 1 along the axes along which they are the same for sure."""
         return self.devices[tuple(slice(0, 1 if stride == 0 else None) for stride in self.devices.strides)]
 
+    @property
+    def slim(self) -> Ints:
+        """Return the devices, of length 1 along the axes along which they are the same."""
+        devices = self.once
+        for axis in range(devices.ndim):
+            first = devices.take([0], axis)
+            devices = first if (devices == first).all() else devices
+        return devices
+
     def place(self, cells: Ints, devices: Ints) -> None:
         """Put cells on devices, an array that broadcasts against them. Raises ValueError if it does not."""
         if covers(cells, self.devices.size):

@@ -30,9 +30,9 @@ def find_fold(graph: Graph) -> Fold | None:
     if not all(found_in.values()):
         return None
     forward = dict.fromkeys(signatures[op.name] for op in graph.forward_ops)
-    slim = [_slim(grid.devices) for signature in forward for _, grid in found_in[signature]]
+    slim = [grid.slim.squeeze() for signature in forward for _, grid in found_in[signature]]
     seed = max(slim, key=lambda d: (d.size, -d.ndim))
-    slim += [_slim(grid.devices) for found in found_in.values() for _, grid in found]
+    slim += [grid.slim.squeeze() for found in found_in.values() for _, grid in found]
     used = np.unique(np.concatenate([devices.reshape(-1) for devices in slim]))
     found: list[tuple[Ints, Ints]] = []
     for axis in range(seed.ndim):
@@ -61,17 +61,6 @@ def leaves(grid: Grid, outer: tuple[Axis, ...] = ()) -> Iterator[Leaf]:
     elif len(grid.children) == grid.devices.size:
         found = [list(leaves(child, (*outer, *grid.axes))) for child in grid.children.values()]
         yield from (leaf for some in found for leaf in some if all(found))
-
-
-def _slim(devices: Ints) -> Ints:
-    """Return an array of devices without the axes along which nothing changes."""
-    for axis in reversed(range(devices.ndim)):
-        if devices.shape[axis] == 1 or devices.strides[axis] == 0:
-            devices = np.asarray(devices.take(0, axis))
-    for axis in reversed(range(devices.ndim)):
-        if (devices == devices.take([0], axis)).all():
-            devices = np.asarray(devices.take(0, axis))
-    return devices
 
 
 @dataclass(frozen=True)

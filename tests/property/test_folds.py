@@ -116,7 +116,7 @@ def first_difference(a: Device, b: Device, one: Program, other: Program) -> str:
 
 
 def data(i: Instruction, called: dict[str, str], program: Program) -> Any:
-    """Return what an instruction is without its names and the number of its message."""
+    """Return what an instruction is without its names, the number of its message, and the point where it starts."""
     match i:
         case Free():
             return {called.get(n, n) for n in i.names}
@@ -129,7 +129,7 @@ def data(i: Instruction, called: dict[str, str], program: Program) -> Any:
             return replace(i, inputs=(), outputs=(), function=0), computes(program.functions[i.function], program)
     kept = {f.name: getattr(i, f.name) for f in fields(i) if f.name not in NAMES}
     if isinstance(i, Send | Recv):
-        del kept["message"]
+        del kept["message"], kept["point"]
     if isinstance(i, Bucket) or (isinstance(i, Collective) and i.kind == "all_reduce"):
         kept["group"] = sorted(kept["group"])
     return kept
