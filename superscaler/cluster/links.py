@@ -88,7 +88,7 @@ LINKS: Mapping[str, Links] = {
     # network is an estimate: 10 Gbit/s Ethernet.
     "local": Links(
         device=Link(3e-6, 30e9),
-        pair=Link(100e-6, 6e9),
+        pair=Link(200e-6, 2.5e9),
         intra=Link(150e-6, 3e9),
         network=Link(200e-6, 1.25e9),
         nics=1,
