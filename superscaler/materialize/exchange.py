@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 
@@ -25,6 +26,20 @@ from superscaler.schedule.transfers import BACKWARD, Place, Transfer
 BUCKET_BYTES = 25 * 2**20
 
 
+@dataclass(slots=True)
+class _Reductions:
+    """Transfers whose sums start together: when others wait for one of them, or they are worth an all_reduce."""
+
+    numbers: list[int] = field(default_factory=list)
+    weight: int = 0
+    is_due: bool = False
+
+    def add(self, number: int, weight: int, *, is_late: bool) -> None:
+        self.numbers.append(number)
+        self.weight += weight
+        self.is_due |= not is_late or self.weight >= SEGMENT_BYTES
+
+
 class Exchanges(Values):
     """The communication of all devices. With a `fold` only devices whose code tells that of all are written."""
 
@@ -33,8 +48,8 @@ class Exchanges(Values):
         self.fold, self.costs = fold, costs
         self.told = frozenset(range(world)) if fold is None else fold.told
         self.paths: Cache = {}
-        # The all_reduces that start next, by group and dtype; those of gradients of weights may wait for more of them.
-        self.reductions: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        # The all_reduces that start next, by group and dtype.
+        self.reductions: dict[tuple[tuple[int, ...], str], _Reductions] = {}
         # Steps of a transfer that are taken when it is first read.
         self.pending: dict[int, Iterator[None]] = {}
         # How often which tensors took which path of several steps.
@@ -55,7 +70,8 @@ class Exchanges(Values):
                 continue
             found = None if transfer.is_local else match(transfer, self.fold)
             if found is not None and found.kind == "all_reduce":
-                self.reductions.setdefault((found.group, self.dtype(transfer)), []).append(node.number)
+                some = self.reductions.setdefault((found.group, self.dtype(transfer)), _Reductions())
+                some.add(node.number, self._bytes(node.number), is_late=transfer.is_to_updates)
             elif found is not None:
                 self._collective(node.number, transfer, found)
             elif not transfer.is_local:
@@ -71,16 +87,11 @@ class Exchanges(Values):
         self.reduce(frozenset())
 
     def reduce(self, ended: Set[int]) -> None:
-        """Start the all_reduces that others wait for, that are worth one of their own, or that the devices whose
-        backward has `ended` add nothing to.
-        """
-        for (group, dtype), numbers in list(self.reductions.items()):
-            is_late = all(self.schedule.transfers[number].is_to_updates for number in numbers)
-            is_small = sum(map(self._bytes, numbers)) < SEGMENT_BYTES
-            if is_late and is_small and ended.isdisjoint(group):
-                continue
-            for bucket in self._buckets(self.reductions.pop((group, dtype))):
-                self._reduce(bucket, group, dtype)
+        """Start the all_reduces that are due, and those that devices whose backward has `ended` add nothing to."""
+        due = [key for key, some in self.reductions.items() if some.is_due or not ended.isdisjoint(key[0])]
+        for key in due:
+            for bucket in self._buckets(self.reductions.pop(key).numbers):
+                self._reduce(bucket, *key)
 
     def _record(
         self,
