@@ -76,7 +76,7 @@ class _Writer:
         """Return the function from its parameters on: everything but its name."""
         parameters = [self._fresh(self._short(tensor)) for tensor in self.function.inputs]
         lines: list[str] = []
-        module = None
+        module, dying = None, self._dying()
         for op in self.function.ops:
             if op.name in self.fused:
                 continue
@@ -85,10 +85,34 @@ class _Writer:
                 lines.append(f"    # {where}")
             module = where
             lines.append("    " + self._line(op, parameters))
+            if op.name in dying:
+                lines.append(f"    del {', '.join(self.value[tensor] for tensor in dying[op.name])}")
         results = ", ".join(self.value[o] for o in self.function.outputs)
         lines.append(f"    return ({results},)" if self.function.outputs else "    return ()")
         extra = ["random"] if self.draws else []
         return f"({', '.join(parameters + extra)}):\n" + "\n".join(lines) + "\n"
+
+    def _dying(self) -> dict[str, list[str]]:
+        """Return per op what nothing reads after it. A value and its views share memory, and die together."""
+        ops = [op for op in self.function.ops if op.name not in self.fused]
+        shared: dict[str, list[str]] = {}
+        last: dict[int, str] = {}
+        for op in ops:
+            partner = self._partner(op)
+            read = [o.tensor for o in (*(partner.inputs if partner else ()), *op.inputs)]
+            outputs = [o.tensor for o in op.outputs]
+            if op.target.split(".")[1] not in VIEWS:
+                shared |= {tensor: [tensor] for tensor in outputs}
+            elif read[0] in shared:
+                shared[read[0]] += outputs
+                shared |= dict.fromkeys(outputs, shared[read[0]])
+            last |= {id(shared[tensor]): op.name for tensor in (*read, *outputs) if tensor in shared}
+        kept = {id(shared[tensor]) for tensor in self.function.outputs if tensor in shared}
+        found: dict[str, list[str]] = {}
+        for group in {id(group): group for group in shared.values() if id(group) not in kept}.values():
+            if last[id(group)] != ops[-1].name:
+                found.setdefault(last[id(group)], []).extend(group)
+        return found
 
     def _line(self, op: Op, parameters: list[str]) -> str:
         producer = self._partner(op)
@@ -154,3 +178,8 @@ class _Writer:
 
 
 BIASED = ("aten.linear.default", "aten.mm.default")
+# Operators whose results share the memory of their input, mostly.
+VIEWS = (
+    "_unsafe_view", "alias", "broadcast_to", "chunk", "detach", "expand", "flatten", "permute", "reshape", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+)  # fmt: skip

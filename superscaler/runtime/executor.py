@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superscaler.runtime import functional
 from superscaler.runtime.communicator import Communicator, Work
@@ -49,7 +50,7 @@ class Rank:
         # Is told what each segment is given and makes: kind (F, B), tag, inputs, outputs.
         self.watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
         self.gradients: dict[str, Tensor] = {}
-        self._tapes: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        self._tapes: dict[str, tuple[list[GradientEdge | None], list[Tensor]]] = {}
         self.optimizer = _optimizer(tables["weights"], weights, *optimizer)
         self._counted = [w["name"] for w in tables["weights"] if w["counted"]]
 
@@ -86,7 +87,9 @@ class Rank:
             outputs = function(*aliases, *extra)
         if "1" in grads:
             wanted = [a for a in aliases if a.requires_grad]
-            self._tapes[tag] = ([outputs[k] for k in saved], wanted)
+            # Where gradients come in, without the outputs: these may be freed before.
+            edges = [get_gradient_edge(outputs[k]) if outputs[k].requires_grad else None for k in saved]
+            self._tapes[tag] = (edges, wanted)
         made = tuple(o.detach() for o in outputs)
         if self.watch is not None:
             self.watch("F", tag, inputs, made)
@@ -97,11 +100,11 @@ class Rank:
 
         Those with a 1 in `wide` are float32: they are added up before they are used.
         """
-        outputs, aliases = self._tapes.pop(tag)
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        edges, aliases = self._tapes.pop(tag)
+        pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None and e is not None]
         found: Sequence[Tensor | None] = [None] * len(aliases)
         if pairs:
-            found = torch.autograd.grad([o for o, _ in pairs], aliases, [g for _, g in pairs], allow_unused=True)
+            found = torch.autograd.grad([e for e, _ in pairs], aliases, [g for _, g in pairs], allow_unused=True)
         made = [torch.zeros_like(a) if g is None else g for a, g in zip(aliases, found, strict=True)]
         result = tuple(g.float() if wide[k : k + 1] == "1" else g for k, g in enumerate(made))
         if self.watch is not None:
