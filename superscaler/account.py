@@ -342,16 +342,10 @@ class _Blocks:
 
         def key(move: Move) -> dict[str, Any]:
             row = {"direction": _direction(move), "way": move.way, "reason": move.reason}
-            return (
-                row
-                if move.way == "local"
-                else {
-                    **row,
-                    "kind": move.kind,
-                    "tensor": self._tensor(move.tensor, names),
-                    "layouts": self._layouts(move.tensor, move.is_backward),
-                }
-            )
+            if move.way == "local":
+                return row
+            layouts = self._layouts(move.tensor, move.is_backward)
+            return {**row, "kind": move.kind, "tensor": self._tensor(move.tensor, names), "layouts": layouts}
 
         found: dict[str, list[Move]] = _group(self.moves.get(name, ()), lambda move: json.dumps(key(move)))
         # How many stay on a device depends on where segments end, in which equal blocks may differ.

@@ -70,16 +70,16 @@ class _Writer:
         self.taken = {"torch", "F", "functional", "random"}
         self.value: dict[str, str] = {}
         self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
-        self.fused = self._fusable()
+        self.products = self._fusable()
+        fused = {product.name for product in self.products.values()}
+        self.ops = [op for op in function.ops if op.name not in fused]
 
     def write(self) -> str:
         """Return the function from its parameters on: everything but its name."""
         parameters = [self._fresh(self._short(tensor)) for tensor in self.function.inputs]
         lines: list[str] = []
         module, dying = None, self._dying()
-        for op in self.function.ops:
-            if op.name in self.fused:
-                continue
+        for op in self.ops:
             where = re.sub(r"\b\d+\b", "*", op.module)
             if where != module and where:
                 lines.append(f"    # {where}")
@@ -94,12 +94,11 @@ class _Writer:
 
     def _dying(self) -> dict[str, list[str]]:
         """Return per op what nothing reads after it. A value and its views share memory, and die together."""
-        ops = [op for op in self.function.ops if op.name not in self.fused]
         shared: dict[str, list[str]] = {}
         last: dict[int, str] = {}
-        for op in ops:
-            partner = self._partner(op)
-            read = [o.tensor for o in (*(partner.inputs if partner else ()), *op.inputs)]
+        for op in self.ops:
+            product = self.products.get(op.name)
+            read = [o.tensor for o in (*(product.inputs if product else ()), *op.inputs)]
             outputs = [o.tensor for o in op.outputs]
             if op.target.split(".")[1] not in VIEWS:
                 shared |= {tensor: [tensor] for tensor in outputs}
@@ -110,15 +109,15 @@ class _Writer:
         kept = {id(shared[tensor]) for tensor in self.function.outputs if tensor in shared}
         found: dict[str, list[str]] = {}
         for group in {id(group): group for group in shared.values() if id(group) not in kept}.values():
-            if last[id(group)] != ops[-1].name:
+            if last[id(group)] != self.ops[-1].name:
                 found.setdefault(last[id(group)], []).extend(group)
         return found
 
     def _line(self, op: Op, parameters: list[str]) -> str:
-        producer = self._partner(op)
-        if producer is not None:
-            inner = [self._name(producer, k, parameters) for k in range(len(producer.inputs))]
-            source = self._biased(producer, [*inner, self._name(op, 1, parameters)])
+        product = self.products.get(op.name)
+        if product is not None:
+            inner = [self._name(product, k, parameters) for k in range(len(product.inputs))]
+            source = self._biased(product, [*inner, self._name(op, 1, parameters)])
         else:
             names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
             random = f"random({self.draws})" if op.target in RANDOM else ""
@@ -152,8 +151,8 @@ class _Writer:
 
     # A bias that follows its matrix product is given to it again, as one call.
 
-    def _fusable(self) -> dict[str, str]:
-        """Return the products whose only reader is the addition of a one-dimensional weight: product -> addition."""
+    def _fusable(self) -> dict[str, Op]:
+        """Return the products whose only reader is the addition of a one-dimensional weight, by the addition's name."""
         uses: Counter[str] = Counter(o.tensor for op in self.function.ops for o in op.inputs)
         made = {op.outputs[0].tensor: op for op in self.function.ops if op.target in BIASED}
         found = {}
@@ -164,11 +163,8 @@ class _Writer:
             alone = product is not None and uses[op.inputs[0].tensor] == 1
             fits = product is not None and bias.shape == self.tensors[op.outputs[0].tensor].shape[-1:]
             if product and alone and fits and op.inputs[0].tensor not in self.function.outputs:
-                found[product.name] = op.name
+                found[op.name] = product
         return found
-
-    def _partner(self, op: Op) -> Op | None:
-        return next((p for p in self.function.ops if self.fused.get(p.name) == op.name), None)
 
     def _biased(self, product: Op, names: list[str]) -> str:
         x, weight, bias = names

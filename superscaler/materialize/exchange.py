@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 
+from superscaler.cluster.seconds import LOCAL_KINDS
 from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Bucket, Collective, Path, Recv, Send, Wait, links
@@ -15,7 +16,7 @@ from superscaler.ir.report import width
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.paths import Cache
 from superscaler.materialize.reduction import Reduction, reduction
-from superscaler.materialize.route import LOCAL, Route, is_collective, route
+from superscaler.materialize.route import Route, is_collective, route
 from superscaler.materialize.transitions import Costs
 from superscaler.materialize.values import Values
 from superscaler.schedule.nodes import Node, Schedule
@@ -292,7 +293,7 @@ class Exchanges(Values):
                         work = f"{base}~c{number}_{n}w"
                         self._start(rank, transfer, how, work, names[rank], before[rank], after[rank])
                         waits.append((rank, work, after[rank]))
-                elif step.kind in LOCAL:
+                elif step.kind in LOCAL_KINDS:
                     for rank in self.told.intersection(group):
                         is_kept = step.kind == "chunk" or rank == group[0]
                         name = self.cut(rank, names[rank], tensor, before[rank], after[rank]) if is_kept else ""

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 from superscaler.cluster import Cluster
+from superscaler.cluster.seconds import LOCAL_KINDS
 from superscaler.ir.fold import Fold
 from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box, extents, intersect
@@ -21,8 +22,6 @@ from superscaler.schedule.transfers import Transfer
 
 # The search grows fast with the number of devices; larger groups exchange exact messages.
 MOST_DEVICES = 32
-# Steps that keep a part of what is there.
-LOCAL = ("chunk", "value_chunk")
 # Seconds of starting an operation and waiting for it, beside the links: an estimate, so that fewer steps are better.
 START = 10e-6
 
@@ -37,7 +36,7 @@ class Steps:
         # A broadcast is run as messages from its sender to each receiver, of which each crosses the network.
         if kind == "broadcast":
             kind, groups = "messages", [(sender, to) for sender, *receivers in groups for to in receivers]
-        return self.costs.seconds(kind, groups, size) + (0.0 if kind in LOCAL else START)
+        return self.costs.seconds(kind, groups, size) + (0.0 if kind in LOCAL_KINDS else START)
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def is_collective(kind: str) -> bool:
 
 def _elements(step: Step, before: Mapping[int, Box], after: Mapping[int, Box]) -> int:
     """Return how many elements a step puts on links."""
-    if step.kind in LOCAL:
+    if step.kind in LOCAL_KINDS:
         return 0
     if is_collective(step.kind):
         return sum(prod(extents(before[group[0]])) * links(step.kind, len(group)) for group in step.groups)
