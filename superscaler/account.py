@@ -26,7 +26,7 @@ from superscaler.ir.graph import Op, Operand
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.parts import Axis, Grid
-from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Move, Path, Send
+from superscaler.ir.program import Backward, Collective, Forward, Instruction, Move, Path, Send
 from superscaler.ir.report import collapse, describe, width
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
@@ -123,11 +123,12 @@ def summary(compiled: Compiled) -> str:
     lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}"]
     for name, ranks in groups.items():
         code = compiled.program.devices[ranks[0]].instructions
-        kinds = Counter(i.kind for i in code if isinstance(i, Collective | Bucket))
+        kinds = Counter(i.kind for i in code if isinstance(i, Collective))
         kinds["send"] = sum(isinstance(i, Send) for i in code)
         work = f"{sum(isinstance(i, Forward) for i in code)} F, {sum(isinstance(i, Backward) for i in code)} B"
         told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
-        modules = list(dict.fromkeys(i.module for i in code if isinstance(i, Forward) and i.module))
+        functions = (compiled.program.functions[i.function] for i in code if isinstance(i, Forward))
+        modules = list(dict.fromkeys(f.module for f in functions if f.module))
         shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
         order = microbatches(code)
         lines.append(f"  {name}: devices {_ranges(ranks)}: {work}; {told}; {shown}")
@@ -144,8 +145,8 @@ def microbatches(code: Sequence[Instruction]) -> str:
     """Return the order of a device's forwards and backwards of microbatches, as F0 F1 B0 ...; empty without them."""
     kinds = ((i, "F" if isinstance(i, Forward) else "B") for i in code if isinstance(i, Forward | Backward))
     # Forwards without a gradient prepare data, whenever it suits.
-    work = [(i.tag, kind) for i, kind in kinds if isinstance(i, Backward) or any(i.grads)]
-    numbered = [kind + tag.split("_m")[1].split("_")[0] for tag, kind in work if "_m" in tag]
+    work = [(i.task.microbatch, kind) for i, kind in kinds if isinstance(i, Backward) or any(i.grads)]
+    numbered = [f"{kind}{microbatch}" for microbatch, kind in work if microbatch >= 0]
     return " ".join(word for word, _ in groupby(numbered))
 
 

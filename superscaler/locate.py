@@ -16,7 +16,7 @@ from superscaler.errors import RuntimeFailure
 from superscaler.ir.graph import RANDOM, Op
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Forward, Function, Program
-from superscaler.materialize.names import tag
+from superscaler.materialize.names import task
 from superscaler.package import describe, slots_of
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
@@ -138,7 +138,7 @@ class _Search:
 
     def differences(self) -> Iterator[str]:
         for node in self.exact.whole_schedule.order:
-            event = self.events.get((node.key[0], tag(node.number, node.key), node.kind))
+            event = self.events.get((node.key[0], str(task(node.number, node.key)), node.kind))
             if event is not None:
                 segment = self.exact.whole_schedule.segments[node.number]
                 yield from (self._forward if node.kind == "F" else self._backward)(node, segment, event)
@@ -186,7 +186,7 @@ class _Search:
     def _inner(self, node: Node, segment: Segment, event: Event) -> str:
         """Return the first op inside a segment that goes wrong, on what the segment was given."""
         code = self.exact.program.devices[node.key[0]].instructions
-        ran = next(i for i in code if isinstance(i, Forward) and i.tag == tag(node.number, node.key))
+        ran = next(i for i in code if isinstance(i, Forward) and i.task == task(node.number, node.key))
         function = self.exact.program.functions[ran.function]
         every = [(op, j) for op in function.ops for j in range(len(op.outputs))]
         shown = replace(function, outputs=tuple(op.outputs[j].tensor for op, j in every))

@@ -222,7 +222,7 @@ def _errors(
                 continue
             whole = expected[weight.tensor]
             want = take(whole, slots_of(model, weight.tensor), weight.box)
-            have = found[device.rank].get(weight.name)
+            have = found[device.rank].get(str(weight.name))
             have = torch.zeros_like(want) if have is None else have
             scale = max(float(whole.abs().max()), floor, 1e-300)
             error = float((have - want).abs().max()) / scale if have.shape == want.shape else float("inf")

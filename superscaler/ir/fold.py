@@ -15,20 +15,7 @@ import numpy as np
 
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints
-from superscaler.ir.program import (
-    Bucket,
-    Collective,
-    Combine,
-    Device,
-    Forward,
-    Instruction,
-    Load,
-    Loss,
-    Recv,
-    Send,
-    Slice,
-    Weight,
-)  # fmt: skip
+from superscaler.ir.program import FIELDS, Device, Instruction, Role, Weight
 
 # How many places along a fold axis are compiled: a part's own, and one other.
 KEPT = 2
@@ -236,21 +223,11 @@ class Folded(Sequence[Device]):
 
     def _move(self, samples: Sequence[Instruction], at: Place) -> Instruction:
         first: Any = samples[0]
-        match first:
-            case Load():
-                return replace(first, box=evenly([i.box for i in samples], at))  # type: ignore[union-attr]
-            case Forward() if first.draws:
-                return replace(first, draws=evenly([i.draws for i in samples], at))  # type: ignore[union-attr]
-            case Slice():
-                return replace(first, ranges=evenly([i.ranges for i in samples], at))  # type: ignore[union-attr]
-            case Combine():
-                boxes = evenly([tuple(box for _, box in i.pieces) for i in samples], at)  # type: ignore[union-attr]
-                names = [name for name, _ in first.pieces]
-                return replace(first, pieces=tuple(zip(names, boxes, strict=True)))
-            case Collective() | Bucket():
-                return replace(first, group=self.fold.move(first.group, at))
-            case Send() | Recv():
-                return replace(first, peer=self.fold.move([first.peer], at)[0])
-            case Loss():
-                return replace(first, counted=evenly([i.counted for i in samples], at))  # type: ignore[union-attr]
-        return first  # type: ignore[no-any-return]
+        kind, moved = type(first), dict[str, Any]()
+        for name in FIELDS[kind, Role.EVEN]:
+            moved[name] = evenly([getattr(i, name) for i in samples], at)
+        for name in FIELDS[kind, Role.GROUP]:
+            moved[name] = self.fold.move(getattr(first, name), at)
+        for name in FIELDS[kind, Role.PEER]:
+            moved[name] = self.fold.move([getattr(first, name)], at)[0]
+        return replace(first, **moved) if moved else first  # type: ignore[no-any-return]

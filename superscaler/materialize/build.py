@@ -13,10 +13,11 @@ from itertools import groupby
 import numpy as np
 
 from superscaler.ir.fold import Fold
-from superscaler.ir.graph import RANDOM, Op
+from superscaler.ir.graph import Op
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
+    ONE,
     Backward,
     Device,
     Forward,
@@ -27,10 +28,13 @@ from superscaler.ir.program import (
     Move,
     Program,
     Update,
+    Value,
+    reads,
+    writes,
 )  # fmt: skip
 from superscaler.materialize.exchange import Exchanges
 from superscaler.materialize.folded import fold_devices
-from superscaler.materialize.names import reads, suffix, tag, writes
+from superscaler.materialize.names import task
 from superscaler.materialize.transitions import Costs
 from superscaler.schedule.edges import Key
 from superscaler.schedule.nodes import Node, Schedule
@@ -51,9 +55,10 @@ class _Builder(Exchanges):
         super().__init__(schedule, world, costs, fold)
         self.functions: dict[Hashable, int] = {}
         self.forms: dict[int, Ints] = {}
+        self.starts: dict[int, tuple[Ints, tuple[tuple[int, ...], ...]]] = {}
         self.made_functions: list[Function] = []
         self.loss_places = self._loss_places()
-        self.loss_parts: list[list[tuple[str, bool]]] = [[] for _ in range(world)]
+        self.loss_parts: list[list[tuple[Value, bool]]] = [[] for _ in range(world)]
 
     def build(self) -> Program:
         self.place_weights()
@@ -75,7 +80,7 @@ class _Builder(Exchanges):
         for rank, code in enumerate(self.code):
             # Global norms are sums over all devices, so devices without weights take part in the update too.
             if not any(isinstance(i, Update) for i in code):
-                code.append(Update(()))
+                code.append(Update((), ()))
             parts = self.loss_parts[rank]
             code.append(Loss(tuple(name for name, _ in parts), tuple(counted for _, counted in parts)))
         devices: Sequence[Device] = tuple(
@@ -115,21 +120,31 @@ class _Builder(Exchanges):
             )
             assert name is not None, (alias.tensor, key)
             inputs.append(name)
-        outputs = tuple(f"{self.names[o.tensor]}{suffix(key)}" for o in segment.outputs)
+        outputs = tuple(
+            self.fresh(rank, Value(self.identifiers[o.tensor], microbatch=key[1], part=key[2])) for o in segment.outputs
+        )
         saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
         grads = tuple(a.labels is not None for a in segment.aliases)
         function = self._function(segment, at)
-        code = self.code[rank]
-        name, draws = tag(segment.number, key), self._draws(segment, at)
-        code.append(Forward(name, function, tuple(inputs), grads, outputs, saved, segment.module, draws))
+        starts = tuple(self._starts(segment)[0][at].tolist())
+        run = Forward(task(segment.number, key), function, starts, tuple(inputs), grads, outputs, saved)
+        self.code[rank].append(run)
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
             self.made(place, name, rank)
             if output.tensor == self.model.loss:
                 self.loss_parts[rank].append((name, place in self.loss_places))
 
-    def _draws(self, segment: Segment, at: int) -> tuple[Box, ...]:
-        return tuple(self._box(segment, op, at) for op in segment.ops if op.target in RANDOM)
+    def _starts(self, segment: Segment) -> tuple[Ints, tuple[tuple[int, ...], ...]]:
+        """Return where the parts of a segment start [keys, coordinates], indices that move alike as one coordinate, and
+        for each op the coordinate of each index.
+        """
+        if segment.number not in self.starts:
+            columns = [self.schedule.edges.rows[op.name].lo[segment.row_of[op.name]] for op in segment.ops]
+            distinct, number = np.unique(np.concatenate(columns, axis=1), axis=1, return_inverse=True)
+            left = iter(number.reshape(-1).tolist())
+            self.starts[segment.number] = distinct, tuple(tuple(next(left) for _ in op.indices) for op in segment.ops)
+        return self.starts[segment.number]
 
     def _box(self, segment: Segment, op: Op, at: int) -> Box:
         rows, row = self.schedule.edges.rows[op.name], segment.row_of[op.name][at]
@@ -143,7 +158,8 @@ class _Builder(Exchanges):
             names = tuple(alias.tensor for alias in segment.aliases)
             outputs = tuple(o.tensor for o in segment.outputs)
             self.functions[key] = len(self.made_functions)
-            self.made_functions.append(Function(segment.ops, boxes, names, input_of, outputs, segment.module))
+            where = self._starts(segment)[1]
+            self.made_functions.append(Function(segment.ops, boxes, names, input_of, outputs, segment.module, where))
         return self.functions[key]
 
     def _forms(self, segment: Segment) -> Ints:
@@ -158,38 +174,39 @@ class _Builder(Exchanges):
 
     def _backward(self, segment: Segment, key: Key) -> None:
         rank = key[0]
-        gradients: list[str | None] = []
+        gradients: list[Value | None] = []
         for number, output in enumerate(segment.outputs):
             if not output.has_gradient:
                 continue
             name = self.value(Place(BACKWARD, segment.number, key, number))
             row = int(segment.row_of[output.op.name][segment.keys.index(key)])
             if output.tensor == self.model.loss and self.schedule.edges.seeds_gradient(row):
-                name = "one"
+                name = ONE
             gradients.append(name)
-        names, wide = [], []
+        made: list[tuple[Value | None, Place]] = []
+        wide = []
         for number, alias in enumerate(segment.aliases):
             if alias.labels is None:
                 continue
             place = Place(BACKWARD, segment.number, key, number)
-            base = f"d_{self.names[alias.tensor]}~s{segment.number}_{number}{suffix(key)}"
-            names.append((base if place in self.piece_of else "_", place))
+            like = Value(self.identifiers[alias.tensor], is_gradient=True)
+            made.append((self.fresh(rank, like) if place in self.piece_of else None, place))
             tensor = self.model.tensors[alias.tensor]
             wide.append(alias.tensor in self.from_weights and tensor.wide_dtype != tensor.dtype)
-        outputs = tuple(n for n, _ in names)
-        self.code[rank].append(Backward(tag(segment.number, key), tuple(gradients), outputs, tuple(wide)))
-        for name, place in names:
-            if name != "_":
+        outputs = tuple(n for n, _ in made)
+        self.code[rank].append(Backward(task(segment.number, key), tuple(gradients), outputs, tuple(wide)))
+        for name, place in made:
+            if name is not None:
                 self.made(place, name, rank)
 
     def _update(self, rank: int) -> None:
-        pairs: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+        pairs: dict[bool, list[tuple[Value, Value]]] = {True: [], False: []}
         for weight in self.weights[rank].values():
             place = self.place_of.get((rank, weight.name))
             value = self.value(place) if place is not None else None
             if value is not None:
                 pairs[weight.trained].append((weight.name, value))
-        self.code[rank].append(Update(tuple(pairs[True]), tuple(pairs[False])))
+        self.code[rank].append(Update(*(side for some in (True, False) for side in _sides(pairs[some]))))
 
     def _loss_places(self) -> set[Place]:
         """Return the parts of the loss that together are its value: one replica of each addend."""
@@ -206,19 +223,23 @@ def _together(node: Node) -> tuple[object, ...]:
     return (node.kind, node.number, *node.key[1:]) if node.kind in "FB" else (node.kind,)
 
 
+def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+
+
 def _with_frees(code: Sequence[Instruction]) -> list[Instruction]:
     """Return the code with each name freed after its last use; weights and inputs stay with the runtime."""
-    last: dict[str, int] = {}
+    last: dict[Value, int] = {}
     for at, instruction in enumerate(code):
         for name in (*reads(instruction), *writes(instruction)):
             last[name] = at
     done: list[Instruction] = []
-    dying: dict[int, list[str]] = {}
+    dying: dict[int, list[Value]] = {}
     for name, at in last.items():
         dying.setdefault(at, []).append(name)
     for at, instruction in enumerate(code):
         done.append(instruction)
-        names = tuple(sorted(n for n in dying.get(at, ()) if n not in ("_", "one")))
+        names = tuple(sorted((n for n in dying.get(at, ()) if n != ONE), key=str))
         if names and at < len(code) - 1:
             done.append(Free(names))
     return done

@@ -11,7 +11,7 @@ from math import prod
 from superscaler.cluster.seconds import LOCAL_KINDS
 from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.program import Bucket, Collective, Path, Recv, Send, Wait, links
+from superscaler.ir.program import Collective, Path, Recv, Send, Value, Way, links
 from superscaler.ir.report import width
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.paths import Cache
@@ -141,21 +141,22 @@ class Exchanges(Values):
 
     def _reduce(self, numbers: Sequence[int], group: tuple[int, ...], dtype: str) -> None:
         transfers = self.schedule.transfers
-        if len(numbers) == 1:
-            self._collective(numbers[0], transfers[numbers[0]], Match("all_reduce", group))
-            return
         for number in numbers:
             self._record_collective(number, "all_reduce", group, together=len(numbers))
         for rank in self.told.intersection(piece.device for piece in transfers[numbers[0]].pieces):
-            works, sources = [], []
+            works, sources, ways = [], [], []
             for number in numbers:
-                at = {piece.device: p for p, piece in enumerate(transfers[number].pieces)}
-                reader = {reader.device: r for r, reader in enumerate(transfers[number].readers)}
+                transfer = transfers[number]
+                at = {piece.device: p for p, piece in enumerate(transfer.pieces)}
+                reader = {reader.device: r for r, reader in enumerate(transfer.readers)}
                 sources.append(self.piece_name[number, at[rank]])
-                works.append(f"{self.base(transfers[number])}~c{number}w")
+                works.append(self.handle(rank, transfer))
+                box = transfer.pieces[at[rank]].box
+                ways.append(self._way(transfer, Match("all_reduce", group), box, box))
                 self.arrived[number, reader[rank]] = works[-1]
             weight = sum(self._bytes(number) for number in numbers)
-            self.code[rank].append(Bucket(tuple(works), tuple(sources), group, dtype, weight))
+            how = "all_reduce", tuple(works), tuple(sources), group, tuple(ways)
+            self.code[rank].append(Collective(*how, dtype, weight))
 
     def _message(self, number: int, transfer: Transfer, link: int) -> None:
         p, r = transfer.links[link]
@@ -163,8 +164,8 @@ class Exchanges(Values):
         if piece.device != reader.device and self._is_told(piece.device, reader.device):
             tensor = self.model.tensors[transfer.tensor]
             source, common = self.common(piece.device, self.piece_name[number, p], tensor, piece.box, reader.box)
-            work = self._send(transfer, f"{number}_{link}", piece.device, reader.device, source, common)
-            self.incoming.setdefault((number, r), []).append((work, common, work[:-1]))
+            work = self._send(transfer, piece.device, reader.device, source, common)
+            self.incoming.setdefault((number, r), []).append((work, common))
 
     def _is_told(self, *devices: int) -> bool:
         """Tell whether the code of devices between which a message goes is written: of all of them, or of none."""
@@ -174,14 +175,14 @@ class Exchanges(Values):
             raise Unfoldable(self.fold.spanned(devices)[0])
         return found
 
-    def _send(self, transfer: Transfer, label: str, rank: int, to: int, source: str, box: Box, why: str = "") -> str:
+    def _send(self, transfer: Transfer, rank: int, to: int, source: Value, box: Box, why: str = "") -> Value:
         """Send a box of a tensor to a device; return the name of the handle there."""
         shape, dtype = self.model.tensors[transfer.tensor].local_shape(extents(box)), self.dtype(transfer)
         self.messages += 1
         weight = prod(shape) * width(dtype)
         self._record(transfer, "messages", "send", (rank, to), why or refusal(transfer), weight, weight)
         self.code[rank].append(Send(source, to, self.messages, weight, self.point))
-        work = f"{self.base(transfer)}~c{label}w"
+        work = self.handle(to, transfer)
         self.code[to].append(Recv(work, rank, self.messages, shape, dtype, self.point))
         return work
 
@@ -190,24 +191,24 @@ class Exchanges(Values):
         held = {piece.device: (p, piece) for p, piece in enumerate(transfer.pieces)}
         readers = {reader.device: (r, reader) for r, reader in enumerate(transfer.readers)}
         for rank in self.told.intersection((*held, *readers)):
-            work = f"{self.base(transfer)}~c{number}w"
             source, have = None, transfer.pieces[0].box
             if rank in held:
                 source, have = self.piece_name[number, held[rank][0]], held[rank][1].box
             box = readers[rank][1].box if rank in readers else transfer.pieces[0].box
-            self._start(rank, transfer, found, work, source, have, box)
+            work = self._start(rank, transfer, found, source, have, box)
             if rank in readers and not (found.kind == "broadcast" and rank in held):
                 self.arrived[number, readers[rank][0]] = work
 
-    def _start(
-        self, rank: int, transfer: Transfer, how: Match, work: str, source: str | None, have: Box, want: Box
-    ) -> None:
-        tensor, dtype, view = self.model.tensors[transfer.tensor], self.dtype(transfer), extents(have)
-        local, shape = tensor.local_shape(view), tensor.local_shape(extents(want))
-        weight = prod(view) * width(dtype)
-        self.code[rank].append(
-            Collective(how.kind, work, source, how.group, view, how.take, how.give, local, shape, dtype, weight)
-        )
+    def _start(self, rank: int, transfer: Transfer, how: Match, source: Value | None, have: Box, want: Box) -> Value:
+        """Start a collective on a device; return the name of its handle."""
+        dtype, work = self.dtype(transfer), self.handle(rank, transfer)
+        ways, weight = (self._way(transfer, how, have, want),), prod(extents(have)) * width(dtype)
+        self.code[rank].append(Collective(how.kind, (work,), (source,), how.group, ways, dtype, weight))
+        return work
+
+    def _way(self, transfer: Transfer, how: Match, have: Box, want: Box) -> Way:
+        tensor, view = self.model.tensors[transfer.tensor], extents(have)
+        return Way(view, how.take, how.give, tensor.local_shape(view), tensor.local_shape(extents(want)))
 
     def finish(self, places: Iterable[Place]) -> None:
         """Take the steps that are left of all transfers to these places, in one order on all devices."""
@@ -226,10 +227,10 @@ class Exchanges(Values):
         """Make all items step by step; what a reader adds up in the end is there, or comes in a message. Yields before
         each wait.
         """
-        tensor, base = self.model.tensors[transfer.tensor], self.base(transfer)
-        names: dict[tuple[int, int], str] = {}
+        tensor = self.model.tensors[transfer.tensor]
+        names: dict[tuple[int, int], Value] = {}
         for _, level in groupby(sorted(range(len(steps.items)), key=steps.level), key=steps.level):
-            works: list[tuple[int, int, str]] = []
+            works: list[tuple[int, int, Value]] = []
             for n in level:
                 item = steps.items[n]
                 for how in item.how:
@@ -237,21 +238,20 @@ class Exchanges(Values):
                     self._record_collective(number, how.kind, how.group, steps.items[item.of[first][0]].box)
                 for rank, (m, source) in item.of.items():
                     if m < 0:
-                        names[n, rank] = self.piece_name.get((number, n), "")
+                        if (number, n) in self.piece_name:
+                            names[n, rank] = self.piece_name[number, n]
                     elif self._is_told(source, rank):
-                        have, work = steps.items[m].box, f"{base}~c{number}_{n}w"
+                        have = steps.items[m].box
                         collective = next((how for how in item.how if rank in how.group), None)
                         if collective is None:
-                            work = self._send(transfer, f"{number}_{n}", source, rank, names[m, source], have)
+                            work = self._send(transfer, source, rank, names[m, source], have)
                         else:
-                            self._start(rank, transfer, collective, work, names[m, rank], have, item.box)
+                            work = self._start(rank, transfer, collective, names[m, rank], have, item.box)
                         works.append((n, rank, work))
             if works:
                 yield
             for n, rank, work in works:
-                names[n, rank] = work[:-1]
-                shape = tensor.local_shape(extents(steps.items[n].box))
-                self.code[rank].append(Wait(work[:-1], work, shape))
+                names[n, rank] = self.wait(rank, work, tensor, steps.items[n].box)
         for r, (reader, pairs) in enumerate(zip(transfer.readers, steps.reads, strict=True)):
             self.given[number, r] = []
             for n, rank in pairs:
@@ -261,8 +261,8 @@ class Exchanges(Values):
                 if rank == reader.device:
                     self.given[number, r].append((name, common))
                 else:
-                    work = self._send(transfer, f"{number}_{n}_{r}", rank, reader.device, name, common)
-                    self.incoming.setdefault((number, r), []).append((work, common, work[:-1]))
+                    work = self._send(transfer, rank, reader.device, name, common)
+                    self.incoming.setdefault((number, r), []).append((work, common))
 
     def _path(self, transfer: Transfer) -> Route | None:
         dtype = self.dtype(transfer)
@@ -270,8 +270,12 @@ class Exchanges(Values):
 
     def _route(self, number: int, transfer: Transfer, found: Route) -> Iterator[None]:
         """Take the steps of a path, each after the one before has arrived. Yields before each wait."""
-        tensor, base, path = self.model.tensors[transfer.tensor], self.base(transfer), found.path
-        names = {piece.device: self.piece_name.get((number, p), "") for p, piece in enumerate(transfer.pieces)}
+        tensor, path = self.model.tensors[transfer.tensor], found.path
+        names = {
+            piece.device: self.piece_name[number, p]
+            for p, piece in enumerate(transfer.pieces)
+            if (number, p) in self.piece_name
+        }
         before = found.boxes(path.source)
         copies = self._copies(sorted({*before, *found.boxes(path.goal)}))
         if len(path.steps) > 1 and copies:
@@ -281,8 +285,8 @@ class Exchanges(Values):
             self.taken.setdefault(taken, Counter())[transfer.tensor] += copies
         for n, step in enumerate(path.steps):
             after = found.boxes(step.layout)
-            parts: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in after if rank in self.told}
-            waits: list[tuple[int, str, Box]] = []
+            parts: dict[int, list[tuple[Value, Box]]] = {rank: [] for rank in after if rank in self.told}
+            waits: list[tuple[int, Value, Box]] = []
             many = f"step {n + 1} of {len(path.steps)} of " if len(path.steps) > 1 else ""
             why = f"{many}the cheapest path to another layout"
             for group in step.groups:
@@ -290,30 +294,25 @@ class Exchanges(Values):
                     self._record_collective(number, step.kind, group, before[group[0]], why)
                     how = Match(step.kind, group, step.take, step.give)
                     for rank in self.told.intersection(group):
-                        work = f"{base}~c{number}_{n}w"
-                        self._start(rank, transfer, how, work, names[rank], before[rank], after[rank])
+                        work = self._start(rank, transfer, how, names[rank], before[rank], after[rank])
                         waits.append((rank, work, after[rank]))
                 elif step.kind in LOCAL_KINDS:
                     for rank in self.told.intersection(group):
                         is_kept = step.kind == "chunk" or rank == group[0]
-                        name = self.cut(rank, names[rank], tensor, before[rank], after[rank]) if is_kept else ""
-                        parts[rank] += [(name, after[rank])] if is_kept else []
+                        if is_kept:
+                            name = self.cut(rank, names[rank], tensor, before[rank], after[rank])
+                            parts[rank].append((name, after[rank]))
                 else:
                     for to in (to for to in group[1:] if self._is_told(group[0], to)):
                         name, common = self.common(group[0], names[group[0]], tensor, before[group[0]], after[to])
-                        label = f"{number}_{n}_{group[0]}"
-                        waits.append((to, self._send(transfer, label, group[0], to, name, common, why), common))
+                        waits.append((to, self._send(transfer, group[0], to, name, common, why), common))
             for rank in self.told.intersection(step.kept):
                 parts[rank].append(self.common(rank, names[rank], tensor, before[rank], after[rank]))
             if waits:
                 yield
             for rank, work, box in waits:
-                self.code[rank].append(Wait(work[:-1], work, tensor.local_shape(extents(box))))
-                parts[rank].append((work[:-1], box))
-            names = {
-                rank: self.placed(f"{base}~p{number}_{n}", rank, transfer, some, after[rank])
-                for rank, some in parts.items()
-            }
+                parts[rank].append((self.wait(rank, work, tensor, box), box))
+            names = {rank: self.placed(rank, transfer, some, after[rank]) for rank, some in parts.items()}
             before = after
         for r, reader in enumerate(transfer.readers):
             if reader.device in names:

@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Sequence
 
 from superscaler.ir.fold import Fold, Folded, Unfoldable
-from superscaler.ir.program import Backward, Bucket, Collective, Device, Free, Instruction, Recv, Send
-from superscaler.materialize.names import reads, writes
-
-# What may differ between devices that run one program: names, and data that moves evenly.
-_DATA = {
-    "Load": ("out", "box"),
-    "Forward": ("inputs", "outputs", "draws"),
-    "Backward": ("gradients", "outputs"),
-    "Slice": ("out", "source", "ranges"),
-    "Combine": ("out", "pieces"),
-    "Accumulate": ("out", "into", "value"),
-    "Collective": ("work", "source", "group"),
-    "Bucket": ("works", "sources", "group"),
-    "Send": ("source", "peer", "message", "point"),
-    "Recv": ("work", "peer", "message", "point"),
-    "Wait": ("out", "work"),
-    "Update": ("pairs", "writes"),
-    "Loss": ("parts", "counted"),
-    "Free": ("names",),
-}
+from superscaler.ir.program import FIELDS, Collective, Device, Instruction, Recv, Role, Send
 
 
 def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
@@ -52,7 +31,7 @@ def _check_peers(i: Instruction, rank: int, fold: Fold) -> None:
     """Sends stay at their place; the group of a collective stays at its place, or is a whole line."""
     if isinstance(i, Send | Recv) and (spanned := fold.spanned([rank, i.peer])):
         raise Unfoldable(spanned[0])
-    if isinstance(i, Collective | Bucket):
+    if isinstance(i, Collective):
         for axis in fold.spanned(i.group):
             lines: dict[tuple[int, ...], set[int]] = {}
             for device in i.group:
@@ -68,7 +47,7 @@ def _meet(first: Device, other: Device, fold: Fold) -> bool:
     for a, b in zip(first.instructions, other.instructions, strict=True):
         if isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and fold.move([a.peer], at) != (b.peer,):
             return False
-        if isinstance(a, Collective | Bucket) and isinstance(b, Collective | Bucket):
+        if isinstance(a, Collective) and isinstance(b, Collective):
             # The order of a group is that of chunks; where there are none, only the source of a broadcast comes first.
             ordered = {"all_reduce": 0, "broadcast": 1}.get(a.kind, len(a.group))
             one, two = ((*g[:ordered], *sorted(g[ordered:])) for g in (fold.move(a.group, at), b.group))
@@ -86,30 +65,13 @@ def _is_alike(first: Device, other: Device) -> bool:
         for a, b in zip(first.weights, other.weights, strict=True)
     ):
         return False
-    called = {"one": "one", "_": "_"}
-    return all(_matches(a, b, called) for a, b in zip(first.instructions, other.instructions, strict=True))
+    return all(map(_is_same, first.instructions, other.instructions))
 
 
-def _matches(a: Instruction, b: Instruction, called: dict[str, str]) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Free) and isinstance(b, Free):
-        return {called.get(name) for name in b.names} == set(a.names)
-    if [called.get(name) for name in reads(b)] != list(reads(a)):
-        return False
-    if isinstance(a, Backward) and isinstance(b, Backward) and _gaps(a) != _gaps(b):
-        return False
-    made, named = writes(a), writes(b)
-    if len(made) != len(named):
-        return False
-    called.update((n, m) for n, m in zip(named, made, strict=True) if n != "_")
-    return all(getattr(a, name) == getattr(b, name) for name in _SAME[type(a)])
+def _is_same(a: Instruction, b: Instruction) -> bool:
+    """Tell whether two instructions differ at most in what moves along a fold."""
+    kept = (name for role in _KEPT for name in FIELDS[type(a), role])
+    return type(a) is type(b) and all(getattr(a, name) == getattr(b, name) for name in kept)
 
 
-def _gaps(i: Backward) -> list[bool]:
-    return [gradient is None for gradient in i.gradients]
-
-
-_SAME: Mapping[Any, tuple[str, ...]] = {
-    kind: tuple(f.name for f in fields(kind) if f.name not in _DATA[kind.__name__]) for kind in Instruction.__args__
-}
+_KEPT = (None, Role.READ, Role.WRITE, Role.END)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.fold import Fold
-from superscaler.ir.program import Bucket, Collective, Program, Recv, Send
+from superscaler.ir.program import Collective, Program, Recv, Send, Value
 
 Meeting = tuple[object, ...]
 
@@ -19,10 +19,9 @@ def meetings(program: Program) -> list[list[tuple[Meeting, frozenset[int], str]]
         mine: list[tuple[Meeting, frozenset[int], str]] = []
         count: dict[tuple[int, ...], int] = defaultdict(int)
         for i in device.instructions:
-            if isinstance(i, Collective | Bucket):
+            if isinstance(i, Collective):
                 meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
-                works = i.works if isinstance(i, Bucket) else (i.work,)
-                mine.append((meeting, frozenset(i.group), f"{i.kind} of {_shown(works)} over devices {i.group}"))
+                mine.append((meeting, frozenset(i.group), f"{i.kind} of {_shown(i.works)} over devices {i.group}"))
                 count[i.group] += 1
             elif isinstance(i, Send):
                 pair = device.rank, i.peer
@@ -35,8 +34,9 @@ def meetings(program: Program) -> list[list[tuple[Meeting, frozenset[int], str]]
     return found
 
 
-def _shown(works: Sequence[str]) -> str:
-    return ", ".join(work.split("~")[0] for work in works[:4]) + (f" and {len(works) - 4} more" if works[4:] else "")
+def _shown(works: Sequence[Value]) -> str:
+    names = [str(work._replace(is_handle=False, number=1)) for work in works]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
 
 def check_rendezvous(program: Program, fold: Fold | None = None) -> None:

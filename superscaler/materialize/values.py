@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from superscaler.ir.graph import PTensor
 from superscaler.ir.mask import Box, extents, inside, intersect
-from superscaler.ir.program import Accumulate, Combine, Instruction, Load, Slice, Wait, Weight
-from superscaler.materialize.names import unique_identifiers
+from superscaler.ir.program import Accumulate, Combine, Instruction, Load, Slice, Value, Wait, Weight
+from superscaler.materialize.names import Names, unique_identifiers
 from superscaler.schedule.edges import Key
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.transfers import BACKWARD, UPDATE, Place, Transfer
@@ -26,8 +26,9 @@ class Values:
         self.schedule = schedule
         self.model = schedule.edges.model
         self.code: list[list[Instruction]] = [[] for _ in range(world)]
-        self.weights: list[dict[str, Weight]] = [{} for _ in range(world)]
-        self.names = unique_identifiers(self.model.tensors)
+        self.weights: list[dict[Value, Weight]] = [{} for _ in range(world)]
+        self.identifiers = unique_identifiers(self.model.tensors)
+        self._names = [Names() for _ in range(world)]
         self.from_weights = {o.tensor for op in self.model.ops if op.from_weights for o in op.outputs}
         self.piece_of: dict[Place, Address] = {}
         self.readers_of: dict[Place, list[Address]] = {}
@@ -37,18 +38,18 @@ class Values:
             for r, reader in enumerate(transfer.readers):
                 for place in reader.places:
                     self.readers_of.setdefault(place, []).append((number, r))
-        self.piece_name: dict[Address, str] = {}
-        self.place_of: dict[tuple[int, str], Place] = {}
+        self.piece_name: dict[Address, Value] = {}
+        self.place_of: dict[tuple[int, Value], Place] = {}
         # What communication brings to a reader: the handle of a collective, or of messages with their boxes and names.
-        self.arrived: dict[Address, str] = {}
-        self.incoming: dict[Address, list[tuple[str, Box, str]]] = {}
+        self.arrived: dict[Address, Value] = {}
+        self.incoming: dict[Address, list[tuple[Value, Box]]] = {}
         # What collectives left on a reader's own device, instead of its pieces there.
-        self.given: dict[Address, list[tuple[str, Box]]] = {}
-        self._sums: set[tuple[int, str]] = set()
-        self._ready: dict[Address, str] = {}
-        self._totals: dict[tuple[Address, ...], str] = {}
-        self._resident: dict[tuple[int, str, Box], str] = {}
-        self._cuts: set[tuple[int, str]] = set()
+        self.given: dict[Address, list[tuple[Value, Box]]] = {}
+        self._sums: set[tuple[int, Value]] = set()
+        self._ready: dict[Address, Value] = {}
+        self._totals: dict[tuple[Address, ...], Value] = {}
+        self._resident: dict[tuple[int, str, Box], Value] = {}
+        self._cuts: dict[tuple[int, Value, Box], Value] = {}
 
     # Weights at rest, inputs, constants.
 
@@ -59,7 +60,7 @@ class Values:
             counted = set(self.schedule.edges.whole(held))
             for row, key in enumerate(rows.keys):
                 box = held.box(row)
-                name = self.names[tensor] + (f"_p{key[2]}" if key[2] else "")
+                name = self.fresh(key[0], Value(self.identifiers[tensor], part=key[2]))
                 self.weights[key[0]][name] = Weight(
                     name, tensor, box, not op.is_write, row in counted and not op.is_write, op.group
                 )
@@ -71,15 +72,15 @@ class Values:
     def _weight_place(self, tensor: str, key: Key) -> Place:
         return Place(UPDATE, self.schedule.edges.home_number[tensor], key, 0)
 
-    def _load(self, rank: int, name: str, tensor: str, box: Box) -> None:
+    def _load(self, rank: int, name: Value, tensor: str, box: Box) -> None:
         self.code[rank].append(Load(name, tensor, box))
 
-    def resident(self, rank: int, tensor: PTensor, box: Box) -> str:
+    def resident(self, rank: int, tensor: PTensor, box: Box) -> Value:
         """Return the name of a slice of an input, a constant, or a frozen weight: every device can have any."""
         key = (rank, tensor.name, box)
         if key not in self._resident:
             count = sum(k[:2] == key[:2] for k in self._resident)
-            name = self.names[tensor.name] + (f"_s{count}" if count else "")
+            name = self.fresh(rank, Value(self.identifiers[tensor.name], slice=count))
             self._resident[key] = name
             if tensor.kind != "input":
                 self.weights[rank][name] = Weight(name, tensor.name, box, False, False)
@@ -88,7 +89,7 @@ class Values:
 
     # Values.
 
-    def made(self, place: Place, name: str, rank: int) -> None:
+    def made(self, place: Place, name: Value, rank: int) -> None:
         """Record that a value exists; add it to the sum that it belongs to."""
         owner = self.piece_of.get(place)
         if owner is None:
@@ -98,12 +99,12 @@ class Values:
             self.piece_name[owner] = name
             return
         in_place = (rank, so_far) in self._sums
-        out = so_far if in_place else f"{so_far}~sum"
+        out = so_far if in_place else self.fresh(rank, so_far)
         self.code[rank].append(Accumulate(out, so_far, name, in_place))
         self._sums.add((rank, out))
         self.piece_name[owner] = out
 
-    def value(self, place: Place) -> str | None:
+    def value(self, place: Place) -> Value | None:
         """Return the name of what a place reads: the sum of its transfers, or None where nothing comes for it."""
         owners = tuple(self.readers_of.get(place, ()))
         if owners in self._totals:
@@ -115,14 +116,14 @@ class Values:
         box = transfer.readers[owners[0][1]].box
         tensor = self.model.tensors[transfer.tensor]
         view = extents(box)
-        out = f"{self.base(transfer)}~t{owners[0][0]}_{owners[0][1]}"
-        pieces = tuple((name, inside(box, box)) for name in names)
         rank = transfer.readers[owners[0][1]].device
-        self.code[rank].append(Combine(out, pieces, view, tensor.local_shape(view), self.dtype(transfer)))
+        out = self.fresh(rank, self.base(transfer))
+        boxes = (inside(box, box),) * len(names)
+        self.code[rank].append(Combine(out, tuple(names), boxes, view, tensor.local_shape(view), self.dtype(transfer)))
         self._totals[owners] = out
         return out
 
-    def _read(self, owner: Address) -> str | None:
+    def _read(self, owner: Address) -> Value | None:
         """Return the name of a reader's value, combining what came for it at the first call."""
         if owner not in self._ready:
             name = self._assemble(owner)
@@ -131,16 +132,14 @@ class Values:
             self._ready[owner] = name
         return self._ready[owner]
 
-    def _assemble(self, owner: Address) -> str | None:
+    def _assemble(self, owner: Address) -> Value | None:
         number, r = owner
         transfer = self.schedule.transfers[number]
         reader = transfer.readers[r]
         tensor = self.model.tensors[transfer.tensor]
-        rank, code = reader.device, self.code[reader.device]
-        base = f"{self.base(transfer)}~r{number}_{r}"
+        rank = reader.device
         if owner in self.arrived:
-            code.append(Wait(base, self.arrived[owner], tensor.local_shape(extents(reader.box))))
-            return base
+            return self.wait(rank, self.arrived[owner], tensor, reader.box)
         parts = list(self.given.get(owner, ()))
         for p, other in transfer.links:
             piece = transfer.pieces[p]
@@ -148,29 +147,35 @@ class Values:
                 continue
             if piece.device == rank:
                 parts.append(self.common(rank, self.piece_name[number, p], tensor, piece.box, reader.box))
-        for work, common, name in self.incoming.get(owner, []):
-            code.append(Wait(name, work, tensor.local_shape(extents(common))))
-            parts.append((name, common))
+        parts += [(self.wait(rank, work, tensor, common), common) for work, common in self.incoming.get(owner, [])]
         if not parts and transfer.kind == BACKWARD:
             return None
-        return self.placed(base, rank, transfer, sorted(parts, key=lambda x: (x[1], x[0])), reader.box)
+        return self.placed(rank, transfer, sorted(parts, key=lambda x: (x[1], x[0])), reader.box)
 
-    def placed(self, out: str, rank: int, transfer: Transfer, parts: Sequence[tuple[str, Box]], box: Box) -> str:
+    def wait(self, rank: int, work: Value, tensor: PTensor, box: Box) -> Value:
+        """Return the name of what a handle brings, after waiting for it."""
+        out = self.fresh(rank, work._replace(is_handle=False))
+        self.code[rank].append(Wait(out, work, tensor.local_shape(extents(box))))
+        return out
+
+    def placed(self, rank: int, transfer: Transfer, parts: Sequence[tuple[Value, Box]], box: Box) -> Value:
         """Return the sum of parts of a box: nothing to do where one part is all of it."""
         if len(parts) == 1 and parts[0][1] == box:
             return parts[0][0]
-        view, placed = extents(box), tuple((name, inside(some, box)) for name, some in parts)
+        view, out = extents(box), self.fresh(rank, self.base(transfer))
+        boxes = tuple(inside(some, box) for _, some in parts)
         shape = self.model.tensors[transfer.tensor].local_shape(view)
-        self.code[rank].append(Combine(out, placed, view, shape, self.dtype(transfer)))
+        names = tuple(name for name, _ in parts)
+        self.code[rank].append(Combine(out, names, boxes, view, shape, self.dtype(transfer)))
         self._sums.add((rank, out))
         return out
 
-    def zeros(self, rank: int, tensor: str, lo: list[int], hi: list[int]) -> str:
+    def zeros(self, rank: int, tensor: str, lo: list[int], hi: list[int]) -> Value:
         """Return the name of zeros, which a part reads where another one reads the value."""
         spec = self.model.tensors[tensor]
         view = tuple(b - a for a, b in zip(lo, hi, strict=True))
-        out = f"{self.names[tensor]}~z{len(self.code[rank])}"
-        self.code[rank].append(Combine(out, (), view, spec.local_shape(view), spec.dtype))
+        out = self.fresh(rank, Value(self.identifiers[tensor]))
+        self.code[rank].append(Combine(out, (), (), view, spec.local_shape(view), spec.dtype))
         return out
 
     def dtype(self, transfer: Transfer) -> str:
@@ -179,22 +184,28 @@ class Values:
         is_summed = transfer.kind == BACKWARD and transfer.tensor in self.from_weights
         return tensor.wide_dtype if is_summed else tensor.dtype
 
-    def base(self, transfer: Transfer) -> str:
-        return ("d_" if transfer.kind == BACKWARD else "") + self.names[transfer.tensor]
+    def base(self, transfer: Transfer) -> Value:
+        """Return what the names of a transfer's values are like."""
+        return Value(self.identifiers[transfer.tensor], transfer.kind == BACKWARD)
 
-    def common(self, rank: int, name: str, tensor: PTensor, have: Box, want: Box) -> tuple[str, Box]:
+    def fresh(self, rank: int, like: Value) -> Value:
+        return self._names[rank].fresh(like)
+
+    def handle(self, rank: int, transfer: Transfer) -> Value:
+        """Return a name for a handle of a transfer on a device."""
+        return self.fresh(rank, self.base(transfer)._replace(is_handle=True))
+
+    def common(self, rank: int, name: Value, tensor: PTensor, have: Box, want: Box) -> tuple[Value, Box]:
         """Return what a value has of a wanted box, and which part of it that is."""
         found = intersect(have, want)
         assert found is not None
         return self.cut(rank, name, tensor, have, found), found
 
-    def cut(self, rank: int, name: str, tensor: PTensor, have: Box, want: Box) -> str:
+    def cut(self, rank: int, name: Value, tensor: PTensor, have: Box, want: Box) -> Value:
         if have == want:
             return name
-        suffix = "_".join(str(lo) for lo, _ in inside(want, have))
-        out = f"{name}~at_{suffix}_{'_'.join(map(str, extents(want)))}"
-        if (rank, out) not in self._cuts:
-            self._cuts.add((rank, out))
+        if (rank, name, want) not in self._cuts:
+            out = self._cuts[rank, name, want] = self.fresh(rank, name)
             shape = tensor.local_shape(extents(want))
             self.code[rank].append(Slice(out, name, extents(have), inside(want, have), shape))
-        return out
+        return self._cuts[rank, name, want]
