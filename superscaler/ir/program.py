@@ -31,7 +31,7 @@ class Role(Enum):
 
 
 class Value(NamedTuple):
-    """A name on a device, as `d_h_m2_work__3`: of the tensor with an identifier `name`, of its gradient, or the handle of
+    """A name on a device, as `d_h_m2_work__3`: of the tensor with an identifier `name`, its gradient, or the handle of
     the communication that brings it. `number` counts the values that are alike but for it.
     """
 
