@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
 from superscaler.errors import InputError
-from superscaler.garbage import without_garbage_collection
 from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.program import Free, Program
@@ -22,6 +19,7 @@ from superscaler.schedule.fold import find_fold, restrict
 from superscaler.schedule.homes import place_updates
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import check_assigned, complete
+from superscaler.timing import timed, without_garbage_collection
 
 SProgram = Callable[[Graph, Cluster], Any]
 
@@ -75,7 +73,7 @@ def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compile
 def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph, dict[str, float]]:
     """Return a copy of `graph` as `sprogram` transforms, places and orders it, all parts placed, and the seconds."""
     seconds = {"plan": 0.0}
-    with without_garbage_collection(), _timed(seconds, "plan"):
+    with without_garbage_collection(), timed(seconds, "plan"):
         planned = graph.copy()
         sprogram(planned, cluster)
         _place(planned, cluster)
@@ -92,11 +90,11 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
     """Compile a graph whose parts are already made, placed and ordered."""
     phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0}
     with without_garbage_collection():
-        with _timed(phases, "schedule"):
+        with timed(phases, "schedule"):
             _place(planned, cluster)
             close = find_fold(planned)
         schedule, program = _folded(planned, cluster, close, phases)
-        with _timed(phases, "emit"):
+        with timed(phases, "emit"):
             emitted = emit(program)
     phases["total"] = sum(phases.values())
     return Compiled(planned, cluster, schedule, close, program, emitted, phases)
@@ -108,20 +106,13 @@ def _folded(planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[s
     while True:
         fold = None if fold is None or max(fold.widths, default=0) <= KEPT else fold
         try:
-            with _timed(phases, "schedule"):
+            with timed(phases, "schedule"):
                 schedule = complete(planned if fold is None else restrict(planned, fold), close)
-            with _timed(phases, "materialize"):
+            with timed(phases, "materialize"):
                 return schedule, materialize(schedule, len(cluster.devices), cluster, fold)
         except Unfoldable as error:
             assert fold is not None
             fold = fold.without(error.axis)
-
-
-@contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    phases[name] += time.perf_counter() - start
 
 
 def check_devices(graph: Graph, cluster: Cluster) -> None:

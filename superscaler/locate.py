@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from superscaler.artifact import describe, slots_of
 from superscaler.compiler import Compiled
 from superscaler.emit.expressions import ranges
 from superscaler.emit.segments import draws_of, emit_segments
@@ -17,7 +18,6 @@ from superscaler.ir.graph import RANDOM, Op
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.names import tag
-from superscaler.package import describe, slots_of
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import build_step, modules

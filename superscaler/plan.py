@@ -11,6 +11,7 @@ import torch
 
 from superscaler import explain
 from superscaler.account import account, manifest, summary
+from superscaler.artifact import initial_values, reuse, write
 from superscaler.checks import CHECKS
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
@@ -18,7 +19,6 @@ from superscaler.draw import save
 from superscaler.errors import InputError
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.ir.transformed import Graph
-from superscaler.package import initial_values, reuse, write
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step, load
 from superscaler.verify import verify

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superscaler.artifact import bounds, initial_values, slots_of
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.segments import draws_of, emit_segments
@@ -22,7 +23,6 @@ from superscaler.ir.graph import RANDOM, Model, Op
 from superscaler.ir.parts import Grid, Ints
 from superscaler.ir.program import Function, Program
 from superscaler.ir.transformed import Graph, Group, Order
-from superscaler.package import bounds, initial_values, slots_of
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import modules
 from superscaler.schedule.fold import leaves, restrict

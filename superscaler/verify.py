@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superscaler.artifact import describe, initial_values, slots_of, write
 from superscaler.checks import CHECKS
 from superscaler.compiler import Compiled, finish, retype
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
@@ -21,7 +22,6 @@ from superscaler.ir.graph import Model
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Weight
 from superscaler.locate import first_difference, model_step
-from superscaler.package import describe, initial_values, slots_of, write
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.launch import launch

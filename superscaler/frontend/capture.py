@@ -32,8 +32,8 @@ from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
 from superscaler.frontend.segments import Segments, cut_segments
 from superscaler.frontend.trace import Trace, read, substitute
-from superscaler.garbage import without_garbage_collection
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref
+from superscaler.timing import without_garbage_collection
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from mutations import DP, GRID, HYBRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report, with_code
 
+from superscaler.artifact import initial_values
 from superscaler.locate import first_difference
-from superscaler.package import initial_values
 from superscaler.verify import certify
 
 

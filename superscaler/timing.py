@@ -1,10 +1,19 @@
-"""Python's garbage collector, held back where it costs more than it frees."""
+"""How long things take, and Python's garbage collector held back where it costs more than it frees."""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds that the block takes to those of a phase."""
+    start = time.perf_counter()
+    yield
+    phases[name] += time.perf_counter() - start
 
 
 @contextmanager
