@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from superscaler.account import account, hash_values, manifest, origin
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError
-from superscaler.explain import EXPLAIN_FILE, digest
 from superscaler.frontend.rules import REGISTERED
 from superscaler.ir.graph import Model
 from superscaler.ir.transformed import Graph
+from superscaler.report.account import account, hash_values, manifest, origin
+from superscaler.report.explain import EXPLAIN_FILE, digest
 from superscaler.runtime.step import PLAN_FILE, WEIGHTS_FILE
 
 JOURNAL_FILE = "journal.txt"

@@ -73,7 +73,7 @@ def _certificate(result: Mapping[str, Any]) -> str:
 
 
 def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:
-    from superscaler.ir.report import collapse
+    from superscaler.report.model import collapse
 
     return ", ".join(dict.fromkeys(f"{collapse(name)} {before} -> {after}" for name, (before, after) in sizes.items()))
 

@@ -21,15 +21,15 @@ from torch import Tensor
 import superscaler
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
-from superscaler.explain import VERSION, digest
-from superscaler.ir.graph import Op, Operand
+from superscaler.ir.graph import Op, Operand, width
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Move, Path, Send
-from superscaler.ir.report import collapse, describe, width
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
+from superscaler.report.explain import VERSION, digest
+from superscaler.report.model import collapse, describe
 
 # Devices or groups that a list names; beyond, only how many there are.
 MOST = 8
@@ -38,7 +38,7 @@ _NONE = "the model"
 
 
 def account(compiled: Compiled) -> dict[str, Any]:
-    """Return explain.json: what `superscaler.explain` puts into words. Equal blocks share one entry."""
+    """Return explain.json: what `superscaler.report.explain` puts into words. Equal blocks share one entry."""
     blocks = _Blocks(compiled)
     found, optimizer = describe(compiled.graph.model), compiled.graph.model.optimizer
     return {

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from superscaler.errors import InputError
-from superscaler.explain import duration, size
 from superscaler.ir.layout import Layout
+from superscaler.report.explain import duration, size
 
 # Lengths, in pixels.
 CELL, GAP, ARROW, MARGIN, LINE = 28, 6, 150, 20, 16

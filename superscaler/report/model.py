@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
-from superscaler.ir.graph import Model, Op, PTensor
+from superscaler.ir.graph import Model, Op, PTensor, width
 
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
-_BITS = re.compile(r"\d+")
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -133,13 +132,3 @@ def _elements(tensors: Iterable[PTensor]) -> int:
 
 def _bytes(tensors: Iterable[PTensor]) -> int:
     return sum(prod(t.shape) * width(t.dtype) for t in tensors)
-
-
-def width(dtype: str) -> int:
-    """Return the bytes of an element.
-
-    >>> [width(dtype) for dtype in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn")]
-    [4, 2, 8, 1, 1]
-    """
-    bits = _BITS.search(dtype)
-    return int(bits[0]) // 8 if bits else 1

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from superscaler.account import account, manifest, ranges
 from superscaler.cli.main import main
 from superscaler.compiler import finish
-from superscaler.explain import EXPLAIN_FILE, PLAN_FILE, VERSION, read
 from superscaler.models import build
 from superscaler.plan import Plan, capture, compile
+from superscaler.report.account import account, manifest, ranges
+from superscaler.report.explain import EXPLAIN_FILE, PLAN_FILE, VERSION, read
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
 MLP = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"

@@ -12,11 +12,11 @@ import torch
 
 import superscaler as ss
 from superscaler.cli.main import main
-from superscaler.draw import draw
 from superscaler.errors import InputError
-from superscaler.explain import duration, size
 from superscaler.ir.layout import Layout
 from superscaler.plan import Plan
+from superscaler.report.explain import duration, size
+from superscaler.report.picture import draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 
