@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from superscaler.artifact import initial_values, reuse, write
-from superscaler.checks import CHECKS
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
 from superscaler.errors import InputError
@@ -22,6 +21,7 @@ from superscaler.report.account import account, manifest, summary
 from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
 from superscaler.verify import verify
+from superscaler.verify.checks import CHECKS
 
 
 class Plan:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from superscaler.compiler import Compiled, finish, retype
+from superscaler.compiler import Compiled, finish
 from superscaler.emit.steps import emit
 from superscaler.ir.graph import Ref
 from superscaler.ir.program import (
@@ -37,6 +37,7 @@ from superscaler.ir.program import (
 from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.verify import certify
+from superscaler.verify.retype import retype
 
 # A mutated step that hangs must not take long.
 TIMEOUT = 5.0

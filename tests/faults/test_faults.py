@@ -6,8 +6,8 @@ import pytest
 from mutations import DP, GRID, HYBRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report, with_code
 
 from superscaler.artifact import initial_values
-from superscaler.locate import first_difference
 from superscaler.verify import certify
+from superscaler.verify.locate import first_difference
 
 
 @pytest.mark.parametrize("mutation", TABLE, ids=lambda m: m.name.replace(" ", "_"))

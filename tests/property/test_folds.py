@@ -20,7 +20,6 @@ from random_meshes import MODELS, SHAPES, captured, mesh_plan
 
 import superscaler as ss
 from superscaler import compiler
-from superscaler.checks import CHECKS
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.steps import Tables
 from superscaler.errors import PlanError
@@ -43,6 +42,7 @@ from superscaler.ir.program import (
 )  # fmt: skip
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.names import reads, writes
+from superscaler.verify.checks import CHECKS
 
 SProgram = Callable[[Graph, ss.Cluster], Any]
 # Wider than any mesh, so that nothing folds; which devices are close is found as ever.

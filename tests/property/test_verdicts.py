@@ -22,10 +22,10 @@ from superscaler.ir.parts import Axis, Grid, Rows, Tree
 from superscaler.ir.program import Program
 from superscaler.ir.transformed import Graph, Group, Order, rows_under
 from superscaler.materialize.build import materialize
-from superscaler.materialize.rendezvous import meetings
-from superscaler.schedule.conservation import check_conservation
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import complete
+from superscaler.verify.conservation import check_conservation
+from superscaler.verify.rendezvous import meetings
 
 Work = tuple[str, str, tuple[int, int, int]]  # kind F, B or U, op, key
 

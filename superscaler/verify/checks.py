@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from superscaler.compiler import Compiled
 from superscaler.ir.fold import Folded
-from superscaler.materialize.check import check_program
-from superscaler.materialize.rendezvous import check_rendezvous
-from superscaler.schedule.conservation import check_conservation
+from superscaler.verify.conservation import check_conservation
+from superscaler.verify.program import check_program
+from superscaler.verify.rendezvous import check_rendezvous
 
 # Up to how many parts a plan that folds is looked at as a whole.
 MOST_PARTS = 100_000

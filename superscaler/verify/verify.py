@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from superscaler.artifact import describe, initial_values, slots_of, write
-from superscaler.checks import CHECKS
-from superscaler.compiler import Compiled, finish, retype
+from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
-from superscaler.frontend.oracle import Reference, reference_step
 from superscaler.ir.graph import Model
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Weight
-from superscaler.locate import first_difference, model_step
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.launch import launch
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.threads import run_ranks
-from superscaler.shrink import shrink
+from superscaler.verify.checks import CHECKS
+from superscaler.verify.locate import first_difference, model_step
+from superscaler.verify.oracle import Reference, reference_step
+from superscaler.verify.retype import retype
+from superscaler.verify.small import shrink
 
 TOLERANCE = 1e-9
 # A plan above any of these is verified at a small shape, unless it is asked for as it is.

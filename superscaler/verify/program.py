@@ -10,10 +10,10 @@ from superscaler.ir.graph import RANDOM
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Backward, Device, Forward, Free, Loss, Program, Update
 from superscaler.materialize.names import reads, tag, unique_identifiers, writes
-from superscaler.materialize.sizes import check_sizes
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import BACKWARD, UPDATE
+from superscaler.verify.sizes import check_sizes
 
 
 def check_program(schedule: Schedule, program: Program) -> None:
