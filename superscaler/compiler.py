@@ -10,14 +10,14 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
 from superscaler.errors import InputError
-from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.program import Free, Program
+from superscaler.ir.spmd import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
-from superscaler.schedule.fold import find_fold, restrict
 from superscaler.schedule.homes import place_updates
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import check_assigned, complete
+from superscaler.schedule.spmd import find_fold, restrict
 from superscaler.timing import timed, without_garbage_collection
 
 SProgram = Callable[[Graph, Cluster], Any]

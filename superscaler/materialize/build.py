@@ -12,7 +12,6 @@ from itertools import groupby
 
 import numpy as np
 
-from superscaler.ir.fold import Fold
 from superscaler.ir.graph import RANDOM, Op
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints
@@ -28,9 +27,10 @@ from superscaler.ir.program import (
     Program,
     Update,
 )  # fmt: skip
+from superscaler.ir.spmd import Fold
 from superscaler.materialize.exchange import Exchanges
-from superscaler.materialize.folded import fold_devices
 from superscaler.materialize.names import reads, suffix, tag, writes
+from superscaler.materialize.spmd import fold_devices
 from superscaler.materialize.transitions import Costs
 from superscaler.schedule.edges import Key
 from superscaler.schedule.nodes import Node, Schedule

@@ -9,10 +9,10 @@ from itertools import groupby
 from math import prod
 
 from superscaler.cluster.seconds import LOCAL_KINDS
-from superscaler.ir.fold import Fold, Unfoldable
 from superscaler.ir.graph import width
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Bucket, Collective, Path, Recv, Send, Wait, links
+from superscaler.ir.spmd import Fold, Unfoldable
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.paths import Cache
 from superscaler.materialize.reduction import Reduction, reduction

@@ -10,10 +10,10 @@ import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import LOCAL_KINDS
-from superscaler.ir.fold import Fold
 from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.program import PathStep, links
+from superscaler.ir.spmd import Fold
 from superscaler.materialize.collectives import REASONS
 from superscaler.materialize.paths import Cache, find_path
 from superscaler.materialize.search import Path

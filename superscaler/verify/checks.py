@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from superscaler.compiler import Compiled
-from superscaler.ir.fold import Folded
+from superscaler.ir.spmd import Folded
 from superscaler.verify.conservation import check_conservation
 from superscaler.verify.program import check_program
 from superscaler.verify.rendezvous import check_rendezvous

@@ -7,10 +7,10 @@ from fractions import Fraction
 from math import prod
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.fold import Fold
 from superscaler.ir.graph import Op, Operand
 from superscaler.ir.mask import Mask, extents, intersect
 from superscaler.ir.parts import Grid, Rows
+from superscaler.ir.spmd import Fold
 from superscaler.ir.transformed import Graph
 from superscaler.schedule.cover import Wanted
 from superscaler.schedule.edges import Edges

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.fold import Fold
 from superscaler.ir.program import Bucket, Collective, Program, Recv, Send
+from superscaler.ir.spmd import Fold
 
 Meeting = tuple[object, ...]
 

@@ -25,7 +25,7 @@ from superscaler.ir.program import Function, Program
 from superscaler.ir.transformed import Graph, Group, Order
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import modules
-from superscaler.schedule.fold import leaves, restrict
+from superscaler.schedule.spmd import leaves, restrict
 
 # How many places along a fold axis (one more than are compiled, so that one is told by the others), and microbatches.
 PLACES, MICROBATCHES = 3, 4

@@ -26,7 +26,7 @@ from superscaler.plan import Plan, capture, compile
 from superscaler.verbs import Cluster, Graph
 from tests.integration.test_experts import split
 from tests.integration.test_routes import plan_of
-from tests.property.test_folds import LINE, MESH, lay_out
+from tests.property.test_spmd import LINE, MESH, lay_out
 
 FILE = Path(__file__).parent / "replay.txt.golden"
 # Other versions export other graphs.

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from superscaler.ir.fold import Fold, Folded, Unfoldable
 from superscaler.ir.program import Backward, Bucket, Collective, Device, Free, Instruction, Recv, Send
+from superscaler.ir.spmd import Fold, Folded, Unfoldable
 from superscaler.materialize.names import reads, writes
 
 # What may differ between devices that run one program: names, and data that moves evenly.

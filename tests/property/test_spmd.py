@@ -23,7 +23,6 @@ from superscaler import compiler
 from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.steps import Tables
 from superscaler.errors import PlanError
-from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Ref
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
@@ -40,6 +39,7 @@ from superscaler.ir.program import (
     Send,
     Update,
 )  # fmt: skip
+from superscaler.ir.spmd import Folded
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.names import reads, writes
 from superscaler.verify.checks import CHECKS

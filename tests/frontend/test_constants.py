@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superscaler.frontend import fold
+from superscaler.frontend import constants
 from superscaler.frontend.capture import capture
 from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import gpt2, tokens
@@ -17,14 +17,14 @@ from tests.frontend.test_cuts import check_cuts
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Every constant that is computed from now on."""
     found: list[Tensor] = []
-    evaluate = fold._evaluate
+    evaluate = constants._evaluate
 
     def record(*args: object) -> list[Tensor]:
         results = evaluate(*args)
         found.extend(results)
         return results
 
-    monkeypatch.setattr(fold, "_evaluate", record)
+    monkeypatch.setattr(constants, "_evaluate", record)
     return found
 
 
@@ -89,14 +89,14 @@ def test_choices_that_constants_make_are_no_operators(evaluated: list[Tensor]) -
     ],
 )
 def test_kinds_of_masks(mask: Tensor, kind: str) -> None:
-    assert fold.kind_of_mask(mask) == kind
+    assert constants.kind_of_mask(mask) == kind
 
 
 def test_repeated_elements_are_kept_once_and_nothing_else_changes() -> None:
     for x in (torch.zeros(3, 4), torch.arange(3).expand(2, 3), torch.eye(3), torch.ones(0, 3), torch.tensor(2.0),
               torch.tensor([[1, 2], [1, 2], [1, 3]]), torch.tensor([1.0, float("nan")])):  # fmt: skip
-        found = fold._repeated(x)
+        found = constants._repeated(x)
         assert found.shape == x.shape
         assert torch.equal(found.nan_to_num(7), x.nan_to_num(7))
-    assert fold.compact(fold._repeated(torch.zeros(3, 4))).shape == (1, 1)
-    assert fold.compact(fold._repeated(torch.arange(3).repeat(2, 1))).shape == (1, 3)
+    assert constants.compact(constants._repeated(torch.zeros(3, 4))).shape == (1, 1)
+    assert constants.compact(constants._repeated(torch.arange(3).repeat(2, 1))).shape == (1, 3)

@@ -14,9 +14,9 @@ from itertools import product
 
 import numpy as np
 
-from superscaler.ir.fold import KEPT, Fold
 from superscaler.ir.graph import Op, Operand
 from superscaler.ir.parts import Axis, Grid, Ints
+from superscaler.ir.spmd import KEPT, Fold
 from superscaler.ir.transformed import Graph
 
 
