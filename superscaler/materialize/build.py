@@ -30,8 +30,8 @@ from superscaler.ir.program import (
 from superscaler.ir.spmd import Fold
 from superscaler.materialize.exchange import Exchanges
 from superscaler.materialize.names import reads, suffix, tag, writes
+from superscaler.materialize.rvd.transitions import Costs
 from superscaler.materialize.spmd import fold_devices
-from superscaler.materialize.transitions import Costs
 from superscaler.schedule.edges import Key
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.segments import Segment

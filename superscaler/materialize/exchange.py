@@ -14,10 +14,10 @@ from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Bucket, Collective, Path, Recv, Send, Wait, links
 from superscaler.ir.spmd import Fold, Unfoldable
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
-from superscaler.materialize.paths import Cache
 from superscaler.materialize.reduction import Reduction, reduction
-from superscaler.materialize.route import Route, is_collective, route
-from superscaler.materialize.transitions import Costs
+from superscaler.materialize.rvd.paths import Cache
+from superscaler.materialize.rvd.route import Route, is_collective, route
+from superscaler.materialize.rvd.transitions import Costs
 from superscaler.materialize.values import Values
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.segments import SEGMENT_BYTES

@@ -15,9 +15,9 @@ from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.program import PathStep, links
 from superscaler.ir.spmd import Fold
 from superscaler.materialize.collectives import REASONS
-from superscaler.materialize.paths import Cache, find_path
-from superscaler.materialize.search import Path
-from superscaler.materialize.transitions import Costs, Step
+from superscaler.materialize.rvd.paths import Cache, find_path
+from superscaler.materialize.rvd.search import Path
+from superscaler.materialize.rvd.transitions import Costs, Step
 from superscaler.schedule.transfers import Transfer
 
 # The search grows fast with the number of devices; larger groups exchange exact messages.

@@ -9,10 +9,10 @@ import pytest
 from layouts import execute, holds, layout, scattered, shapes
 
 from superscaler.ir.layout import Layout
-from superscaler.materialize import transitions as table
-from superscaler.materialize.frames import frames as find_frames
-from superscaler.materialize.search import Path
-from superscaler.materialize.transitions import INTER, INTRA, D, Inter, Intra, Step
+from superscaler.materialize.rvd import transitions as table
+from superscaler.materialize.rvd.frames import frames as find_frames
+from superscaler.materialize.rvd.search import Path
+from superscaler.materialize.rvd.transitions import INTER, INTRA, D, Inter, Intra, Step
 
 SIZES = (8, 16)
 

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.ir.layout import Layout
-from superscaler.materialize import transitions as table
-from superscaler.materialize.frames import Frame
-from superscaler.materialize.frames import frames as find_frames
-from superscaler.materialize.paths import Path
-from superscaler.materialize.transitions import Step
+from superscaler.materialize.rvd import transitions as table
+from superscaler.materialize.rvd.frames import Frame
+from superscaler.materialize.rvd.frames import frames as find_frames
+from superscaler.materialize.rvd.paths import Path
+from superscaler.materialize.rvd.transitions import Step
 
 Array = NDArray[np.float64]
 # Elements that move, of those of a source, in a ring of p members.

@@ -14,10 +14,10 @@ from layouts import Servers, execute, exhaustive, holds, joined, layout, scatter
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
-from superscaler.materialize.paths import find_path
-from superscaler.materialize.route import START, priced
-from superscaler.materialize.search import Path
-from superscaler.materialize.transitions import INTRA
+from superscaler.materialize.rvd.paths import find_path
+from superscaler.materialize.rvd.route import START, priced
+from superscaler.materialize.rvd.search import Path
+from superscaler.materialize.rvd.transitions import INTRA
 
 SIZES = (24, 24, 24)
 ITEMSIZE = 4096

@@ -12,7 +12,7 @@ import numpy as np
 
 from superscaler.ir.layout import Layout
 from superscaler.ir.parts import Ints
-from superscaler.materialize.transitions import D, Digits, Groups, Shape, State, V
+from superscaler.materialize.rvd.transitions import D, Digits, Groups, Shape, State, V
 
 # How many sets, and the sorted members of each.
 Partition = tuple[int, bytes]

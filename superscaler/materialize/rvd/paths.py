@@ -9,8 +9,8 @@ import numpy as np
 
 from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
-from superscaler.materialize.search import LIMIT, Path, search
-from superscaler.materialize.transitions import Costs, Shape, Symmetric
+from superscaler.materialize.rvd.search import LIMIT, Path, search
+from superscaler.materialize.rvd.transitions import Costs, Shape, Symmetric
 
 Cache = MutableMapping[Hashable, tuple[tuple[int, ...], Path]]
 

@@ -11,11 +11,11 @@ from functools import cache, partial
 from math import gcd, inf, lcm, prod
 
 from superscaler.ir.layout import Layout
-from superscaler.materialize import frames
-from superscaler.materialize import transitions as table
-from superscaler.materialize.bounds import Bounds, Memo, Place, changed, near, related
-from superscaler.materialize.frames import Frame
-from superscaler.materialize.transitions import Costs, D, Digits, Groups, R, Shape, State, Step, Symmetric, V
+from superscaler.materialize.rvd import frames
+from superscaler.materialize.rvd import transitions as table
+from superscaler.materialize.rvd.bounds import Bounds, Memo, Place, changed, near, related
+from superscaler.materialize.rvd.frames import Frame
+from superscaler.materialize.rvd.transitions import Costs, D, Digits, Groups, R, Shape, State, Step, Symmetric, V
 
 LIMIT = 1800
 # A tie goes to the path with fewer steps.

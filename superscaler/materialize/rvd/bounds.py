@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
 from math import inf
 
-from superscaler.materialize import frames
-from superscaler.materialize import transitions as table
-from superscaler.materialize.transitions import D, Shape, V
+from superscaler.materialize.rvd import frames
+from superscaler.materialize.rvd import transitions as table
+from superscaler.materialize.rvd.transitions import D, Shape, V
 
 # A side and a shape.
 Place = tuple[int, Shape]
