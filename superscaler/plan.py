@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from superscaler import explain
-from superscaler.account import account, manifest, summary
-from superscaler.checks import CHECKS
+from superscaler.artifact import initial_values, reuse, write
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
-from superscaler.draw import save
 from superscaler.errors import InputError
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.ir.transformed import Graph
-from superscaler.package import initial_values, reuse, write
 from superscaler.plans import resolve
+from superscaler.report import explain
+from superscaler.report.account import account, manifest, summary
+from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
 from superscaler.verify import verify
+from superscaler.verify.checks import CHECKS
 
 
 class Plan:

@@ -34,7 +34,7 @@ def capture(
     """Capture MODEL and list its operators, its factors (what a plan can split) and what cannot be cut, and why."""
     with printing(as_json) as printer:
         graph, built = capture_model(model, optimizer, lr, autocast, no_cache)
-        from superscaler.ir.report import describe
+        from superscaler.report.model import describe
 
         found = describe(graph.model)
         printer.show(_op_table(found), _factor_table(found), _summary(built.name, found), *_frozen(found))
@@ -54,7 +54,7 @@ def _op_table(found: dict[str, Any]) -> Table:
 
 
 def _collapse_word(word: str) -> str:
-    from superscaler.ir.report import collapse
+    from superscaler.report.model import collapse
 
     name = word.rstrip("+^,")
     return collapse(name) + word[len(name) :]
@@ -64,7 +64,7 @@ def _factor_table(found: dict[str, Any]) -> Table:
     """Return the table of factors; those of one size that differ only in the numbers of their blocks share a row."""
     from rich.table import Table
 
-    from superscaler.ir.report import collapse
+    from superscaler.report.model import collapse
 
     table = Table("factor", "size", "count", "spatial", "summed", "frozen", "where", title="Factors")
     for column in table.columns[1:6]:

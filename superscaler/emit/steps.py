@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from superscaler.emit.segments import draws_of, emit_segments
-from superscaler.ir.fold import Folded, evenly
 from superscaler.ir.graph import RANDOM
 from superscaler.ir.program import (
     ONE,
@@ -31,6 +30,7 @@ from superscaler.ir.program import (
     Value,
     Wait,
 )  # fmt: skip
+from superscaler.ir.spmd import Folded, evenly
 
 HEAD = '''"""What {devices} in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.constants import compact, kind_of_mask, rename
 from superscaler.frontend.decompose import (
     added_product,
     batch_norm,
@@ -18,7 +19,6 @@ from superscaler.frontend.decompose import (
     mean_of_losses,
     strided,
 )
-from superscaler.frontend.fold import compact, kind_of_mask, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var
 
 _PRODUCTS = frozenset(

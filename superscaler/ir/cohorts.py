@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from superscaler.ir.fold import Fold, Folded
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Role, Weight
+from superscaler.ir.spmd import Fold, Folded
 
 _COMMUNICATION = (Role.GROUP, Role.PEER)
 
@@ -83,7 +83,8 @@ class Cohort:
         return found
 
     def _moved(self, group: Sequence[int]) -> Ints:
-        assert self.fold is not None and self.places is not None
+        assert self.fold is not None
+        assert self.places is not None
         spanned = self.fold.spanned(group)
         found = np.empty((len(self), len(group)), dtype=np.int64)
         for k, device in enumerate(group):
@@ -147,7 +148,7 @@ def _form(device: Device) -> Hashable:
     groups: dict[object, int] = {}
     for i in device.instructions:
         kind = type(i)
-        form.append(kind)
+        form.append(kind.__name__)
         for name, role in ROLES[kind].items():
             value = getattr(i, name)
             if role is Role.EVEN:

@@ -7,6 +7,7 @@ that sets a buffer (`ss.write`) which the model changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -26,6 +27,7 @@ PLACED: Mapping[str, tuple[int, int]] = {
 }
 # These are given the random numbers of their elements.
 RANDOM = frozenset({"ss.dropout", "ss.attention_dropout", "ss.uniform", "ss.normal"})
+_BITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,16 @@ class Model:
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""
         return (t for t in self.tensors.values() if t.kind == "parameter")
+
+
+def width(dtype: str) -> int:
+    """Return the bytes of an element.
+
+    >>> [width(dtype) for dtype in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn")]
+    [4, 2, 8, 1, 1]
+    """
+    bits = _BITS.search(dtype)
+    return int(bits[0]) // 8 if bits else 1
 
 
 def renamed(model: Model, old: str, new: str) -> Model:

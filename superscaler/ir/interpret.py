@@ -16,7 +16,21 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
-    FIELDS, ONE, Collective, Forward, Free, Instruction, Program, Recv, Role, Send, Value, Wait, names, reads, writes,
+    FIELDS,
+    ONE,
+    Collective,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Recv,
+    Role,
+    Send,
+    Value,
+    Wait,
+    names,
+    reads,
+    writes,
 )  # fmt: skip
 
 V = TypeVar("V")

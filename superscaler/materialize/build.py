@@ -12,7 +12,6 @@ from itertools import groupby
 
 import numpy as np
 
-from superscaler.ir.fold import Fold
 from superscaler.ir.graph import Op
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints
@@ -32,10 +31,11 @@ from superscaler.ir.program import (
     reads,
     writes,
 )  # fmt: skip
+from superscaler.ir.spmd import Fold
 from superscaler.materialize.exchange import Exchanges
-from superscaler.materialize.folded import fold_devices
 from superscaler.materialize.names import task
-from superscaler.materialize.transitions import Costs
+from superscaler.materialize.rvd.transitions import Costs
+from superscaler.materialize.spmd import fold_devices
 from superscaler.schedule.edges import Key
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.segments import Segment

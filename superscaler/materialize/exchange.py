@@ -9,15 +9,15 @@ from itertools import groupby
 from math import prod
 
 from superscaler.cluster.seconds import LOCAL_KINDS
-from superscaler.ir.fold import Fold, Unfoldable
+from superscaler.ir.graph import width
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Collective, Path, Recv, Send, Value, Way, links
-from superscaler.ir.report import width
+from superscaler.ir.spmd import Fold, Unfoldable
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
-from superscaler.materialize.paths import Cache
 from superscaler.materialize.reduction import Reduction, reduction
-from superscaler.materialize.route import Route, is_collective, route
-from superscaler.materialize.transitions import Costs
+from superscaler.materialize.rvd.paths import Cache
+from superscaler.materialize.rvd.route import Route, is_collective, route
+from superscaler.materialize.rvd.transitions import Costs
 from superscaler.materialize.values import Values
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.segments import SEGMENT_BYTES

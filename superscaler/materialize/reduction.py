@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from superscaler.ir.fold import Fold
 from superscaler.ir.mask import Box
+from superscaler.ir.spmd import Fold
 from superscaler.materialize.collectives import Match, match_boxes
 from superscaler.schedule.transfers import Transfer
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from superscaler.errors import InputError, unknown
-from superscaler.options import for_function, read_pairs
-from superscaler.usercode import load_file, running
+from superscaler.specs.options import for_function, read_pairs
+from superscaler.specs.user_file import load_file, running
 
 _SHAPE = "(module, args) or (module, args, kwargs)"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from superscaler.errors import InputError, unknown
-from superscaler.usercode import load_file, running
+from superscaler.specs.user_file import load_file, running
 from superscaler.verbs import Cluster, Graph
 
 SProgram = Callable[[Graph, Cluster], None]
@@ -78,7 +78,7 @@ def _told_by_line(file: Path, function: SProgram) -> SProgram:
 
 def _options(spec: str, function: Callable[..., Any], text: str) -> dict[str, Any]:
     # Models need torch; a misspelled plan does not wait for it.
-    from superscaler.options import for_function, read_pairs
+    from superscaler.specs.options import for_function, read_pairs
 
     where = f"plan {spec}"
     return for_function(where, read_pairs(where, text), function, skip=2)

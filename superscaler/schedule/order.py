@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Hashable, Sequence
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.fold import Fold
 from superscaler.ir.parts import UNASSIGNED
+from superscaler.ir.spmd import Fold
 from superscaler.ir.transformed import Graph
 from superscaler.schedule.alternatives import find_turns
 from superscaler.schedule.cycle import explain, shortest_cycle

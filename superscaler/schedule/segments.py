@@ -15,10 +15,9 @@ from math import prod
 
 import numpy as np
 
-from superscaler.ir.graph import Op
+from superscaler.ir.graph import Op, width
 from superscaler.ir.layout import layout_of
 from superscaler.ir.parts import Ints, Rows
-from superscaler.ir.report import width
 from superscaler.ir.transformed import Graph, block_of, rows_under
 from superscaler.schedule.cover import Turn
 from superscaler.schedule.edges import Edges, Key, Labels

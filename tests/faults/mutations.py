@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from superscaler.checks import CHECKS
 from torch import Tensor, nn
 
-from superscaler.checks import CHECKS
-from superscaler.compiler import Compiled, finish, retype
+from superscaler.compiler import Compiled, finish
 from superscaler.emit.steps import emit
 from superscaler.ir.graph import Ref
 from superscaler.ir.program import (
@@ -40,6 +40,7 @@ from superscaler.ir.program import (
 from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.verify import certify
+from superscaler.verify.retype import retype
 
 # A mutated step that hangs must not take long.
 TIMEOUT = 5.0

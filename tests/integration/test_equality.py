@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
 from superscaler.ir.program import Backward, Bucket, Collective, Forward
 from superscaler.models import build
-from superscaler.package import describe, initial_values
 from superscaler.plan import Graph, Plan, capture, compile
 from superscaler.plans import resolve
 from superscaler.runtime.step import build_step, modules

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superscaler.artifact import describe
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, finish
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.transformed import Graph
-from superscaler.package import describe
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import run_ranks
 

@@ -12,6 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 from random_graphs import Builder, largest_error, random_model
+from superscaler.verify.conservation import check_conservation
 from torch import Tensor
 
 from superscaler.cluster import Cluster
@@ -22,10 +23,9 @@ from superscaler.ir.parts import Axis, Grid, Rows, Tree
 from superscaler.ir.program import Program
 from superscaler.ir.transformed import Graph, Group, Order, rows_under
 from superscaler.materialize.build import materialize
-from superscaler.materialize.rendezvous import meetings
-from superscaler.schedule.conservation import check_conservation
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import complete
+from superscaler.verify.rendezvous import meetings
 
 Work = tuple[str, str, tuple[int, int, int]]  # kind F, B or U, op, key
 
