@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from superscaler.checks import CHECKS
 from torch import Tensor, nn
 
 from superscaler.compiler import Compiled, finish
@@ -40,6 +39,7 @@ from superscaler.ir.program import (
 from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.verify import certify
+from superscaler.verify.checks import CHECKS
 from superscaler.verify.retype import retype
 
 # A mutated step that hangs must not take long.
@@ -202,9 +202,11 @@ def remove_op(function: Function, name: str) -> Function:
     for op in function.ops:
         inputs = tuple(replace(o, tensor=new) if o.tensor == old else o for o in op.inputs)
         ops.append(replace(op, inputs=inputs))
-    kept = [(op, box) for op, box in zip(ops, function.boxes, strict=True) if op.name != name]
+    kept = [k for k, op in enumerate(ops) if op.name != name]
     outputs = tuple(new if o == old else o for o in function.outputs)
-    return replace(function, ops=tuple(o for o, _ in kept), boxes=tuple(b for _, b in kept), outputs=outputs)
+    boxes, coordinates = (tuple(x[k] for k in kept) for x in (function.boxes, function.coordinates))
+    ops = [ops[k] for k in kept]
+    return replace(function, ops=tuple(ops), boxes=boxes, coordinates=coordinates, outputs=outputs)
 
 
 # Communication.
@@ -323,14 +325,14 @@ def receive_before_the_send_that_its_sender_waits_for(exact: Compiled, code: lis
 # What runs, and when.
 
 
-@mutation(PIPE, "s0_m2")
+@mutation(PIPE, "s0_m2", "linear[8:12")
 def forward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
     del code[0][at(code[0], Forward, task="s0_m2")]
     rename(code[0], named("linear_m2"), named("linear_m1"))
     drop_backward(code[0], "s0_m2")
 
 
-@mutation(PIPE, "s0_m3")
+@mutation(PIPE, "s0_m3", "layers.0.weight")
 def backward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
     drop_backward(code[0], "s0_m3")
 
@@ -360,12 +362,12 @@ def consumer_before_its_producer(exact: Compiled, code: list[Code]) -> None:
     code[0].insert(at(code[0], Collective), code[0].pop(at(code[0], Forward, task="s1")))
 
 
-@mutation(TP, "s3) on device 0 runs before its forward")
+@mutation(TP, "s3")
 def backward_before_its_forward(exact: Compiled, code: list[Code]) -> None:
     code[0].insert(at(code[0], Forward, task="s3"), code[0].pop(at(code[0], Backward, task="s3")))
 
 
-@mutation(DP, "gelu (aten.gelu.default) is in 0 segments")
+@mutation(DP, "gelu", "linear_product_1")
 def op_dropped_from_the_schedule_too(exact: Compiled, code: list[Code]) -> Compiled:
     functions = [remove_op(f, "gelu") if any(o.name == "gelu" for o in f.ops) else f for f in exact.program.functions]
     segments = [replace(s, ops=tuple(o for o in s.ops if o.name != "gelu")) for s in exact.schedule.segments]
@@ -382,7 +384,7 @@ def microbatch_dropped_from_the_schedule(exact: Compiled, code: list[Code]) -> C
     return replace(exact, schedule=replace(exact.schedule, edges=edges))
 
 
-@mutation(DP, "gelu_1")
+@mutation(DP, "gelu_1", "linear_product_2")
 def op_missing_from_the_segment_of_one_device(exact: Compiled, code: list[Code]) -> Compiled:
     functions = list(exact.program.functions)
     n = next(n for n, f in enumerate(functions) if any(o.name == "gelu_1" for o in f.ops))
@@ -549,7 +551,7 @@ def stale_activation(exact: Compiled, code: list[Code]) -> None:
     code[0][n] = replace(forward, inputs=(before, *forward.inputs[1:]))
 
 
-@mutation(TP, "gelu_1, which is freed")
+@mutation(TP, "gelu_1")
 def value_freed_before_its_last_read(exact: Compiled, code: list[Code]) -> None:
     code[0].insert(at(code[0], Forward, task="s2"), Free((named("gelu_1"),)))
 

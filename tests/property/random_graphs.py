@@ -247,7 +247,7 @@ def largest_error(compiled: Compiled, values: dict[str, Tensor]) -> tuple[float,
             if not weight.trained:
                 continue
             whole = expected.get(weight.tensor)
-            have = gradients.get(weight.name)
+            have = gradients.get(str(weight.name))
             if whole is None or have is None:
                 error = 0.0 if whole is None or float(whole.abs().max()) <= floor else float("inf")
             else:

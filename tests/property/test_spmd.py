@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from math import prod
 from typing import Any
 
@@ -26,7 +26,8 @@ from superscaler.errors import PlanError
 from superscaler.ir.graph import Ref
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
-    Bucket,
+    FIELDS,
+    ONE,
     Collective,
     Combine,
     Device,
@@ -35,13 +36,14 @@ from superscaler.ir.program import (
     Function,
     Instruction,
     Program,
-    Recv,
-    Send,
+    Role,
     Update,
-)  # fmt: skip
+    Value,
+    reads,
+    writes,
+)
 from superscaler.ir.spmd import Folded
 from superscaler.ir.transformed import Graph
-from superscaler.materialize.names import reads, writes
 from superscaler.verify.checks import CHECKS
 
 SProgram = Callable[[Graph, ss.Cluster], Any]
@@ -99,7 +101,7 @@ def entries(tables: Tables) -> dict[str, set[str]]:
 
 def first_difference(a: Device, b: Device, one: Program, other: Program) -> str:
     """Return the first instruction that is not the same but for names, or an empty string."""
-    called: dict[str, str] = {"_": "_", "one": "one"}
+    called = {ONE: ONE}
     for number, (i, j) in enumerate(zip(a.instructions, b.instructions, strict=False)):
         shown = f"instruction {number}: {i} is {j} in full"
         if type(i) is not type(j) or len(writes(i)) != len(writes(j)):
@@ -115,34 +117,29 @@ def first_difference(a: Device, b: Device, one: Program, other: Program) -> str:
     return "" if len(a.instructions) == len(b.instructions) else "another number of instructions"
 
 
-def data(i: Instruction, called: dict[str, str], program: Program) -> Any:
+def data(i: Instruction, called: dict[Value, Value], program: Program) -> Any:
     """Return what an instruction is without its names, the number of its message, and the point where it starts."""
+    kept = {
+        name: getattr(i, name) for role in (None, Role.EVEN, Role.GROUP, Role.PEER) for name in FIELDS[type(i), role]
+    }
     match i:
         case Free():
             return {called.get(n, n) for n in i.names}
         case Combine():
-            pieces = sorted((called.get(n, n), box) for n, box in i.pieces)
-            return replace(i, out="", pieces=tuple(pieces))
+            kept["boxes"] = sorted((called.get(n, n), box) for n, box in zip(i.pieces, i.boxes, strict=True))
         case Update():
-            return [sorted((w, called.get(n, n)) for w, n in some) for some in (i.pairs, i.writes)]
+            pairs = (i.weights, i.gradients), (i.buffers, i.values)
+            return [sorted((w, called.get(n, n)) for w, n in zip(*some, strict=True)) for some in pairs]
         case Forward():
-            return replace(i, inputs=(), outputs=(), function=0), computes(program.functions[i.function], program)
-    kept = {f.name: getattr(i, f.name) for f in fields(i) if f.name not in NAMES}
-    if isinstance(i, Send | Recv):
-        del kept["message"], kept["point"]
-    if isinstance(i, Bucket) or (isinstance(i, Collective) and i.kind == "all_reduce"):
-        kept["group"] = sorted(kept["group"])
+            kept["function"] = computes(program.functions[i.function], i)
+        case Collective(kind="all_reduce"):
+            kept["group"] = sorted(i.group)
     return kept
 
 
-NAMES = ("out", "source", "work", "works", "sources", "into", "value", "outputs", "gradients", "parts")
-
-
-def computes(function: Function, program: Program) -> list[Any]:
-    found = []
-    for op, box in zip(function.ops, function.boxes, strict=True):
-        placed = program.model.placed(op)
-        found.append((op.name, [hi - lo for lo, hi in box], [box[i] for i in placed]))
+def computes(function: Function, i: Forward) -> list[Any]:
+    """Return what a part computes and where, whatever its coordinates are called."""
+    found: list[Any] = [(op.name, box) for op, box in zip(function.ops, function.boxes_at(i.at), strict=True)]
     return [*found, function.inputs, function.outputs]
 
 
@@ -210,7 +207,7 @@ def check_random(
 
 def check_verified(found: Compiled) -> None:
     result = ss.Plan(found).verify()
-    names = ("equal", "conservation", "complete", "deadlock_free")
+    names = ("equal", *CHECKS)
     assert all(result[name] for name in names), {name: result[name] for name in (*names, "first_difference")}
 
 
