@@ -128,6 +128,17 @@ def test_a_wrong_number_of_devices_is_refused() -> None:
         op_assign(graph, parts, [0, 1, 2])
 
 
+def test_one_part_moves_after_all_were_assigned_by_a_broadcast() -> None:
+    graph = chain()
+    parts = op_trans(graph, op_trans(graph, graph.op("mul0"), Split("batch", 2)), Split("hidden", 3))
+    op_assign(graph, parts, [[0], [1]])
+    op_assign(graph, parts[0, 2], 5)
+    assert graph.rows(graph.op("mul0")).device.tolist() == [0, 0, 5, 1, 1, 1]
+    op_assign(graph, parts, [0, 1, 2])
+    op_assign(graph, parts[1, 0], 5)
+    assert graph.rows(graph.op("mul0")).device.tolist() == [0, 1, 2, 5, 1, 2]
+
+
 def test_a_transformation_of_no_parts_is_refused() -> None:
     graph = chain()
     parts = op_trans(graph, graph.op("mul0"), Split("batch", 2))
