@@ -26,6 +26,9 @@ from superscaler.schedule.edges import Key
 
 # What the parts of a tensor are told apart by: microbatch, part, slice.
 _SUFFIX = re.compile(r"_[mps]\d+$")
+# What emitted code calls its own: the runtime, the module of segments, the gradient of the loss, what nothing reads;
+# and how it names gradients, handles, and further values of one name.
+_RESERVED = re.compile(r"(rt|segments|one|_)$|d_|.*(_work|__\d+)$")
 
 
 def identifier(tensor: str) -> str:
@@ -39,15 +42,17 @@ def identifier(tensor: str) -> str:
 
 
 def unique_identifiers(tensors: Iterable[str]) -> dict[str, str]:
-    """Return a name for each pTensor; those that would be equal, or look like another's part, get one more letter.
+    """Return a name for each pTensor; those that would be equal, or look like another's part or like what emitted code
+    calls its own, get one more letter.
 
-    >>> unique_identifiers(["a.b", "a_b", "x_m0"])
-    {'a.b': 'a_b', 'a_b': 'a_b_', 'x_m0': 'x_m0_'}
+    >>> unique_identifiers(["a.b", "a_b", "x_m0", "rt"])
+    {'a.b': 'a_b', 'a_b': 'a_b_', 'x_m0': 'x_m0_', 'rt': '_rt_'}
     """
     found: dict[str, str] = {}
     taken: set[str] = set()
     for tensor in tensors:
         name = identifier(tensor)
+        name = f"_{name}_" if _RESERVED.match(name) else name
         while name in taken or _SUFFIX.search(name):
             name += "_"
         taken.add(name)
