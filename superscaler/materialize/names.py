@@ -12,7 +12,7 @@ from superscaler.schedule.edges import Key
 
 # What names of values have before and after an identifier, and what emitted code calls its own.
 _DERIVED = re.compile(r"_[mps]\d+$|_work$|__\d+$")
-_RESERVED = {str(ONE), "rt", "segments"}
+_RESERVED = {str(ONE), "rt", "segments", "_"}
 
 
 def identifier(tensor: str) -> str:
@@ -26,7 +26,8 @@ def identifier(tensor: str) -> str:
 
 
 def unique_identifiers(tensors: Iterable[str]) -> dict[str, str]:
-    """Return a name for each pTensor; those that would be equal, or look like another's part, get one more letter.
+    """Return a name for each pTensor; those that would be equal, or look like another's part or like what emitted code
+    calls its own, get one more letter.
 
     >>> unique_identifiers(["a.b", "a_b", "x_m0", "one"])
     {'a.b': 'a_b', 'a_b': 'a_b_', 'x_m0': 'x_m0_', 'one': 'one_'}

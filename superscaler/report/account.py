@@ -250,6 +250,9 @@ class _Blocks:
             for group in {move.group for move in compiled.program.moves}
         }
         self.producers, self.uses = self.model.producers(), self.model.uses()
+        for op in self.model.ops:
+            if op.is_write:
+                self.uses[op.inputs[1].tensor].append((op, 1))
         self.layouts: dict[tuple[str, bool], str] = {}
         self.ops: dict[str, list[Op]] = {}
         for op in self.graph.forward_ops:
@@ -373,7 +376,8 @@ class _Blocks:
         return self.layouts[tensor, is_backward]
 
     def _counts(self, op: Op, operand: Operand, is_made: bool, is_gradient: bool) -> str:
-        layout = layout_of(self.graph.grids[op.name], operand, is_made, is_gradient)
+        # An update has no mirror that could route: each of its copies reads the whole gradient.
+        layout = layout_of(self.graph.grids[op.name], operand, is_made, is_gradient and op.is_forward)
         return "irregular" if layout is None else layout.counts
 
     def path(self, path: Path) -> dict[str, Any]:

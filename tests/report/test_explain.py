@@ -6,11 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from superscaler.cli.main import main
 from superscaler.compiler import finish
@@ -18,6 +21,7 @@ from superscaler.models import build
 from superscaler.plan import Plan, capture, compile
 from superscaler.report.account import account, manifest, ranges
 from superscaler.report.explain import EXPLAIN_FILE, PLAN_FILE, VERSION, read
+from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
 MLP = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
@@ -120,6 +124,52 @@ def test_equal_blocks_are_told_once_with_megatrons_collectives(plans: dict[str, 
     gradient = sent["backward", "mlp.c_fc.weight"]
     assert (gradient["groups"], gradient["bytes"]) == (["0, 2", "1, 3"], 2 * (64 * 128 * 4))
     assert gradient["layouts"] == "R(1)V(2)D(1,2) -> R(2)V(1)D(1,2)"
+
+
+def by_batch(graph: Graph, cluster: Cluster, update: Callable[[Op, int], Algorithm]) -> None:
+    """Cut the batch; `update` says what becomes of the updates."""
+    n = len(cluster.devices)
+    for op in graph.ops:
+        op_assign(graph, op_trans(graph, op, Split("batch", n) if op.is_forward else update(op, n)), cluster.devices)
+
+
+@pytest.mark.parametrize(
+    ("update", "goal"),
+    [
+        (lambda op, n: Replicate(n), "R(4)V(1)D(1,1)"),
+        (lambda op, n: Replicate(n, "copy"), "R(4)V(1)D(1,1)"),
+        (lambda op, n: Replicate(n, "route"), "R(4)V(1)D(1,1)"),
+        (lambda op, n: Split(op.indices[0].factor, n), "R(1)V(1)D(4,1)"),
+    ],
+)
+def test_a_gradient_is_told_as_its_update_reads_it(update: Callable[[Op, int], Algorithm], goal: str) -> None:
+    built = build("mlp:layers=1,hidden=8,inputs=8,classes=8,batch=8")
+    graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters()))
+    plan = compile(graph, partial(by_batch, update=update), "local:4")
+    rows = [row for block in blocks_of(plan).values() for row in block["moves"] if row["direction"] == "backward"]
+    told = {row["layouts"] for row in rows if row["way"] == "collective" and row["tensor"].endswith("weight")}
+    assert told == {f"R(1)V(4)D(1,1) -> {goal}"}
+
+
+class Counts(nn.Module):
+    """A buffer that holds a sum over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last.copy_(x.sum(0))
+        return self.linear(x).square().mean()
+
+
+def test_a_value_is_told_as_the_write_of_its_buffer_reads_it() -> None:
+    module = Counts()
+    graph = capture(module, (torch.randn(8, 4),), optimizer=torch.optim.SGD(module.parameters()))
+    plan = compile(graph, "data_parallel", "local:2")
+    rows = [row for block in blocks_of(plan).values() for row in block["moves"] if row["direction"] == "forward"]
+    assert {row["layouts"] for row in rows if row["way"] == "collective"} == {"R(1)V(2)D(1) -> R(2)V(1)D(1)"}
 
 
 def test_what_equal_blocks_share_belongs_to_none_of_them() -> None:

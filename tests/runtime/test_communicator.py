@@ -127,6 +127,24 @@ def check_messages(comm: Communicator) -> None:
     comm.flush()
 
 
+def check_one_element(comm: Communicator) -> None:
+    """A tensor of one element has any strides and counts as contiguous: an expanded gradient, a column of a row."""
+    everyone, last = tuple(range(comm.world)), comm.world - 1
+    for value in (lambda r: torch.full((), 1.0 + r).expand(1, 1), lambda r: torch.full((3,), 1.0 + r)[::3]):
+        x, total = value(comm.rank), sum(value(r) for r in everyone)
+        assert x.is_contiguous()
+        assert x.stride(-1) != 1
+        incoming = comm.recv(x.shape, x.dtype, (comm.rank - 1) % comm.world, 8)
+        comm.send(x, (comm.rank + 1) % comm.world, 8, owned=True)
+        assert torch.equal(incoming.wait(), value((comm.rank - 1) % comm.world))
+        assert torch.equal(comm.all_gather(x, everyone, 0).wait(), torch.cat([value(r) for r in everyone]))
+        given = x if comm.rank == last else None
+        assert torch.equal(comm.broadcast(given, last, everyone, x.shape, x.dtype).wait(), value(last))
+        assert torch.equal(comm.all_reduce(x, everyone).wait(), total)
+        assert torch.equal(comm.all_reduce(value(comm.rank), everyone, owned=True).wait(), total)
+    comm.flush()
+
+
 def check_everything(comm: Communicator) -> int:
     everyone = groups(comm.world)
     comm.prepare(everyone)
@@ -135,6 +153,7 @@ def check_everything(comm: Communicator) -> int:
         if comm.rank in group:
             check_counts(comm, group)
     check_messages(comm)
+    check_one_element(comm)
     scalar = comm.all_gather(torch.ones(2) * comm.rank, tuple(range(comm.world)), -1).wait()
     assert scalar.shape == (2 * comm.world,)
     comm.barrier()
