@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import pathlib
 import platform
 import re
 from collections import Counter
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 import superscaler
+from superscaler.cache import sources
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.explain import VERSION, digest
@@ -79,17 +78,11 @@ def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict
         "plan": digest(_plan_text(graph)),
         "cluster": digest(f"{cluster} {cluster.device_kind} {cluster.links}"),
         "weights": hash_values(kept),
-        "sources": _sources(),
+        "sources": sources(),
         "superscaler": superscaler.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-@functools.cache
-def _sources() -> str:
-    home = pathlib.Path(superscaler.__file__).parent
-    return digest("".join(f"{f.relative_to(home)}\n{f.read_text()}" for f in sorted(home.rglob("*.py"))))
 
 
 def hash_values(values: Mapping[str, Tensor]) -> str:

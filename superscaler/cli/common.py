@@ -137,7 +137,9 @@ def capture_model(
     built = build(model)
     scaler = torch.amp.GradScaler("cpu") if autocast == "fp16" else None
     trained = make_optimizer(built, optimizer, lr)
-    return capture(built.module, built.args, built.kwargs, trained, autocast, scaler, not no_cache), built
+    return capture(
+        built.module, built.args, built.kwargs, trained, autocast, scaler, None if no_cache else model
+    ), built
 
 
 def check_training(name: str, lr: float, autocast: str | None = None) -> None:

@@ -33,7 +33,7 @@ def test_this_machine_is_ready(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_the_cache_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.write("0", {"part": bytes(1_500_000)})
+    cache.write("0", bytes(1_500_000))
     assert rooms._cache().found == f"{tmp_path}/superscaler: 1 captures, 1.5 MB"
 
 
