@@ -11,6 +11,9 @@ from superscaler.errors import InputError, unknown
 Options = Mapping[str, Any]
 
 DEVICES = ("cpu", "meta")
+# What the command line says -> what torch calls it.
+OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
+AUTOCASTS = {"bf16": "bfloat16", "fp16": "float16"}
 # What every named model understands beside its own keys.
 _COMMON = {"seed": 0, "device": "cpu"}
 # Other integers are sizes, of which at least one is needed.

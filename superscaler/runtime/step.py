@@ -14,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.explain import PLAN_FILE as PLAN_FILE
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.operators import import_operators
 from superscaler.runtime.scaler import Scaler
 
-PLAN_FILE, WEIGHTS_FILE = "plan.json", "initial.safetensors"
+WEIGHTS_FILE = "initial.safetensors"
 
 
 class Step:
