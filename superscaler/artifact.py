@@ -20,10 +20,9 @@ from superscaler.frontend.rules import REGISTERED
 from superscaler.ir.graph import Model
 from superscaler.ir.transformed import Graph
 from superscaler.report.account import account, hash_values, manifest, origin
-from superscaler.report.explain import EXPLAIN_FILE, digest
-from superscaler.runtime.step import PLAN_FILE, WEIGHTS_FILE
+from superscaler.report.explain import digest
+from superscaler.specs.files import EXPLAIN_FILE, JOURNAL_FILE, PLAN_FILE, RUN_FILE, WEIGHTS_FILE
 
-JOURNAL_FILE = "journal.txt"
 RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
 
 import sys
@@ -144,7 +143,7 @@ def check_directory(directory: Path) -> None:
 
 def _remove_plan(directory: Path) -> None:
     # First what says that the plan is whole; what a user keeps beside a plan is not ours to remove.
-    for name in (PLAN_FILE, WEIGHTS_FILE, EXPLAIN_FILE, "run.py", JOURNAL_FILE, "segments.py"):
+    for name in (PLAN_FILE, WEIGHTS_FILE, EXPLAIN_FILE, RUN_FILE, JOURNAL_FILE, "segments.py"):
         (directory / name).unlink(missing_ok=True)
     for file in directory.glob("program_*.py"):
         file.unlink()
@@ -157,7 +156,7 @@ def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[
     hashes = {**manifest(compiled, values), "data": _data(described), "explain": digest(explained)}
     return {
         **compiled.emitted.files,
-        "run.py": RUN.format(world=compiled.program.world),
+        RUN_FILE: RUN.format(world=compiled.program.world),
         JOURNAL_FILE: "".join(f"{entry}\n" for entry in compiled.graph.journal),
         EXPLAIN_FILE: explained,
         PLAN_FILE: json.dumps({**described, "manifest": hashes}, indent=1) + "\n",
@@ -184,7 +183,7 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
         intact = (digest(code), _data(plan), digest(explained), stored)
         if intact != tuple(kept[name] for name in ("code", "data", "explain", "weights")):
             return None
-        if (directory / "run.py").read_text() != RUN.format(world=plan["world"]):
+        if (directory / RUN_FILE).read_text() != RUN.format(world=plan["world"]):
             return None
         return json.loads(explained)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):

@@ -5,19 +5,30 @@ What cannot be read is not there, and what cannot be written is not kept: a cach
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import sys
 import tempfile
 import time
-import zipfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 BYTES, ENTRIES = 2 * 10**9, 64
 _HOUR = 3600
+# An entry starts with the sha256 of what follows.
+_DIGEST = 32
 # platform -> the environment variable that has the folder for caches, and the folder below home without it
 _FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
+
+
+@functools.cache
+def sources() -> str:
+    """Return the hash of our own sources, which say what a file that they wrote means."""
+    home, found = Path(__file__).parent, hashlib.sha256()
+    for file in sorted(home.rglob("*.py")):
+        found.update(f"{file.relative_to(home)}\n".encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 def folder() -> Path:
@@ -27,72 +38,60 @@ def folder() -> Path:
     return (Path(given) if given else Path.home() / below) / "superscaler"
 
 
-def read(key: str, *names: str) -> list[bytes] | None:
-    """Return these parts of an entry, which is then the latest used; None where it is missing or damaged."""
-    try:
-        file = _file(key)
-        with zipfile.ZipFile(file) as entry:
-            found = [entry.read(name) for name in names]
-        os.utime(file)
-    except (OSError, RuntimeError, KeyError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile):
-        return None
-    return found
+def read(key: str) -> bytes | None:
+    """Return an entry, which is then the latest used; None where it is missing or damaged."""
+    with suppress(OSError, RuntimeError):
+        data = (folder() / key).read_bytes()
+        if data[:_DIGEST] == hashlib.sha256(data[_DIGEST:]).digest():
+            os.utime(folder() / key)
+            return data[_DIGEST:]
+    return None
 
 
-def write(key: str, parts: Mapping[str, bytes]) -> None:
+def write(key: str, data: bytes) -> None:
     """Write an entry, in the place of an older one, and remove those used longest ago where there are too many."""
-    if sum(map(len, parts.values())) > BYTES:
+    if len(data) > BYTES:
         return
     with suppress(OSError, RuntimeError):
         home = folder()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=home, suffix=".tmp")
         try:
-            with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as entry:
-                for part, data in parts.items():
-                    entry.writestr(part, data)
-            os.replace(name, _file(key))
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(data).digest() + data)
+            os.replace(name, home / key)
         finally:
             Path(name).unlink(missing_ok=True)
         _shrink(home)
 
 
-def remove(key: str) -> None:
-    with suppress(OSError, RuntimeError):
-        _file(key).unlink()
-
-
 def usage() -> tuple[int, int]:
     """Return how many entries there are, and their bytes."""
     try:
-        sizes = [size for _, size, _ in _entries(folder())]
+        sizes = [size for _, size, file in _entries(folder()) if file.suffix != ".tmp"]
     except (OSError, RuntimeError):
         return 0, 0
     return len(sizes), sum(sizes)
 
 
-def _file(key: str) -> Path:
-    return folder() / f"{key}.zip"
-
-
 def _entries(home: Path) -> list[tuple[float, int, Path]]:
-    """Return when each entry was used, its bytes and its file."""
+    """Return when each file was used, its bytes and its path, the latest first."""
     found = []
-    for file in home.glob("*.zip"):
+    for file in home.glob("*"):
         with suppress(FileNotFoundError):
             stat = file.stat()
             found.append((stat.st_mtime, stat.st_size, file))
-    return found
+    return sorted(found, reverse=True)
 
 
 def _shrink(home: Path) -> None:
-    total = 0
-    for k, (_, size, file) in enumerate(sorted(_entries(home), reverse=True)):
-        total += size
-        if k >= ENTRIES or total > BYTES:
-            file.unlink(missing_ok=True)
-    for file in home.glob("*.tmp"):
-        with suppress(FileNotFoundError):
+    total, count = 0, 0
+    for used, size, file in _entries(home):
+        if file.suffix == ".tmp":
             # A process that was killed leaves its file.
-            if time.time() - file.stat().st_mtime > _HOUR:
-                file.unlink()
+            is_old = time.time() - used > _HOUR
+        else:
+            total, count = total + size, count + 1
+            is_old = count > ENTRIES or total > BYTES
+        if is_old:
+            file.unlink(missing_ok=True)

@@ -109,12 +109,13 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    cache: bool = False,
+    cache: str | None = None,
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
     `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss.
-    With `cache`, a capture of the same code, shapes and options is read from disk.
+    `cache` is a name: what was captured under it from equal files, versions, options and shapes is read from disk.
+    The name stands for what is in no file: give another one where the module is built with other options.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")

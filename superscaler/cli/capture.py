@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from superscaler.cli.common import (
-    AsJson,
-    AutocastName,
-    LearningRate,
-    Model,
-    NoCache,
-    OptimizerName,
-    capture_model,
-    printing,
-)
+from superscaler.cli.common import ModelRequest, Printer, command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,22 +14,15 @@ if TYPE_CHECKING:
 _PLACES = 4
 
 
-def capture(
-    model: Model,
-    optimizer: OptimizerName = "adamw",
-    lr: LearningRate = 1e-3,
-    autocast: AutocastName = None,
-    no_cache: NoCache = False,
-    as_json: AsJson = False,
-) -> None:
+@command
+def capture(printer: Printer, request: ModelRequest) -> None:
     """Capture MODEL and list its operators, its factors (what a plan can split) and what cannot be cut, and why."""
-    with printing(as_json) as printer:
-        graph, built = capture_model(model, optimizer, lr, autocast, no_cache)
-        from superscaler.report.model import describe
+    graph, built = request.capture()
+    from superscaler.report.model import describe
 
-        found = describe(graph.model)
-        printer.show(_op_table(found), _factor_table(found), _summary(built.name, found), *_frozen(found))
-        printer.result = {"model": built.name, **found, "seconds": dict(graph.captured.seconds)}
+    found = describe(graph.model)
+    printer.show(_op_table(found), _factor_table(found), _summary(built.name, found), *_frozen(found))
+    printer.result = {"model": built.name, **found, "seconds": dict(graph.captured.seconds)}
 
 
 def _op_table(found: dict[str, Any]) -> Table:

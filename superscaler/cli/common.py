@@ -8,47 +8,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from superscaler.errors import InputError, unknown
+from superscaler.specs.options import AUTOCASTS, OPTIMIZERS
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import RenderableType
 
     from superscaler.cluster import Cluster
     from superscaler.models import BuiltModel
     from superscaler.plan import Plan
     from superscaler.verbs import Graph
-
-Model = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="NAME[:key=value,...] (gpt2, swin, ...) or FILE.py:FUNCTION[:key=value,...]"),
-]
-PlanSpec = Annotated[
-    str,
-    typer.Option(
-        "--plan", metavar="PLAN", help="NAME[:key=value,...] of the library, or FILE.py:FUNCTION[:key=value,...]"
-    ),
-]
-ClusterSpec = Annotated[
-    str,
-    typer.Option("--cluster", metavar="CLUSTER", help="local:4, v100:4x8 (servers x devices), or a YAML file"),
-]
-OptimizerName = Annotated[str, typer.Option("--optimizer", help="adamw, adam or sgd")]
-LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of the optimizer.")]
-AutocastName = Annotated[
-    str | None,
-    typer.Option("--autocast", metavar="NAME", help="bf16, or fp16 with loss scaling; weights keep their dtype."),
-]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Capture anew, and keep nothing of it on disk.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]
-
-# name on the command line -> class of torch.optim
-OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
-AUTOCASTS = ("bf16", "fp16")
 
 
 @contextmanager
@@ -94,70 +68,103 @@ def plain(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to compile, as text; `read` checks what can be checked before the model is built."""
+def option(name: str, told: str, metavar: str | None = None) -> Any:
+    return typer.Option(name, metavar=metavar, help=told)
 
-    model: str
-    plan: str
-    cluster: str
-    optimizer: str
-    lr: float
-    autocast: str | None = None
-    no_cache: bool = False
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """What to capture, as text. Its fields are options of the commands that take one."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="NAME[:key=value,...] (gpt2, swin, ...) or FILE.py:FUNCTION[:key=value,...]"
+        ),
+    ]
+    optimizer: Annotated[str, option("--optimizer", "adamw, adam or sgd")] = "adamw"
+    lr: Annotated[float, option("--lr", "Learning rate of the optimizer.")] = 1e-3
+    autocast: Annotated[
+        str | None, option("--autocast", "bf16, or fp16 with loss scaling; weights keep their dtype.", "NAME")
+    ] = None
+    no_cache: Annotated[bool, option("--no-cache", "Capture anew, and keep nothing of it on disk.")] = False
+
+    def check(self) -> None:
+        """Raise InputError for an unknown optimizer or autocast, or a learning rate that is not a positive number."""
+        if self.autocast is not None and self.autocast not in AUTOCASTS:
+            raise InputError(unknown("autocast", self.autocast, AUTOCASTS))
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(unknown("optimizer", self.optimizer, OPTIMIZERS))
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise InputError(f"--lr is {self.lr}, but a learning rate is a finite number above 0.")
+
+    def capture(self) -> tuple[Graph, BuiltModel]:
+        """Build and capture the model with an optimizer over its trained parameters, for fp16 with a default scaler."""
+        self.check()
+        import torch
+
+        from superscaler.models import build
+        from superscaler.plan import capture
+
+        built = build(self.model)
+        parameters = [p for p in built.module.parameters() if p.requires_grad]
+        if not parameters:
+            raise InputError(
+                f"model '{built.name}' has no parameter that requires a gradient, so there is nothing to train."
+            )
+        scaler = torch.amp.GradScaler("cpu") if self.autocast == "fp16" else None
+        optimizer = getattr(torch.optim, OPTIMIZERS[self.optimizer])(parameters, lr=self.lr)
+        name = None if self.no_cache else self.model
+        return capture(built.module, built.args, built.kwargs, optimizer, self.autocast, scaler, name), built
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(ModelRequest):
+    """What to compile, as text."""
+
+    plan: Annotated[
+        str, option("--plan", "NAME[:key=value,...] of the library, or FILE.py:FUNCTION[:key=value,...]", "PLAN")
+    ]
+    cluster: Annotated[str, option("--cluster", "local:4, v100:4x8 (servers x devices), or a YAML file", "CLUSTER")]
 
     def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
-        """Return the sProgram and the cluster."""
+        """Return the sProgram and the cluster: what can be checked before the model is built."""
         from superscaler.cluster import Cluster
         from superscaler.plans import resolve
 
-        check_training(self.optimizer, self.lr, self.autocast)
+        self.check()
         return resolve(self.plan), Cluster.parse(self.cluster)
 
+    def compile(self) -> tuple[Plan, BuiltModel]:
+        """Build, capture and compile. Raises PlanError with the reason."""
+        sprogram, cluster = self.read()
+        from superscaler.plan import compile as compile_graph
 
-def compile_plan(request: Request) -> tuple[Plan, BuiltModel]:
-    """Build, capture and compile. Raises PlanError with the reason."""
-    sprogram, cluster = request.read()
-    from superscaler.plan import compile as compile_graph
-
-    graph, built = capture_model(request.model, request.optimizer, request.lr, request.autocast, request.no_cache)
-    return compile_graph(graph, sprogram, cluster), built
-
-
-def capture_model(
-    model: str, optimizer: str, lr: float, autocast: str | None = None, no_cache: bool = False
-) -> tuple[Graph, BuiltModel]:
-    """Build and capture a model with an optimizer over its trained parameters, and for fp16 a default GradScaler."""
-    check_training(optimizer, lr, autocast)
-    import torch
-
-    from superscaler.models import build
-    from superscaler.plan import capture
-
-    built = build(model)
-    scaler = torch.amp.GradScaler("cpu") if autocast == "fp16" else None
-    trained = make_optimizer(built, optimizer, lr)
-    return capture(built.module, built.args, built.kwargs, trained, autocast, scaler, not no_cache), built
+        graph, built = self.capture()
+        return compile_graph(graph, sprogram, cluster), built
 
 
-def check_training(name: str, lr: float, autocast: str | None = None) -> None:
-    """Raise InputError for an unknown optimizer or autocast, or a learning rate that is not a positive number."""
-    if autocast is not None and autocast not in AUTOCASTS:
-        raise InputError(unknown("autocast", autocast, AUTOCASTS))
-    if name not in OPTIMIZERS:
-        raise InputError(unknown("optimizer", name, OPTIMIZERS))
-    if not (math.isfinite(lr) and lr > 0):
-        raise InputError(f"--lr is {lr}, but a learning rate is a finite number above 0.")
+def command(function: Callable[..., bool | None]) -> Callable[..., None]:
+    """Make a command of `function(printer, [request,] options of its own)`: the fields of the request are options too,
+    and so is --json. Where the function returns False, the exit code is 1.
+    """
+    _, *own = signature(function, eval_str=True).parameters.values()
+    kind: Any = own.pop(0).annotation if own and own[0].name == "request" else None
+    asked = list(signature(kind, eval_str=True).parameters.values()) if kind else []
+    as_json = Annotated[bool, option("--json", "One JSON object as the last line of standard output.")]
+    last = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=as_json)
 
+    def run(as_json: bool, **given: Any) -> None:
+        request = [kind(**{p.name: given.pop(p.name) for p in asked})] if kind else []
+        with printing(as_json) as printer:
+            is_good = function(printer, *request, **given)
+        if is_good is False:
+            raise typer.Exit(1)
 
-def make_optimizer(built: BuiltModel, name: str, lr: float) -> torch.optim.Optimizer:
-    """Return the optimizer of this name over the parameters of the model that require gradients."""
-    import torch
-
-    parameters = [p for p in built.module.parameters() if p.requires_grad]
-    if not parameters:
-        raise InputError(
-            f"model '{built.name}' has no parameter that requires a gradient, so there is nothing to train."
-        )
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, OPTIMIZERS[name])(parameters, lr=lr)
-    return optimizer
+    # What typer reads, and lists in this order: what must be given, then what is the command's own.
+    ordered = sorted((*own, *asked), key=lambda p: p.default is not Parameter.empty)
+    options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in ordered]
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__signature__ = Signature([*options, last])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*options, last)}
+    return run

@@ -8,64 +8,39 @@ from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import (
-    AsJson,
-    AutocastName,
-    ClusterSpec,
-    LearningRate,
-    Model,
-    NoCache,
-    OptimizerName,
-    PlanSpec,
-    Request,
-    capture_model,
-    printing,
-)
+from superscaler.cli.common import PlanRequest, Printer, command
 from superscaler.errors import InputError
 
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Plan directory to write; another plan there is replaced.")
 ]
-# The same name is in runtime, which imports torch; a test holds the two together.
-PLAN_FILE = "plan.json"
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and of weights captured on meta.")]
 
 
-def compile_model(
-    model: Model,
-    plan: PlanSpec,
-    cluster: ClusterSpec,
-    out: Out = None,
-    optimizer: OptimizerName = "adamw",
-    lr: LearningRate = 1e-3,
-    autocast: AutocastName = None,
-    seed: Seed = 0,
-    no_cache: NoCache = False,
-    as_json: AsJson = False,
-) -> None:
+@command
+def compile_model(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed = 0) -> None:
     """Compile MODEL under a plan for a cluster, and write what each device runs."""
-    with printing(as_json) as printer:
-        check_out(out)
-        sprogram, devices = Request(model, plan, cluster, optimizer, lr, autocast, no_cache).read()
-        from superscaler.plan import compile as compile_graph
-        from superscaler.plan import compile_to
+    check_out(out)
+    sprogram, devices = request.read()
+    from superscaler.plan import compile as compile_graph
+    from superscaler.plan import compile_to
 
-        graph, built = capture_model(model, optimizer, lr, autocast, no_cache)
-        if out is None:
-            compiled, is_new = compile_graph(graph, sprogram, devices), True
-            summary, counts, seconds = compiled.summary(), compiled.counts, compiled.seconds
-        else:
-            summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
-        printer.show(summary, told(seconds, counts), *saved(out, len(devices.devices), is_new))
-        printer.result = {
-            "model": built.name,
-            "plan": plan,
-            "cluster": str(devices),
-            "out": None if out is None else str(out),
-            "unchanged": not is_new,
-            "seconds": seconds,
-            **counts,
-        }
+    graph, built = request.capture()
+    if out is None:
+        compiled, is_new = compile_graph(graph, sprogram, devices), True
+        summary, counts, seconds = compiled.summary(), compiled.counts, compiled.seconds
+    else:
+        summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
+    printer.show(summary, told(seconds, counts), *saved(out, len(devices.devices), is_new))
+    printer.result = {
+        "model": built.name,
+        "plan": request.plan,
+        "cluster": str(devices),
+        "out": None if out is None else str(out),
+        "unchanged": not is_new,
+        "seconds": seconds,
+        **counts,
+    }
 
 
 def check_out(out: Path | None) -> None:
@@ -78,8 +53,10 @@ def check_out(out: Path | None) -> None:
         raise InputError(f"--out {out}: {above} is {_kind(above)}; choose a directory.")
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"--out {out}: nothing can be written into {above}; choose another directory.")
-    if above == out and any(out.iterdir()) and not (out / PLAN_FILE).is_file():
-        raise InputError(f"{out} is not empty and is not a plan directory; choose another --out.")
+    if above == out:
+        from superscaler.artifact import check_directory
+
+        check_directory(out)
 
 
 def _kind(path: Path) -> str:

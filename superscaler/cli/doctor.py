@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +15,12 @@ import typer
 
 from superscaler import cache
 from superscaler.cli import measure as links
-from superscaler.cli.common import AsJson, printing
+from superscaler.cli.common import Printer, command
+from superscaler.errors import RuntimeFailure
 
 # The supported versions of torch: from the first, below the second. The package's own requirement says the same.
 TORCH = ((2, 11), (2, 14))
 _PYTHON = (3, 11)
-_SECONDS = 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,9 @@ class Check:
     required: bool = False
 
 
+@command
 def doctor(
+    printer: Printer,
     measure: Annotated[bool, typer.Option("--measure", help="Time collectives instead, and fit the links.")] = False,
     cluster: Annotated[
         str | None,
@@ -48,20 +47,17 @@ def doctor(
     out: Annotated[
         Path | None, typer.Option("--out", help="With --measure: the cluster file to write, for --cluster.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> bool:
     """Try out what SuperScaler needs on this machine. Exit code 1 when something required is missing."""
-    with printing(as_json) as printer:
-        if measure:
-            links.measure(printer, cluster, out)
-            return
-        links.check_alone(cluster, out)
-        checks = list(examine())
-        ready = all(c.ok for c in checks if c.required)
-        printer.show(_table(checks), "ready to train" if ready else "not ready: see the rows that are missing")
-        printer.result = {"ready": ready, "checks": [asdict(c) for c in checks]}
-    if not ready:
-        raise typer.Exit(1)
+    if measure:
+        links.measure(printer, cluster, out)
+        return True
+    links.check_alone(cluster, out)
+    checks = list(examine())
+    ready = all(c.ok for c in checks if c.required)
+    printer.show(_table(checks), "ready to train" if ready else "not ready: see the rows that are missing")
+    printer.result = {"ready": ready, "checks": [asdict(c) for c in checks]}
+    return ready
 
 
 def examine() -> Iterator[Check]:
@@ -126,26 +122,14 @@ def _cuda() -> Iterator[Check]:
 
 
 def _probe(backend: str, world: int) -> str:
-    """Run an all_reduce on `world` processes; return nothing when it works, else the last line of what they said."""
-    with tempfile.TemporaryDirectory(prefix="superscaler-doctor-") as folder:
-        command = [sys.executable, "-m", "superscaler.cli.probe", backend, str(Path(folder) / "store")]
-        ranks = [
-            subprocess.Popen([*command, str(rank), str(world)], stderr=subprocess.PIPE, text=True)
-            for rank in range(world)
-        ]
-        try:
-            words = [rank.communicate(timeout=_SECONDS)[1] for rank in ranks]
-        except subprocess.TimeoutExpired:
-            return f"no answer within {_SECONDS} s"
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    failed = [(r.returncode, w) for r, w in zip(ranks, words, strict=True) if r.returncode]
-    if not failed:
-        return ""
-    code, said = failed[0]
-    return said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"
+    """Run an all_reduce on `world` processes; return nothing when it works, else what went wrong."""
+    from superscaler.runtime.measure import probe
+
+    try:
+        probe(backend, world)
+    except RuntimeFailure as error:
+        return str(error)
+    return ""
 
 
 def _transformers() -> Check:
@@ -162,7 +146,7 @@ def _version(package: str) -> str | None:
 
 
 def _cores() -> Check:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = links.cores()
     return Check("cores", count > 1, str(count), "more processes than cores take turns: use small models and local:2")
 
 

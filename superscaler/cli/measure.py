@@ -74,12 +74,15 @@ def _count(spec: str | None) -> int:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 1:
         raise InputError("this machine has 1 GPU, but links join 2; set CUDA_VISIBLE_DEVICES= to measure its CPU.")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = len(asked.devices) if asked is not None else gpus or max(2, min(cores, _USUAL))
+    count = len(asked.devices) if asked is not None else gpus or max(2, min(cores(), _USUAL))
     if not 2 <= count <= (gpus or _MOST):
         limit = f"this machine has {gpus} GPUs" if gpus else f"at most {_MOST} processes can be measured"
         raise InputError(f"--cluster {spec} has {count} devices, but links join 2 or more, and {limit}.")
     return count
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _write(out: Path, cluster: Cluster) -> None:

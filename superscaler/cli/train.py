@@ -10,53 +10,37 @@ from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import (
-    AsJson,
-    AutocastName,
-    ClusterSpec,
-    LearningRate,
-    Model,
-    NoCache,
-    OptimizerName,
-    PlanSpec,
-    Request,
-    compile_plan,
-    printing,
-)
+from superscaler.cli.common import PlanRequest, Printer, command
 from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.errors import InputError
 
 
+@command
 def train(
-    model: Model,
-    plan: PlanSpec,
-    cluster: ClusterSpec,
+    printer: Printer,
+    request: PlanRequest,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to train.")] = 20,
-    lr: LearningRate = 1e-3,
-    autocast: AutocastName = None,
-    optimizer: OptimizerName = "adamw",
     clip: Annotated[float | None, typer.Option("--clip", help="Largest global norm of the gradients.")] = None,
     data: Annotated[
         Path | None, typer.Option("--data", metavar="FILE", help="Text to learn, byte by byte; default: Python's own.")
     ] = None,
     out: Out = None,
     seed: Seed = 0,
-    no_cache: NoCache = False,
-    as_json: AsJson = False,
 ) -> None:
     """Compile MODEL for local:N, start N processes and train; prints the losses."""
-    with printing(as_json) as printer:
-        request = Request(model, plan, cluster, optimizer, lr, autocast, no_cache)
-        check(request, clip, data, out)
-        compiled, built = compile_plan(request)
-        with _directory(out) as directory:
-            compiled.save(directory, seed)
-            result = _launch(directory, compiled.compiled.program.world, steps, data, clip, seed)
-        printer.show(_told(result))
-        printer.result = {"model": built.name, "plan": plan, "cluster": cluster, **result}
+    check(request, clip, data, out)
+    compiled, built = request.compile()
+    from superscaler.train.launch import train as launch
+
+    with _directory(out) as directory:
+        compiled.save(directory, seed)
+        world = compiled.compiled.program.world
+        result = launch(directory, world=world, steps=steps, data=data, clip=clip, seed=seed)
+    printer.show(_told(result))
+    printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
 
 
-def check(request: Request, clip: float | None, data: Path | None, out: Path | None) -> None:
+def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path | None) -> None:
     """Raise InputError for what is wrong before anything is built."""
     check_out(out)
     _, cluster = request.read()
@@ -69,14 +53,6 @@ def check(request: Request, clip: float | None, data: Path | None, out: Path | N
         raise InputError(f"--clip is {clip}, but a norm to clip to is a number above 0.")
     if data is not None and not data.is_file():
         raise InputError(f"--data {data} is not a file; give a text, or leave it out.")
-
-
-def _launch(
-    directory: Path, world: int, steps: int, data: Path | None, clip: float | None, seed: int
-) -> dict[str, Any]:
-    from superscaler.train.launch import train as launch
-
-    return launch(directory, world=world, steps=steps, data=data, clip=clip, seed=seed)
 
 
 @contextmanager

@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from superscaler.cli.common import (
-    AsJson,
-    AutocastName,
-    ClusterSpec,
-    LearningRate,
-    Model,
-    NoCache,
-    OptimizerName,
-    PlanSpec,
-    Request,
-    compile_plan,
-    printing,
-)
+from superscaler.cli.common import PlanRequest, Printer, command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +15,10 @@ if TYPE_CHECKING:
     from superscaler.models import BuiltModel
 
 
+@command
 def verify(
-    model: Model,
-    plan: PlanSpec,
-    cluster: ClusterSpec,
+    printer: Printer,
+    request: PlanRequest,
     processes: Annotated[
         bool, typer.Option("--processes", help="Run each device as a process instead of a thread.")
     ] = False,
@@ -38,20 +26,12 @@ def verify(
         str,
         typer.Option(help="Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
     ] = "auto",
-    optimizer: OptimizerName = "adamw",
-    lr: LearningRate = 1e-3,
-    autocast: AutocastName = None,
-    no_cache: NoCache = False,
-    as_json: AsJson = False,
-) -> None:
+) -> bool:
     """Run one step of the plan and of the model in float64 and compare. Exit code 1 when they are not equal."""
-    with printing(as_json) as printer:
-        compiled, built = compile_plan(Request(model, plan, cluster, optimizer, lr, autocast, no_cache))
-        result = compiled.verify("processes" if processes else "threads", real_batch(built), shapes)
-        printer.show(_certificate(result))
-        printer.result = result
-    if not result["equal"]:
-        raise typer.Exit(1)
+    compiled, built = request.compile()
+    printer.result = compiled.verify("processes" if processes else "threads", real_batch(built), shapes)
+    printer.show(_certificate(printer.result))
+    return bool(printer.result["equal"])
 
 
 def real_batch(built: BuiltModel) -> dict[str, Tensor] | None:

@@ -15,10 +15,10 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import InputError, unknown
+from superscaler.specs.options import AUTOCASTS
 
 # The arguments of torch.autocast: device type and dtype.
 Autocast = tuple[str, torch.dtype]
-DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _REGION = torch.ops.higher_order.wrap_with_autocast
 _CAST = torch.ops.aten._to_copy.default
 
@@ -26,9 +26,9 @@ _CAST = torch.ops.aten._to_copy.default
 def read_autocast(name: str | None, kind: str) -> Autocast | None:
     """Return what `torch.autocast` is asked for by name, else by the region around this call, if any."""
     if name is not None:
-        if name not in DTYPES:
-            raise InputError(unknown("autocast", name, DTYPES))
-        return kind, DTYPES[name]
+        if name not in AUTOCASTS:
+            raise InputError(unknown("autocast", name, AUTOCASTS))
+        return kind, getattr(torch, AUTOCASTS[name])
     return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 

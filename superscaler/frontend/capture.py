@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from superscaler.errors import CaptureError
-from superscaler.frontend.autocast import Autocast, read_autocast
+from superscaler.errors import CaptureError, InputError
+from superscaler.frontend.autocast import read_autocast
 from superscaler.frontend.constants import fold, rename
-from superscaler.frontend.entries import Inputs, inputs_of, load, load_program, save, values_of
+from superscaler.frontend.entries import Inputs, inputs_of, key_of, load, save
 from superscaler.frontend.export import examples, export
-from superscaler.frontend.fingerprint import fingerprint
 from superscaler.frontend.flops import FlopCounter
 from superscaler.frontend.gradients import depends, has_mirror, remove_idle_detaches, with_gradient
 from superscaler.frontend.infer import Indexed, Inference, infer
@@ -61,67 +60,58 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    cache: bool = False,
+    cache: str | None = None,
 ) -> Captured:
     """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`.
 
     The forward runs under `torch.autocast` to "bf16" or "fp16", or in the autocast region around this call, if any.
-    `scaler` scales the loss and skips updates whose gradients are not finite, as a loop with it does. With `cache`, a
-    capture of the same module (its code and its state but for the values of parameters) is read from disk. Raises
+    `scaler` scales the loss and skips updates whose gradients are not finite, as a loop with it does. With a name as
+    `cache`, what was captured under it from equal files, versions, options and shapes is read from disk. Raises
     CaptureError where the module gives no scalar loss, cannot be exported, changes its inputs, or is on two
-    devices, or where the optimizer is not supported; InputError for another name of autocast.
+    devices, or where the optimizer is not supported; InputError for another name of autocast, and a cache of no name.
     """
+    if cache and not isinstance(cache, str):
+        raise InputError(
+            f"cache={cache!r} does not tell models apart; give this one a name, as cache='mine', and another name "
+            "where it differs in what is not in its files."
+        )
     device = _device(module)
     cast = read_autocast(autocast, device.type)
     training = read_optimizer(module, optimizer, scaler)
-    with torch.autocast(device.type, enabled=False), without_garbage_collection():
-        found = (_cached if cache else _capture)(module, args, kwargs or {}, training, device, cast)
-    _warn_of_underflow(found.model)
-    return found
+    inputs = examples(module, args, kwargs or {})
+    named = (training.optimizer.name, training.groups, bool(training.optimizer.scaler))
+    chosen = (*named, aliases_of(module), device, cast)
+    exported: ExportedProgram | None = None
 
+    def program() -> ExportedProgram:
+        if exported is not None:
+            return exported
+        with torch.autocast(device.type, enabled=False):
+            return export(module, *inputs, cast)
 
-def _cached(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    training: Training,
-    device: torch.device,
-    cast: Autocast | None,
-) -> Captured:
-    """Return what the cache has of this capture with the module's own values, else capture and keep it."""
-    start = time.perf_counter()
-    chosen = (training.optimizer.name, training.groups, bool(training.optimizer.scaler), device, cast)
-    key = fingerprint(module, args, kwargs, *chosen)
-    again = partial(_capture, module, args, kwargs, replace(training, groups=dict(training.groups)), device, cast)
-    kept = load(key) if key else None
+    start = exported_at = time.perf_counter()
+    key = key_of(cache, module, inputs, *chosen) if cache else ""
+    kept = load(key, module) if cache else None
     if kept is None:
-        found = again()
-        if key:
-            save(key, found.model, values_of(module, found.model), found.values, found.exported)
-        return found
-    model = replace(kept.model, optimizer=training.optimizer)
-    values = {**kept.constants, **values_of(module, model)}
-    return Captured(
-        model,
-        {name: values[name] for name in kept.names},
-        lambda: load_program(key or "") or again().exported,
-        {"export": 0.0, "capture": time.perf_counter() - start},
-        _batch(kept.inputs, args, kwargs),
-    )
+        with torch.autocast(device.type, enabled=False), without_garbage_collection():
+            start = time.perf_counter()
+            exported = program()
+            exported_at = time.perf_counter()
+            kept = (*_read(module, exported, training, device), inputs_of(exported))
+        # Another key says that the model loaded code, or set a buffer, as it ran: no later capture asks for that key.
+        if cache and key == key_of(cache, module, inputs, *chosen):
+            save(key, module, *kept)
+    model, values, names = kept
+    model = replace(model, optimizer=training.optimizer)
+    _warn_of_underflow(model)
+    seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
+    return Captured(model, values, program, seconds, _batch(names, args, kwargs or {}))
 
 
-def _capture(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    training: Training,
-    device: torch.device,
-    cast: Autocast | None,
-) -> Captured:
-    own_args, own_kwargs = examples(module, args, kwargs)
-    start = time.perf_counter()
-    exported = export(module, own_args, own_kwargs, cast)
-    exported_at = time.perf_counter()
+def _read(
+    module: nn.Module, exported: ExportedProgram, training: Training, device: torch.device
+) -> tuple[Model, dict[str, Tensor]]:
+    """Return the model that is in an exported program, and its values."""
     aliases = aliases_of(module)
     trace = read(exported, aliases)
     _require_values(module, trace)
@@ -129,11 +119,10 @@ def _capture(
     fold(trace, device)
     normalize(trace)
     segments = cut_segments(trace)
-    training.groups.update({piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups})
+    pieces = {piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups}
     trace.values = {name: value.contiguous() for name, value in trace.values.items()}
-    model = _build(trace, training, aliases, segments)
-    seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
-    return Captured(model, trace.values, lambda: exported, seconds, _batch(inputs_of(exported), args, kwargs))
+    training = replace(training, groups={**training.groups, **pieces})
+    return _build(trace, training, aliases, segments), trace.values
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:

@@ -1,11 +1,20 @@
-"""What the cache keeps of a capture: the model as text, the constants that capture computed, the exported program."""
+"""What the cache keeps of a capture: the model as text, and the constants that capture computed.
+
+An entry belongs to a name, which stands for whatever no file holds, and to what can be told without looking into live
+objects: options, versions, files of code, and the module as seen from outside. The exported program is not kept:
+`verify` exports it again.
+"""
 
 from __future__ import annotations
 
-import io
+import hashlib
 import json
-import warnings
-from collections.abc import Mapping
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +23,16 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
 from superscaler import cache
+from superscaler.frontend.trace import shorten
 from superscaler.ir.graph import Model
 from superscaler.ir.text import parse_model, print_model
 
-_MODEL, _NAMES, _CONSTANTS, _PROGRAM = "model.txt", "names.json", "constants.safetensors", "program.pt2"
+# What is below these is said by versions.
+_LIBRARIES = tuple(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "scripts"))
+_INSTALLED = "-packages"
 
 
 class Inputs(NamedTuple):
@@ -29,19 +42,53 @@ class Inputs(NamedTuple):
     names: list[str]
 
 
-class Kept(NamedTuple):
-    """An entry: the model, the constants, the names of all values in their order, and the inputs."""
-
-    model: Model
-    constants: dict[str, Tensor]
-    names: list[str]
-    inputs: Inputs
-
-
 def inputs_of(exported: ExportedProgram) -> Inputs:
     specs = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
     spec = exported.call_spec.in_spec
     return Inputs(list(spec.children()[1].context) if spec else [], [s.arg.name for s in specs])
+
+
+def key_of(name: str, module: nn.Module, inputs: Any, *options: Any) -> str:
+    """Return the hash of what a capture depends on; files of code count as they are on disk.
+
+    The values of parameters and of input tensors do not count: no capture reads them. Those of buffers do.
+    """
+    flags = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    versions = (platform.python_version(), torch.__version__, cache.sources(), _installed())
+    leaves, spec = pytree.tree_flatten(inputs)
+    seen = [name, options, flags, torch.get_default_device(), torch.cuda.is_available(), versions, spec]
+    seen += [_layout(x) if isinstance(x, Tensor) else x for x in leaves]
+    seen += [module, [m.training for m in module.modules()]]
+    seen += [(n, _layout(x)) for n, x in module.named_parameters(remove_duplicate=False)]
+    seen += [(n, _layout(x), _bits(x)) for n, x in module.named_buffers(remove_duplicate=False)]
+    return hashlib.sha256("\n".join(map(repr, [*seen, *_files()])).encode()).hexdigest()
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, tuple(x.shape), x.stride(), x.device, x.requires_grad
+
+
+def _bits(x: Tensor) -> str:
+    if x.is_meta:
+        return ""
+    plain = x.detach().resolve_conj().resolve_neg().cpu().flatten().contiguous()
+    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
+
+
+def _installed() -> list[str]:
+    """Return the packages that can be imported, with their versions, as the folders say that pip makes."""
+    return sorted(f.name for home in sys.path if _INSTALLED in home for f in Path(home).glob("*-info"))
+
+
+def _files() -> Iterator[tuple[str, str, str]]:
+    """Yield name, place and hash of each loaded module that neither Python, nor a package, nor this library has."""
+    for name, module in sorted(sys.modules.items()):
+        # Not getattr: a module that loads late would load what it is asked for.
+        file = getattr(module, "__dict__", {}).get("__file__") or ""
+        if name.split(".")[0] != "superscaler" and _INSTALLED not in file and not file.startswith(_LIBRARIES):
+            # Some modules, as torch.ops, name a file that is not there.
+            with suppress(OSError):
+                yield name, shorten(file), hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:
@@ -54,68 +101,23 @@ def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in found.items()}
 
 
-def save(
-    key: str, model: Model, own: Mapping[str, Tensor], values: Mapping[str, Tensor], exported: ExportedProgram
-) -> None:
-    """Keep a capture whose module has the values `own`, if all of it can be read back."""
-    text, inputs = print_model(model), inputs_of(exported)
-    try:
-        if parse_model(text) != model:
-            return
-        constants = {n: v.detach().clone() for n, v in values.items() if n not in own}
-        parts = {
-            _MODEL: text.encode(),
-            _NAMES: json.dumps([list(values), {n: str(v.device) for n, v in constants.items()}, *inputs]).encode(),
-            _CONSTANTS: save_tensors(constants),
-            _PROGRAM: _pack(exported),
-        }
-    except Exception:
-        # torch cannot write every program that it can export; those are exported again.
-        return
-    cache.write(key, parts)
+def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs) -> None:
+    """Keep a capture of a module, without the values that the module has itself."""
+    own = values_of(module, model)
+    head = {"model": print_model(model), "values": {n: str(v.device) for n, v in values.items()}, "inputs": inputs}
+    # safetensors has no name for a few dtypes, as complex128: a model with such constants is captured each time.
+    with suppress(KeyError):
+        constants = save_tensors({n: v.detach().clone() for n, v in values.items() if n not in own})
+        cache.write(key, json.dumps(head).encode() + b"\n" + constants)
 
 
-def load(key: str) -> Kept | None:
-    """Return the entry without its program, or None where there is none that can be read."""
-    parts = cache.read(key, _MODEL, _NAMES, _CONSTANTS)
-    if parts is None:
+def load(key: str, module: nn.Module) -> tuple[Model, dict[str, Tensor], Inputs] | None:
+    """Return what was saved, with the values of this module, or None where nothing is."""
+    data = cache.read(key)
+    if data is None:
         return None
-    try:
-        names, devices, *inputs = json.loads(parts[1])
-        constants = {n: v.to(devices[n]) for n, v in load_tensors(parts[2]).items()}
-        return Kept(parse_model(parts[0].decode()), constants, names, Inputs(*inputs))
-    except Exception:
-        # An entry that something else than this program wrote is none.
-        return None
-
-
-def load_program(key: str) -> ExportedProgram | None:
-    """Return the program of an entry; one that cannot be read ends its entry, which the next capture writes again."""
-    parts = cache.read(key, _PROGRAM)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.export.load(io.BytesIO((parts or [b""])[0]))
-    except Exception:
-        cache.remove(key)
-        return None
-
-
-def _pack(exported: ExportedProgram) -> bytes:
-    """Return a program as bytes, without the values of parameters and of examples, which come with each use."""
-    state, given = exported._state_dict, exported._example_inputs
-    parameters = set(exported.graph_signature.parameters)
-    exported._state_dict = {n: _hollow(v) if n in parameters else v for n, v in state.items()}
-    exported._example_inputs = None
-    file = io.BytesIO()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.export.save(exported, file)
-    finally:
-        exported._state_dict, exported._example_inputs = state, given
-    return file.getvalue()
-
-
-def _hollow(parameter: Any) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    text, _, constants = data.partition(b"\n")
+    head = json.loads(text)
+    model = parse_model(head["model"])
+    values = {**load_tensors(constants), **values_of(module, model)}
+    return model, {n: values[n].to(device) for n, device in head["values"].items()}, Inputs(*head["inputs"])

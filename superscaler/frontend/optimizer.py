@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from superscaler.errors import CaptureError, unknown
 from superscaler.ir.graph import Optimizer
+from superscaler.specs.options import OPTIMIZERS
 
-_SUPPORTED = {c.__name__: c for c in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)}
+_SUPPORTED = {name: getattr(torch.optim, name) for name in OPTIMIZERS.values()}
 _DEFAULT = Optimizer("SGD", ((("lr", 1e-2),),))
 
 

@@ -48,8 +48,7 @@ def build(spec: str) -> BuiltModel:
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):
-        function, _, rest = rest.partition(":")
-        module, args, kwargs = file.build(spec, name, function, rest)
+        module, args, kwargs = file.build(spec)
         return BuiltModel(spec, module, args, kwargs, None)
     if name not in NAMES:
         raise InputError(f"{unknown('model', name, NAMES)} Or give a file: path/to/file.py:function.")

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from superscaler.errors import InputError, unknown
-from superscaler.specs.options import for_function, read_pairs
-from superscaler.specs.user_file import load_file, running
+from superscaler.errors import InputError
+from superscaler.specs.user_file import from_file
 
 _SHAPE = "(module, args) or (module, args, kwargs)"
 
 
-def build(spec: str, path: str, function: str, text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Call the function of the file and return its module, args and kwargs.
+def build(spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Call the function that `path/to/file.py:function[:key=value,...]` names; return its module, args and kwargs.
 
     The file's folder can be imported from meanwhile, as when Python runs the file. Raises InputError for a missing
     file or function, a file or function that fails, a bad key, and a result of another shape.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"there is no model file {path}; write NAME or path/to/file.py:function.")
-    made = _call(spec, load_file(file), function, text)
-    return _checked(f"{path}:{function}", made)
-
-
-def _call(spec: str, module: ModuleType, function: str, text: str) -> Any:
-    own = [k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-    if not function:
-        raise InputError(
-            f"'{spec}' names no function; write {spec.rstrip(':')}:FUNCTION, one of {', '.join(own) or '-'}."
-        )
-    found: Callable[..., Any] | None = getattr(module, function, None)
-    if not callable(found):
-        raise InputError(f"{module.__file__}: {unknown('function', function, own)}")
-    options = for_function(spec, read_pairs(spec, text), found)
-    with running(Path(str(module.__file__)), "failed"):
-        return found(**options)
+    return _checked(":".join(spec.split(":")[:2]), from_file(spec, "model")())
 
 
 def _checked(where: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import pathlib
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import count, groupby
 from math import prod
 from typing import Any
 
@@ -19,16 +17,18 @@ import torch
 from torch import Tensor
 
 import superscaler
+from superscaler.cache import sources
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.ir.graph import Op, Operand, width
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
-from superscaler.ir.parts import Axis, Grid
+from superscaler.ir.parts import Axis as Cut
+from superscaler.ir.parts import Grid
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Move, Path, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
-from superscaler.report.explain import VERSION, digest
+from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, digest, group, rows
 from superscaler.report.model import collapse, describe
 
 # Devices or groups that a list names; beyond, only how many there are.
@@ -39,8 +39,10 @@ _NONE = "the model"
 
 def account(compiled: Compiled) -> dict[str, Any]:
     """Return explain.json: what `superscaler.report.explain` puts into words. Equal blocks share one entry."""
-    blocks = _Blocks(compiled)
+    told = _Blocks(compiled)
     found, optimizer = describe(compiled.graph.model), compiled.graph.model.optimizer
+    alike = group(map(told.describe, told.ops), lambda block: replace(block, names=()))
+    blocks = [replace(one, names=tuple(b.names[0] for b in blocks)) for one, blocks in alike.items()]
     return {
         "version": VERSION,
         "world": compiled.program.world,
@@ -49,15 +51,15 @@ def account(compiled: Compiled) -> dict[str, Any]:
             **{k: found[k] for k in ("parameters", "parameter_bytes", "trained_parameters", "buffers", "flops")},
             "ops": sum(found["ops"].values()),
             "optimizer": optimizer.name,
-            "options": [dict(group) for group in optimizer.groups],
+            "options": [dict(options) for options in optimizer.groups],
         },
-        "blocks": _collapse({name: blocks.describe(name) for name in blocks.ops}),
-        "schedule": blocks.schedule(),
+        "blocks": rows().dump_python(blocks, mode="json", exclude_defaults=True),
+        "schedule": told.schedule(),
         "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],
         "summary": summary(compiled),
         "counts": compiled.counts,
         "totals": _totals(compiled.program.moves),
-        "paths": [blocks.path(path) for path in compiled.program.paths],
+        "paths": [told.path(path) for path in compiled.program.paths],
         "bytes_moved": compiled.program.bytes_moved,
     }
 
@@ -79,17 +81,11 @@ def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict
         "plan": digest(_plan_text(graph)),
         "cluster": digest(f"{cluster} {cluster.device_kind} {cluster.links}"),
         "weights": hash_values(kept),
-        "sources": _sources(),
+        "sources": sources(),
         "superscaler": superscaler.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-@functools.cache
-def _sources() -> str:
-    home = pathlib.Path(superscaler.__file__).parent
-    return digest("".join(f"{f.relative_to(home)}\n{f.read_text()}" for f in sorted(home.rglob("*.py"))))
 
 
 def hash_values(values: Mapping[str, Tensor]) -> str:
@@ -115,9 +111,7 @@ def _grid_text(grid: Grid) -> str:
 
 def summary(compiled: Compiled) -> str:
     """Return one line per distinct program: who runs it, its segments, its communication per step."""
-    groups: dict[str, list[int]] = {}
-    for rank, name in enumerate(compiled.emitted.programs):
-        groups.setdefault(name, []).append(rank)
+    groups = group(range(compiled.program.world), lambda rank: compiled.emitted.programs[rank])
     fold = compiled.fold
     mesh = "" if fold is None else f", folded over {' x '.join(map(str, fold.widths))} places"
     lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}"]
@@ -168,30 +162,21 @@ def ranges(devices: Iterable[int]) -> str:
     return ", ".join(words)
 
 
-def _told(groups: Sequence[Sequence[int]], is_from_first: bool = False) -> list[str]:
+def _told(groups: Sequence[Sequence[int]], is_from_first: bool = False) -> tuple[str, ...]:
     """Return groups of devices in words; many are told as one."""
     if len(groups) > MOST:
-        return [f"{len(groups)} groups in {ranges(d for group in groups for d in group)}"]
-    return [f"{group[0]} -> {ranges(group[1:])}" if is_from_first else ranges(group) for group in groups]
-
-
-def _collapse(blocks: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for name, block in blocks.items():
-        found.setdefault(json.dumps(block), {"names": [], **block})["names"].append(name)
-    return list(found.values())
+        return (f"{len(groups)} groups in {ranges(d for group in groups for d in group)}",)
+    return tuple(f"{group[0]} -> {ranges(group[1:])}" if is_from_first else ranges(group) for group in groups)
 
 
 def _totals(moves: Iterable[Move]) -> list[dict[str, Any]]:
     """Return per direction, way and kind how many transfers, what their sources weigh, and bytes on links."""
-    found: dict[tuple[str, str, str], Counter[str]] = {}
-    for move in moves:
-        sums = found.setdefault((_direction(move), move.way, move.kind), Counter())
-        sums.update({"count": move.count, "bytes": move.bytes, "moved": move.moved})
-    return [
-        {"direction": key[0], "way": key[1], "kind": key[2], **sums}
-        for key, sums in sorted(found.items(), reverse=True)
-    ]
+    found = sorted(group(moves, lambda m: (_direction(m), m.way, m.kind)).items(), reverse=True)
+    return [{"direction": d, "way": way, "kind": kind, **_add(some)} for (d, way, kind), some in found]
+
+
+def _add(moves: Sequence[Move]) -> dict[str, Any]:
+    return {what: sum(getattr(move, what) for move in moves) for what in ("count", "bytes", "moved")}
 
 
 def _sums(
@@ -200,10 +185,9 @@ def _sums(
     """Return the sums of moves of one kind, and how long they take after each other, at the least and as predicted: of
     a bucket their share; groups without a common device are taken to run at once.
     """
-    sums: dict[str, Any] = {what: sum(getattr(move, what) for move in moves) for what in ("count", "bytes", "moved")}
     groups = list(dict.fromkeys(group for move in moves for group in everywhere[move.group]))
     seconds: Counter[str] = Counter()
-    for together, some in _group(moves, lambda move: move.together).items():
+    for together, some in group(moves, lambda move: move.together).items():
         count, size = (sum(getattr(move, what) for move in some) for what in ("count", "bytes"))
         own = list(dict.fromkeys(group for move in some for group in everywhere[move.group]))
         is_apart = len({d for group in own for d in group}) == sum(map(len, own))
@@ -211,8 +195,8 @@ def _sums(
         for what, formula in (("seconds", cluster.seconds), ("bound", cluster.bound)):
             each = sum(formula(some[0].kind, wave, size / count * together) for wave in waves) / together
             seconds[what] += count / len(own) * each
-    sums |= {what: float(f"{value:.3g}") for what, value in seconds.items()}
-    return {"groups": _told(groups, moves[0].kind in ("send", "broadcast")), **sums}
+    rounded = {what: float(f"{value:.3g}") for what, value in seconds.items()}
+    return {"groups": _told(groups, moves[0].kind in ("send", "broadcast")), **_add(moves), **rounded}
 
 
 def _direction(move: Move | Path) -> str:
@@ -268,8 +252,8 @@ class _Blocks:
             self.ops.setdefault(name, [])
         block_of_op = {op.name: name for name, ops in self.ops.items() for op in ops}
         block_of_op |= {op.name: self.home[op.inputs[0].tensor] for op in self.model.ops if not op.is_forward}
-        self.moves: dict[str, list[Move]] = _group(compiled.program.moves, lambda move: self.home[move.tensor])
-        self.journal = _group(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
+        self.moves: dict[str, list[Move]] = group(compiled.program.moves, lambda move: self.home[move.tensor])
+        self.journal = group(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
         self.places: dict[str, dict[Any, list[int]]] = {}
         self.trained: set[str] = set()
         for rank in range(compiled.program.world):
@@ -281,17 +265,11 @@ class _Blocks:
         blocks = {_block(op) for op in ops}
         return _NONE if len(blocks) > 1 and self.model.tensors[tensor].kind != "parameter" else _block(ops[0])
 
-    def describe(self, name: str) -> dict[str, Any]:
-        names = _Names.of(name)
+    def describe(self, name: str) -> Block:
+        names, ops = _Names.of(name), self.ops[name]
         asked = Counter(f"{e.verb} {names.within(e.what)}" for e in self.journal.get(name, ()))
-        return {
-            "ops": len(self.ops[name]),
-            "devices": ranges(self.devices(name)),
-            "splits": self._splits(name, names),
-            "weights": self._weights(name, names),
-            "moves": self._moves(name, names),
-            "asked": dict(asked),
-        }
+        splits, weights = tuple(self._splits(ops, names)), tuple(self._weights(name, names))
+        return Block((name,), len(ops), ranges(self.devices(name)), splits, weights, self._moves(name, names), asked)
 
     def devices(self, name: str) -> set[int]:
         return set[int]().union(*(self.graph.grids[op.name].used() for op in self.ops[name]))
@@ -302,67 +280,53 @@ class _Blocks:
         for name in self.ops:
             for device in self.devices(name):
                 run.setdefault(device, []).append(name)
-        order_of: dict[str, str] = {}
-        found: dict[tuple[tuple[str, ...], str], list[int]] = {}
-        for rank, program in enumerate(self.compiled.emitted.programs):
-            if program not in order_of:
-                order_of[program] = microbatches(self.compiled.program.devices[rank].instructions)
-            found.setdefault((tuple(run.get(rank, ())), order_of[program]), []).append(rank)
-        return [{"devices": ranges(d), "blocks": list(b), "order": order} for (b, order), d in found.items()]
+        programs, devices = self.compiled.emitted.programs, self.compiled.program.devices
+        # Of devices that run one program, any tells its order.
+        order = {name: microbatches(devices[k].instructions) for name, k in dict(zip(programs, count())).items()}
+        found = group(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
+        return [{"devices": ranges(d), "blocks": list(b), "order": text} for (b, text), d in found.items()]
 
-    def _splits(self, name: str, names: _Names) -> list[dict[str, Any]]:
-        """Return the ops of a block that are cut and placed alike, with their axes."""
-        found: dict[str, dict[str, Any]] = {}
-        for op in self.ops[name]:
-            row = {
-                "axes": _axes(op, self.graph.grids[op.name], names),
-                "devices": ranges(self.graph.grids[op.name].used()),
-            }
-            entry = found.setdefault(json.dumps(row), {**row, "ops": 0, "of": []})
-            entry["ops"] += 1
-            entry["of"] = list(dict.fromkeys((*entry["of"], _label(op, names))))
-        return list(found.values())
+    def _splits(self, ops: Sequence[Op], names: _Names) -> Iterator[Split]:
+        def key(op: Op) -> tuple[tuple[Axis, ...], str]:
+            grid = self.graph.grids[op.name]
+            return _axes(op, grid, names), ranges(grid.used())
 
-    def _weights(self, name: str, names: _Names) -> list[dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for tensor, places in self.places.items():
-            if self.home[tensor] != name:
-                continue
-            spec = self.model.tensors[tensor]
+        for (axes, devices), some in group(ops, key).items():
+            yield Split(axes, devices, len(some), tuple(dict.fromkeys(_label(op, names) for op in some)))
+
+    def _weights(self, name: str, names: _Names) -> Iterator[Weights]:
+        def key(tensor: str) -> Weights:
+            spec, places = self.model.tensors[tensor], self.places[tensor]
             elements = [prod(extents(box)) for box in places]
-            held = sum(n * len(devices) for n, devices in zip(elements, places.values(), strict=True))
-            row: dict[str, Any] = {"kind": spec.kind, "is_trained": tensor in self.trained, "pieces": len(places)}
-            row["devices"] = _told(list(places.values()))
-            if len(set(elements)) > 1 and len(places) <= MOST:
-                row["percent"] = [round(100 * n / prod(spec.shape)) for n in elements]
-            entry = found.setdefault(json.dumps(row), {**row, "bytes": 0, "held_bytes": 0, "of": []})
-            entry["bytes"] += prod(spec.shape) * width(spec.dtype)
-            entry["held_bytes"] += held * width(spec.dtype)
-            entry["of"].append(collapse(tensor) if spec.kind == "constant" else names.short(tensor))
-        return list(found.values())
+            is_even = len(set(elements)) == 1 or len(places) > MOST
+            percent = () if is_even else tuple(round(100 * n / prod(spec.shape)) for n in elements)
+            return Weights(spec.kind, tensor in self.trained, len(places), _told(list(places.values())), percent)
 
-    def _moves(self, name: str, names: _Names) -> list[dict[str, Any]]:
-        """Return the transfers of a block's tensors; of those that stay on a device, only the reasons."""
+        for row, tensors in group((t for t in self.places if self.home[t] == name), key).items():
+            widths = {t: width(self.model.tensors[t].dtype) for t in tensors}
+            held = {t: sum(prod(extents(b)) * len(at) for b, at in self.places[t].items()) for t in tensors}
+            yield replace(
+                row,
+                bytes=sum(prod(self.model.tensors[t].shape) * w for t, w in widths.items()),
+                held_bytes=sum(held[t] * w for t, w in widths.items()),
+                of=tuple(collapse(t) if row.kind == "constant" else names.short(t) for t in tensors),
+            )
 
-        def key(move: Move) -> dict[str, Any]:
-            row = {"direction": _direction(move), "way": move.way, "reason": move.reason}
+    def _moves(self, name: str, names: _Names) -> tuple[Sent, ...]:
+        def key(move: Move) -> Sent:
+            row = Sent(_direction(move), move.way, move.reason)
             if move.way == "local":
                 return row
             layouts = self._layouts(move.tensor, move.is_backward)
-            return {**row, "kind": move.kind, "tensor": self._tensor(move.tensor, names), "layouts": layouts}
+            return replace(row, kind=move.kind, tensor=self._tensor(move.tensor, names), layouts=layouts)
 
-        found: dict[str, list[Move]] = _group(self.moves.get(name, ()), lambda move: json.dumps(key(move)))
         # How many stay on a device depends on where segments end, in which equal blocks may differ.
-        rows = [
-            {
-                **json.loads(text),
-                **({} if moves[0].way == "local" else _sums(moves, self.groups, self.compiled.cluster)),
-            }
-            for text, moves in found.items()
-        ]
-        return sorted(
-            rows, key=lambda row: (row["direction"] == "backward", row["reason"] if row["way"] == "local" else "")
+        found = (
+            row if row.way == "local" else replace(row, **_sums(moves, self.groups, self.compiled.cluster))
+            for row, moves in group(self.moves.get(name, ()), key).items()
         )
+        order = sorted(found, key=lambda row: (row.direction == "backward", row.reason if row.way == "local" else ""))
+        return tuple(order)
 
     def _layouts(self, tensor: str, is_backward: bool) -> str:
         """Return how a tensor, or its gradient, lies where it is made, and where others read it."""
@@ -406,13 +370,6 @@ class _Blocks:
         return _label(self.producers[tensor][0], names) if tensor in self.producers else names.short(tensor)
 
 
-def _group(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
-    found: dict[Any, list[Any]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
-
-
 def _block(op: Op) -> str:
     return block_of(op.module) or op.module or _NONE
 
@@ -423,29 +380,25 @@ def _label(op: Op, names: _Names) -> str:
     return f"{module} {op.target.split('.')[1]}".strip()
 
 
-def _axes(op: Op, grid: Grid, names: _Names) -> list[dict[str, Any]]:
+def _axes(op: Op, grid: Grid, names: _Names) -> tuple[Axis, ...]:
     """Return what the axes of an op's grid do; `devices` where its parts go to different ones."""
-    found: list[dict[str, Any]] = []
+    found: list[Axis] = []
     for level, axis in enumerate(grid.axes):
         if len(axis.sizes) == 1:
             continue
-        devices = grid.once
-        places = range(devices.shape[level])
-        groups = [sorted(set(devices.take(k, axis=level).reshape(-1).tolist())) for k in places]
-        row: dict[str, Any] = {"how": _how(axis), "parts": len(axis.sizes)}
-        if axis.index is not None:
-            row["factor"] = names.short(op.indices[axis.index].factor)
-        if len(set(axis.sizes)) > 1:
-            row["sizes"] = list(axis.sizes)
-        found.append(row | ({"devices": _told(groups)} if len(set(map(tuple, groups))) > 1 else {}))
+        places = range(grid.once.shape[level])
+        groups = [sorted(set(grid.once.take(k, axis=level).reshape(-1).tolist())) for k in places]
+        factor = "" if axis.index is None else names.short(op.indices[axis.index].factor)
+        sizes = axis.sizes if len(set(axis.sizes)) > 1 else ()
+        devices = _told(groups) if len(set(map(tuple, groups))) > 1 else ()
+        found.append(Axis(_how(axis), len(axis.sizes), factor, sizes, devices))
     if grid.children:
         inner = [_axes(op, child, names) for child in grid.children.values()]
-        distinct = {json.dumps(axes): axes for axes in inner}
-        found.append({"how": "nested", "parts": len(inner), "axes": list(distinct.values())})
-    return found
+        found.append(Axis("nested", len(inner), axes=tuple(dict.fromkeys(inner))))
+    return tuple(found)
 
 
-def _how(axis: Axis) -> str:
+def _how(axis: Cut) -> str:
     if axis.is_microbatch:
         return "microbatches"
     return "split" if axis.index is not None else "value" if axis.value else "copies"

@@ -2,23 +2,110 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from superscaler.errors import InputError
+from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE
 
 # Of explain.json; another one is not read.
 VERSION = 4
-PLAN_FILE, EXPLAIN_FILE = "plan.json", "explain.json"
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
 _HASHES = ("model", "plan", "cluster", "weights", "sources", "code", "data", "explain")
 _VERSIONS = ("superscaler", "torch", "python")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How an op is cut: into value parts, copies, microbatches, parts of a factor, or each part apart (nested)."""
+
+    how: str
+    parts: int
+    factor: str = ""
+    sizes: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
+    axes: tuple[tuple[Axis, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Ops of a block that are cut and placed alike."""
+
+    axes: tuple[Axis, ...]
+    devices: str
+    ops: int
+    of: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a block that are cut and placed alike; `percent` where the pieces are of different sizes."""
+
+    kind: str
+    is_trained: bool
+    pieces: int
+    devices: tuple[str, ...]
+    percent: tuple[int, ...] = ()
+    bytes: int = 0
+    held_bytes: int = 0
+    of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Transfers of one tensor of a block; of those that stay on a device, only the reason."""
+
+    direction: str
+    way: str
+    reason: str
+    kind: str = ""
+    tensor: str = ""
+    layouts: str = ""
+    groups: tuple[str, ...] = ()
+    count: int = 0
+    bytes: int = 0
+    moved: int = 0
+    seconds: float = 0.0
+    bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Equal blocks. `asked` has how often the plan called which verb."""
+
+    names: tuple[str, ...]
+    ops: int
+    devices: str
+    splits: tuple[Split, ...]
+    weights: tuple[Weights, ...]
+    moves: tuple[Sent, ...]
+    asked: Mapping[str, int] = field(hash=False)
+
+
+@functools.cache
+def rows() -> TypeAdapter[list[Block]]:
+    """Return what makes blocks of the plain data of explain.json, and back; what is as usual stays out of that."""
+    return TypeAdapter(list[Block])
+
+
+def group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by their key, in the order in which keys came."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def read(directory: Path) -> dict[str, Any]:
@@ -60,7 +147,7 @@ def words(found: Mapping[str, Any]) -> str:
         f"{model['ops']} forward ops, {model['parameters']:,} parameters ({size(model['parameter_bytes'])}), "
         f"{model['optimizer']}, on {found['world']} devices of {found['cluster']}"
     ]
-    for block in found["blocks"]:
+    for block in rows().validate_python(found["blocks"]):
         lines += ["", _title(block), *(f"  {line}" for line in _block(block))]
     lines += ["", "order", *(f"  {line}" for line in _schedule(found))]
     lines += ["", "in total per step", *(f"  {line}" for line in _totals(found))]
@@ -108,38 +195,35 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def _block(block: Mapping[str, Any]) -> Iterator[str]:
+def _block(block: Block) -> Iterator[str]:
     yield from _held(block)
     for (direction, kind, groups, reason), rows in _alike(block, "reason").items():
         yield f"{direction}: {kind} over {groups}, {_links(rows)}: {reason}"
         what = "gradients" if direction == "backward" else "values"
-        for layouts in dict.fromkeys(row["layouts"] for row in rows):
-            told = ", ".join(f"{row['tensor']} {_weight(row)}" for row in rows if row["layouts"] == layouts)
+        for layouts in dict.fromkeys(row.layouts for row in rows):
+            told = ", ".join(f"{row.tensor} {_weight(row)}" for row in rows if row.layouts == layouts)
             yield f"  {layouts}: {what} of {told}"
-    local = [(row["direction"], row["reason"]) for row in block["moves"] if row["way"] == "local"]
+    local = [(row.direction, row.reason) for row in block.moves if row.way == "local"]
     yield from (f"{direction}, nothing to send: {reason}" for direction, reason in local)
 
 
-def _held(block: Mapping[str, Any]) -> Iterator[str]:
+def _held(block: Block) -> Iterator[str]:
     """Yield how the ops of a block are cut and placed, and where its weights live."""
-    placed: dict[str, list[Mapping[str, Any]]] = {}
-    for row in block["splits"]:
-        placed.setdefault(row["devices"], []).append(row)
-    for devices, rows in placed.items():
+    for devices, rows in group(block.splits, lambda row: row.devices).items():
         if len(rows) == 1:
-            yield f"{_on(devices)}: {_axes(rows[0]['axes'], 'whole')}: {_ops(rows[0])}"
+            yield f"{_on(devices)}: {_axes(rows[0].axes, 'whole')}: {_ops(rows[0])}"
             continue
         # What all have in common is told once.
         levels = takewhile(
-            lambda axes: all(axis == axes[0] for axis in axes), zip(*(r["axes"] for r in rows), strict=False)
+            lambda axes: all(axis == axes[0] for axis in axes), zip(*(r.axes for r in rows), strict=False)
         )
         shared = len(list(levels))
-        yield f"{_on(devices)}: {_axes(rows[0]['axes'][:shared], 'cut in several ways')}"
-        yield from (f"  {_axes(row['axes'][shared:], 'not cut further')}: {_ops(row)}" for row in rows)
-    yield from map(_weights, block["weights"])
+        yield f"{_on(devices)}: {_axes(rows[0].axes[:shared], 'cut in several ways')}"
+        yield from (f"  {_axes(row.axes[shared:], 'not cut further')}: {_ops(row)}" for row in rows)
+    yield from map(_weights, block.weights)
 
 
-def _axes(axes: Sequence[Mapping[str, Any]], none: str = "whole") -> str:
+def _axes(axes: Sequence[Axis], none: str = "whole") -> str:
     return ", ".join(map(_axis, axes)) or none
 
 
@@ -147,50 +231,46 @@ def _groups(groups: Sequence[str]) -> str:
     return " | ".join(groups if len(groups) <= 4 else (*groups[:2], "...", groups[-1]))
 
 
-def _alike(block: Mapping[str, Any], *more: str) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+def _alike(block: Block, *more: str) -> dict[tuple[str, ...], list[Sent]]:
     """Return what a block sends, by direction, kind, groups, and the columns `more`."""
-    found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in block["moves"]:
-        if row["way"] != "local":
-            key = (row["direction"], row["kind"], _groups(row["groups"]), *(row[m] for m in more))
-            found.setdefault(key, []).append(row)
-    return found
+    rows = (row for row in block.moves if row.way != "local")
+    return group(rows, lambda row: (row.direction, row.kind, _groups(row.groups), *(getattr(row, m) for m in more)))
 
 
-def _links(rows: Sequence[Mapping[str, Any]]) -> str:
-    seconds, bound = (sum(row[what] for row in rows) for what in ("seconds", "bound"))
+def _links(rows: Sequence[Sent]) -> str:
+    seconds, bound = (sum(getattr(row, what) for row in rows) for what in ("seconds", "bound"))
     least = (
         f" ({seconds / bound:,.{0 if seconds > 10 * bound else 2}f} x {duration(bound)} at full bandwidth)"
         if bound
         else ""
     )
-    return f"{size(sum(row['moved'] for row in rows))} on links, about {duration(seconds)}{least}"
+    return f"{size(sum(row.moved for row in rows))} on links, about {duration(seconds)}{least}"
 
 
-def _title(block: Mapping[str, Any]) -> str:
+def _title(block: Block) -> str:
     """Return the names of equal blocks, and what each of them, and all together, put on links."""
-    moved, count = _moved(block), len(block["names"])
+    moved, count = _moved(block), len(block.names)
     each = f" each, {size(moved * count)} together" if count > 1 else ""
-    return heading(block["names"]) + (f": {size(moved)} on links{each}" if moved else ": nothing on links")
+    return heading(block.names) + (f": {size(moved)} on links{each}" if moved else ": nothing on links")
 
 
-def _moved(block: Mapping[str, Any]) -> int:
-    return sum(row.get("moved", 0) for row in block["moves"])
+def _moved(block: Block) -> int:
+    return sum(row.moved for row in block.moves)
 
 
-def _axis(axis: Mapping[str, Any]) -> str:
-    if axis["how"] == "nested":
-        return f"{axis['parts']} of these cut further ({' / '.join(map(_axes, axis['axes']))})"
-    what = {"value": f"the value into {axis['parts']} addends", "copies": f"{axis['parts']} copies"}
-    sizes = " of sizes " + ", ".join(map(str, axis["sizes"])) if "sizes" in axis else ""
-    if axis["how"] == "microbatches":
-        what["microbatches"] = f"{axis['parts']} microbatches" + (f" of {axis['factor']}" if "factor" in axis else "")
-    told = what.get(axis["how"]) or f"{axis['factor']} into {axis['parts']}{sizes}"
-    return told + (f" ({_groups(axis['devices'])})" if "devices" in axis else "")
+def _axis(axis: Axis) -> str:
+    if axis.how == "nested":
+        return f"{axis.parts} of these cut further ({' / '.join(map(_axes, axis.axes))})"
+    what = {"value": f"the value into {axis.parts} addends", "copies": f"{axis.parts} copies"}
+    sizes = " of sizes " + ", ".join(map(str, axis.sizes)) if axis.sizes else ""
+    if axis.how == "microbatches":
+        what["microbatches"] = f"{axis.parts} microbatches" + (f" of {axis.factor}" if axis.factor else "")
+    told = what.get(axis.how) or f"{axis.factor} into {axis.parts}{sizes}"
+    return told + (f" ({_groups(axis.devices)})" if axis.devices else "")
 
 
-def _ops(row: Mapping[str, Any]) -> str:
-    return f"{row['ops']} op{'s' if row['ops'] > 1 else ''}: {_some(row['of'])}"
+def _ops(row: Split) -> str:
+    return f"{row.ops} op{'s' if row.ops > 1 else ''}: {_some(row.of)}"
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:
@@ -202,21 +282,21 @@ def _on(devices: str) -> str:
     return f"device {devices}" if devices.isdigit() else f"devices {devices}"
 
 
-def _weights(row: Mapping[str, Any]) -> str:
-    kind = row["kind"] if row["is_trained"] or row["kind"] != "parameter" else "frozen parameter"
-    names = f"{len(row['of'])} {kind}{'s' if len(row['of']) > 1 else ''} ({_some(row['of'], 3)})"
-    pieces = f"in {row['pieces']} pieces" if row["pieces"] > 1 else "whole"
-    places = row["devices"]
-    if "percent" in row:
-        places = [f"{percent}% on {devices}" for percent, devices in zip(row["percent"], places, strict=True)]
+def _weights(row: Weights) -> str:
+    kind = row.kind if row.is_trained or row.kind != "parameter" else "frozen parameter"
+    names = f"{len(row.of)} {kind}{'s' if len(row.of) > 1 else ''} ({_some(row.of, 3)})"
+    pieces = f"in {row.pieces} pieces" if row.pieces > 1 else "whole"
+    places = row.devices
+    if row.percent:
+        places = tuple(f"{percent}% on {devices}" for percent, devices in zip(row.percent, places, strict=True))
     return (
-        f"{names} of {size(row['bytes'])} {pieces}{':' if 'percent' in row else ' on'} {_groups(places)}; "
-        f"all devices hold {size(row['held_bytes'])}"
+        f"{names} of {size(row.bytes)} {pieces}{':' if row.percent else ' on'} {_groups(places)}; "
+        f"all devices hold {size(row.held_bytes)}"
     )
 
 
-def _weight(row: Mapping[str, Any]) -> str:
-    return f"{row['count']} x {size(row['bytes'] // row['count'])}" if row["count"] > 1 else size(row["bytes"])
+def _weight(row: Sent) -> str:
+    return f"{row.count} x {size(row.bytes // row.count)}" if row.count > 1 else size(row.bytes)
 
 
 def _schedule(found: Mapping[str, Any]) -> Iterator[str]:
@@ -277,21 +357,16 @@ def _numbers(model: Mapping[str, Any]) -> dict[str, str]:
 
 def _blocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Yield the blocks that differ, those that differ alike together."""
-    sides = [{name: block for block in x["blocks"] for name in block["names"]} for x in (a, b)]
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name in dict.fromkeys((*sides[0], *sides[1])):
-        told = tuple(_block_changes(*(side.get(name) for side in sides)))
-        if told:
-            alike.setdefault(told, []).append(name)
-    for told, names in alike.items():
-        yield "\n".join([heading(names), *told])
+    sides = [{name: block for block in rows().validate_python(x["blocks"]) for name in block.names} for x in (a, b)]
+    told = {n: tuple(_block_changes(*(side.get(n) for side in sides))) for n in (*sides[0], *sides[1])}
+    yield from ("\n".join([heading(names), *lines]) for lines, names in group(told, told.__getitem__).items() if lines)
 
 
-def _block_changes(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> Iterator[str]:
+def _block_changes(a: Block | None, b: Block | None) -> Iterator[str]:
     if a is None or b is None:
         yield f"  only in the {'second' if a is None else 'first'} plan"
         return
-    yield from _lines(*([f"{what}, {n} times" for what, n in block["asked"].items()] for block in (a, b)))
+    yield from _lines(*([f"{what}, {n} times" for what, n in block.asked.items()] for block in (a, b)))
     yield from _lines(_held(a), _held(b))
     yield from _lines(_sent(a), _sent(b))
     moved = [_moved(block) for block in (a, b)]
@@ -299,7 +374,7 @@ def _block_changes(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> 
         yield f"  on links: {moved[0]:,} -> {moved[1]:,} bytes"
 
 
-def _sent(block: Mapping[str, Any]) -> Iterator[str]:
+def _sent(block: Block) -> Iterator[str]:
     for (direction, kind, groups), rows in _alike(block).items():
         yield f"{direction}: {kind} of {len(rows)} tensor{'s' if len(rows) > 1 else ''} over {groups}, {_links(rows)}"
 

@@ -5,8 +5,10 @@ A group is a tuple of ranks in *plan order*: its k-th entry owns the k-th chunk.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from math import prod
 from typing import Protocol
 
 import torch
@@ -16,6 +18,7 @@ from superscaler.errors import RuntimeFailure
 from superscaler.ir.program import links
 
 Group = tuple[int, ...]
+Finish = Callable[[Sequence[Tensor]], Tensor]
 
 
 class PeerLost(RuntimeFailure):
@@ -28,111 +31,159 @@ class Work(Protocol):
     def wait(self) -> Tensor: ...
 
 
-class Done:
-    """An operation that needed no message."""
+class Later:
+    """An operation whose result is got at the first `wait`; how is forgotten then."""
 
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
+    def __init__(self, get: Callable[[], Tensor]) -> None:
+        self._get: Callable[[], Tensor] | None = get
 
     def wait(self) -> Tensor:
+        if self._get is not None:
+            self._result = self._get()
+            self._get = None
         return self._result
 
 
-class Communicator(Protocol):
+class Communicator(ABC):
     """Asynchronous messages between `world` ranks. Every rank of a group calls the same operation in the same order.
 
     No operation changes its input. The input of a collective may be written again after `wait`; that of `send` at
     once, unless it is `owned`. In a group of one rank the result may be the input itself.
 
     `moved` are the bytes of the plan that this rank put on links since the start, `apart` those of sums that no plan
-    has: of the loss, the norm of the gradients, and whether they are finite.
+    has: of the loss, the norm of the gradients, and whether they are finite. Errors start with `prefix`.
     """
 
     rank: int
     world: int
     device: torch.device
-    moved: int
-    apart: int
-
-    def prepare(self, groups: Sequence[Group]) -> None:
-        """Make the groups known. All ranks call it with the same groups before the first collective over them."""
+    prefix = ""
+    moved = 0
+    apart = 0
 
     def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True) -> Work:
         """Sum over the group, bit-identical on all its ranks. `owned`: the result may take the place of x. `planned`: x
         is of the plan.
         """
-        ...
+        if len(group) == 1:
+            return Later(lambda: x if owned else x.detach().clone())
+        return self._sum(self._enter("all_reduce", group, x.shape, x.dtype, planned), group, x, owned)
 
     def all_gather(self, x: Tensor, group: Group, dim: int) -> Work:
         """Concatenate the equal chunks of the ranks along `dim`, in group order."""
-        ...
+        if len(group) == 1:
+            return Later(lambda: x)
+        return self._gather(self._enter("all_gather", group, x.shape, x.dtype), group, x, dim)
 
     def reduce_scatter(self, x: Tensor, group: Group, dim: int) -> Work:
         """Sum over the group and keep my chunk of `dim`, whose size the group's size divides."""
-        ...
+        if len(group) == 1:
+            return Later(lambda: x)
+        what = self._enter("reduce_scatter", group, x.shape, x.dtype)
+        return self._scatter(what, group, split(x, len(group), dim, what))
 
     def all_to_all(self, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Work:
         """Send the k-th chunk of `split_dim` to the k-th rank; concatenate what comes along `concat_dim`."""
-        ...
+        if len(group) == 1:
+            return Later(lambda: x)
+        what = self._enter("all_to_all", group, x.shape, x.dtype)
+        return self._swap(what, group, split(x, len(group), split_dim, what), lambda parts: join(parts, concat_dim))
 
     def broadcast(self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype) -> Work:
         """Give all ranks of the group the x of rank `source`; the others pass None."""
-        ...
+        mine = given(x, self.rank, source, group, shape, dtype)
+        if len(group) == 1 and mine is not None:
+            return Later(lambda: mine)
+        return self._spread(self._enter("broadcast", group, shape, dtype), group, mine, source, shape, dtype)
 
     def send(self, x: Tensor, peer: int, tag: int, *, owned: bool = False) -> None:
         """Start to send. Messages match in order per pair of ranks; `owned`: x stays unchanged until `flush`."""
+        what = self._meet("send to", peer)
+        self.moved += x.nbytes
+        self._send(what, x, peer, tag, owned)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> Work:
         """Start to receive what `peer` sent with the same tag."""
-        ...
+        return self._recv(self._meet("recv from", peer), tuple(shape), dtype, peer, tag)
 
+    @abstractmethod
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Make the groups known. All ranks call it with the same groups before the first collective over them."""
+
+    @abstractmethod
     def together(self) -> AbstractContextManager[None]:
         """Start the sends and receives of a `with` block together at its end, whatever their order."""
-        ...
 
+    @abstractmethod
     def barrier(self) -> None:
         """Wait until all ranks are here."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Wait until all sends of this rank are done, and free their buffers."""
 
+    @abstractmethod
     def close(self) -> None:
         """Flush, wait for all ranks to do so, and leave. The communicator cannot be used afterwards."""
 
+    # How the operations are done in groups of two ranks or more; `what` is told in errors.
 
-class Counted:
-    """Counts what a rank puts on links."""
+    @abstractmethod
+    def _sum(self, what: str, group: Group, x: Tensor, owned: bool) -> Work: ...
 
-    rank: int
-    moved = 0
-    apart = 0
+    @abstractmethod
+    def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Work: ...
 
-    def count(self, kind: str, size: int, group: Group, *, planned: bool = True) -> None:
-        """Add this rank's part of a collective whose sources are of `size` bytes each."""
-        mine = share(kind, size, len(group), group.index(self.rank))
-        if planned:
-            self.moved += mine
-        else:
-            self.apart += mine
+    @abstractmethod
+    def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: Finish) -> Work:
+        """Send the k-th chunk to the k-th rank; `finish` makes the result of what comes, in group order."""
+
+    def _scatter(self, what: str, group: Group, chunks: Sequence[Tensor]) -> Work:
+        return self._swap(what, group, chunks, sum_in_order)
+
+    @abstractmethod
+    def _spread(
+        self, what: str, group: Group, mine: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Work: ...
+
+    @abstractmethod
+    def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None: ...
+
+    @abstractmethod
+    def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Work: ...
+
+    def _enter(
+        self, operation: str, group: Group, shape: Sequence[int], dtype: torch.dtype, planned: bool = True
+    ) -> str:
+        """Count this rank's part of a collective whose sources have this shape; return what errors call it."""
+        what = f"{self.prefix}{operation} of {tuple(shape)} {dtype} over ranks {group}"
+        mine = share(operation, prod(shape) * dtype.itemsize, len(group), position(self.rank, group, what))
+        self.moved += mine * planned
+        self.apart += mine * (not planned)
+        return what
+
+    def _meet(self, operation: str, peer: int) -> str:
+        what = f"{self.prefix}{operation} rank {peer}"
+        if peer == self.rank or not 0 <= peer < self.world:
+            raise RuntimeFailure(f"{what}: the peer must be another of the {self.world} ranks.")
+        return what
 
 
 def share(kind: str, size: int, p: int, k: int) -> int:
-    """Return the bytes that the k-th of `p` ranks puts on links where each has a source of `size` bytes: as many as
-    the others, up to rounding, and all together what `links` says.
+    """Return the bytes that the k-th of `p` ranks puts on links in a collective whose sources are of `size` bytes: as
+    many as the others, up to rounding, and all together what `links` says.
 
-    >>> [share("all_reduce", 5, 4, k) for k in range(4)], [share("send", 5, 2, k) for k in range(2)]
-    ([7, 8, 7, 8], [5, 0])
+    >>> [share("all_reduce", 5, 4, k) for k in range(4)]
+    [7, 8, 7, 8]
     """
-    if kind == "send":
-        return 0 if k else size
     total = size * links(kind, p)
     return total * (k + 1) // p - total * k // p
 
 
-def position(rank: int, group: Group, operation: str) -> int:
+def position(rank: int, group: Group, what: str) -> int:
     """Return which chunk of the group the rank owns."""
     if len(set(group)) != len(group) or rank not in group:
-        raise RuntimeFailure(f"{operation} over ranks {group}: rank {rank} must be in the group, and every rank once.")
+        raise RuntimeFailure(f"{what}: rank {rank} must be in the group, and every rank once.")
     return group.index(rank)
 
 
@@ -140,7 +191,7 @@ def given(
     x: Tensor | None, rank: int, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor | None:
     """Return what the source of a broadcast sends, None on the other ranks."""
-    position(source, group, "broadcast")
+    position(source, group, f"broadcast over ranks {group}")
     if rank != source:
         return None
     if x is None or tuple(x.shape) != tuple(shape) or x.dtype != dtype:
@@ -151,11 +202,11 @@ def given(
     return x.detach().contiguous()
 
 
-def split(x: Tensor, parts: int, dim: int, operation: str) -> list[Tensor]:
+def split(x: Tensor, parts: int, dim: int, what: str) -> list[Tensor]:
     """Return equal contiguous chunks of `dim`."""
     if x.shape[dim] % parts:
         raise RuntimeFailure(
-            f"{operation}: dim {dim} of a tensor of shape {tuple(x.shape)} has size {x.shape[dim]}, "
+            f"{what}: dim {dim} of a tensor of shape {tuple(x.shape)} has size {x.shape[dim]}, "
             f"which {parts} ranks do not divide; pad it or move the pieces by send and recv."
         )
     return [chunk.contiguous() for chunk in x.detach().chunk(parts, dim)] if parts > 1 else [x.detach().contiguous()]
@@ -190,17 +241,3 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized contiguous tensor."""
     return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-
-def once(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return a function that computes its result at the first call and then forgets how."""
-    held: list[Tensor] = []
-    pending: list[Callable[[], Tensor]] = [function]
-
-    def get() -> Tensor:
-        if pending:
-            held.append(pending[0]())
-            pending.clear()
-        return held[0]
-
-    return get

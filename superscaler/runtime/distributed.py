@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from queue import Queue
 from threading import Thread
 from typing import Any, NoReturn
@@ -19,22 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superscaler.errors import RuntimeFailure
-from superscaler.runtime.communicator import (
-    Counted,
-    Done,
-    Group,
-    PeerLost,
-    Work,
-    allocate,
-    from_plan_order,
-    given,
-    join,
-    once,
-    position,
-    split,
-    sum_in_order,
-    to_plan_order,
-)
+from superscaler.runtime import communicator as c
+from superscaler.runtime.communicator import Group, PeerLost, Work
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,20 +66,10 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-class _Pending:
-    """A started operation of torch.distributed, and how its buffers become the result."""
-
-    def __init__(self, handle: Any, finish: Callable[[], Tensor], what: str, buffers: tuple[Any, ...] = ()) -> None:
-        self._get = once(lambda: self._complete(handle, finish, buffers))
-        self._what = what
-
-    def wait(self) -> Tensor:
-        return self._get()
-
-    def _complete(self, handle: Any, finish: Callable[[], Tensor], buffers: tuple[Any, ...]) -> Tensor:
-        """Wait. The buffers are parameters so that what holds this call keeps them alive until then."""
-        _finish(handle, self._what)
-        return finish()
+def _complete(handle: Any, finish: Callable[[], Tensor], what: str, *buffers: Any) -> Tensor:
+    """Wait for an operation, and return how its buffers become the result: what holds this call keeps them alive."""
+    _finish(handle, what)
+    return finish()
 
 
 class _Started:
@@ -184,13 +161,14 @@ def _bytes(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-class DistributedCommunicator(Counted):
+class DistributedCommunicator(c.Communicator):
     """A rank of the default process group. `device` is where its tensors live."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank: int = dist.get_rank()
         self.world: int = dist.get_world_size()
         self.device = device
+        self.prefix = f"rank {self.rank}: "
         self._is_gloo = dist.get_backend() == "gloo"
         self._groups: dict[Group, Any] = {tuple(range(self.world)): dist.group.WORLD}
         self._sends = _Sends(can_poll=not self._is_gloo)
@@ -203,80 +181,50 @@ class DistributedCommunicator(Counted):
             if members not in self._groups:
                 self._groups[members] = dist.new_group(list(members))
 
-    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True) -> Work:
-        if len(group) == 1:
-            return Done(x if owned else x.detach().clone())
-        process_group, what = self._enter("all_reduce", group)
-        self.count("all_reduce", x.nbytes, group, planned=planned)
+    def _sum(self, what: str, group: Group, x: Tensor, owned: bool) -> Work:
         buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
-        return self._start(what, dist.all_reduce, lambda: buffer, buffer, group=process_group)
+        return self._start(what, group, dist.all_reduce, lambda: buffer, buffer)
 
-    def all_gather(self, x: Tensor, group: Group, dim: int) -> Work:
-        if len(group) == 1:
-            return Done(x)
-        process_group, what = self._enter("all_gather", group)
-        self.count("all_gather", x.nbytes, group)
-        mine = x.detach().contiguous()
-        gathered = allocate((len(group), *x.shape), x.dtype, x.device)
+    def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Work:
+        gathered = c.allocate((len(group), *x.shape), x.dtype, x.device)
 
         def finish() -> Tensor:
             if dim == 0 and group == tuple(sorted(group)) and x.dim():
                 return gathered.flatten(0, 1)
-            return join(to_plan_order(gathered, group), dim)
+            return c.join(c.to_plan_order(gathered, group), dim)
 
-        return self._start(what, _all_gather, finish, _bytes(gathered), _bytes(mine), group=process_group)
+        return self._start(what, group, _all_gather, finish, _bytes(gathered), _bytes(x.detach().contiguous()))
 
-    def reduce_scatter(self, x: Tensor, group: Group, dim: int) -> Work:
-        if len(group) == 1:
-            return Done(x)
-        process_group, what = self._enter("reduce_scatter", group)
-        self.count("reduce_scatter", x.nbytes, group)
-        outgoing = from_plan_order(split(x, len(group), dim, what), group)
-        # gloo's own reduce_scatter is its slowest collective: moving the chunks and adding here is twice as fast.
-        if self._is_gloo:
-            incoming = torch.empty_like(outgoing)
-            return self._start(
-                what, dist.all_to_all_single, lambda: sum_in_order(to_plan_order(incoming, group)),
-                _bytes(incoming), _bytes(outgoing), group=process_group,
-            )  # fmt: skip
-        chunk = torch.empty_like(outgoing[0])
-        return self._start(what, _reduce_scatter, lambda: chunk, chunk.view(-1), outgoing.view(-1), group=process_group)
-
-    def all_to_all(self, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Work:
-        if len(group) == 1:
-            return Done(x)
-        process_group, what = self._enter("all_to_all", group)
-        self.count("all_to_all", x.nbytes, group)
-        outgoing = from_plan_order(split(x, len(group), split_dim, what), group)
+    def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Work:
+        outgoing = c.from_plan_order(chunks, group)
         incoming = torch.empty_like(outgoing)
         return self._start(
-            what, dist.all_to_all_single, lambda: join(to_plan_order(incoming, group), concat_dim),
-            _bytes(incoming), _bytes(outgoing), group=process_group,
+            what, group, dist.all_to_all_single, lambda: finish(c.to_plan_order(incoming, group)),
+            _bytes(incoming), _bytes(outgoing),
         )  # fmt: skip
 
-    def broadcast(self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype) -> Work:
-        mine = given(x, self.rank, source, group, shape, dtype)
-        buffer = allocate(shape, dtype, self.device) if mine is None else mine
-        if len(group) == 1:
-            return Done(buffer)
-        process_group, what = self._enter("broadcast", group)
-        self.count("broadcast", buffer.nbytes, group)
-        return self._start(what, dist.broadcast, lambda: buffer, _bytes(buffer), source, group=process_group)
+    def _scatter(self, what: str, group: Group, chunks: Sequence[Tensor]) -> Work:
+        # gloo's own reduce_scatter is its slowest collective: moving the chunks and adding here is twice as fast.
+        if self._is_gloo:
+            return super()._scatter(what, group, chunks)
+        outgoing, chunk = c.from_plan_order(chunks, group), torch.empty_like(chunks[0])
+        return self._start(what, group, _reduce_scatter, lambda: chunk, chunk.view(-1), outgoing.view(-1))
 
-    def send(self, x: Tensor, peer: int, tag: int, *, owned: bool = False) -> None:
-        what = f"rank {self.rank}: send to rank {peer}"
-        self._check_peer(peer, what)
-        self.count("send", x.nbytes, (self.rank, peer))
+    def _spread(
+        self, what: str, group: Group, mine: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Work:
+        buffer = c.allocate(shape, dtype, self.device) if mine is None else mine
+        return self._start(what, group, dist.broadcast, lambda: buffer, _bytes(buffer), source)
+
+    def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None:
         buffer = x.detach().clone() if x.is_contiguous() and not owned else x.detach().contiguous()
         self._post(dist.isend, buffer, peer, tag, lambda work: self._sends.add(work, buffer, what))
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> Work:
-        what = f"rank {self.rank}: recv from rank {peer}"
-        self._check_peer(peer, what)
-        buffer = allocate(shape, dtype, self.device)
+    def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Work:
+        buffer = c.allocate(shape, dtype, self.device)
         work = _Started()
         self._post(dist.irecv, buffer, peer, tag, work.start)
-        return _Pending(work, lambda: buffer, what)
+        return c.Later(partial(_complete, work, lambda: buffer, what))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -299,13 +247,13 @@ class DistributedCommunicator(Counted):
     def _launch(self, batch: Sequence[tuple[dist.P2POp, Callable[[Any], None]]]) -> None:
         """Start messages. NCCL has one work for all, and other connections for messages that are in no batch."""
         if batch:
-            what = f"rank {self.rank}: messages with ranks {sorted({op.peer for op, _ in batch})}"
+            what = f"{self.prefix}messages with ranks {sorted({op.peer for op, _ in batch})}"
             works = self._call(what, dist.batch_isend_irecv, [op for op, _ in batch])
             for (_, started), work in zip(batch, works * (len(batch) // len(works)), strict=True):
                 started(work)
 
     def barrier(self) -> None:
-        self._call(f"rank {self.rank}: barrier", dist.barrier)
+        self._call(f"{self.prefix}barrier", dist.barrier)
 
     def flush(self) -> None:
         self._sends.flush()
@@ -318,25 +266,17 @@ class DistributedCommunicator(Counted):
             self._groups.clear()
             dist.destroy_process_group()
 
-    def _enter(self, operation: str, group: Group) -> tuple[Any, str]:
-        what = f"rank {self.rank}: {operation} over ranks {group}"
-        position(self.rank, group, operation)
+    def _start(
+        self, what: str, group: Group, function: Callable[..., Any], finish: Callable[[], Tensor], *args: Any
+    ) -> Work:
         members = tuple(sorted(group))
         if members not in self._groups:
             raise RuntimeFailure(f"{what}: the group is not prepared; pass it to prepare() before the first step.")
-        return self._groups[members], what
-
-    def _start(
-        self, what: str, function: Callable[..., Any], finish: Callable[[], Tensor], *args: Any, **kwargs: Any
-    ) -> Work:
-        return _Pending(self._call(what, function, *args, async_op=True, **kwargs), finish, what, args)
+        handle = self._call(what, function, *args, async_op=True, group=self._groups[members])
+        return c.Later(partial(_complete, handle, finish, what, *args))
 
     def _call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
             _fail(what, error)
-
-    def _check_peer(self, peer: int, what: str) -> None:
-        if peer == self.rank or not 0 <= peer < self.world:
-            raise RuntimeFailure(f"{what}: the peer must be another of the {self.world} ranks.")

@@ -22,15 +22,20 @@ _SIZES = {"cpu": (2**10, 2**13, 2**16, 2**19, 2**22), "cuda": (2**12, 2**16, 2**
 # The first ones make connections and buffers.
 _WARM, _REPEATS = 3, 21
 
+# A rank whose backend is gloo sees no GPU.
 _RUN = '''"""One rank of a measurement."""
 
+import os
 import sys
 from pathlib import Path
 
-from superscaler.runtime.measure import measure_rank
+if sys.argv[2] == "gloo":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+from superscaler.runtime import measure
 from superscaler.runtime.process import run_rank
 
-run_rank(lambda: measure_rank(Path(sys.argv[1])), log=Path(sys.argv[1]))
+run_rank(lambda: getattr(measure, sys.argv[3])(Path(sys.argv[1])), log=Path(sys.argv[1]))
 '''
 
 
@@ -40,12 +45,34 @@ def measure(world: int) -> list[dict[str, Any]]:
     Seconds are the first quartile over repetitions, each that of its slowest rank: other processes only add to them.
     Raises RuntimeFailure if a rank fails.
     """
+    return _run("", measure_rank, world)
+
+
+def probe(backend: str, world: int) -> None:
+    """Add numbers up over `world` processes with gloo or nccl. Raises RuntimeFailure where that does not work."""
+    _run(backend, probe_rank, world)
+
+
+def _run(backend: str, function: Callable[[Path], None], world: int) -> Any:
+    """Return what rank 0 of these processes writes."""
     with tempfile.TemporaryDirectory(prefix="superscaler-measure-") as name:
-        folder = Path(name)
-        (folder / "measure.py").write_text(_RUN)
-        launch(folder / "measure.py", [name], world, folder)
-        found: list[dict[str, Any]] = json.loads((folder / "samples.json").read_text())
-    return found
+        program = Path(name) / "measure.py"
+        program.write_text(_RUN)
+        launch(program, [name, backend, function.__name__], world, Path(name))
+        return json.loads((Path(name) / "found.json").read_text())
+
+
+def probe_rank(folder: Path) -> None:
+    """Take part in a sum; rank 0 writes it into the folder."""
+    communicator = _connect()
+    everyone = tuple(range(communicator.world))
+    x = torch.full((1024,), communicator.rank + 1.0, device=communicator.device)
+    total = float(communicator.all_reduce(x, everyone).wait()[0])
+    if total != sum(k + 1 for k in everyone):
+        raise RuntimeFailure(f"the sum of 1 to {len(everyone)} over all ranks came out as {total}.")
+    if communicator.rank == 0:
+        (folder / "found.json").write_text(json.dumps(total))
+    communicator.close()
 
 
 def measure_rank(folder: Path) -> None:
@@ -62,7 +89,7 @@ def measure_rank(folder: Path) -> None:
             seconds = _time(communicator, run)
             found.append({"kind": kind.split()[0], "group": group, "size": source.nbytes, "seconds": seconds})
     if communicator.rank == 0:
-        (folder / "samples.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(found))
     communicator.close()
 
 

@@ -20,8 +20,7 @@ from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.operators import import_operators
 from superscaler.runtime.scaler import Scaler
-
-PLAN_FILE, WEIGHTS_FILE = "plan.json", "initial.safetensors"
+from superscaler.specs.files import PLAN_FILE, WEIGHTS_FILE
 
 
 class Step:

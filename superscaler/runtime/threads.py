@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from math import prod
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -19,19 +18,8 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import PlanError, RuntimeFailure
-from superscaler.runtime.communicator import (
-    Counted,
-    Done,
-    Group,
-    PeerLost,
-    Work,
-    given,
-    join,
-    once,
-    position,
-    split,
-    sum_in_order,
-)
+from superscaler.runtime import communicator as c
+from superscaler.runtime.communicator import Group, PeerLost, Work
 
 T = TypeVar("T")
 
@@ -146,15 +134,7 @@ class _Running:
         return True
 
 
-class _Pending:
-    def __init__(self, get: Callable[[], Tensor]) -> None:
-        self._get = once(get)
-
-    def wait(self) -> Tensor:
-        return self._get()
-
-
-class ThreadCommunicator(Counted):
+class ThreadCommunicator(c.Communicator):
     """A rank of `run_ranks`. Everything sent is copied, so that ranks share no memory."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
@@ -169,69 +149,43 @@ class ThreadCommunicator(Counted):
     def prepare(self, groups: Sequence[Group]) -> None:
         """Nothing has to be made, but all ranks must name the same groups."""
         named = sorted({tuple(group) for group in groups})
-        self._exchange(f"prepare of {named}", self._everyone(), None)()
+        self._exchange(f"prepare of {named} over ranks {self._everyone()}", self._everyone(), None)()
 
-    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True) -> Work:
-        if len(group) == 1:
-            return Done(x if owned else x.detach().clone())
-        parts = self._exchange(f"all_reduce of {_describe(x)}", group, _copy(x))
-        self.count("all_reduce", x.nbytes, group, planned=planned)
-        return _Pending(lambda: sum_in_order(parts()))
+    def _sum(self, what: str, group: Group, x: Tensor, owned: bool) -> Work:
+        parts = self._exchange(what, group, _copy(x))
+        return c.Later(lambda: c.sum_in_order(parts()))
 
-    def all_gather(self, x: Tensor, group: Group, dim: int) -> Work:
-        if len(group) == 1:
-            return Done(x)
-        parts = self._exchange(f"all_gather of {_describe(x)}", group, _copy(x))
-        self.count("all_gather", x.nbytes, group)
-        return _Pending(lambda: join(parts(), dim))
+    def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Work:
+        parts = self._exchange(what, group, _copy(x))
+        return c.Later(lambda: c.join(parts(), dim))
 
-    def reduce_scatter(self, x: Tensor, group: Group, dim: int) -> Work:
-        if len(group) == 1:
-            return Done(x)
-        mine = position(self.rank, group, "reduce_scatter")
-        chunks = split(_copy(x), len(group), dim, f"reduce_scatter over ranks {group}")
-        parts = self._exchange(f"reduce_scatter of {_describe(x)}", group, chunks)
-        self.count("reduce_scatter", x.nbytes, group)
-        return _Pending(lambda: sum_in_order([chunks[mine] for chunks in parts()]))
+    def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Work:
+        parts, mine = self._exchange(what, group, list(map(_copy, chunks))), group.index(self.rank)
+        return c.Later(lambda: finish([chunks[mine] for chunks in parts()]))
 
-    def all_to_all(self, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Work:
-        if len(group) == 1:
-            return Done(x)
-        mine = position(self.rank, group, "all_to_all")
-        chunks = split(_copy(x), len(group), split_dim, f"all_to_all over ranks {group}")
-        parts = self._exchange(f"all_to_all of {_describe(x)}", group, chunks)
-        self.count("all_to_all", x.nbytes, group)
-        return _Pending(lambda: join([chunks[mine] for chunks in parts()], concat_dim))
+    def _spread(
+        self, what: str, group: Group, mine: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Work:
+        parts = self._exchange(f"{what} from rank {source}", group, None if mine is None else _copy(mine))
+        return c.Later(lambda: _copy(_present(parts()[group.index(source)])))
 
-    def broadcast(self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype) -> Work:
-        mine = given(x, self.rank, source, group, shape, dtype)
-        if mine is not None and len(group) == 1:
-            return Done(mine)
-        value = None if mine is None else _copy(mine)
-        parts = self._exchange(f"broadcast of {tuple(shape)} {dtype} from rank {source}", group, value)
-        self.count("broadcast", prod(shape) * dtype.itemsize, group)
-        return _Pending(lambda: _copy(_present(parts()[group.index(source)])))
-
-    def send(self, x: Tensor, peer: int, tag: int, *, owned: bool = False) -> None:
-        self._check_peer(peer, "send")
-        self.count("send", x.nbytes, (self.rank, peer))
+    def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None:
         number = self._sent[peer]
         self._sent[peer] += 1
         with self._hub.changed:
             self._hub.letters[self.rank, peer, number] = tag, _copy(x)
             self._hub.changed.notify_all()
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> Work:
-        self._check_peer(peer, "recv")
+    def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Work:
         key = peer, self.rank, self._received[peer]
         self._received[peer] += 1
-        return _Pending(lambda: self._open(key, tuple(shape), dtype, tag))
+        return c.Later(lambda: self._open(f"{what}, message {key[2]}, tag {tag}", key, shape, dtype, tag))
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def barrier(self) -> None:
-        self._exchange("barrier", self._everyone(), None)()
+        self._exchange(f"barrier over ranks {self._everyone()}", self._everyone(), None)()
 
     def flush(self) -> None:
         """Sends are done when they are started."""
@@ -242,25 +196,21 @@ class ThreadCommunicator(Counted):
     def _everyone(self) -> Group:
         return tuple(range(self.world))
 
-    def _check_peer(self, peer: int, operation: str) -> None:
-        if peer == self.rank or not 0 <= peer < self.world:
-            raise RuntimeFailure(f"{operation}: peer {peer} must be another of the {self.world} ranks.")
-
-    def _open(self, key: tuple[int, int, int], shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> Tensor:
-        what = f"recv from rank {key[0]}, message {key[2]}, tag {tag}"
+    def _open(
+        self, what: str, key: tuple[int, int, int], shape: tuple[int, ...], dtype: torch.dtype, tag: int
+    ) -> Tensor:
         with self._hub.changed:
             self._hub.wait(self.rank, lambda: key in self._hub.letters, what)
             sent_tag, x = self._hub.letters.pop(key)
         if sent_tag != tag or tuple(x.shape) != shape or x.dtype != dtype:
-            raise RuntimeFailure(f"{what}: expected {shape} {dtype}, but {_describe(x)} with tag {sent_tag} came.")
+            came = f"{tuple(x.shape)} {x.dtype} with tag {sent_tag}"
+            raise RuntimeFailure(f"{what}: expected {shape} {dtype}, but {came} came.")
         return x
 
-    def _exchange(self, operation: str, group: Group, value: T) -> Callable[[], list[T]]:
+    def _exchange(self, what: str, group: Group, value: T) -> Callable[[], list[T]]:
         """Bring a value to the group's next meeting; return what waits for those of all, in group order."""
-        position(self.rank, group, operation)
         key = group, self._entered[group]
         self._entered[group] += 1
-        what = f"{operation} over ranks {group}"
         with self._hub.changed:
             meeting = self._hub.meetings.setdefault(key, _Meeting(what))
             if meeting.what != what:
@@ -281,10 +231,6 @@ class ThreadCommunicator(Counted):
 
 def _copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _describe(x: Tensor) -> str:
-    return f"{tuple(x.shape)} {x.dtype}"
 
 
 def _present(x: T | None) -> T:

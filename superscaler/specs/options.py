@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,17 +13,19 @@ from superscaler.errors import InputError, unknown
 Options = Mapping[str, Any]
 
 DEVICES = ("cpu", "meta")
+# What the command line says -> what torch calls it.
+OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
+AUTOCASTS = {"bf16": "bfloat16", "fp16": "float16"}
 # What every named model understands beside its own keys.
 _COMMON = {"seed": 0, "device": "cpu"}
 # Other integers are sizes, of which at least one is needed.
 _FROM_ZERO = ("seed",)
 _TYPES = {
-    int: "a whole number, as 4",
-    float: "a number, as 0.1",
-    bool: "true or false",
-    str: "text",
+    "int": "a whole number, as 4",
+    "float": "a number, as 0.1",
+    "bool": "true or false",
+    "str": "text",
 }
-_BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def read_pairs(spec: str, text: str) -> dict[str, str]:
@@ -41,12 +45,32 @@ def read_pairs(spec: str, text: str) -> dict[str, str]:
     return found
 
 
-def read_value(spec: str, key: str, text: str, kind: type) -> Any:
-    """Return the value of a key as the type that is expected. Raises InputError that says both."""
+def read_value(spec: str, key: str, text: str, annotation: Any) -> Any:
+    """Return the value of a key as the type that is expected; as it looks, where that is no type that text can have.
+
+    Raises InputError that says both.
+    """
+    # It takes a while to import, and options are in every command.
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+    name = str(getattr(annotation, "__name__", annotation))
+    words = re.findall(r"\w+", name)
+    if "None" in words and text.lower() == "none":
+        return None
     try:
-        return _BOOLS[text.lower()] if kind is bool else kind(text)
-    except (ValueError, KeyError):
-        raise InputError(f"'{spec}': {key} is '{text}', but it must be {_TYPES[kind]}.") from None
+        return TypeAdapter(annotation).validate_strings(text)
+    except ValidationError:
+        told = " or ".join(_TYPES[word] for word in words if word in _TYPES) or name
+        raise InputError(f"'{spec}': {key} is '{text}', but it must be {told}.") from None
+    except PydanticUserError:
+        return _by_looks(text)
+
+
+def _by_looks(text: str) -> Any:
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
 
 
 def settle(spec: str, given: Mapping[str, str], sizes: Mapping[str, Options], default: str) -> Options:
@@ -89,44 +113,25 @@ def check_divides(model: str, whole: str, part: str, options: Options) -> None:
         )
 
 
-def for_function(spec: str, given: Mapping[str, str], function: Callable[..., Any], skip: int = 0) -> dict[str, Any]:
+def for_function(spec: str, text: str, function: Callable[..., Any], skip: int = 0) -> dict[str, Any]:
     """Return the keyword arguments of a function after its first `skip`, typed by its annotations and defaults."""
     parameters = dict(list(inspect.signature(function).parameters.items())[skip:])
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {k: p for k, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     options: dict[str, Any] = {}
-    for key, text in given.items():
+    for key, value in read_pairs(spec, text).items():
         if key not in named and not takes_any:
-            raise InputError(f"'{spec}': {_unknown_key(key, list(named))}")
-        options[key] = _typed(spec, key, text, named.get(key))
+            told = unknown("key", key, named) if named else f"unknown key '{key}'; the function takes no keys."
+            raise InputError(f"'{spec}': {told}")
+        options[key] = read_value(spec, key, value, _type_of(named[key])) if key in named else _by_looks(value)
     missing = [k for k, p in named.items() if p.default is p.empty and k not in options]
     if missing:
         raise InputError(f"'{spec}' needs a value for {', '.join(missing)}; add {missing[0]}=VALUE.")
     return options
 
 
-def _unknown_key(key: str, known: list[str]) -> str:
-    return unknown("key", key, known) if known else f"unknown key '{key}'; the function takes no keys."
-
-
-def _typed(spec: str, key: str, text: str, parameter: inspect.Parameter | None) -> Any:
-    """Return the value by the annotation, else by the type of the default, else by its looks."""
-    annotation = "" if parameter is None else str(getattr(parameter.annotation, "__name__", parameter.annotation))
-    words = {word.strip() for word in annotation.split("|")}
-    if "None" in words and text.lower() == "none":
-        return None
-    for kind in (bool, int, float, str):
-        if kind.__name__ in words or (parameter is not None and type(parameter.default) is kind):
-            return read_value(spec, key, text, kind)
-    return _by_looks(text)
-
-
-def _by_looks(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return _BOOLS[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def _type_of(parameter: inspect.Parameter) -> Any:
+    """Return the annotation of a parameter, else the type of its default; a name that means nothing without both."""
+    if parameter.annotation is not parameter.empty:
+        return parameter.annotation
+    return "?" if parameter.default in (parameter.empty, None) else type(parameter.default)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from superscaler.errors import InputError, PlanError
+from superscaler.errors import InputError, PlanError, unknown
+from superscaler.specs.options import for_function
 
 
 def load_file(file: Path) -> ModuleType:
@@ -25,6 +28,46 @@ def load_file(file: Path) -> ModuleType:
     with running(file, "cannot be imported"):
         found.loader.exec_module(module)
     return module
+
+
+def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -> Callable[..., Any]:
+    """Return the function that `path/to/file.py:function[:key=value,...]` names, with its keys as keyword arguments.
+
+    `kind` is what it is called in errors, `given` the arguments that it will get, `mark` the attribute of a function
+    that needs no name where it is the only one with it. Raises InputError for a missing file or function, a file that
+    cannot be run, a function that does not take what is given, and a bad key; so does the function for what it raises,
+    with the line.
+    """
+    path, _, rest = spec.partition(":")
+    name, _, keys = rest.partition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"there is no {kind} file {path}; write NAME or path/to/file.py:function.")
+    module = load_file(file)
+    found = {k: v for k, v in vars(module).items() if inspect.isfunction(v)}
+    marked = [k for k, v in found.items() if mark and hasattr(v, mark)]
+    known = marked or [k for k, v in found.items() if v.__module__ == module.__name__]
+    if not name and len(marked) == 1:
+        name = marked[0]
+    if not name:
+        raise InputError(f"'{spec}' names no function; write {path}:FUNCTION, one of {', '.join(known) or '-'}.")
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"{path}: {unknown('function', name, known)}")
+    parameters = inspect.signature(function)
+    taken = [p for p in parameters.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(taken) < len(given):
+        raise InputError(
+            f"{path}: {name}{parameters} takes {len(taken)} positional arguments, but a {kind} is given {len(given)} "
+            f"and its keys; write {name}({', '.join(given)}, ...)."
+        )
+    options = for_function(spec, keys, function, len(given))
+
+    def run(*args: Any) -> Any:
+        with running(file, "failed"):
+            return function(*args, **options)
+
+    return run
 
 
 def root_of(module: str, file: Path) -> Path | None:

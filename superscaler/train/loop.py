@@ -8,48 +8,30 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 import torch
-from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.runtime.process import run_rank
+from superscaler.runtime.step import Step, load
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
 
 # Seconds between two progress lines where they do not overwrite each other.
 _INTERVAL = 1.0
 
 
-class Step(Protocol):
-    """One rank of a plan. The loss is the same on all ranks; `inputs` has each input's global shape and dtype.
-
-    It may have `bounds`, by input name what its integers are below (vocabulary, number of classes).
-    """
-
-    inputs: dict[str, tuple[tuple[int, ...], str]]
-    rank: int
-    world: int
-
-    @property
-    def last_norm(self) -> float | None: ...
-
-    def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None) -> Tensor: ...
-
-    def close(self) -> None: ...
-
-
 Load = Callable[[Path], Step]
 
 
-def main(argv: Sequence[str] | None = None, *, load: Load | None = None) -> None:
+def main(argv: Sequence[str] | None = None, *, load: Load = load) -> None:
     """Train the plan in the directory that the options name (default: where this program is), as this whole process."""
     options = parser().parse_args(argv)
     directory = options.directory or Path(sys.argv[0]).resolve().parent
-    run_rank(lambda: train_rank(options, directory, load or _load), log=options.launched)
+    run_rank(lambda: train_rank(options, directory, load), log=options.launched)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,12 +45,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--metrics", type=Path, help="file for one JSON object a step")
     made.add_argument("--launched", type=Path, help=argparse.SUPPRESS)
     return made
-
-
-def _load(directory: Path) -> Step:
-    from superscaler.runtime.step import load
-
-    return load(directory)
 
 
 def train_rank(options: argparse.Namespace, directory: Path, load: Load) -> None:
@@ -109,12 +85,11 @@ def check_options(steps: int, clip: float | None) -> None:
 
 def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], Batch]:
     """Return the batch of a step number: text for models that read token ids, random tensors for others."""
-    bounds: Mapping[str, int] = getattr(step, "bounds", {})
     ids = step.inputs.get("input_ids")
     shapes = {tuple(shape) for shape, _ in step.inputs.values()}
     if ids is not None and len(ids[0]) == 2 and len(shapes) == 1 and set(step.inputs) <= {"input_ids", "labels"}:
         size, sequence = ids[0]
-        return TextBatches(data, size, sequence, bounds.get("input_ids", 256), seed).at
+        return TextBatches(data, size, sequence, step.bounds.get("input_ids", 256), seed).at
     names = ", ".join(step.inputs)
     if data is not None:
         raise InputError(
@@ -122,7 +97,7 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
         )
     if step.rank == 0:
         print(f"data: random tensors for {names}, the same at each run with seed {seed}", file=sys.stderr)
-    return lambda number: synthetic_batch(step.inputs, number, seed, bounds)
+    return lambda number: synthetic_batch(step.inputs, number, seed, step.bounds)
 
 
 def _count_tokens(batch: Batch) -> int:

@@ -52,7 +52,7 @@ def plans(tmp_path: Path) -> Path:
     [
         ("crash", "plans.py:6 (in crash) failed: KeyError: 'nope'."),
         ("leave", "plans.py:10 (in leave) failed: it ends the process with sys.exit(3)."),
-        ("narrow", "narrow(graph) takes 1 positional arguments, but an sProgram takes 2"),
+        ("narrow", "narrow(graph) takes 1 positional arguments, but a plan is given 2"),
         ("typed:n=x", "n is 'x', but it must be a whole number, as 4."),
         ("typed:n=1,n=2", "the key 'n' is given twice, 1 and 2"),
         ("crsh", "unknown function 'crsh'; did you mean 'crash'?"),

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from superscaler import cache
-from superscaler.cli.compile import PLAN_FILE
 from superscaler.cli.main import main
-from superscaler.runtime import step
+from superscaler.specs.files import PLAN_FILE
 
 MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
 TWO = ["--plan", "data_parallel", "--cluster", "local:2"]
@@ -132,10 +131,6 @@ def test_compile_replaces_a_plan_but_nothing_else(tmp_path: Path, capsys: pytest
     assert run("compile", MODEL, *TWO, "--out", str(tmp_path / "notes")) == 2
     assert run("compile", MODEL, *TWO, "--out", str(tmp_path / "notes" / "mine.txt")) == 2
     assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
-
-
-def test_the_plan_file_has_the_runtimes_name() -> None:
-    assert PLAN_FILE == step.PLAN_FILE
 
 
 def test_validate_tells_that_a_plan_holds(capsys: pytest.CaptureFixture[str]) -> None:

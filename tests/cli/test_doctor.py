@@ -33,11 +33,11 @@ def test_this_machine_is_ready(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_the_cache_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.write("0", {"part": bytes(1_500_000)})
+    cache.write("0", bytes(1_500_000))
     assert rooms._cache().found == f"{tmp_path}/superscaler: 1 captures, 1.5 MB"
 
 
-def test_a_failed_probe_tells_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_probe_tells_which_rank_and_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho 'RuntimeError: no network' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -45,7 +45,7 @@ def test_a_failed_probe_tells_its_last_words(monkeypatch: pytest.MonkeyPatch, tm
     check = rooms.gloo()
     assert not check.ok
     assert check.required
-    assert check.found == "RuntimeError: no network"
+    assert check.found.startswith("rank 0 of 2 failed with exit code 1: see its last words above.")
 
 
 def test_missing_torch_is_not_ready_and_says_what_to_install(

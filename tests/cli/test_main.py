@@ -107,7 +107,7 @@ def test_an_error_ends_with_its_own_exit_code(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("superscaler.cli.capture.capture_model", fails)
+    monkeypatch.setattr(common.ModelRequest, "capture", fails)
     assert run("capture", "mlp", "--json") == code
     assert capsys.readouterr() == ("", f"error: {error}\n")
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from superscaler.package import describe, initial_values
 from torch import nn
 
+from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.models import build

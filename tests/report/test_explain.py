@@ -20,7 +20,8 @@ from superscaler.compiler import finish
 from superscaler.models import build
 from superscaler.plan import Plan, capture, compile
 from superscaler.report.account import account, manifest, ranges
-from superscaler.report.explain import EXPLAIN_FILE, PLAN_FILE, VERSION, read
+from superscaler.report.explain import VERSION, read
+from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"

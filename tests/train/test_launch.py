@@ -30,6 +30,7 @@ from superscaler.train.loop import main
 
 class Step:
     inputs = {{"input_ids": ((2, 8), "int64"), "labels": ((2, 8), "int64")}}
+    bounds = {{}}
     last_norm = None
     count = 0
 

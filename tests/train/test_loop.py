@@ -19,6 +19,7 @@ class FakeStep:
 
     def __init__(self, inputs: dict[str, tuple[tuple[int, ...], str]], rank: int = 0) -> None:
         self.inputs = inputs
+        self.bounds: dict[str, int] = {}
         self.rank = rank
         self.world = 2
         self.last_norm: float | None = None
@@ -76,7 +77,7 @@ def test_models_that_read_no_text_get_random_tensors_and_say_so(capsys: pytest.C
 
 def test_the_vocabulary_of_the_plan_is_checked() -> None:
     step = FakeStep(TEXT)
-    step.bounds = {"input_ids": 100}  # type: ignore[attr-defined]
+    step.bounds = {"input_ids": 100}
     with pytest.raises(InputError, match="256, but the model's is 100"):
         choose_batches(step, None, 0)
 
