@@ -115,7 +115,7 @@ def cohorts(program: Program) -> list[Cohort]:
 def _alike(devices: Sequence[Device]) -> list[Cohort]:
     """Refine the classes of devices with equal code until the members and peers of each are of equal classes."""
     number: dict[Hashable, int] = {}
-    color = {d.rank: number.setdefault(_form(d), len(number)) for d in devices}
+    color = {d.rank: number.setdefault(form(d), len(number)) for d in devices}
     links = {d.rank: list(_links(d)) for d in devices}
     while True:
         number = {}
@@ -142,7 +142,7 @@ def _links(device: Device) -> Iterator[tuple[int, ...]]:
                 yield value if isinstance(value, tuple) else (value,)
 
 
-def _form(device: Device) -> Hashable:
+def form(device: Device) -> Hashable:
     """Return what is equal for devices that run one program: its text, the shape of its data, which groups are one."""
     form: list[Hashable] = [tuple((w.name, w.tensor, w.trained, w.group, len(w.box)) for w in device.weights)]
     groups: dict[object, int] = {}

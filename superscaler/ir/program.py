@@ -85,6 +85,18 @@ class Task(NamedTuple):
         kept = (f"_m{self.microbatch}" if self.microbatch >= 0 else "") + (f"_p{self.part}" if self.part else "")
         return f"s{self.segment}{kept}"
 
+    @staticmethod
+    def parse(text: str) -> Task:
+        """Read the name of a task.
+
+        >>> Task.parse("s3_m0_p1")
+        Task(segment=3, microbatch=0, part=1)
+        """
+        found = re.fullmatch(r"s(\d+)(?:_m(\d+))?(?:_p(\d+))?", text)
+        assert found is not None, text
+        segment, microbatch, part = found.groups()
+        return Task(int(segment), int(microbatch or -1), int(part or 0))
+
 
 Read = Annotated[Value, Role.READ]
 Reads = Annotated[tuple[Value, ...], Role.READ]
