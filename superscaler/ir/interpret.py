@@ -67,15 +67,27 @@ class Domain(Protocol[V]):
 
 @dataclass(eq=False)
 class _Post(Generic[V]):
-    """A started communication: a message to `peers`, or the `count`-th collective over `group`."""
+    """A started communication: a message to or from `peers`, or the `count`-th collective over a group of them."""
 
     cohort: Cohort
     at: int
     read: Sequence[V | None]
     peers: Ints
-    message: Ints | None = None
+    message: Ints
     count: int = 0
-    is_taken: bool = False
+
+
+@dataclass(eq=False)
+class _Group(Generic[V]):
+    """The groups of devices of a cohort: the `distinct` ones, and per place in them the cohort of the members, their
+    rows, and what they have started; per device which group is its own (`inverse`) and its `position` there.
+    """
+
+    distinct: Ints
+    inverse: Ints
+    position: Ints
+    ends: list[tuple[_Run[V], Ints]]
+    posts: list[list[_Post[V]]]
 
 
 @dataclass(eq=False)
@@ -89,7 +101,7 @@ class _Run(Generic[V]):
     handles: dict[Value, tuple[_Post[V], int]] = field(default_factory=dict)
     sent: dict[int, list[_Post[V]]] = field(default_factory=dict)
     collectives: dict[bytes, list[_Post[V]]] = field(default_factory=dict)
-    groups: dict[bytes, tuple[Ints, Ints, Ints, Ints]] = field(default_factory=dict)
+    groups: dict[bytes, _Group[V]] = field(default_factory=dict)
 
 
 def interpret(program: Program, domain: Domain[V]) -> None:
@@ -119,8 +131,7 @@ class _Interpreter(Generic[V]):
         for run in self.runs:
             for posts in run.sent.values():
                 for post in posts:
-                    if not post.is_taken:
-                        raise ScheduleError(self._where(run, post.at, "no device receives it.", 0))
+                    raise ScheduleError(self._where(run, post.at, "no device receives it.", 0))
 
     def _advance(self, run: _Run[V]) -> bool:
         """Run instructions until one must wait; tell whether any ran."""
@@ -183,7 +194,7 @@ class _Interpreter(Generic[V]):
             group = np.ascontiguousarray(cohort.data(at, "group"))
             self._check_group(cohort, group)
             posts = run.collectives.setdefault(group.tobytes(), [])
-            post = _Post(cohort, at, read, group, count=len(posts))
+            post = _Post(cohort, at, read, group, group[:, 0], len(posts))
             posts.append(post)
         else:
             assert isinstance(i, Send | Recv)
@@ -233,13 +244,13 @@ class _Interpreter(Generic[V]):
         senders = self.runs[self.cohort_of[post.peers[0]]]
         if (self.cohort_of[post.peers] != senders.cohort.number).any():
             raise Refusal("receives from devices that run other programs.")
-        rows = self.row_of[post.peers]
-        for sent in senders.sent.get(run.cohort.number, ()):
-            if sent.is_taken or sent.peers[rows[0]] != run.cohort.devices[0] or sent.message is None:
+        rows, sent_here = self.row_of[post.peers], senders.sent.get(run.cohort.number, [])
+        for sent in sent_here:
+            if sent.peers[rows[0]] != run.cohort.devices[0]:
                 continue
-            same = (sent.peers[rows] == run.cohort.devices) & (sent.message[rows] == post.message)
-            if same.all():
-                sent.is_taken = len(rows) == len(senders.cohort)
+            if ((sent.peers[rows] == run.cohort.devices) & (sent.message[rows] == post.message)).all():
+                if len(rows) == len(senders.cohort):
+                    sent_here.remove(sent)
                 assert sent.read[0] is not None
                 return self.domain.take(sent.read[0], rows)
         return None
@@ -248,40 +259,42 @@ class _Interpreter(Generic[V]):
         """Return what a collective gives, or None where a member has not started it yet."""
         key = post.peers.tobytes()
         if key not in run.groups:
-            distinct, first, inverse = np.unique(post.peers, axis=0, return_index=True, return_inverse=True)
-            position = np.argmax(post.peers == run.cohort.devices[:, None], axis=1)
-            run.groups[key] = distinct, first, inverse.reshape(-1), position
-        distinct, _, inverse, position = run.groups[key]
-        i, members = run.cohort.code[post.at], list[tuple[V, Ints]]()
+            run.groups[key] = self._group(run, post.peers)
+        group, i = run.groups[key], run.cohort.code[post.at]
         assert isinstance(i, Collective)
-        for k in range(distinct.shape[1]):
-            rows = self.row_of[distinct[:, k]]
-            other = self.runs[self.cohort_of[distinct[0, k]]]
-            if (self.cohort_of[distinct[:, k]] != other.cohort.number).any():
-                raise Refusal("is over devices that run other programs.")
-            found = next((p for p in self._posts(other, distinct, rows) if p.count == post.count), None)
-            if found is None:
+        members = list[tuple[V, Ints]]()
+        for k, (other, rows) in enumerate(group.ends):
+            posts = group.posts[k] = group.posts[k] or self._posts(other, group.distinct, rows)
+            if len(posts) <= post.count:
                 return None
-            theirs = other.cohort.code[found.at]
+            theirs, device = other.cohort.code[posts[post.count].at], group.distinct[0, k]
             assert isinstance(theirs, Collective)
             if (theirs.kind, len(theirs.ways), theirs.dtype, theirs.bytes) != (i.kind, len(i.ways), i.dtype, i.bytes):
-                raise Refusal(
-                    f"meets {theirs.kind} of {theirs.bytes} bytes ({theirs.dtype}) on device {distinct[0, k]}."
-                )
-            value = found.read[part] if i.kind != "broadcast" or k == 0 else members[0][0]
+                raise Refusal(f"meets {theirs.kind} of {theirs.bytes} bytes ({theirs.dtype}) on device {device}.")
+            value = posts[post.count].read[part] if i.kind != "broadcast" or k == 0 else members[0][0]
             if value is None:
-                raise Refusal(f"is given nothing on device {distinct[0, k]}.")
+                raise Refusal(f"is given nothing on device {device}.")
             members.append((value, rows))
-        return self.domain.join(i, part, members, position, inverse)
+        return self.domain.join(i, part, members, group.position, group.inverse)
+
+    def _group(self, run: _Run[V], peers: Ints) -> _Group[V]:
+        distinct, inverse = np.unique(peers, axis=0, return_inverse=True)
+        ends = []
+        for devices in distinct.T:
+            ends.append((self.runs[self.cohort_of[devices[0]]], self.row_of[devices]))
+            if (self.cohort_of[devices] != self.cohort_of[devices[0]]).any():
+                raise Refusal("is over devices that run other programs.")
+        position = np.argmax(peers == run.cohort.devices[:, None], axis=1)
+        return _Group(distinct, inverse.reshape(-1), position, ends, [[] for _ in ends])
 
     @staticmethod
-    def _posts(other: _Run[V], distinct: Ints, rows: Ints) -> Sequence[_Post[V]]:
+    def _posts(other: _Run[V], distinct: Ints, rows: Ints) -> list[_Post[V]]:
         """Return what devices of a cohort have started over these groups."""
         for posts in other.collectives.values():
             group = posts[0].peers
             if group.shape[1] == distinct.shape[1] and np.array_equal(group[rows], distinct):
                 return posts
-        return ()
+        return []
 
     # What is said.
 

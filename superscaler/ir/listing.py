@@ -88,19 +88,13 @@ def _section(devices: Sequence[Device]) -> Iterator[str]:
         for name, role in _ROLES[kind].items():
             values = tuple(getattr(row, name) for row in rows)
             if role is Role.WRITE:
-                made = [
-                    _text(v) for v in (values[0] if not isinstance(values[0], Value) else values)[: _count(values[0])]
-                ]
+                made = [_text(v) for v in ((values[0],) if isinstance(values[0], Value) else values[0])]
             elif role in _DATA and any(value != values[0] for value in values[1:]):
                 given.append(f"{name}=T[{tables.setdefault(values, len(tables))}]")
             else:
                 given.append(f"{name}={_text(values[0])}")
         yield from (f"T[{n}] = {_text(list(values))}" for values, n in list(tables.items())[known:])
         yield f"{', '.join(made)} = {kind}({', '.join(given)})" if made else f"{kind}({', '.join(given)})"
-
-
-def _count(made: Any) -> int:
-    return 1 if isinstance(made, Value) else len(made)
 
 
 def _text(value: Any) -> str:
@@ -135,7 +129,8 @@ class _Reader:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.ops = {op.name: op for op in model.ops}
-        self.world, self.fold = 0, None
+        self.world = 0
+        self.fold: Fold | None = None
         self.functions: list[dict[str, Any]] = []
         self.sections: list[tuple[list[int], list[list[Any]]]] = []
         self.tables: list[list[Any]] = []
