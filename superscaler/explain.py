@@ -14,7 +14,10 @@ from superscaler.errors import InputError
 
 # Of explain.json; another one is not read.
 VERSION = 4
+# The first is in runtime, too, which imports torch; a test holds the two together.
 PLAN_FILE, EXPLAIN_FILE = "plan.json", "explain.json"
+# What is in every plan directory, beside a file for each distinct program.
+_FILES = (PLAN_FILE, EXPLAIN_FILE, "initial.safetensors", "journal.txt", "run.py", "segments.py")
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
 _HASHES = ("model", "plan", "cluster", "weights", "sources", "code", "data", "explain")
@@ -47,6 +50,27 @@ def read(directory: Path) -> dict[str, Any]:
         return {"manifest": kept, "seed": int(plan["seed"]), **found}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"the plan in {directory} is damaged ({error}); {again}") from None
+
+
+def plan_files(directory: Path) -> frozenset[str]:
+    """Return the names of the files in a directory that are of the plan which compile wrote there; none if it is empty
+    or not there. Raises InputError for a directory that holds something, but no plan of ours: nothing there is ours.
+    """
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return frozenset()
+    if not (directory / PLAN_FILE).is_file():
+        raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
+    try:
+        plan = json.loads((directory / PLAN_FILE).read_text())
+        if not {"sources", "superscaler"} <= plan["manifest"].keys():
+            raise KeyError("manifest")
+        programs = {f"{name}.py" for name in plan["programs"] if re.fullmatch(r"program_\d+", name)}
+        return frozenset(programs.union(_FILES))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(
+            f"{directory / PLAN_FILE} is not what compile writes, or was damaged, so that nothing in {directory} is "
+            "replaced; choose another --out, or empty that directory yourself."
+        ) from None
 
 
 def digest(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from superscaler.account import account, hash_values, manifest, origin
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError
-from superscaler.explain import EXPLAIN_FILE, digest
+from superscaler.explain import EXPLAIN_FILE, digest, plan_files
 from superscaler.frontend.rules import REGISTERED
 from superscaler.ir.graph import Model
 from superscaler.ir.transformed import Graph
@@ -107,9 +107,9 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     """Write a plan directory. An older plan there is replaced; any other non-empty directory is refused.
 
     Returns False where the same plan is there already, which stays as it is. Files that are not of the older plan stay.
-    Raises InputError for a directory that cannot be written.
+    Raises InputError for a directory that cannot be written, or where a file of that kind would be replaced.
     """
-    check_directory(directory)
+    older = check_directory(directory)
     for target, home in _operators(compiled.graph.model).items():
         if home == ("", ""):
             raise InputError(
@@ -122,7 +122,10 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         directory.mkdir(parents=True, exist_ok=True)
         if _is_there(directory, files):
             return False
-        _remove_plan(directory)
+        theirs = sorted(name for name in files if name not in older and (directory / name).exists())
+        if theirs:
+            raise InputError(f"{directory / theirs[0]} is not of the plan there; move it, or choose another --out.")
+        _remove_plan(directory, older)
         _write_files(directory, files, kept)
         return True
     except (OSError, SafetensorError) as error:
@@ -130,24 +133,22 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         raise InputError(f"{directory} cannot be written: {reason}; choose another directory.") from error
 
 
-def check_directory(directory: Path) -> None:
-    """Raise InputError for a file, and for a directory that holds something else than a plan."""
+def check_directory(directory: Path) -> frozenset[str]:
+    """Return the files of the plan in a directory. Raises InputError for a file, and for a directory that holds
+    something else than a plan.
+    """
     try:
-        if directory.is_dir():
-            if any(directory.iterdir()) and not (directory / PLAN_FILE).is_file():
-                raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
-        elif directory.exists():
+        if directory.exists() and not directory.is_dir():
             raise InputError(f"{directory} is a file; choose a directory.")
+        return plan_files(directory)
     except OSError as error:
         raise InputError(f"{directory} cannot be read: {error.strerror}; choose another directory.") from error
 
 
-def _remove_plan(directory: Path) -> None:
+def _remove_plan(directory: Path, older: Iterable[str]) -> None:
     # First what says that the plan is whole; what a user keeps beside a plan is not ours to remove.
-    for name in (PLAN_FILE, WEIGHTS_FILE, EXPLAIN_FILE, "run.py", JOURNAL_FILE, "segments.py"):
+    for name in (PLAN_FILE, *sorted(older)):
         (directory / name).unlink(missing_ok=True)
-    for file in directory.glob("program_*.py"):
-        file.unlink()
 
 
 def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[str, str]:
@@ -178,7 +179,7 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
         if plan["seed"] != seed or not origin(graph, cluster, values).items() <= kept.items():
             return None
         explained = (directory / EXPLAIN_FILE).read_text()
-        names = ["segments.py", *(f.name for f in directory.glob("program_*.py"))]
+        names = ["segments.py", *(f"{name}.py" for name in set(plan["programs"]))]
         code = json.dumps({name: (directory / name).read_text() for name in names}, sort_keys=True)
         stored = hash_values(load_file(directory / WEIGHTS_FILE))
         intact = (digest(code), _data(plan), digest(explained), stored)

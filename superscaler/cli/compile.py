@@ -22,12 +22,22 @@ from superscaler.cli.common import (
     printing,
 )
 from superscaler.errors import InputError
+from superscaler.explain import plan_files
+
+
+def _directory(text: str) -> Path:
+    # An empty path is the current directory to Python, and an unset variable to a shell.
+    if not text:
+        raise InputError("--out is empty; name a directory ('.' is the current one).")
+    return Path(text)
+
 
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Plan directory to write; another plan there is replaced.")
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", parser=_directory, help="Plan directory to write; another plan there is replaced."
+    ),
 ]
-# The same name is in runtime, which imports torch; a test holds the two together.
-PLAN_FILE = "plan.json"
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and of weights captured on meta.")]
 
 
@@ -78,8 +88,8 @@ def check_out(out: Path | None) -> None:
         raise InputError(f"--out {out}: {above} is {_kind(above)}; choose a directory.")
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"--out {out}: nothing can be written into {above}; choose another directory.")
-    if above == out and any(out.iterdir()) and not (out / PLAN_FILE).is_file():
-        raise InputError(f"{out} is not empty and is not a plan directory; choose another --out.")
+    if above == out:
+        plan_files(out)
 
 
 def _kind(path: Path) -> str:

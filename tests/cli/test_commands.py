@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from superscaler import cache
-from superscaler.cli.compile import PLAN_FILE
 from superscaler.cli.main import main
+from superscaler.explain import PLAN_FILE
 from superscaler.runtime import step
 
 MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
