@@ -15,13 +15,27 @@ from torch import Tensor
 
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
+from superscaler.emit.steps import Emitted
 from superscaler.errors import InputError
 from superscaler.frontend.rules import REGISTERED
-from superscaler.ir.graph import Model
+from superscaler.ir.graph import Model, without_sources
+from superscaler.ir.listing import print_program
+from superscaler.ir.program import Program
+from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph
 from superscaler.report.account import account, hash_values, manifest, origin
-from superscaler.report.explain import digest
-from superscaler.specs.files import EXPLAIN_FILE, JOURNAL_FILE, PLAN_FILE, RUN_FILE, WEIGHTS_FILE
+from superscaler.specs.files import (
+    EXPLAIN_FILE,
+    JOURNAL_FILE,
+    MODEL_FILE,
+    PLAN_FILE,
+    PROGRAM_FILE,
+    RUN_FILE,
+    WEIGHTS_FILE,
+    digest,
+    plan_files,
+    read_plan,
+)  # fmt: skip
 
 RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
 
@@ -36,15 +50,20 @@ main([str(Path(__file__).parent), *sys.argv[1:]])
 
 def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
     """Return plan.json: what the runtime needs to know beside the code."""
-    model = compiled.graph.model
-    resident = {w.tensor for d, _ in compiled.program.distinct for w in d.weights} | set(model.inputs)
+    return described(compiled.program, compiled.emitted, str(compiled.cluster), seed)
+
+
+def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> dict[str, Any]:
+    """Return plan.json of a program and the code that is emitted from it."""
+    model = program.model
+    resident = {w.tensor for d, _ in program.distinct for w in d.weights} | set(model.inputs)
     return {
         "version": 1,
-        "world": compiled.program.world,
-        "cluster": str(compiled.cluster),
+        "world": program.world,
+        "cluster": cluster,
         "seed": seed,
-        "programs": list(compiled.emitted.programs),
-        "devices": [asdict(t) for t in compiled.emitted.tables],
+        "programs": list(emitted.programs),
+        "devices": [asdict(t) for t in emitted.tables],
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "slots": {name: slots_of(model, name) for name in sorted(resident)},
         "bounds": bounds(model),
@@ -106,9 +125,9 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     """Write a plan directory. An older plan there is replaced; any other non-empty directory is refused.
 
     Returns False where the same plan is there already, which stays as it is. Files that are not of the older plan stay.
-    Raises InputError for a directory that cannot be written.
+    Raises InputError for a directory that cannot be written, or where a file of that kind would be replaced.
     """
-    check_directory(directory)
+    older = check_directory(directory)
     for target, home in _operators(compiled.graph.model).items():
         if home == ("", ""):
             raise InputError(
@@ -121,7 +140,12 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         directory.mkdir(parents=True, exist_ok=True)
         if _is_there(directory, files):
             return False
-        _remove_plan(directory)
+        theirs = sorted(name for name in files if name not in older and (directory / name).exists())
+        if theirs:
+            raise InputError(f"{directory / theirs[0]} is not of the plan there; move it, or choose another --out.")
+        # First what says that the plan is whole; what a user keeps beside a plan is not ours to remove.
+        for name in (PLAN_FILE, *sorted(older)):
+            (directory / name).unlink(missing_ok=True)
         _write_files(directory, files, kept)
         return True
     except (OSError, SafetensorError) as error:
@@ -129,42 +153,62 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         raise InputError(f"{directory} cannot be written: {reason}; choose another directory.") from error
 
 
-def check_directory(directory: Path) -> None:
-    """Raise InputError for a file, and for a directory that holds something else than a plan."""
+def check_directory(directory: Path) -> frozenset[str]:
+    """Return the files of the plan in a directory. Raises InputError for a file, and for a directory that holds
+    something else than a plan.
+    """
     try:
-        if directory.is_dir():
-            if any(directory.iterdir()) and not (directory / PLAN_FILE).is_file():
-                raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
-        elif directory.exists():
+        if directory.exists() and not directory.is_dir():
             raise InputError(f"{directory} is a file; choose a directory.")
+        return plan_files(directory)
     except OSError as error:
         raise InputError(f"{directory} cannot be read: {error.strerror}; choose another directory.") from error
 
 
-def _remove_plan(directory: Path) -> None:
-    # First what says that the plan is whole; what a user keeps beside a plan is not ours to remove.
-    for name in (PLAN_FILE, WEIGHTS_FILE, EXPLAIN_FILE, RUN_FILE, JOURNAL_FILE, "segments.py"):
-        (directory / name).unlink(missing_ok=True)
-    for file in directory.glob("program_*.py"):
-        file.unlink()
+def texts(program: Program, emitted: Emitted) -> dict[str, str]:
+    """Return the files that follow from a program: the code, the model, the program itself, what starts it."""
+    return {
+        **emitted.files,
+        MODEL_FILE: print_model(without_sources(program.model)),
+        PROGRAM_FILE: print_program(program),
+        RUN_FILE: RUN.format(world=program.world),
+    }
 
 
 def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[str, str]:
     """Return all files but the weights; plan.json is the last."""
-    explained = json.dumps(account(compiled), indent=1) + "\n"
-    described = describe(compiled, seed)
-    hashes = {**manifest(compiled, values), "data": _data(described), "explain": digest(explained)}
-    return {
-        **compiled.emitted.files,
-        RUN_FILE: RUN.format(world=compiled.program.world),
+    data = describe(compiled, seed)
+    files = {
+        **texts(compiled.program, compiled.emitted),
         JOURNAL_FILE: "".join(f"{entry}\n" for entry in compiled.graph.journal),
-        EXPLAIN_FILE: explained,
-        PLAN_FILE: json.dumps({**described, "manifest": hashes}, indent=1) + "\n",
+        EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
     }
+    hashes = {name: digest(text) for name, text in files.items()}
+    kept = {**manifest(compiled, values), "data": data_hash(data), "files": hashes}
+    return {**files, PLAN_FILE: json.dumps({**data, "manifest": kept}, indent=1) + "\n"}
 
 
-def _data(described: Mapping[str, Any]) -> str:
-    return digest(json.dumps({k: v for k, v in described.items() if k != "manifest"}, sort_keys=True))
+def data_hash(plan: Mapping[str, Any]) -> str:
+    """Return the hash of plan.json without its manifest."""
+    return digest(json.dumps({k: v for k, v in plan.items() if k != "manifest"}, sort_keys=True))
+
+
+def damaged(directory: Path, plan: Mapping[str, Any]) -> str:
+    """Return which file of a plan directory is not what the manifest of plan.json says; empty where all are."""
+    kept = plan["manifest"]
+    if data_hash(plan) != kept.get("data"):
+        return PLAN_FILE
+    for name, shown in kept["files"].items():
+        try:
+            if digest((directory / name).read_text()) != shown:
+                return str(name)
+        except (OSError, UnicodeDecodeError):
+            return str(name)
+    try:
+        stored = hash_values(load_file(directory / WEIGHTS_FILE))
+    except (OSError, SafetensorError):
+        return WEIGHTS_FILE
+    return "" if stored == kept.get("weights") else WEIGHTS_FILE
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:
@@ -172,36 +216,24 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
     None where it holds another one, or none.
     """
     try:
-        plan = json.loads((directory / PLAN_FILE).read_text())
-        kept = plan["manifest"]
-        if plan["seed"] != seed or not origin(graph, cluster, values).items() <= kept.items():
+        plan = read_plan(directory)
+        if plan["seed"] != seed or not origin(graph, cluster, values).items() <= plan["manifest"].items():
             return None
-        explained = (directory / EXPLAIN_FILE).read_text()
-        names = ["segments.py", *(f.name for f in directory.glob("program_*.py"))]
-        code = json.dumps({name: (directory / name).read_text() for name in names}, sort_keys=True)
-        stored = hash_values(load_file(directory / WEIGHTS_FILE))
-        intact = (digest(code), _data(plan), digest(explained), stored)
-        if intact != tuple(kept[name] for name in ("code", "data", "explain", "weights")):
-            return None
-        if (directory / RUN_FILE).read_text() != RUN.format(world=plan["world"]):
-            return None
-        return json.loads(explained)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        return None if damaged(directory, plan) else json.loads((directory / EXPLAIN_FILE).read_text())
+    except (InputError, OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _is_there(directory: Path, files: Mapping[str, str]) -> bool:
     """Tell whether a directory holds these files, and weights of the hash in its manifest."""
-    # The journal says where the plan was written, which may have moved.
-    if any(not (directory / f).is_file() for f in (*files, WEIGHTS_FILE)):
-        return False
-    if any((directory / f).read_bytes() != text.encode() for f, text in files.items() if f != JOURNAL_FILE):
-        return False
     try:
-        stored = hash_values(load_file(directory / WEIGHTS_FILE))
-    except SafetensorError:
+        plan, other = read_plan(directory), json.loads(files[PLAN_FILE])
+        # The journal says where the plan was written, which may have moved.
+        for one in (plan, other):
+            one["manifest"]["files"].pop(JOURNAL_FILE)
+        return bool(plan == other and not damaged(directory, plan))
+    except (InputError, KeyError, OSError):
         return False
-    return bool(stored == json.loads(files[PLAN_FILE])["manifest"]["weights"])
 
 
 def _write_files(directory: Path, files: Mapping[str, str], values: Mapping[str, Tensor]) -> None:

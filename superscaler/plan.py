@@ -56,8 +56,11 @@ class Plan:
     def save(self, directory: str | Path, seed: int = 0) -> bool:
         """Write the plan with the initial weights into a directory, which `torchrun .../run.py` trains.
 
-        Returns False where the directory holds the same plan already: nothing is written then.
+        Returns False where the directory holds the same plan already: nothing is written then. Raises InputError for a
+        directory that holds something else than a plan.
         """
+        if not str(directory):
+            raise InputError("save needs the name of a directory, not an empty one; '.' is the current directory.")
         model = self.compiled.graph.model
         values = initial_values(model, self.compiled.graph.captured.values, seed)
         return write(self.compiled, Path(directory), values, seed)

@@ -43,6 +43,7 @@ class PTensor:
     """A logical tensor of the model. A dim is an ordered product of slots, major to minor; a dim of size 1 has none.
 
     `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
+    `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
     """
 
     name: str
@@ -52,11 +53,17 @@ class PTensor:
     slots: tuple[tuple[str, ...], ...]
     extents: tuple[int, ...]
     requires_grad: bool = False
+    trained_as: str = ""
 
     def local_shape(self, extents: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a piece whose slots have these sizes: each dim is the product of its slots."""
         sizes = iter(extents)
         return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
+
+    @property
+    def trained(self) -> PTensor:
+        """Return the tensor in the dtype of the model that trains: by its size communication is chosen."""
+        return replace(self, dtype=self.trained_as, trained_as="") if self.trained_as else self
 
     @property
     def wide_dtype(self) -> str:
@@ -214,6 +221,11 @@ def width(dtype: str) -> int:
     """
     bits = _BITS.search(dtype)
     return int(bits[0]) // 8 if bits else 1
+
+
+def without_sources(model: Model) -> Model:
+    """Return the model without the lines of the files of its operators."""
+    return replace(model, ops=tuple(replace(op, source="") for op in model.ops))
 
 
 def renamed(model: Model, old: str, new: str) -> Model:

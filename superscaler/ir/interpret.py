@@ -142,6 +142,10 @@ class _Interpreter(Generic[V]):
                     break
             except Refusal as refusal:
                 raise ScheduleError(self._where(run, run.at, refusal.why, refusal.row)) from None
+            except (LookupError, ValueError, TypeError) as error:
+                # A program that was read from a file may have numbers that fit nothing.
+                why = f"does not fit what it is given ({error})."
+                raise ScheduleError(self._where(run, run.at, why, 0)) from error
             run.at += 1
         return run.at > first
 

@@ -49,7 +49,7 @@ class Exchanges(Values):
         self.fold, self.costs = fold, costs
         self.told = frozenset(range(world)) if fold is None else fold.told
         self.paths: Cache = {}
-        # The all_reduces that start next, by group and dtype.
+        # The all_reduces that start next, by group and dtype of the model that trains.
         self.reductions: dict[tuple[tuple[int, ...], str], _Reductions] = {}
         # Steps of a transfer that are taken when it is first read.
         self.pending: dict[int, Iterator[None]] = {}
@@ -71,8 +71,8 @@ class Exchanges(Values):
                 continue
             found = None if transfer.is_local else match(transfer, self.fold)
             if found is not None and found.kind == "all_reduce":
-                some = self.reductions.setdefault((found.group, self.dtype(transfer)), _Reductions())
-                some.add(node.number, self._bytes(node.number), is_late=transfer.is_to_updates)
+                some = self.reductions.setdefault((found.group, self.dtype(transfer, trained=True)), _Reductions())
+                some.add(node.number, self._bytes(node.number, trained=True), is_late=transfer.is_to_updates)
             elif found is not None:
                 self._collective(node.number, transfer, found)
             elif not transfer.is_local:
@@ -92,7 +92,7 @@ class Exchanges(Values):
         due = [key for key, some in self.reductions.items() if some.is_due or not ended.isdisjoint(key[0])]
         for key in due:
             for bucket in self._buckets(self.reductions.pop(key).numbers):
-                self._reduce(bucket, *key)
+                self._reduce(bucket, key[0])
 
     def _record(
         self,
@@ -122,16 +122,16 @@ class Exchanges(Values):
         moved = size * links(kind, len(group))
         self._record(transfer, "collective", kind, group, why or REASONS[kind], size, moved, together)
 
-    def _bytes(self, number: int, box: Box | None = None) -> int:
+    def _bytes(self, number: int, box: Box | None = None, *, trained: bool = False) -> int:
         transfer = self.schedule.transfers[number]
-        return prod(extents(box or transfer.pieces[0].box)) * width(self.dtype(transfer))
+        return prod(extents(box or transfer.pieces[0].box)) * width(self.dtype(transfer, trained=trained))
 
     def _buckets(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the transfers in runs that fill a bucket each; a tensor larger than a bucket goes alone."""
         buckets: list[list[int]] = []
         room = 0
         for number in numbers:
-            size = self._bytes(number)
+            size = self._bytes(number, trained=True)
             if size > room:
                 buckets.append([])
                 room = BUCKET_BYTES
@@ -139,8 +139,12 @@ class Exchanges(Values):
             room -= size
         return buckets
 
-    def _reduce(self, numbers: Sequence[int], group: tuple[int, ...], dtype: str) -> None:
+    def _reduce(self, numbers: Sequence[int], group: tuple[int, ...]) -> None:
         transfers = self.schedule.transfers
+        dtype = self.dtype(transfers[numbers[0]])
+        if len(numbers) == 1:
+            self._collective(numbers[0], transfers[numbers[0]], Match("all_reduce", group))
+            return
         for number in numbers:
             self._record_collective(number, "all_reduce", group, together=len(numbers))
         for rank in self.told.intersection(piece.device for piece in transfers[numbers[0]].pieces):
@@ -265,7 +269,7 @@ class Exchanges(Values):
                     self.incoming.setdefault((number, r), []).append((work, common))
 
     def _path(self, transfer: Transfer) -> Route | None:
-        dtype = self.dtype(transfer)
+        dtype = self.dtype(transfer, trained=True)
         return None if dtype == "bool" else route(transfer, self.fold, self.costs, width(dtype), self.paths)
 
     def _route(self, number: int, transfer: Transfer, found: Route) -> Iterator[None]:

@@ -178,9 +178,13 @@ class Values:
         self.code[rank].append(Combine(out, (), (), view, spec.local_shape(view), spec.dtype))
         return out
 
-    def dtype(self, transfer: Transfer) -> str:
-        """Return the dtype of what a transfer moves: gradients that are summed over microbatches are never halves."""
+    def dtype(self, transfer: Transfer, *, trained: bool = False) -> str:
+        """Return the dtype of what a transfer moves: gradients that are summed over microbatches are never halves.
+
+        `trained`: that of the model that trains, where this is its copy in another dtype.
+        """
         tensor = self.model.tensors[transfer.tensor]
+        tensor = tensor.trained if trained else tensor
         is_summed = transfer.kind == BACKWARD and transfer.tensor in self.from_weights
         return tensor.wide_dtype if is_summed else tensor.dtype
 

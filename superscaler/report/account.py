@@ -20,7 +20,7 @@ import superscaler
 from superscaler.cache import sources
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
-from superscaler.ir.graph import Op, Operand, width
+from superscaler.ir.graph import Op, Operand, width, without_sources
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.parts import Axis as Cut
@@ -28,8 +28,9 @@ from superscaler.ir.parts import Grid
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Move, Path, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
-from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, digest, group, rows
+from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, group, rows
 from superscaler.report.model import collapse, describe
+from superscaler.specs.files import digest
 
 # Devices or groups that a list names; beyond, only how many there are.
 MOST = 8
@@ -74,7 +75,7 @@ def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict
     """Return what a plan is compiled from: hashes of the model, the transformed and placed graph, the cluster, the
     weights `values`, our own sources, and versions. Equal ones give equal plans.
     """
-    model = replace(graph.model, ops=tuple(replace(op, source="") for op in graph.model.ops))
+    model = without_sources(graph.model)
     kept = {name: value for name, value in values.items() if name in model.tensors}
     return {
         "model": digest(print_model(model)),

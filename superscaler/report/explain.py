@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from superscaler.errors import InputError
-from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE
+from superscaler.specs.files import EXPLAIN_FILE, digest, read_plan
 
 # Of explain.json; another one is not read.
 VERSION = 4
@@ -114,14 +113,8 @@ def read(directory: Path) -> dict[str, Any]:
     Raises InputError for anything but a whole plan directory of this version.
     """
     again = "write it again with superscaler compile --out."
+    plan = read_plan(directory)
     try:
-        if not (directory / PLAN_FILE).is_file():
-            raise InputError(
-                f"{directory} is not a plan directory (it has no {PLAN_FILE}); write one by superscaler compile --out."
-            )
-        plan = json.loads((directory / PLAN_FILE).read_text())
-        if plan.get("manifest") is None or not (directory / EXPLAIN_FILE).exists():
-            raise InputError(f"{directory} was written by an older version, which kept nothing to explain; {again}")
         kept = {key: str(plan["manifest"][key]) for key in (*_HASHES, *_VERSIONS)}
         text = (directory / EXPLAIN_FILE).read_text()
         found = json.loads(text)
@@ -129,15 +122,11 @@ def read(directory: Path) -> dict[str, Any]:
             raise InputError(
                 f"{directory}/{EXPLAIN_FILE} is of version {found['version']}, but this is version {VERSION}; {again}"
             )
-        if digest(text) != kept["explain"]:
+        if digest(text) != plan["manifest"]["files"][EXPLAIN_FILE]:
             raise InputError(f"{directory}/{EXPLAIN_FILE} is not what compile wrote there; {again}")
         return {"manifest": kept, "seed": int(plan["seed"]), **found}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"the plan in {directory} is damaged ({error}); {again}") from None
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def words(found: Mapping[str, Any]) -> str:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.program import Collective, Program, Recv, Send, Value
-from superscaler.ir.spmd import Fold
+from superscaler.ir.program import Collective, Device, Program, Recv, Send, Value
+from superscaler.ir.spmd import Folded
 
 Meeting = tuple[object, ...]
 
 
-def meetings(program: Program) -> list[list[tuple[Meeting, frozenset[int], str]]]:
+def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[int], str]]]:
     """Return per device its communication in order: what it meets for, who must be there, and of which value."""
     found = []
-    for device in program.devices:
+    for device in devices:
         mine: list[tuple[Meeting, frozenset[int], str]] = []
         count: dict[tuple[int, ...], int] = defaultdict(int)
         for i in device.instructions:
@@ -39,17 +39,21 @@ def _shown(works: Sequence[Value]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
 
-def check_rendezvous(program: Program, fold: Fold | None = None) -> None:
+def check_rendezvous(program: Program) -> None:
     """Raise ScheduleError showing where each device stands if the communication cannot finish.
 
-    With a fold the program has one device of each base: what it does, the devices that it stands for do in step.
+    Of a program that folds, one device of each base is looked at: the devices that it stands for do the same in step.
     """
-    left = meetings(program)
-    if fold is not None:
-        at_base = {device: fold.places[device][0] for meets in left for _, group, _ in meets for device in group}
+    devices = program.devices
+    if isinstance(devices, Folded):
+        places = devices.fold.places
+        left = meetings(tuple(device for device, _ in devices.distinct()))
         left = [
-            [(meeting, frozenset(at_base[d] for d in group), text) for meeting, group, text in meets] for meets in left
+            [(meeting, frozenset(places[d][0] for d in group), text) for meeting, group, text in meets]
+            for meets in left
         ]
+    else:
+        left = meetings(devices)
     at = [0] * len(left)
     ready = list(range(len(left)))
     while ready:

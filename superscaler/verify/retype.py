@@ -14,7 +14,8 @@ FLOATS = ("float32", "bfloat16", "float16")
 def retype(graph: Graph, dtype: str, dropout: bool) -> Graph:
     """Return the same plan for a model whose floating-point tensors and casts are all of `dtype`.
 
-    Without `dropout`, all its probabilities are zero, so that the result can be compared.
+    Without `dropout`, all its probabilities are zero, so that the result can be compared. What is communicated how is
+    chosen by the sizes of the dtypes there were, so that the same exchanges are compared as train.
     """
     model = graph.model
     tensors = {name: _retyped(tensor, dtype) for name, tensor in model.tensors.items()}
@@ -26,7 +27,7 @@ def retype(graph: Graph, dtype: str, dropout: bool) -> Graph:
 
 
 def _retyped(tensor: PTensor, dtype: str) -> PTensor:
-    return replace(tensor, dtype=dtype) if tensor.dtype in FLOATS else tensor
+    return replace(tensor, dtype=dtype, trained_as=tensor.trained.dtype) if tensor.dtype in FLOATS else tensor
 
 
 def _retyped_op(op: Op, dtype: str, dropout: bool) -> Op:

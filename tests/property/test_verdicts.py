@@ -253,7 +253,7 @@ def check_accepted(schedule: Schedule, needs: Needs, draw: random.Random) -> Non
 
 def interleave(program: Program, draw: random.Random) -> set[int]:
     """Run the communication of all devices, sends without buffers, in a random order; return who never ends."""
-    left = [mine[::-1] for mine in meetings(program)]
+    left = [mine[::-1] for mine in meetings(program.devices)]
     ready = list(range(len(left)))
     while ready:
         device = ready.pop(draw.randrange(len(ready)))

@@ -389,6 +389,8 @@ def test_a_directory_that_was_touched_is_written_again(
     whole = file.read_bytes()
     if is_removed and name != PLAN_FILE:
         file.unlink()
+    elif name == PLAN_FILE:
+        file.write_bytes(whole.replace(b'"seed": 0', b'"seed": 1'))
     else:
         # In the weights, the last byte is of a number.
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
