@@ -1,0 +1,65 @@
+"""Which collectives travel as one: those of one group and dtype that start at one point, or are not urgent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+
+from superscaler.materialize.steps import Collective
+from superscaler.schedule.segments import SEGMENT_BYTES
+
+# As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A collective of a transfer, and what its sources weigh each."""
+
+    number: int
+    step: Collective
+    bytes: int
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Collectives that start together: when others wait for one of them, or they are worth one."""
+
+    entries: list[Entry] = field(default_factory=list)
+    weight: int = 0
+    is_due: bool = False
+
+
+class Buckets:
+    """Collectives that were not started yet."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[tuple[int, ...], str], _Bucket] = {}
+
+    def add(self, entry: Entry, dtype: str, *, is_late: bool) -> None:
+        """Add a collective; one that is late waits until there are enough of them."""
+        some = self._waiting.setdefault((entry.step.how.group, dtype), _Bucket())
+        some.entries.append(entry)
+        some.weight += entry.bytes
+        some.is_due |= not is_late or some.weight >= SEGMENT_BYTES
+
+    def take(self, ended: Set[int]) -> Iterator[list[Entry]]:
+        """Yield the buckets that are due, and those that devices whose backward has `ended` add nothing to."""
+        due = [key for key, some in self._waiting.items() if some.is_due or not ended.isdisjoint(key[0])]
+        for key in due:
+            yield from _filled(self._waiting.pop(key).entries)
+
+
+def _filled(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """Yield the collectives in runs that fill a bucket each; a tensor larger than a bucket goes alone."""
+    found: list[Entry] = []
+    room = 0
+    for entry in entries:
+        if entry.bytes > room:
+            if found:
+                yield found
+            found, room = [], BUCKET_BYTES
+        found.append(entry)
+        room -= entry.bytes
+    if found:
+        yield found
