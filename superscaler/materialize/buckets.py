@@ -1,4 +1,4 @@
-"""Which collectives travel as one: those of one group and dtype that start at one point, or are not urgent."""
+"""Which collectives travel as one: those of one kind, group, dtype and way that start together, or are not urgent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 from superscaler.materialize.steps import Collective
 from superscaler.schedule.segments import SEGMENT_BYTES
+from superscaler.schedule.transfers import UPDATE, Transfer
 
 # As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
+# What the runtime has a bucket of.
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,14 @@ class Buckets:
     """Collectives that were not started yet."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[tuple[int, ...], str], _Bucket] = {}
+        self._waiting: dict[tuple[tuple[int, ...], str, str, str], _Bucket] = {}
 
-    def add(self, entry: Entry, dtype: str, *, is_late: bool) -> None:
-        """Add a collective; one that is late waits until there are enough of them."""
-        some = self._waiting.setdefault((entry.step.how.group, dtype), _Bucket())
+    def add(self, entry: Entry, transfer: Transfer, dtype: str) -> None:
+        """Add a collective; one to updates, which come last, waits until there are enough of them."""
+        is_late, how = transfer.is_to_updates, entry.step.how
+        is_from_rest = all(place.kind == UPDATE for piece in transfer.pieces for place in piece.places)
+        way = "to updates" if is_late else "from weights at rest" if is_from_rest else "between segments"
+        some = self._waiting.setdefault((how.group, how.kind, dtype, way), _Bucket())
         some.entries.append(entry)
         some.weight += entry.bytes
         some.is_due |= not is_late or some.weight >= SEGMENT_BYTES

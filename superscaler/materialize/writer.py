@@ -10,7 +10,7 @@ from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Collective, Path, Recv, Send, Value, Way, links
 from superscaler.ir.report import width
 from superscaler.materialize import steps
-from superscaler.materialize.buckets import Buckets, Entry
+from superscaler.materialize.buckets import KINDS, Buckets, Entry
 from superscaler.materialize.code import Code
 from superscaler.materialize.context import Context
 from superscaler.materialize.lowering import lower
@@ -60,9 +60,8 @@ class Writer:
             if left:
                 self._left[number] = left
             for step in first:
-                if not left and isinstance(step, steps.Collective) and step.how.kind == "all_reduce":
-                    entry = Entry(number, step, self._bytes(transfer, step.slots[0][1].box))
-                    self.buckets.add(entry, self.context.dtype(transfer), is_late=transfer.is_to_updates)
+                if not left and isinstance(step, steps.Collective) and step.how.kind in KINDS:
+                    self.buckets.add(self._entry(number, step), transfer, self.context.dtype(transfer))
                 else:
                     self._write(number, step)
         self.flush(frozenset())
@@ -134,7 +133,7 @@ class Writer:
     def _write(self, number: int, step: Step) -> None:
         transfer = self.transfers[number]
         if isinstance(step, steps.Collective):
-            self._collective([Entry(number, step, self._bytes(transfer, (step.slots[0][0] or step.slots[0][1]).box))])
+            self._collective([self._entry(number, step)])
             return
         rank = step.out.device
         if isinstance(step, Join):
@@ -174,6 +173,10 @@ class Writer:
                 ways.append(self._way(entry, source or out, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
             self.code.of[rank].append(Collective(how.kind, *some, dtype, weight))
+
+    def _entry(self, number: int, step: steps.Collective) -> Entry:
+        source, out = step.slots[0]
+        return Entry(number, step, self._bytes(self.transfers[number], (source or out).box))
 
     def _way(self, entry: Entry, source: Slot, out: Slot) -> Way:
         tensor, view, how = self.code.tensors[self.transfers[entry.number].tensor], extents(source.box), entry.step.how
