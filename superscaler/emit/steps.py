@@ -245,12 +245,12 @@ class _Writer:
 
     def _collective(self, i: Collective) -> str:
         group = self.number("groups", lambda j: j.group)
+        shown = [_given(i, k) for k in range(len(i.works))]
         if len(i.works) > 1:
-            return f"{self.tuple_of(i.works)} = rt.{i.kind}_bucket({self.tuple_of(i.sources)}, {group})"
-        (work,), (source,), (way,) = i.works, i.sources, i.ways
-        shown = "None" if source is None else _name(source)
-        if source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast"):
-            shown += f".reshape({way.view})"
+            dims = {"all_gather": [way.take for way in i.ways], "reduce_scatter": [way.give for way in i.ways]}
+            along = f", {tuple(dims[i.kind])}" if i.kind in dims else ""
+            return f"{self.tuple_of(i.works)} = rt.{i.kind}_bucket(({', '.join(shown)}), {group}{along})"
+        (work,), (way,) = i.works, i.ways
         extra = {
             "all_reduce": "",
             "all_gather": f", {way.take}",
@@ -258,7 +258,7 @@ class _Writer:
             "all_to_all": f", {way.give}, {way.take}",
             "broadcast": f', {way.shape}, "{i.dtype}"',
         }[i.kind]
-        return f"{work} = rt.{i.kind}({shown}, {group}{extra})"
+        return f"{work} = rt.{i.kind}({shown[0]}, {group}{extra})"
 
     def _message(self) -> int:
         return self.number("messages", lambda j: (j.peer, j.message))
@@ -276,6 +276,13 @@ def _batches(code: Sequence[Instruction]) -> dict[int, int]:
         elif not isinstance(i, Slice | Free):
             point = -1
     return found
+
+
+def _given(i: Collective, k: int) -> str:
+    """Return what a collective is given of its k-th tensor, in slots where these matter."""
+    source, way = i.sources[k], i.ways[k]
+    is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast")
+    return ("None" if source is None else _name(source)) + (f".reshape({way.view})" if is_cut else "")
 
 
 def _name(value: Value) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from superscaler.explain import plan_files
 
 from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.plan import Plan
+from superscaler.report.explain import plan_files
 
 MODEL = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]

@@ -8,7 +8,7 @@ import pytest
 
 from superscaler import Cluster, capture, compile
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Update, Wait
-from superscaler.materialize import exchange
+from superscaler.materialize import buckets
 from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.schedule import segments
@@ -31,9 +31,9 @@ def plan_of(spec: str, world: int, batch: int = 12) -> Plan:
 @pytest.fixture(params=[1, 150_000, 400_000])
 def few_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """As many bytes of gradients as are worth an all_reduce: of one tensor, of a layer, of some layers."""
-    for module in (segments, exchange):
+    for module in (segments, buckets):
         monkeypatch.setattr(module, "SEGMENT_BYTES", request.param)
-    monkeypatch.setattr(exchange, "BUCKET_BYTES", 300_000)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 300_000)
     return int(request.param)
 
 

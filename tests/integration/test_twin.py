@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import superscaler as ss
-from superscaler.compiler import Compiled, finish, retype
+from superscaler.compiler import Compiled, finish
 from superscaler.ir.text import parse_model, print_model
+from superscaler.verify.retype import retype
 
 # What depends on how wide an element is.
 WIDTHS = ("dtype", "bytes", "wide")
