@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from small_plans import Noise
 
 from superscaler.compiler import Compiled, finish
 from superscaler.emit.steps import emit
@@ -46,18 +46,6 @@ from superscaler.verify.retype import retype
 TIMEOUT = 5.0
 Code = list[Instruction]
 Edit = Callable[[Compiled, list[Code]], Compiled | None]
-
-
-class Noise(nn.Module):
-    """A layer with noise, whose numbers are drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.second((h + torch.rand_like(h)).tanh()).square().mean()
 
 
 @dataclass(frozen=True)
