@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from single import Mutant, mutants
 from small_plans import exact
+from superscaler.materialize.rendezvous import check_rendezvous
 from torch import Tensor
 
+from superscaler.artifact import describe, initial_values
 from superscaler.compiler import Compiled
 from superscaler.emit.steps import emit
 from superscaler.errors import ScheduleError
-from superscaler.ir.fold import Folded
 from superscaler.ir.program import Program
-from superscaler.materialize.rendezvous import check_rendezvous
-from superscaler.package import describe, initial_values
+from superscaler.ir.spmd import Folded
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import ThreadCommunicator, run_ranks
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from superscaler.compiler import Compiled
 from superscaler.emit.expressions import ranges
-from superscaler.ir.fold import Folded
 from superscaler.ir.mask import extents
 from superscaler.ir.program import (
     FIELDS,
@@ -36,6 +35,7 @@ from superscaler.ir.program import (
     reads,
     writes,
 )
+from superscaler.ir.spmd import Folded
 
 Change = Callable[[Device], Device]
 Path = tuple[str | int, ...]
