@@ -325,7 +325,7 @@ def _fields(i: Instruction) -> Iterator[Value | None]:
 
 def describe(program: Program, i: Instruction) -> str:
     """Return an instruction in few words: its kind, and what it runs or names."""
-    if isinstance(i, Forward):
+    if isinstance(i, Forward) and 0 <= i.function < len(program.functions) and program.functions[i.function].ops:
         function = program.functions[i.function]
         return f"Forward {i.task} ({function.ops[0].name}..{function.ops[-1].name})"
     task = getattr(i, "task", None)

@@ -38,6 +38,7 @@ from superscaler.ir.program import (
     Task,
     Update,
     Value,
+    Wait,
     Way,
 )  # fmt: skip
 from superscaler.verify.coverage import SEED, Addends, Chain, Kinds, clipped, first_fault, is_tiled, merged
@@ -89,7 +90,9 @@ class Masks:
     def __init__(self, program: Program) -> None:
         self.model = program.model
         self.kinds = Kinds(program.model)
-        self.segments = [_Segment(f, self.kinds) for f in program.functions]
+        self.functions = program.functions
+        self.segments: dict[int, _Segment] = {}
+        self.from_weights = {o.tensor for op in program.model.ops if op.from_weights for o in op.outputs}
         self.tapes: dict[tuple[int, Task], _Tape] = {}
         self.ran: set[tuple[int, Task]] = set()
         self.homes = {op.inputs[0].tensor: op for op in program.model.ops if not op.is_forward}
@@ -132,6 +135,9 @@ class Masks:
             self._check_shape(value, recv.shape)
             if recv.dtype != value.dtype:
                 raise Refusal(f"receives {recv.dtype}, but {value.dtype} is sent.")
+        wait = cohort.code[at]
+        assert isinstance(wait, Wait)
+        self._check_shape(value, wait.shape)
         return replace(value, is_shared=False)
 
     # Local instructions.
@@ -213,8 +219,10 @@ class Masks:
         if key in self.ran:
             raise Refusal("runs twice; every part runs once in a step.")
         self.ran.add(key)
-        if not 0 <= i.function < len(self.segments):
-            raise Refusal(f"runs function {i.function} of {len(self.segments)}.")
+        if not 0 <= i.function < len(self.functions):
+            raise Refusal(f"runs function {i.function} of {len(self.functions)}.")
+        if i.function not in self.segments:
+            self.segments[i.function] = _Segment(self.functions[i.function], self.kinds)
         segment = self.segments[i.function]
         starts = _padded(cohort.data(at, "at").reshape(len(cohort), -1))
         segment.check(i, starts)
@@ -336,8 +344,11 @@ class Masks:
         found = []
         for k, (n, out) in enumerate(zip(wanted, i.outputs, strict=True)):
             spec = self.model.tensors[segment.function.inputs[n]]
+            is_wide = spec.name in self.from_weights and spec.wide_dtype != spec.dtype
+            if is_wide != bool(i.wide and i.wide[k]):
+                raise Refusal(f"{'does not make' if is_wide else 'makes'} the gradient of {spec.name} float32.")
             if out is not None:
-                dtype = spec.wide_dtype if i.wide and i.wide[k] else spec.dtype
+                dtype = spec.wide_dtype if is_wide else spec.dtype
                 content = Content(spec.name, True, tape.inputs[n].box, addends.get(n, {}), dtype, is_shared=True)
                 found.append(self.settled(content))
         return found

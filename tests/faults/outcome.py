@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from single import Mutant, mutants
 from small_plans import exact
-from superscaler.materialize.rendezvous import check_rendezvous
 from torch import Tensor
 
 from superscaler.artifact import describe, initial_values
@@ -21,9 +19,10 @@ from superscaler.compiler import Compiled
 from superscaler.emit.steps import emit
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Program
-from superscaler.ir.spmd import Folded
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import ThreadCommunicator, run_ranks
+from superscaler.verify.certificate import check_program
+from superscaler.verify.rendezvous import check_rendezvous
 
 # Of what is compared, relative to its largest element, or to a thousandth of the largest of all.
 TOLERANCE, FLOOR = 1e-9, 1e-3
@@ -105,7 +104,7 @@ def drawn(found: Iterable[Mutant], most: int | None, seed: str) -> Iterator[Muta
 
 def judge(program: Program) -> tuple[str, str]:
     """Return which check refuses a program, if any does, and what it raised where that is no ScheduleError."""
-    for check in (certificate, rendezvous):
+    for check in (check_program, rendezvous):
         try:
             check(program)
         except ScheduleError:
@@ -115,25 +114,9 @@ def judge(program: Program) -> tuple[str, str]:
     return "", ""
 
 
-def certificate(program: Program) -> None:
-    # Until there is one, everything passes.
-    if has_certificate():
-        importlib.import_module("superscaler.verify.certificate").check_program(program)
-
-
-@cache
-def has_certificate() -> bool:
-    try:
-        return importlib.util.find_spec("superscaler.verify.certificate") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def rendezvous(program: Program) -> None:
-    devices = program.devices
-    if isinstance(devices, Folded):
-        check_rendezvous(replace(program, devices=tuple(d for d, _ in devices.distinct())), devices.fold)
-    check_rendezvous(replace(program, devices=tuple(devices)))
+    check_rendezvous(program)
+    check_rendezvous(replace(program, devices=tuple(program.devices)))
 
 
 # Numbers.

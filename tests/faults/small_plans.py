@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import superscaler as ss
-from superscaler.compiler import Compiled, finish, retype
+from superscaler.compiler import Compiled, finish
 from superscaler.models import build
+from superscaler.verify.retype import retype
 
 Captured = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 SProgram = Callable[[ss.Graph, ss.Cluster], Any] | str

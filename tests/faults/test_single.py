@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from outcome import SCOPES, differs, has_certificate, judge, sweep
+from outcome import SCOPES, differs, judge, sweep
 from single import mutants, without_frees
 from small_plans import PLANS, exact
 
 from superscaler.ir.program import Program
 
-NEEDED = pytest.mark.skipif(not has_certificate(), reason="needs superscaler.verify.certificate")
 SWEEPS = [(name, scope) for name in PLANS for scope in SCOPES.get(name, ("one device",))]
 
 
@@ -37,13 +36,11 @@ def test_numbers_show_what_no_check_is_asked_about() -> None:
     assert all(differs("data", m.program) for m in found)
 
 
-@NEEDED
 @pytest.mark.parametrize("name", ["data", "pipeline"])
 def test_some_mutants_of_every_class_are_refused_or_equal(name: str) -> None:
     _check(name, "one device", most=6, numbers=2)
 
 
-@NEEDED
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("name", "scope"), SWEEPS)
