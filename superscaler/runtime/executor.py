@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superscaler.runtime import functional
-from superscaler.runtime.communicator import Communicator, Work
+from superscaler.runtime.communicator import Communicator, Later, Work
 from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
@@ -149,7 +149,7 @@ class Rank:
         joined = torch.cat([x.reshape(-1) for x in tensors])
         work = self.communicator.all_reduce(joined, self._group(group), owned=True)
         ends = list(accumulate(x.numel() for x in tensors))
-        return tuple(_View(work, end - x.numel(), end) for x, end in zip(tensors, ends, strict=True))
+        return tuple(_view(work, end - x.numel(), end) for x, end in zip(tensors, ends, strict=True))
 
     def all_gather(self, x: Tensor, group: int, dim: int) -> Work:
         return self.communicator.all_gather(x, self._group(group), dim)
@@ -231,14 +231,9 @@ class Rank:
         return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world)), planned=False).wait()
 
 
-class _View:
-    """A range of the flat result of another operation."""
-
-    def __init__(self, work: Work, start: int, end: int) -> None:
-        self._work, self._range = work, slice(start, end)
-
-    def wait(self) -> Tensor:
-        return self._work.wait()[self._range]
+def _view(work: Work, start: int, end: int) -> Work:
+    """Return a range of the flat result of another operation."""
+    return Later(lambda: work.wait()[start:end])
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:
