@@ -107,14 +107,14 @@ def variables(value: Any) -> Iterator[Var]:
             yield from variables(item)
 
 
-def substitute(value: Any, swap: Callable[[Var], Any]) -> Any:
-    """Return nested arguments with every tensor replaced; lists become tuples."""
-    if isinstance(value, Var):
+def substitute(value: Any, swap: Callable[[Any], Any], kind: type = Var) -> Any:
+    """Return nested arguments with every tensor (or what is of this kind) replaced; lists become tuples."""
+    if isinstance(value, kind):
         return swap(value)
     if isinstance(value, dict):
-        return {k: substitute(v, swap) for k, v in value.items()}
+        return {k: substitute(v, swap, kind) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(substitute(v, swap) for v in value)
+        return tuple(substitute(v, swap, kind) for v in value)
     return value
 
 
@@ -198,7 +198,7 @@ class _Reader:
             self.parts[node] = list(outputs)
         for output, v in zip(outputs, [value] if isinstance(value, Tensor) else value, strict=True):
             self.trace.specs[output] = _spec(v)
-        args, kwargs = (_convert(a, self.names) for a in (node.args, node.kwargs))
+        args, kwargs = substitute((node.args, node.kwargs), lambda n: Var(self.names[n]), Node)
         module, source = _module(node), source_of(node.meta.get("stack_trace") or "")
         self.trace.calls.append(Call(name, str(node.target), node.target, args, kwargs, outputs, module, source))
 
@@ -248,17 +248,6 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
             f"{where} changes {len(changed)} parameters or inputs in place: {', '.join(changed.values())}; "
             "compute new tensors (of an input, a clone)."
         )
-
-
-def _convert(value: Any, names: dict[Node, str]) -> Any:
-    """Return fx arguments with nodes as `Var`."""
-    if isinstance(value, Node):
-        return Var(names[value])
-    if isinstance(value, dict):
-        return {k: _convert(v, names) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(_convert(v, names) for v in value)
-    return value
 
 
 def _module(node: Node) -> str:
