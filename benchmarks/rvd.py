@@ -39,10 +39,10 @@ from torch import Tensor
 from superscaler.cluster import Cluster
 from superscaler.cluster.links import LINKS, Link
 from superscaler.ir.layout import Layout
-from superscaler.materialize.paths import find_path
-from superscaler.materialize.route import Route, Steps
-from superscaler.materialize.search import Path
-from superscaler.materialize.transitions import LAST, Step, messages
+from superscaler.materialize.rvd.paths import find_path
+from superscaler.materialize.rvd.route import Route, Steps
+from superscaler.materialize.rvd.search import Path
+from superscaler.materialize.rvd.transitions import LAST, Step, messages
 from superscaler.runtime.distributed import DistributedCommunicator, connect
 
 TOOLS = ("unshare", "nsenter", "ip", "tc")

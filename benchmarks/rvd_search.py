@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "materialize"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "materialize" / "rvd"))
 
 SIZES = (64, 64, 64, 64)
 ITEMSIZE = 4
@@ -45,7 +45,7 @@ def measure(seed: int, devices: int, shift: int, order: str, per_server: int) ->
     """Return seconds of a search, of a look-up, the states expanded, and the ratio to the least possible cost."""
     from layouts import Servers, layout, shapes
 
-    from superscaler.materialize.paths import find_path
+    from superscaler.materialize.rvd.paths import find_path
 
     rng, costs = np.random.default_rng(seed), Servers(per_server)
     every = list(shapes(devices, 2 + len(SIZES)))

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
 from superscaler.errors import InputError
-from superscaler.garbage import without_garbage_collection
-from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
-from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.program import Free, Program
+from superscaler.ir.spmd import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
-from superscaler.schedule.fold import find_fold, restrict
 from superscaler.schedule.homes import place_updates
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import check_assigned, complete
+from superscaler.schedule.spmd import find_fold, restrict
+from superscaler.timing import timed, without_garbage_collection
 
 SProgram = Callable[[Graph, Cluster], Any]
 
@@ -75,7 +72,7 @@ def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compile
 def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph, dict[str, float]]:
     """Return a copy of `graph` as `sprogram` transforms, places and orders it, all parts placed, and the seconds."""
     seconds = {"plan": 0.0}
-    with without_garbage_collection(), _timed(seconds, "plan"):
+    with without_garbage_collection(), timed(seconds, "plan"):
         planned = graph.copy()
         sprogram(planned, cluster)
         _place(planned, cluster)
@@ -92,11 +89,11 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
     """Compile a graph whose parts are already made, placed and ordered."""
     phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0}
     with without_garbage_collection():
-        with _timed(phases, "schedule"):
+        with timed(phases, "schedule"):
             _place(planned, cluster)
             close = find_fold(planned)
         schedule, program = _folded(planned, cluster, close, phases)
-        with _timed(phases, "emit"):
+        with timed(phases, "emit"):
             emitted = emit(program)
     phases["total"] = sum(phases.values())
     return Compiled(planned, cluster, schedule, close, program, emitted, phases)
@@ -108,20 +105,13 @@ def _folded(planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[s
     while True:
         fold = None if fold is None or max(fold.widths, default=0) <= KEPT else fold
         try:
-            with _timed(phases, "schedule"):
+            with timed(phases, "schedule"):
                 schedule = complete(planned if fold is None else restrict(planned, fold), close)
-            with _timed(phases, "materialize"):
+            with timed(phases, "materialize"):
                 return schedule, materialize(schedule, len(cluster.devices), cluster, fold)
         except Unfoldable as error:
             assert fold is not None
             fold = fold.without(error.axis)
-
-
-@contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    phases[name] += time.perf_counter() - start
 
 
 def check_devices(graph: Graph, cluster: Cluster) -> None:
@@ -131,38 +121,3 @@ def check_devices(graph: Graph, cluster: Cluster) -> None:
         device = max(graph.grids[op.name].used())
         if device > last:
             raise InputError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {last}.")
-
-
-FLOATS = ("float32", "bfloat16", "float16")
-
-
-def retype(graph: Graph, dtype: str, dropout: bool) -> Graph:
-    """Return the same plan for a model whose floating-point tensors and casts are all of `dtype`.
-
-    Without `dropout`, all its probabilities are zero, so that the result can be compared.
-    """
-    model = graph.model
-    tensors = {name: _retyped(tensor, dtype) for name, tensor in model.tensors.items()}
-    ops = tuple(_retyped_op(op, dtype, dropout) for op in model.ops)
-    twin = Graph(replace(model, tensors=tensors, ops=ops), graph.captured)
-    twin.grids = {name: grid.copy() for name, grid in graph.grids.items()}
-    twin.orders, twin.journal = list(graph.orders), list(graph.journal)
-    return twin
-
-
-def _retyped(tensor: PTensor, dtype: str) -> PTensor:
-    return replace(tensor, dtype=dtype) if tensor.dtype in FLOATS else tensor
-
-
-def _retyped_op(op: Op, dtype: str, dropout: bool) -> Op:
-    args, kwargs = op.args, op.kwargs
-    if not dropout and op.target == "ss.dropout":
-        args = (args[0], 0.0)
-    if not dropout and op.target == "ss.attention_dropout":
-        args = (*args[:4], 0.0, *args[5:])
-    casts = {f"torch.{name}": f"torch.{dtype}" for name in FLOATS}
-
-    def swap(value: Any) -> Any:
-        return casts.get(value, value) if isinstance(value, str) else value
-
-    return replace(op, args=tuple(swap(a) for a in args), kwargs=tuple((k, swap(v)) for k, v in kwargs))

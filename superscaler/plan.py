@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from superscaler import explain
-from superscaler.account import account, manifest, summary
-from superscaler.checks import CHECKS
+from superscaler.artifact import initial_values, reuse, write
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
-from superscaler.draw import save
 from superscaler.errors import InputError
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.ir.transformed import Graph
-from superscaler.package import initial_values, reuse, write
 from superscaler.plans import resolve
+from superscaler.report import explain
+from superscaler.report.account import account, manifest, summary
+from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
 from superscaler.verify import verify
+from superscaler.verify.checks import CHECKS
 
 
 class Plan:
@@ -56,8 +56,11 @@ class Plan:
     def save(self, directory: str | Path, seed: int = 0) -> bool:
         """Write the plan with the initial weights into a directory, which `torchrun .../run.py` trains.
 
-        Returns False where the directory holds the same plan already: nothing is written then.
+        Returns False where the directory holds the same plan already: nothing is written then. Raises InputError for a
+        directory that holds something else than a plan.
         """
+        if not str(directory):
+            raise InputError("save needs the name of a directory, not an empty one; '.' is the current directory.")
         model = self.compiled.graph.model
         values = initial_values(model, self.compiled.graph.captured.values, seed)
         return write(self.compiled, Path(directory), values, seed)

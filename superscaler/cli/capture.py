@@ -18,7 +18,7 @@ _PLACES = 4
 def capture(printer: Printer, request: ModelRequest) -> None:
     """Capture MODEL and list its operators, its factors (what a plan can split) and what cannot be cut, and why."""
     graph, built = request.capture()
-    from superscaler.ir.report import describe
+    from superscaler.report.model import describe
 
     found = describe(graph.model)
     printer.show(_op_table(found), _factor_table(found), _summary(built.name, found), *_frozen(found))
@@ -38,7 +38,7 @@ def _op_table(found: dict[str, Any]) -> Table:
 
 
 def _collapse_word(word: str) -> str:
-    from superscaler.ir.report import collapse
+    from superscaler.report.model import collapse
 
     name = word.rstrip("+^,")
     return collapse(name) + word[len(name) :]
@@ -48,7 +48,7 @@ def _factor_table(found: dict[str, Any]) -> Table:
     """Return the table of factors; those of one size that differ only in the numbers of their blocks share a row."""
     from rich.table import Table
 
-    from superscaler.ir.report import collapse
+    from superscaler.report.model import collapse
 
     table = Table("factor", "size", "count", "spatial", "summed", "frozen", "where", title="Factors")
     for column in table.columns[1:6]:

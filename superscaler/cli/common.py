@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from superscaler.errors import InputError, unknown
-from superscaler.options import AUTOCASTS, OPTIMIZERS
+from superscaler.specs.options import AUTOCASTS, OPTIMIZERS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

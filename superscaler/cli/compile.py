@@ -10,9 +10,21 @@ import typer
 
 from superscaler.cli.common import PlanRequest, Printer, command
 from superscaler.errors import InputError
+from superscaler.specs.files import plan_files
+
+
+def _directory(text: str) -> Path:
+    # An empty path is the current directory to Python, and an unset variable to a shell.
+    if not text:
+        raise InputError("--out is empty; name a directory ('.' is the current one).")
+    return Path(text)
+
 
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Plan directory to write; another plan there is replaced.")
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", parser=_directory, help="Plan directory to write; another plan there is replaced."
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and of weights captured on meta.")]
 
@@ -54,9 +66,7 @@ def check_out(out: Path | None) -> None:
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"--out {out}: nothing can be written into {above}; choose another directory.")
     if above == out:
-        from superscaler.package import check_directory
-
-        check_directory(out)
+        plan_files(out)
 
 
 def _kind(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from superscaler.cli.common import Printer, command
-from superscaler.explain import difference, read, words
+from superscaler.report.explain import difference, read, words
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan directory that compile --out wrote.")]
 
@@ -27,7 +27,7 @@ def explain(
     if svg is None:
         printer.show(words(found))
         return
-    from superscaler.draw import save
+    from superscaler.report.picture import save
 
     save(found, svg)
     count = len(found["paths"])

@@ -59,7 +59,11 @@ def emit_segments(program: Program) -> tuple[str, list[str]]:
 def _stem(module: str) -> str:
     """Return a function name for a module path: its last names, numbers left out."""
     words = [w for w in module.split(".") if w and not w.isdigit()]
-    return re.sub(r"\W", "_", "_".join(words[-2:])) or "segment"
+    return _letter_first(re.sub(r"\W", "_", "_".join(words[-2:]) or "segment"))
+
+
+def _letter_first(name: str) -> str:
+    return name if name.isidentifier() else f"_{name}"
 
 
 class _Writer:
@@ -67,7 +71,7 @@ class _Writer:
         self.tensors = program.model.tensors
         self.function = function
         self.draws = 0
-        self.taken = {"torch", "F", "functional", "random"}
+        self.taken = {"torch", "F", "functional", "random", "float", "range"}
         self.value: dict[str, str] = {}
         self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
         self.products = self._fusable()
@@ -140,7 +144,7 @@ class _Writer:
             name = re.sub(r"_\d+$", "", re.sub(r"\W", "_", tensor))
             return f"{name}_" if keyword.iskeyword(name) else name
         words = [w for w in tensor.split(".") if not w.isdigit()]
-        return re.sub(r"\W", "_", "_".join(words[-2:]))
+        return _letter_first(re.sub(r"\W", "_", "_".join(words[-2:])))
 
     def _fresh(self, name: str) -> str:
         return unique(name, self.taken)

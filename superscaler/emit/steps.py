@@ -8,16 +8,17 @@ from functools import partial
 from typing import Any
 
 from superscaler.emit.segments import draws_of, emit_segments
-from superscaler.ir.fold import Folded, evenly
+from superscaler.ir.graph import RANDOM
 from superscaler.ir.program import (
+    ONE,
     Accumulate,
     Backward,
-    Bucket,
     Collective,
     Combine,
     Device,
     Forward,
     Free,
+    Function,
     Instruction,
     Load,
     Loss,
@@ -26,8 +27,10 @@ from superscaler.ir.program import (
     Send,
     Slice,
     Update,
+    Value,
     Wait,
 )  # fmt: skip
+from superscaler.ir.spmd import Folded, evenly
 
 HEAD = '''"""What {devices} in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
 
@@ -115,8 +118,6 @@ class _Writer:
         self.functions = names
         self.at = 0
         self.entries: dict[str, dict[Any, int]] = {f.name: {} for f in fields(Tables)}
-        self.pretty: dict[str, str] = {"_": "_", "one": "rt.one"}
-        self.taken: dict[str, int] = {}
 
     def number(self, table: str, get: Callable[[Any], Any]) -> int:
         """Return the number in a table of what `get` takes from the current instruction of each sample."""
@@ -139,7 +140,7 @@ class _Writer:
         return Tables(
             [
                 {
-                    "name": w.name,
+                    "name": str(w.name),
                     "tensor": w.tensor,
                     "box": w.box,
                     "trained": w.trained,
@@ -163,8 +164,8 @@ class _Writer:
         end = -1
         for at, instruction in enumerate(instructions):
             self.at = at
-            if isinstance(instruction, Forward) and instruction.module != module:
-                module = instruction.module
+            if isinstance(instruction, Forward) and (where := self._function(instruction).module) != module:
+                module = where
                 lines.append(f"# {module}" if module else "#")
             if at in ends:
                 lines.append("with rt.together():")
@@ -172,16 +173,11 @@ class _Writer:
             lines.append("    " * (at <= end) + self._line(instruction))
         return "".join(f"    {line}\n" for line in lines if line != "#")
 
-    def name(self, name: str) -> str:
-        """Return a short name for a value: what stands before '~', numbered where that is taken."""
-        if name not in self.pretty:
-            stem = name.split("~")[0] + ("_work" if name.endswith("w") and "~c" in name else "")
-            self.taken[stem] = self.taken.get(stem, 0) + 1
-            self.pretty[name] = stem if self.taken[stem] == 1 else f"{stem}__{self.taken[stem]}"
-        return self.pretty[name]
+    def _function(self, i: Forward) -> Function:
+        return self.program.functions[i.function]
 
-    def tuple_of(self, names: Sequence[str | None]) -> str:
-        inner = ", ".join("None" if n is None else self.name(n) for n in names)
+    def tuple_of(self, names: Sequence[Value | None], gap: str = "None") -> str:
+        inner = ", ".join(gap if n is None else _name(n) for n in names)
         return f"({inner},)" if len(names) == 1 else f"({inner})"
 
     def _line(self, i: Instruction) -> str:
@@ -191,76 +187,78 @@ class _Writer:
             case Forward():
                 return self._forward(i)
             case Backward():
-                left = f"{self.tuple_of(i.outputs)} = " if set(i.outputs) - {"_"} else ""
+                left = f"{self.tuple_of(i.outputs, '_')} = " if set(i.outputs) - {None} else ""
                 wide = f', "{_bits(i.wide)}"' if any(i.wide) else ""
-                return f'{left}rt.backward("{i.tag}", {self.tuple_of(i.gradients)}{wide})'
+                return f'{left}rt.backward("{i.task}", {self.tuple_of(i.gradients)}{wide})'
             case Slice():
                 box = self.number("boxes", lambda j: j.ranges)
-                return f"{self.name(i.out)} = rt.slice({self.name(i.source)}, {i.view}, {box}, {i.shape})"
+                return f"{_name(i.out)} = rt.slice({_name(i.source)}, {i.view}, {box}, {i.shape})"
             case Combine():
                 return self._combine(i)
             case Accumulate():
                 if i.in_place:
-                    return f"{self.name(i.out)} += {self.name(i.value)}"
-                return f"{self.name(i.out)} = {self.name(i.into)} + {self.name(i.value)}"
+                    return f"{_name(i.out)} += {_name(i.value)}"
+                return f"{_name(i.out)} = {_name(i.into)} + {_name(i.value)}"
             case Collective():
                 return self._collective(i)
-            case Bucket():
-                group = self.number("groups", lambda j: j.group)
-                return f"{self.tuple_of(i.works)} = rt.all_reduce_bucket({self.tuple_of(i.sources)}, {group})"
             case Send():
-                return f"rt.send({self.name(i.source)}, {self._message()})"
+                return f"rt.send({_name(i.source)}, {self._message()})"
             case Recv():
-                return f'{self.name(i.work)} = rt.recv({self._message()}, {i.shape}, "{i.dtype}")'
+                return f'{_name(i.work)} = rt.recv({self._message()}, {i.shape}, "{i.dtype}")'
             case Wait():
-                return f"{self.name(i.out)} = {self.name(i.work)}.wait().reshape({i.shape})"
+                return f"{_name(i.out)} = {_name(i.work)}.wait().reshape({i.shape})"
             case Update():
-                update = f"rt.update({self._pairs(i.pairs)})"
-                return f"{update}\n    rt.write({self._pairs(i.writes)})" if i.writes else update
+                update = f"rt.update({self._pairs(i.weights, i.gradients)})"
+                return f"{update}\n    rt.write({self._pairs(i.buffers, i.values)})" if i.buffers else update
             case Loss():
                 counted = self.number("counted", lambda j: j.counted)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"
             case Free():
-                return "del " + ", ".join(self.name(n) for n in i.names)
+                return "del " + ", ".join(_name(n) for n in i.names)
 
-    def _pairs(self, pairs: Sequence[tuple[str, str]]) -> str:
-        inner = "".join(f"\n        ({self.name(w)!r}, {self.name(value)})," for w, value in pairs)
-        return f"[{inner}\n    ]" if pairs else "[]"
+    def _pairs(self, weights: Sequence[Value], values: Sequence[Value]) -> str:
+        pairs = zip(weights, values, strict=True)
+        inner = "".join(f"\n        ({_name(weight)!r}, {_name(value)})," for weight, value in pairs)
+        return f"[{inner}\n    ]" if inner else "[]"
 
     def _load(self, i: Load) -> str:
         if self.model.tensors[i.tensor].kind == "input":
             number = self.number("inputs", lambda j: (j.tensor, j.box))
-            return f"{self.name(i.out)} = rt.input({number})  # {i.tensor}"
-        return f'{self.name(i.out)} = rt.weight("{i.out}")'
+            return f"{_name(i.out)} = rt.input({number})  # {i.tensor}"
+        return f'{_name(i.out)} = rt.weight("{i.out}")'
 
     def _forward(self, i: Forward) -> str:
         left = f"{self.tuple_of(i.outputs)} = " if i.outputs else ""
         function = f"segments.{self.functions[i.function]}"
-        extra = f", draws={self.number('draws', lambda j: (j.function, j.draws))}" if i.draws else ""
+        draws, extra = partial(self._function(i).boxes_at, targets=RANDOM), ""
+        if draws(i.at):
+            extra = f", draws={self.number('draws', lambda j: (j.function, tuple(draws(j.at))))}"
         inputs = self.tuple_of(i.inputs)
-        return f'{left}rt.forward("{i.tag}", {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
+        return f'{left}rt.forward("{i.task}", {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
 
     def _combine(self, i: Combine) -> str:
         whole = tuple((0, size) for size in i.view)
-        if i.pieces and all(box == whole for _, box in i.pieces):
-            return f"{self.name(i.out)} = " + " + ".join(self.name(name) for name, _ in i.pieces)
-        boxes = self.number("boxes", lambda j: tuple(box for _, box in j.pieces))
-        pieces = self.tuple_of([name for name, _ in i.pieces])
-        return f'{self.name(i.out)} = rt.combine({pieces}, {boxes}, {i.view}, {i.shape}, "{i.dtype}")'
+        if i.pieces and all(box == whole for box in i.boxes):
+            return f"{i.out} = " + " + ".join(map(_name, i.pieces))
+        boxes = self.number("boxes", lambda j: j.boxes)
+        return f'{i.out} = rt.combine({self.tuple_of(i.pieces)}, {boxes}, {i.view}, {i.shape}, "{i.dtype}")'
 
     def _collective(self, i: Collective) -> str:
         group = self.number("groups", lambda j: j.group)
-        source = self.name(i.source) if i.source else "None"
-        if source != "None" and i.view != i.local and i.kind not in ("all_reduce", "broadcast"):
-            source += f".reshape({i.view})"
+        shown = [_given(i, k) for k in range(len(i.works))]
+        if len(i.works) > 1:
+            dims = {"all_gather": [way.take for way in i.ways], "reduce_scatter": [way.give for way in i.ways]}
+            along = f", {tuple(dims[i.kind])}" if i.kind in dims else ""
+            return f"{self.tuple_of(i.works)} = rt.{i.kind}_bucket(({', '.join(shown)}), {group}{along})"
+        (work,), (way,) = i.works, i.ways
         extra = {
             "all_reduce": "",
-            "all_gather": f", {i.take}",
-            "reduce_scatter": f", {i.give}",
-            "all_to_all": f", {i.give}, {i.take}",
-            "broadcast": f', {i.shape}, "{i.dtype}"',
+            "all_gather": f", {way.take}",
+            "reduce_scatter": f", {way.give}",
+            "all_to_all": f", {way.give}, {way.take}",
+            "broadcast": f', {way.shape}, "{i.dtype}"',
         }[i.kind]
-        return f"{self.name(i.work)} = rt.{i.kind}({source}, {group}{extra})"
+        return f"{work} = rt.{i.kind}({shown[0]}, {group}{extra})"
 
     def _message(self) -> int:
         return self.number("messages", lambda j: (j.peer, j.message))
@@ -278,6 +276,17 @@ def _batches(code: Sequence[Instruction]) -> dict[int, int]:
         elif not isinstance(i, Slice | Free):
             point = -1
     return found
+
+
+def _given(i: Collective, k: int) -> str:
+    """Return what a collective is given of its k-th tensor, in slots where these matter."""
+    source, way = i.sources[k], i.ways[k]
+    is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast")
+    return ("None" if source is None else _name(source)) + (f".reshape({way.view})" if is_cut else "")
+
+
+def _name(value: Value) -> str:
+    return f"rt.{value}" if value == ONE else str(value)
 
 
 def _bits(flags: Sequence[bool]) -> str:

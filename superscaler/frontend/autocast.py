@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import InputError, unknown
-from superscaler.options import AUTOCASTS
+from superscaler.specs.options import AUTOCASTS
 
 # The arguments of torch.autocast: device type and dtype.
 Autocast = tuple[str, torch.dtype]

@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.autocast import read_autocast
+from superscaler.frontend.constants import fold, rename
 from superscaler.frontend.entries import Inputs, inputs_of, key_of, load, save
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.flops import FlopCounter
-from superscaler.frontend.fold import fold, rename
 from superscaler.frontend.gradients import depends, has_mirror, remove_idle_detaches, with_gradient
 from superscaler.frontend.infer import Indexed, Inference, infer
 from superscaler.frontend.linear import with_linearity
@@ -31,8 +31,8 @@ from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
 from superscaler.frontend.segments import Segments, cut_segments
 from superscaler.frontend.trace import Trace, read, substitute
-from superscaler.garbage import without_garbage_collection
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref
+from superscaler.timing import without_garbage_collection
 
 
 @dataclass(frozen=True)

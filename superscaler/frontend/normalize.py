@@ -9,7 +9,7 @@ import torch
 
 from superscaler.errors import CaptureError
 from superscaler.frontend import decompose
-from superscaler.frontend.fold import compact, kind_of_mask, rename
+from superscaler.frontend.constants import compact, kind_of_mask, rename
 from superscaler.frontend.trace import Call, Spec, Trace, Var, aten
 
 _PRODUCTS = aten(True, "linear mm bmm matmul mv scaled_dot_product_attention")

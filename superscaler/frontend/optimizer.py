@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import CaptureError, unknown
 from superscaler.ir.graph import Optimizer
-from superscaler.options import OPTIMIZERS
+from superscaler.specs.options import OPTIMIZERS
 
 _SUPPORTED = {name: getattr(torch.optim, name) for name in OPTIMIZERS.values()}
 _DEFAULT = Optimizer("SGD", ((("lr", 1e-2),),))

@@ -23,7 +23,7 @@ from superscaler.frontend.notation import check as check_notation
 from superscaler.frontend.notation import operand_dims
 from superscaler.frontend.rules import REGISTERED, Registered
 from superscaler.frontend.trial import Example, Sizes, Trial
-from superscaler.usercode import root_of
+from superscaler.specs.user_file import root_of
 
 # An operator is defined as long as its library lives.
 _LIBRARIES: dict[str, Library] = {}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
-from superscaler.frontend.fold import rename
+from superscaler.frontend.constants import rename
 from superscaler.frontend.trace import Call, Spec, Trace
 
 # Where a tensor is cut: the dim, and where its segments end, from 0 on.

@@ -7,6 +7,7 @@ that sets a buffer (`ss.write`) which the model changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -26,6 +27,7 @@ PLACED: Mapping[str, tuple[int, int]] = {
 }
 # These are given the random numbers of their elements.
 RANDOM = frozenset({"ss.dropout", "ss.attention_dropout", "ss.uniform", "ss.normal"})
+_BITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class PTensor:
     """A logical tensor of the model. A dim is an ordered product of slots, major to minor; a dim of size 1 has none.
 
     `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
+    `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
     """
 
     name: str
@@ -50,11 +53,17 @@ class PTensor:
     slots: tuple[tuple[str, ...], ...]
     extents: tuple[int, ...]
     requires_grad: bool = False
+    trained_as: str = ""
 
     def local_shape(self, extents: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a piece whose slots have these sizes: each dim is the product of its slots."""
         sizes = iter(extents)
         return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
+
+    @property
+    def trained(self) -> PTensor:
+        """Return the tensor in the dtype of the model that trains: by its size communication is chosen."""
+        return replace(self, dtype=self.trained_as, trained_as="") if self.trained_as else self
 
     @property
     def wide_dtype(self) -> str:
@@ -202,6 +211,21 @@ class Model:
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""
         return (t for t in self.tensors.values() if t.kind == "parameter")
+
+
+def width(dtype: str) -> int:
+    """Return the bytes of an element.
+
+    >>> [width(dtype) for dtype in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn")]
+    [4, 2, 8, 1, 1]
+    """
+    bits = _BITS.search(dtype)
+    return int(bits[0]) // 8 if bits else 1
+
+
+def without_sources(model: Model) -> Model:
+    """Return the model without the lines of the files of its operators."""
+    return replace(model, ops=tuple(replace(op, source="") for op in model.ops))
 
 
 def renamed(model: Model, old: str, new: str) -> Model:

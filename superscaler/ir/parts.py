@@ -82,7 +82,8 @@ class Grid:
         if covers(cells, self.devices.size):
             self.devices = np.broadcast_to(devices, cells.shape).reshape(self.devices.shape)
         else:
-            changed = np.array(self.devices)
+            # In C order, so that the flat view writes into this array, whatever the strides of a broadcast were.
+            changed = np.array(self.devices, order="C")
             changed.reshape(-1)[cells] = devices
             self.devices = changed
 

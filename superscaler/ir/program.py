@@ -5,8 +5,11 @@ Names are local to a device. `view` is the shape of a local tensor in slots (siz
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Annotated, NamedTuple, get_type_hints
 
 from superscaler.ir.graph import Model, Op
 from superscaler.ir.layout import Layout
@@ -15,41 +18,128 @@ from superscaler.ir.mask import Box
 Shape = tuple[int, ...]
 
 
+class Role(Enum):
+    """What a field of an instruction is; one without a role is equal on all devices that run a program."""
+
+    READ = "names that are read"
+    WRITE = "names that are made"
+    END = "names that nothing reads any more"
+    EVEN = "numbers that move evenly along a fold"
+    GROUP = "devices of a collective, in order"
+    PEER = "the device at the other end of a message"
+    MESSAGE = "the number of a message, the same at both ends"
+
+
+class Value(NamedTuple):
+    """A name on a device, as `d_h_m2_work__3`: of the tensor with an identifier `name`, its gradient, or the handle of
+    the communication that brings it. `number` counts the values that are alike but for it.
+    """
+
+    name: str
+    is_gradient: bool = False
+    microbatch: int = -1
+    part: int = 0
+    slice: int = 0
+    is_handle: bool = False
+    number: int = 1
+
+    def __str__(self) -> str:
+        kept = f"_m{self.microbatch}" if self.microbatch >= 0 else ""
+        kept += (f"_p{self.part}" if self.part else "") + (f"_s{self.slice}" if self.slice else "")
+        kept += ("_work" if self.is_handle else "") + (f"__{self.number}" if self.number > 1 else "")
+        return f"{'d_' if self.is_gradient else ''}{self.name}{kept}"
+
+    @staticmethod
+    def parse(text: str) -> Value:
+        """Read a name. Identifiers of tensors never look like what is put before or after them.
+
+        >>> Value.parse("d_h_m2_work__3")
+        Value(name='h', is_gradient=True, microbatch=2, part=0, slice=0, is_handle=True, number=3)
+        """
+        found = _VALUE.match(text)
+        assert found is not None, text
+        gradient, name, microbatch, part, piece, handle, number = found.groups()
+        return Value(
+            name, bool(gradient), int(microbatch or -1), int(part or 0), int(piece or 0), bool(handle), int(number or 1)
+        )
+
+
+_VALUE = re.compile(r"^(d_)?(.+?)(?:_m(\d+))?(?:_p(\d+))?(?:_s(\d+))?(_work)?(?:__(\d+))?$")
+# The gradient of the loss.
+ONE = Value("one")
+
+
+class Task(NamedTuple):
+    """One part of a segment: what Forward and Backward run."""
+
+    segment: int
+    microbatch: int = -1
+    part: int = 0
+
+    def __str__(self) -> str:
+        """Return the name of the task.
+
+        >>> str(Task(3)), str(Task(3, 0, 1))
+        ('s3', 's3_m0_p1')
+        """
+        kept = (f"_m{self.microbatch}" if self.microbatch >= 0 else "") + (f"_p{self.part}" if self.part else "")
+        return f"s{self.segment}{kept}"
+
+    @staticmethod
+    def parse(text: str) -> Task:
+        """Read the name of a task.
+
+        >>> Task.parse("s3_m0_p1")
+        Task(segment=3, microbatch=0, part=1)
+        """
+        found = re.fullmatch(r"s(\d+)(?:_m(\d+))?(?:_p(\d+))?", text)
+        assert found is not None, text
+        segment, microbatch, part = found.groups()
+        return Task(int(segment), int(microbatch or -1), int(part or 0))
+
+
+Read = Annotated[Value, Role.READ]
+Reads = Annotated[tuple[Value, ...], Role.READ]
+Gaps = Annotated[tuple[Value | None, ...], Role.READ]
+Write = Annotated[Value, Role.WRITE]
+Writes = Annotated[tuple[Value, ...], Role.WRITE]
+Group = Annotated[tuple[int, ...], Role.GROUP]
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Bring a resident tensor into the step: a slice of an input of the batch, of a constant, or a weight at rest."""
 
-    out: str
+    out: Write
     tensor: str
-    box: Box
+    box: Annotated[Box, Role.EVEN]
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a segment: `function` on detached aliases of `inputs`; `grads` tells which of them want a gradient, `saved`
-    the numbers of the outputs whose gradients come back, `draws` the boxes of its random ops in order.
+    """Run a part of a segment: `function` on detached aliases of `inputs`. `at` has where the part starts, on each of
+    the function's coordinates; `grads` tells which aliases want a gradient, `saved` the numbers of the outputs whose
+    gradients come back.
     """
 
-    tag: str
+    task: Task
     function: int
-    inputs: tuple[str, ...]
+    at: Annotated[Shape, Role.EVEN]
+    inputs: Reads
     grads: tuple[bool, ...]
-    outputs: tuple[str, ...]
+    outputs: Writes
     saved: tuple[int, ...]
-    module: str
-    draws: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run the mirror of a segment: gradients of its outputs (None: not read) to gradients of its aliases.
-
-    `wide` tells which of these become float32.
+    """Run the mirror of a part: gradients of its saved outputs (None: nobody read them) to gradients of its aliases
+    (None: nobody reads them). `wide` tells which of these become float32.
     """
 
-    tag: str
-    gradients: tuple[str | None, ...]
-    outputs: tuple[str, ...]
+    task: Task
+    gradients: Gaps
+    outputs: Annotated[tuple[Value | None, ...], Role.WRITE]
     wide: tuple[bool, ...] = ()
 
 
@@ -57,10 +147,10 @@ class Backward:
 class Slice:
     """out = the sub-box `ranges` of `source` (in slots), as a contiguous tensor of `shape`."""
 
-    out: str
-    source: str
+    out: Write
+    source: Read
     view: Shape
-    ranges: Box
+    ranges: Annotated[Box, Role.EVEN]
     shape: Shape
 
 
@@ -68,8 +158,9 @@ class Slice:
 class Combine:
     """out = the sum of pieces, each placed at its box (in slots) in zeros; `shape` is the local shape of the result."""
 
-    out: str
-    pieces: tuple[tuple[str, Box], ...]
+    out: Write
+    pieces: Reads
+    boxes: Annotated[tuple[Box, ...], Role.EVEN]
     view: Shape
     shape: Shape
     dtype: str
@@ -79,119 +170,133 @@ class Combine:
 class Accumulate:
     """out = into + value; in place where `into` is a sum that nobody else holds."""
 
-    out: str
-    into: str
-    value: str
+    out: Write
+    into: Read
+    value: Read
     in_place: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
-    """Start a collective over `group` (its k-th device owns the k-th chunk); `work` becomes the handle to wait on.
-
-    `take` is the slot that is gathered, `give` the one that is scattered (-1: none); the source has shape `local`, the
-    result `shape`; `bytes` is what the source weighs.
+class Way:
+    """How one tensor goes through a collective: `take` is the slot that is gathered, `give` the one that is scattered
+    (-1: none); the source has `view` in slots and shape `local`, the result `shape`.
     """
 
-    kind: str
-    work: str
-    source: str | None
-    group: tuple[int, ...]
     view: Shape
     take: int
     give: int
     local: Shape
     shape: Shape
-    dtype: str
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Start one all_reduce of several tensors, flattened and joined; `works` become their handles."""
+class Collective:
+    """Start a collective over `group` (its k-th device owns the k-th chunk) of one tensor, or of several that travel as
+    one, flattened and joined; `works` become the handles to wait on. `bytes` is what the sources weigh.
+    """
 
-    works: tuple[str, ...]
-    sources: tuple[str, ...]
-    group: tuple[int, ...]
+    kind: str
+    works: Writes
+    sources: Gaps
+    group: Group
+    ways: tuple[Way, ...]
     dtype: str
     bytes: int
-
-    kind = "all_reduce"
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
     """Start to send. Messages of one `point` of the order of all devices start together."""
 
-    source: str
-    peer: int
-    message: int
+    source: Read
+    peer: Annotated[int, Role.PEER]
+    message: Annotated[int, Role.MESSAGE]
     bytes: int
-    point: int
+    point: Annotated[int, Role.MESSAGE]
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    work: str
-    peer: int
-    message: int
+    work: Write
+    peer: Annotated[int, Role.PEER]
+    message: Annotated[int, Role.MESSAGE]
     shape: Shape
     dtype: str
-    point: int
+    point: Annotated[int, Role.MESSAGE]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     """out = the result of a started collective or receive, reshaped to `shape`."""
 
-    out: str
-    work: str
+    out: Write
+    work: Read
     shape: Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Run the optimizer on weights at rest, pairs (weight, gradient), and set buffers, pairs (buffer, value)."""
+    """Run the optimizer on `weights` at rest with their `gradients`, and set `buffers` to `values`."""
 
-    pairs: tuple[tuple[str, str], ...]
-    writes: tuple[tuple[str, str], ...] = ()
+    weights: Reads
+    gradients: Reads
+    buffers: Reads = ()
+    values: Reads = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     """The loss of the step is the sum of the `counted` parts over all devices; the others are replicas."""
 
-    parts: tuple[str, ...]
-    counted: tuple[bool, ...]
+    parts: Reads
+    counted: Annotated[tuple[bool, ...], Role.EVEN]
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    names: tuple[str, ...]
+    names: Annotated[tuple[Value, ...], Role.END]
 
 
 Instruction = (
-    Load
-    | Forward
-    | Backward
-    | Slice
-    | Combine
-    | Accumulate
-    | Collective
-    | Bucket
-    | Send
-    | Recv
-    | Wait
-    | Update
-    | Loss
-    | Free
+    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Send | Recv | Wait | Update | Loss | Free
 )
+
+
+KINDS: tuple[type, ...] = Instruction.__args__
+
+
+def _roles(kind: type) -> Mapping[str, Role | None]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: next(iter(getattr(hints[f.name], "__metadata__", ())), None) for f in fields(kind)}
+
+
+# The role of each field of each kind of instruction, None where it has none; and the fields of each role.
+ROLES = {kind: _roles(kind) for kind in KINDS}
+FIELDS = {(k, role): tuple(n for n, r in ROLES[k].items() if r is role) for k in KINDS for role in (None, *Role)}
+
+
+def names(i: Instruction, role: Role) -> tuple[Value, ...]:
+    """Return the names that an instruction has in fields of a role."""
+    found: list[Value] = []
+    for name in FIELDS[type(i), role]:
+        value = getattr(i, name)
+        found += [value] if isinstance(value, Value) else [v for v in value if v is not None]
+    return tuple(found)
+
+
+def reads(i: Instruction) -> tuple[Value, ...]:
+    return names(i, Role.READ)
+
+
+def writes(i: Instruction) -> tuple[Value, ...]:
+    return names(i, Role.WRITE)
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
     """The ops of a segment with the box of each on a part: what emit turns into source, once per distinct text. Parts
-    of equal sizes share a function, where what they compute does not depend on where they are (`Model.placed`).
+    of equal sizes share a function, where what they compute does not depend on where they are (`Model.placed`): one
+    that runs `at` some numbers has index k of an op start at the one that `coordinates` names.
     """
 
     ops: tuple[Op, ...]
@@ -200,13 +305,22 @@ class Function:
     input_of: Mapping[tuple[str, int], int]
     outputs: tuple[str, ...]
     module: str
+    coordinates: tuple[tuple[int, ...], ...] = ()
+
+    def boxes_at(self, at: Sequence[int], targets: Container[str] | None = None) -> list[Box]:
+        """Return the box of each op (with one of `targets`) where a part starts `at` these numbers."""
+        return [
+            tuple((at[c], at[c] + hi - lo) for c, (lo, hi) in zip(where, box, strict=True))
+            for op, box, where in zip(self.ops, self.boxes, self.coordinates, strict=True)
+            if targets is None or op.target in targets
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A weight at rest on a device. `counted`: its elements count here in global norms. `group`: the optimizer's."""
 
-    name: str
+    name: Value
     tensor: str
     box: Box
     trained: bool

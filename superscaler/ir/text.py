@@ -55,7 +55,8 @@ def print_model(model: Model) -> str:
 def print_tensor(t: PTensor) -> str:
     sizes = iter(t.extents)
     dims = " | ".join(" ".join(f"{name}={next(sizes)}" for name in dim) for dim in t.slots)
-    return f"tensor {t.name} {t.dtype} {t.shape} {t.kind} {'grad' if t.requires_grad else '-'} [{dims}]"
+    dtype = f"{t.dtype}/{t.trained_as}" if t.trained_as else t.dtype
+    return f"tensor {t.name} {dtype} {t.shape} {t.kind} {'grad' if t.requires_grad else '-'} [{dims}]"
 
 
 def print_op(op: Op) -> str:
@@ -117,7 +118,7 @@ def parse_model(text: str) -> Model:
     )
 
 
-_TENSOR = re.compile(r"^tensor (\S+) (\w+) (\(.*?\)) (\w+) (grad|-) \[(.*)\]$")
+_TENSOR = re.compile(r"^tensor (\S+) (\w+)/?(\w*) (\(.*?\)) (\w+) (grad|-) \[(.*)\]$")
 _OP = re.compile(r"^op (\S+) = ([\w.]+)\((.*)\) : (.*?) -> (.*?) \{(.*?)\} (\{.*\})$")
 
 
@@ -125,11 +126,12 @@ def parse_tensor(line: str) -> PTensor:
     found = _TENSOR.match(line)
     if found is None:
         raise ValueError("not a tensor")
-    name, dtype, shape, kind, grad, dims = found.groups()
+    name, dtype, trained_as, shape, kind, grad, dims = found.groups()
     slots = [[s.rpartition("=") for s in dim.split()] for dim in dims.split("|")] if ast.literal_eval(shape) else []
     names = tuple(tuple(s[0] for s in dim) for dim in slots)
     extents = tuple(int(s[2]) for dim in slots for s in dim)
-    return PTensor(name, ast.literal_eval(shape), dtype, kind, names, extents, grad == "grad")  # type: ignore[arg-type]
+    given = name, ast.literal_eval(shape), dtype, kind, names, extents, grad == "grad", trained_as
+    return PTensor(*given)  # type: ignore[arg-type]
 
 
 def parse_op(line: str) -> Op:

@@ -6,35 +6,38 @@ communication has the time in between.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-import numpy as np
-
-from superscaler.ir.fold import Fold
-from superscaler.ir.graph import RANDOM, Op
-from superscaler.ir.mask import Box
-from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
+    ONE,
     Backward,
     Device,
     Forward,
     Free,
-    Function,
     Instruction,
     Loss,
     Move,
     Program,
     Update,
+    Value,
+    reads,
+    writes,
 )  # fmt: skip
-from superscaler.materialize.exchange import Exchanges
-from superscaler.materialize.folded import fold_devices
-from superscaler.materialize.names import reads, suffix, tag, writes
-from superscaler.materialize.transitions import Costs
+from superscaler.ir.spmd import Fold
+from superscaler.materialize.code import Code
+from superscaler.materialize.context import Context
+from superscaler.materialize.functions import Functions
+from superscaler.materialize.names import task
+from superscaler.materialize.residents import Residents
+from superscaler.materialize.rvd.transitions import Costs
+from superscaler.materialize.spmd import fold_devices
+from superscaler.materialize.values import Values
+from superscaler.materialize.writer import Writer
 from superscaler.schedule.edges import Key
 from superscaler.schedule.nodes import Node, Schedule
-from superscaler.schedule.segments import Segment
+from superscaler.schedule.segments import Alias, Segment
 from superscaler.schedule.transfers import BACKWARD, FORWARD, Place
 
 
@@ -43,153 +46,135 @@ def materialize(schedule: Schedule, world: int, costs: Costs, fold: Fold | None 
 
     With a fold the schedule has only the compiled places; Unfoldable says along which axis they do not tell of all.
     """
-    return _Builder(schedule, world, costs, fold).build()
+    model = schedule.edges.model
+    from_weights = frozenset(o.tensor for op in model.ops if op.from_weights for o in op.outputs)
+    context = Context(model.tensors, from_weights, costs, schedule.edges.fold, fold)
+    builder = _Builder(schedule, Writer(schedule.transfers, Code(model.tensors, world), context))
+    builder.run()
+    return builder.program()
 
 
-class _Builder(Exchanges):
-    def __init__(self, schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None) -> None:
-        super().__init__(schedule, world, costs, fold)
-        self.functions: dict[Hashable, int] = {}
-        self.forms: dict[int, Ints] = {}
-        self.made_functions: list[Function] = []
+class _Builder:
+    """Writes the work of the devices whose code tells that of all."""
+
+    def __init__(self, schedule: Schedule, writer: Writer) -> None:
+        self.schedule, self.model = schedule, schedule.edges.model
+        self.writer, self.code, self.context = writer, writer.code, writer.context
+        self.values = Values(writer)
+        self.residents = Residents(schedule.edges, self.code)
+        self.functions = Functions(schedule.edges)
         self.loss_places = self._loss_places()
-        self.loss_parts: list[list[tuple[str, bool]]] = [[] for _ in range(world)]
+        self.loss_parts: list[list[tuple[Value, bool]]] = [[] for _ in self.code.of]
 
-    def build(self) -> Program:
-        self.place_weights()
+    def run(self) -> None:
+        for place, name in self.residents.load_weights():
+            self.values.made(place, name, place.key[0])
         for (kind, *_), some in groupby(self.schedule.order, key=_together):
             run = list(some)
             if kind == "C":
-                self.communicate(run)
+                self.writer.start(run)
                 continue
             if kind == "U":
-                self.reduce({node.number for node in run})
-            if self.pending:
-                self.finish(place for node in run for place in self._reads(node))
+                self.writer.flush({node.number for node in run})
+            self.values.finish(place for node in run for place in self._reads(node))
             for node in run:
-                if kind == "U" and node.number in self.told:
+                if kind == "U" and self.context.is_told(node.number):
                     self._update(node.number)
-                elif kind != "U" and node.key[0] in self.told:
+                elif kind != "U" and self.context.is_told(node.key[0]):
                     work = self._forward if kind == "F" else self._backward
                     work(self.schedule.segments[node.number], node.key)
-        for rank, code in enumerate(self.code):
+
+    def program(self) -> Program:
+        for rank, code in enumerate(self.code.of):
             # Global norms are sums over all devices, so devices without weights take part in the update too.
             if not any(isinstance(i, Update) for i in code):
-                code.append(Update(()))
+                code.append(Update((), ()))
             parts = self.loss_parts[rank]
             code.append(Loss(tuple(name for name, _ in parts), tuple(counted for _, counted in parts)))
         devices: Sequence[Device] = tuple(
-            Device(rank, tuple(self.weights[rank].values()), tuple(_with_frees(code)))
-            for rank, code in enumerate(self.code)
+            Device(rank, tuple(self.residents.weights[rank].values()), tuple(_with_frees(code)))
+            for rank, code in enumerate(self.code.of)
         )
-        if self.fold is not None:
-            devices = fold_devices(devices, self.fold)
-        moves = tuple(Move(*key, *sums) for key, sums in self.moves.items())
-        paths = tuple(replace(path, tensors=tuple(of), count=of.total()) for path, of in self.taken.items())
-        return Program(self.model, tuple(self.made_functions), devices, moves, paths)
+        if self.context.fold is not None:
+            devices = fold_devices(devices, self.context.fold)
+        moves = tuple(Move(*key, *sums) for key, sums in self.writer.moves.items())
+        paths = tuple(replace(path, tensors=tuple(of), count=of.total()) for path, of in self.writer.taken.items())
+        return Program(self.model, tuple(self.functions.made), devices, moves, paths)
 
     def _reads(self, node: Node) -> Iterator[Place]:
         if node.kind == "U":
-            places = (self.place_of.get((node.number, name)) for name in self.weights[node.number])
+            places = (self.residents.places.get((node.number, name)) for name in self.residents.weights[node.number])
             yield from (place for place in places if place is not None)
         else:
             segment = self.schedule.segments[node.number]
             count = len(segment.aliases if node.kind == "F" else segment.outputs)
             yield from (Place(node.kind, node.number, node.key, n) for n in range(count))
 
-    # Work.
-
     def _forward(self, segment: Segment, key: Key) -> None:
         rank, at = key[0], segment.keys.index(key)
-        inputs = []
-        for number, alias in enumerate(segment.aliases):
-            place = Place(FORWARD, segment.number, key, number)
-            if place not in self.readers_of and alias.is_zero(at):
-                inputs.append(self.zeros(rank, alias.tensor, alias.lo[at].tolist(), alias.hi[at].tolist()))
-                continue
-            box = tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
-            name = (
-                self.value(place)
-                if place in self.readers_of
-                else self.resident(rank, self.model.tensors[alias.tensor], box)
-            )
-            assert name is not None, (alias.tensor, key)
-            inputs.append(name)
-        outputs = tuple(f"{self.names[o.tensor]}{suffix(key)}" for o in segment.outputs)
+        inputs = tuple(self._input(segment, alias, number, at) for number, alias in enumerate(segment.aliases))
+        outputs = tuple(
+            self.code.fresh(rank, self.code.like(o.tensor)._replace(microbatch=key[1], part=key[2]))
+            for o in segment.outputs
+        )
         saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
         grads = tuple(a.labels is not None for a in segment.aliases)
-        function = self._function(segment, at)
-        code = self.code[rank]
-        name, draws = tag(segment.number, key), self._draws(segment, at)
-        code.append(Forward(name, function, tuple(inputs), grads, outputs, saved, segment.module, draws))
+        function, start = self.functions.number(segment, at), self.functions.start(segment, at)
+        run = Forward(task(segment.number, key), function, start, inputs, grads, outputs, saved)
+        self.code.of[rank].append(run)
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
-            self.made(place, name, rank)
+            self.values.made(place, name, rank)
             if output.tensor == self.model.loss:
                 self.loss_parts[rank].append((name, place in self.loss_places))
 
-    def _draws(self, segment: Segment, at: int) -> tuple[Box, ...]:
-        return tuple(self._box(segment, op, at) for op in segment.ops if op.target in RANDOM)
-
-    def _box(self, segment: Segment, op: Op, at: int) -> Box:
-        rows, row = self.schedule.edges.rows[op.name], segment.row_of[op.name][at]
-        return tuple(zip(rows.lo[row].tolist(), rows.hi[row].tolist(), strict=True))
-
-    def _function(self, segment: Segment, at: int) -> int:
-        key = (segment.number, self._forms(segment)[at].tobytes())
-        if key not in self.functions:
-            boxes = tuple(self._box(segment, op, at) for op in segment.ops)
-            input_of = {(op.name, k): n for n, alias in enumerate(segment.aliases) for op, k in alias.uses}
-            names = tuple(alias.tensor for alias in segment.aliases)
-            outputs = tuple(o.tensor for o in segment.outputs)
-            self.functions[key] = len(self.made_functions)
-            self.made_functions.append(Function(segment.ops, boxes, names, input_of, outputs, segment.module))
-        return self.functions[key]
-
-    def _forms(self, segment: Segment) -> Ints:
-        """Return per key of a segment a row that is equal for parts which the same function computes."""
-        if segment.number not in self.forms:
-            columns = []
-            for op in segment.ops:
-                rows, at = self.schedule.edges.rows[op.name], segment.row_of[op.name]
-                columns += [(rows.hi - rows.lo)[at], rows.lo[at][:, self.model.placed(op)]]
-            self.forms[segment.number] = np.concatenate(columns, axis=1)
-        return self.forms[segment.number]
+    def _input(self, segment: Segment, alias: Alias, number: int, at: int) -> Value:
+        key, tensor = segment.keys[at], alias.tensor
+        place = Place(FORWARD, segment.number, key, number)
+        box = tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
+        if place in self.values.readers_of:
+            name = self.values.value(place)
+            assert name is not None, (tensor, key)
+            return name
+        if alias.is_zero(at):
+            # Another part reads the value.
+            return self.code.join(key[0], self.code.like(tensor), tensor, (), box, self.model.tensors[tensor].dtype)
+        return self.residents.slice(key[0], tensor, box)
 
     def _backward(self, segment: Segment, key: Key) -> None:
-        rank = key[0]
-        gradients: list[str | None] = []
+        rank, at = key[0], segment.keys.index(key)
+        gradients: list[Value | None] = []
         for number, output in enumerate(segment.outputs):
             if not output.has_gradient:
                 continue
-            name = self.value(Place(BACKWARD, segment.number, key, number))
-            row = int(segment.row_of[output.op.name][segment.keys.index(key)])
-            if output.tensor == self.model.loss and self.schedule.edges.seeds_gradient(row):
-                name = "one"
-            gradients.append(name)
-        names, wide = [], []
+            name = self.values.value(Place(BACKWARD, segment.number, key, number))
+            row = int(segment.row_of[output.op.name][at])
+            is_one = output.tensor == self.model.loss and self.schedule.edges.seeds_gradient(row)
+            gradients.append(ONE if is_one else name)
+        made: list[tuple[Value | None, Place]] = []
+        wide = []
         for number, alias in enumerate(segment.aliases):
             if alias.labels is None:
                 continue
             place = Place(BACKWARD, segment.number, key, number)
-            base = f"d_{self.names[alias.tensor]}~s{segment.number}_{number}{suffix(key)}"
-            names.append((base if place in self.piece_of else "_", place))
+            like = self.code.like(alias.tensor, is_gradient=True)
+            made.append((self.code.fresh(rank, like) if place in self.values.piece_of else None, place))
             tensor = self.model.tensors[alias.tensor]
-            wide.append(alias.tensor in self.from_weights and tensor.wide_dtype != tensor.dtype)
-        outputs = tuple(n for n, _ in names)
-        self.code[rank].append(Backward(tag(segment.number, key), tuple(gradients), outputs, tuple(wide)))
-        for name, place in names:
-            if name != "_":
-                self.made(place, name, rank)
+            wide.append(alias.tensor in self.context.from_weights and tensor.wide_dtype != tensor.dtype)
+        outputs = tuple(n for n, _ in made)
+        self.code.of[rank].append(Backward(task(segment.number, key), tuple(gradients), outputs, tuple(wide)))
+        for made_name, place in made:
+            if made_name is not None:
+                self.values.made(place, made_name, rank)
 
     def _update(self, rank: int) -> None:
-        pairs: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
-        for weight in self.weights[rank].values():
-            place = self.place_of.get((rank, weight.name))
-            value = self.value(place) if place is not None else None
+        pairs: dict[bool, list[tuple[Value, Value]]] = {True: [], False: []}
+        for weight in self.residents.weights[rank].values():
+            place = self.residents.places.get((rank, weight.name))
+            value = self.values.value(place) if place is not None else None
             if value is not None:
                 pairs[weight.trained].append((weight.name, value))
-        self.code[rank].append(Update(tuple(pairs[True]), tuple(pairs[False])))
+        self.code.of[rank].append(Update(*(side for some in (True, False) for side in _sides(pairs[some]))))
 
     def _loss_places(self) -> set[Place]:
         """Return the parts of the loss that together are its value: one replica of each addend."""
@@ -206,19 +191,23 @@ def _together(node: Node) -> tuple[object, ...]:
     return (node.kind, node.number, *node.key[1:]) if node.kind in "FB" else (node.kind,)
 
 
+def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+
+
 def _with_frees(code: Sequence[Instruction]) -> list[Instruction]:
     """Return the code with each name freed after its last use; weights and inputs stay with the runtime."""
-    last: dict[str, int] = {}
+    last: dict[Value, int] = {}
     for at, instruction in enumerate(code):
         for name in (*reads(instruction), *writes(instruction)):
             last[name] = at
     done: list[Instruction] = []
-    dying: dict[int, list[str]] = {}
+    dying: dict[int, list[Value]] = {}
     for name, at in last.items():
         dying.setdefault(at, []).append(name)
     for at, instruction in enumerate(code):
         done.append(instruction)
-        names = tuple(sorted(n for n in dying.get(at, ()) if n not in ("_", "one")))
+        names = tuple(sorted((n for n in dying.get(at, ()) if n != ONE), key=str))
         if names and at < len(code) - 1:
             done.append(Free(names))
     return done

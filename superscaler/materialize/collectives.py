@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superscaler.ir.fold import Fold
 from superscaler.ir.mask import Box
+from superscaler.ir.spmd import Fold
 from superscaler.schedule.transfers import Transfer
 
 

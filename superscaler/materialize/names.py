@@ -1,105 +1,61 @@
-"""Names of values in a program, and which of them an instruction reads and writes."""
+"""Identifiers of pTensors, and the names that the values of one device are given."""
 
 from __future__ import annotations
 
 import keyword
 import re
+from collections import Counter
 from collections.abc import Iterable
 
-from superscaler.ir.program import (
-    Accumulate,
-    Backward,
-    Bucket,
-    Collective,
-    Combine,
-    Forward,
-    Instruction,
-    Load,
-    Loss,
-    Recv,
-    Send,
-    Slice,
-    Update,
-    Wait,
-)  # fmt: skip
+from superscaler.ir.program import ONE, Task, Value
 from superscaler.schedule.edges import Key
 
-# What the parts of a tensor are told apart by: microbatch, part, slice.
-_SUFFIX = re.compile(r"_[mps]\d+$")
+# What names of values have before and after an identifier, and what emitted code calls its own.
+_DERIVED = re.compile(r"_[mps]\d+$|_work$|__\d+$")
+_RESERVED = {str(ONE), "rt", "segments", "_"}
 
 
 def identifier(tensor: str) -> str:
     """Return a Python identifier for a pTensor.
 
-    >>> identifier("transformer.h.0.ln_1.weight")
-    'transformer_h_0_ln_1_weight'
+    >>> identifier("transformer.h.0.ln_1.weight"), identifier("d_model")
+    ('transformer_h_0_ln_1_weight', '_d_model')
     """
     name = re.sub(r"\W", "_", tensor)
-    return f"_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name
+    return f"_{name}" if name[:1].isdigit() or name.startswith("d_") or keyword.iskeyword(name) else name
 
 
 def unique_identifiers(tensors: Iterable[str]) -> dict[str, str]:
-    """Return a name for each pTensor; those that would be equal, or look like another's part, get one more letter.
+    """Return a name for each pTensor; those that would be equal, or look like another's part or like what emitted code
+    calls its own, get one more letter.
 
-    >>> unique_identifiers(["a.b", "a_b", "x_m0"])
-    {'a.b': 'a_b', 'a_b': 'a_b_', 'x_m0': 'x_m0_'}
+    >>> unique_identifiers(["a.b", "a_b", "x_m0", "one"])
+    {'a.b': 'a_b', 'a_b': 'a_b_', 'x_m0': 'x_m0_', 'one': 'one_'}
     """
     found: dict[str, str] = {}
-    taken: set[str] = set()
+    taken = set(_RESERVED)
     for tensor in tensors:
         name = identifier(tensor)
-        while name in taken or _SUFFIX.search(name):
+        while name in taken or _DERIVED.search(name):
             name += "_"
         taken.add(name)
         found[tensor] = name
     return found
 
 
-def suffix(key: Key) -> str:
-    """Return what tells the names of one part from those of others: its microbatch, its place among them."""
-    return (f"_m{key[1]}" if key[1] >= 0 else "") + (f"_p{key[2]}" if key[2] else "")
+def task(segment: int, key: Key) -> Task:
+    return Task(segment, *key[1:])
 
 
-def tag(segment: int, key: Key) -> str:
-    """Return the name of one part of a segment, as Forward and Backward have it."""
-    return f"s{segment}{suffix(key)}"
+class Names:
+    """Numbers the values of one device that are alike: of one tensor, microbatch, part and role."""
 
+    def __init__(self) -> None:
+        self._count: Counter[Value] = Counter()
 
-def reads(i: Instruction) -> tuple[str, ...]:
-    match i:
-        case Forward():
-            return i.inputs
-        case Backward():
-            return tuple(g for g in i.gradients if g is not None)
-        case Slice() | Send():
-            return (i.source,)
-        case Combine():
-            return tuple(name for name, _ in i.pieces)
-        case Accumulate():
-            return (i.into, i.value)
-        case Collective():
-            return (i.source,) if i.source else ()
-        case Bucket():
-            return i.sources
-        case Wait():
-            return (i.work,)
-        case Update():
-            return tuple(name for pair in (*i.pairs, *i.writes) for name in pair)
-        case Loss():
-            return i.parts
-        case _:
-            return ()
-
-
-def writes(i: Instruction) -> tuple[str, ...]:
-    match i:
-        case Load() | Slice() | Combine() | Accumulate() | Wait():
-            return (i.out,)
-        case Forward() | Backward():
-            return i.outputs
-        case Bucket():
-            return i.works
-        case Collective() | Recv():
-            return (i.work,)
-        case _:
-            return ()
+    def fresh(self, like: Value) -> Value:
+        """Return the next value of this kind."""
+        kind = like if like.number == 1 else like._replace(number=1)
+        self._count[kind] += 1
+        number = self._count[kind]
+        return kind if number == 1 else kind._replace(number=number)

@@ -7,98 +7,88 @@ on every data-parallel copy, and both keep it. No single collective does that, b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from superscaler.ir.fold import Fold
 from superscaler.ir.mask import Box
-from superscaler.materialize.collectives import Match, match_boxes
+from superscaler.materialize.collectives import REASONS, Match, match_boxes, refusal
+from superscaler.materialize.context import Context
+from superscaler.materialize.steps import Collective, Cut, Lowered, Message, Slot, Step, common, slots_of
 from superscaler.schedule.transfers import Transfer
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A box of a gradient that devices hold after a step. `of` has per device the item that it is made of, and where
-    that is: on the device itself, to which `how` has the collectives, or on another one, which sends it.
-    """
-
-    box: Box
-    of: Mapping[int, tuple[int, int]]
-    how: tuple[Match, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """The pieces of a transfer as items, then what is made of them, in order; `reads` has per reader what it adds up:
-    pairs of an item and the device that has it.
-    """
-
-    items: tuple[Item, ...]
-    reads: tuple[tuple[tuple[int, int], ...], ...]
-
-    def level(self, n: int) -> int:
-        """Return after how many steps an item is there: those of one level are made at once."""
-        return max(0 if m < 0 else 1 + self.level(m) for m, _ in self.items[n].of.values())
-
-
-def reduction(transfer: Transfer, close: Fold | None, fold: Fold | None) -> Reduction | None:
-    """Return how to do a transfer of gradients to updates by collectives, or None where these would not help.
-
-    `close` tells which devices correspond, `fold` of which the transfer has only the compiled places.
-    """
+def reduction(transfer: Transfer, context: Context) -> Lowered | None:
+    """Return how to do a transfer of gradients to updates by collectives, or None where these would not help."""
     readers_of: dict[int, list[int]] = {}
     for p, r in transfer.links:
         readers_of.setdefault(p, []).append(r)
-    steps = _Steps([Item(piece.box, {piece.device: (-1, piece.device)}) for piece in transfer.pieces], close, fold)
-    classes: dict[tuple[Box, tuple[int, ...]], dict[int, int]] = {}
-    for p, piece in enumerate(transfer.pieces):
-        holders = classes.setdefault((piece.box, tuple(readers_of[p])), {})
-        if holders.setdefault(piece.device, p) != p:
+    steps = _Steps(transfer, context)
+    classes: dict[tuple[Box, tuple[int, ...]], dict[int, Slot]] = {}
+    for slot in slots_of(transfer):
+        holders = classes.setdefault((slot.box, tuple(readers_of[slot.item])), {})
+        if holders.setdefault(slot.device, slot) != slot:
             return None
-    sums = {steps.sum(box, of): set(readers) for (box, readers), of in classes.items()}
-    items_of: dict[int, set[int]] = {
-        r: {n for n, some in sums.items() if r in some} for r in range(len(transfer.readers))
-    }
+    sums = {steps.sum(box, held): set(readers) for (box, readers), held in classes.items()}
+    items_of = {r: {n for n, some in sums.items() if r in some} for r in range(len(transfer.readers))}
     by_box: dict[Box, list[int]] = {}
     for r, reader in enumerate(transfer.readers):
         by_box.setdefault(reader.box, []).append(r)
     for box, readers in by_box.items():
-        common = [n for n in sums if sums[n].issuperset(readers) and steps.items[n].box != box]
+        shared = [n for n in sums if sums[n].issuperset(readers) and steps.boxes[n] != box]
         for group in (
-            [r for r in readers if steps.holds(common, transfer.readers[r].device) is held] for held in (True, False)
+            [r for r in readers if steps.holds(shared, transfer.readers[r].device) is held] for held in (True, False)
         ):
-            joined = steps.join(common, [transfer.readers[r].device for r in group], box) if common and group else None
+            joined = steps.join(shared, [transfer.readers[r].device for r in group], box) if shared and group else None
             if joined is not None:
-                items_of |= {r: items_of[r].difference(common) | {joined} for r in group}
-    if len(steps.items) == len(transfer.pieces):
+                items_of |= {r: items_of[r].difference(shared) | {joined} for r in group}
+    if len(steps.boxes) == len(transfer.pieces):
         return None
-    devices = [reader.device for reader in transfer.readers]
-    reads = tuple(tuple((n, steps.source(n, devices, devices[r])) for n in sorted(items_of[r])) for r in items_of)
-    return Reduction(tuple(steps.items), reads)
+    return steps.lowered([sorted(items_of[r]) for r in items_of])
 
 
 class _Steps:
-    def __init__(self, items: list[Item], close: Fold | None, fold: Fold | None) -> None:
-        self.items, self.close, self.fold = items, close, fold
+    """Items and the steps that make them: a piece, or what some devices hold of one box after a step. Each is made in
+    the round after those that it is made of.
+    """
+
+    def __init__(self, transfer: Transfer, context: Context) -> None:
+        self.transfer, self.context = transfer, context
+        self.boxes = [piece.box for piece in transfer.pieces]
+        self.slots = [{slot.device: slot} for slot in slots_of(transfer)]
+        self.round_of = [-1] * len(self.boxes)
+        self.rounds: list[list[Step]] = []
 
     def _near(self, a: int, b: int) -> int:
-        return self.close.closeness(a, b) if self.close else 0
+        return self.context.close.closeness(a, b) if self.context.close else 0
 
     def _extended(self, boxes: dict[int, Box]) -> dict[int, Box]:
-        return self.fold.extend(boxes) if self.fold else boxes
+        return self.context.fold.extend(boxes) if self.context.fold else boxes
 
-    def _add(self, item: Item) -> int:
-        self.items.append(item)
-        return len(self.items) - 1
+    def _add(self, box: Box, sources: Mapping[int, Slot], how: Sequence[Match] = ()) -> int:
+        """Add the item of a box that devices get: each from its own slot by a collective, or from another's."""
+        n, at = len(self.boxes), 1 + max(self.round_of[source.item] for source in sources.values())
+        outs = {device: Slot(device, n, box) for device in sources}
+        self.rounds += [[] for _ in range(at + 1 - len(self.rounds))]
+        for one in how:
+            told = [d for d in one.group if d in sources and self.context.is_told(d)]
+            if told:
+                pairs = tuple((sources[d], outs[d]) for d in told)
+                self.rounds[at].append(Collective(one, pairs, REASONS[one.kind]))
+        for device, source in sources.items() if not how else ():
+            if self.context.is_told(source.device, device):
+                self.rounds[at].append(Message(source, outs[device], refusal(self.transfer)))
+        self.boxes.append(box)
+        self.slots.append(outs)
+        self.round_of.append(at)
+        return n
 
     def holds(self, numbers: Sequence[int], device: int) -> bool:
-        return any(device in self.items[n].of for n in numbers)
+        return any(device in self.slots[n] for n in numbers)
 
-    def sum(self, box: Box, pieces: Mapping[int, int]) -> int:
+    def sum(self, box: Box, pieces: Mapping[int, Slot]) -> int:
         """Return the item that is the sum of one piece per device, on all of these."""
         if len(pieces) == 1:
-            return next(iter(pieces.values()))
+            return next(iter(pieces.values())).item
         group = sorted(self._extended(dict.fromkeys(pieces, box)))
-        return self._add(Item(box, {d: (p, d) for d, p in pieces.items()}, (Match("all_reduce", tuple(group)),)))
+        return self._add(box, pieces, [Match("all_reduce", tuple(group))])
 
     def join(self, numbers: Sequence[int], devices: Sequence[int], whole: Box) -> int | None:
         """Return the item of all slices together on `devices`: each gets one slice if it has none, then all join.
@@ -115,29 +105,43 @@ class _Steps:
             return None
         how = []
         for line in lines.values():
-            boxes = self._extended({d: self.items[n].box for n, d in line.items()})
+            boxes = self._extended({d: self.boxes[n] for n, d in line.items()})
             found = match_boxes(boxes, dict.fromkeys(boxes, whole))
             if found is None or found.kind != "all_gather":
                 return None
             how.append(found)
         moved = {n: self._moved(n, [d for d in devices if has[d] == n]) for n in numbers}
-        return self._add(Item(whole, {d: (moved[has[d]], d) for d in devices}, tuple(how)))
+        return self._add(whole, {d: self.slots[moved[has[d]]][d] for d in devices}, how)
 
     def _closest(self, n: int, device: int) -> tuple[bool, int]:
-        held = self.items[n].of
-        return device in held, max(self._near(device, d) for d in held)
+        return device in self.slots[n], max(self._near(device, d) for d in self.slots[n])
 
     def _moved(self, n: int, devices: Sequence[int]) -> int:
-        if all(d in self.items[n].of for d in devices):
+        if all(d in self.slots[n] for d in devices):
             return n
-        return self._add(Item(self.items[n].box, {d: (n, self.source(n, devices, d)) for d in devices}))
+        return self._add(self.boxes[n], {d: self._source(n, devices, d) for d in devices})
 
-    def source(self, n: int, devices: Sequence[int], device: int) -> int:
-        """Return which device one of several takes an item from: itself, or the closest; equals take turns."""
-        owners = sorted(self.items[n].of)
+    def _source(self, n: int, devices: Sequence[int], device: int) -> Slot:
+        """Return from where one device of several takes an item: its own, or the closest; equals take turns."""
+        owners = sorted(self.slots[n])
         if device in owners:
-            return device
+            return self.slots[n][device]
         most = max(self._near(device, owner) for owner in owners)
         owners = [owner for owner in owners if self._near(device, owner) == most]
-        others = sorted(d for d in devices if d not in self.items[n].of)
-        return owners[others.index(device) % len(owners)]
+        others = sorted(d for d in devices if d not in self.slots[n])
+        return self.slots[n][owners[others.index(device) % len(owners)]]
+
+    def lowered(self, items_of: Sequence[Sequence[int]]) -> Lowered:
+        """Return all steps; what a reader adds up in the end is there, or comes in a message."""
+        readers, last, ends = self.transfer.readers, list[Step](), list[tuple[Slot, ...]]()
+        devices, item = [reader.device for reader in readers], len(self.boxes)
+        for reader, items in zip(readers, items_of, strict=True):
+            slots = []
+            for source in (self._source(n, devices, reader.device) for n in items):
+                if self.context.is_told(source.device, reader.device):
+                    out, item = Slot(reader.device, item, common(source.box, reader.box)), item + 1
+                    is_here = source.device == reader.device
+                    last.append(Cut(source, out) if is_here else Message(source, out, refusal(self.transfer)))
+                    slots.append(out)
+            ends.append(tuple(slots))
+        return Lowered((*map(tuple, self.rounds), tuple(last)), tuple(ends))

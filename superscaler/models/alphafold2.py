@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from superscaler.errors import InputError
 from superscaler.models import batch
-from superscaler.options import Options, check_divides
+from superscaler.specs.options import Options, check_divides
 
 _FAMILY = {"sequences": 128, "residues": 256, "batch": 128, "passes": 3, "dropout": 0.15, "pair_dropout": 0.25}
 _LARGE = {"hidden": 1024, "heads": 32, "pair": 384, "pair_heads": 16, "outer": 64, **_FAMILY}

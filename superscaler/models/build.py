@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError, unknown
 from superscaler.models import file
-from superscaler.options import Options, read_pairs, settle
+from superscaler.specs.options import Options, read_pairs, settle
 
 # Each is a file of this package, which has OPTIONS (by size), DEFAULT, build(options) and make_batch(options, step).
 NAMES = ("alphafold2", "bert", "gpt2", "gpt3", "llama", "mbart", "mixtral", "mlp", "swin", "t5", "vit")

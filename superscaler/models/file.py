@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from superscaler.errors import InputError
-from superscaler.usercode import from_file
+from superscaler.specs.user_file import from_file
 
 _SHAPE = "(module, args) or (module, args, kwargs)"
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from superscaler.models import gpt2
 from superscaler.models.gpt2 import make_batch
-from superscaler.options import Options
+from superscaler.specs.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 

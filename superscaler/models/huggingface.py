@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError
 from superscaler.models import batch
-from superscaler.options import Options, check_divides
+from superscaler.specs.options import Options, check_divides
 
 CHANNELS, _CLASSES = 3, "single_label_classification"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.models.huggingface import causal, check_sequence, make_batch, rotary_head, usual
-from superscaler.options import Options
+from superscaler.specs.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from superscaler.errors import InputError
 from superscaler.models.huggingface import causal, check_sequence, make_batch, rotary_head, usual
-from superscaler.options import Options
+from superscaler.specs.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 

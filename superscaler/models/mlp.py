@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superscaler.models import batch
-from superscaler.options import Options
+from superscaler.specs.options import Options
 
 DEFAULT = ""
 OPTIONS = {"": {"layers": 2, "hidden": 64, "inputs": 32, "classes": 10, "batch": 16}}

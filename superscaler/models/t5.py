@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.models.huggingface import from_config, make_batch
-from superscaler.options import Options
+from superscaler.specs.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 

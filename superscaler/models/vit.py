@@ -12,7 +12,7 @@ from torch import nn
 
 from superscaler.models.huggingface import from_config, usual
 from superscaler.models.huggingface import make_images as make_batch
-from superscaler.options import Options, check_divides
+from superscaler.specs.options import Options, check_divides
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 

@@ -8,8 +8,8 @@ import pkgutil
 from collections.abc import Callable
 
 from superscaler.errors import InputError, unknown
-from superscaler.options import for_function
-from superscaler.usercode import from_file
+from superscaler.specs.options import for_function
+from superscaler.specs.user_file import from_file
 from superscaler.verbs import Cluster, Graph
 
 SProgram = Callable[[Graph, Cluster], None]

@@ -157,7 +157,8 @@ class _Sends:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
+    # A contiguous tensor of one element may have any strides, with which it cannot be seen as bytes.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class DistributedCommunicator(c.Communicator):

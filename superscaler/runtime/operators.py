@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from superscaler.errors import InputError
-from superscaler.usercode import load_file, root_of, running
+from superscaler.specs.user_file import load_file, root_of, running
 
 # By operator (`namespace.name.overload`), the module and the file that register it.
 Homes = Mapping[str, Sequence[str] | None]

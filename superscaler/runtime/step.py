@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,13 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from superscaler.errors import InputError
-from superscaler.explain import PLAN_FILE as PLAN_FILE
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.operators import import_operators
 from superscaler.runtime.scaler import Scaler
-
-WEIGHTS_FILE = "initial.safetensors"
+from superscaler.specs.files import PLAN_FILE, WEIGHTS_FILE
 
 
 class Step:
@@ -41,6 +41,8 @@ class Step:
         }
         self.bounds: dict[str, int] = dict(plan["bounds"])
         self._function = programs[plan["programs"][self.rank]].step
+        # Of all parameter groups, those without a weight here too: what is equal or not must be so on all ranks.
+        self._lr = [float(group["lr"]) for group in plan["optimizer"]["groups"]]
 
     def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None) -> Tensor:
         self._check(batch)
@@ -51,13 +53,14 @@ class Step:
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training changed on this rank: slices of `weights`, `optimizer`, `steps`, and `scaler` (as
-        `torch.amp.GradScaler.state_dict` has it; None without one).
+        """Return what training changed on this rank: slices of `weights`, `optimizer`, `lr` of all parameter groups,
+        `steps`, and `scaler` (as `torch.amp.GradScaler.state_dict` has it; None without one).
         """
         state = self.state
         return {
             "weights": {name: weight.detach() for name, weight in state.weights.items()},
             "optimizer": state.optimizer.state_dict() if state.optimizer else None,
+            "lr": self._rates(),
             "steps": state.steps,
             "scaler": state.scaler.state_dict() if state.scaler else None,
         }
@@ -78,6 +81,7 @@ class Step:
             state.optimizer.load_state_dict(saved["optimizer"])
         if state.scaler:
             state.scaler.load_state_dict(saved["scaler"])
+        self._lr = list(saved.get("lr", self._lr))
         state.steps = saved["steps"]
 
     @property
@@ -90,15 +94,43 @@ class Step:
         return self.state.communicator.moved
 
     @property
-    def lr(self) -> float:
-        """The learning rate of the first parameter group; assigning sets it for all groups."""
-        groups = self.state.optimizer.param_groups if self.state.optimizer else []
-        return float(groups[0]["lr"]) if groups else 0.0
+    def lr(self) -> float | tuple[float, ...]:
+        """The learning rate; where those of the parameter groups differ, one for each group of the user's optimizer.
+
+        Assign a number where all groups have one rate, else one for each group: `step.lr = [r * 0.5 for r in step.lr]`.
+        Raises InputError for a number that would make different rates equal, and for another number of rates.
+        """
+        rates = self._rates()
+        return rates[0] if len(set(rates)) == 1 else tuple(rates)
 
     @lr.setter
-    def lr(self, value: float) -> None:
-        for group in self.state.optimizer.param_groups if self.state.optimizer else []:
-            group["lr"] = value
+    def lr(self, value: float | Sequence[float]) -> None:
+        now = self._rates()
+        given: Sequence[Any] = value if isinstance(value, Sequence) else [value] * len(now)
+        if given is not value and len(set(now)) > 1:
+            raise InputError(
+                f"the {len(now)} parameter groups have the learning rates {', '.join(map(str, now))}, which {value} "
+                "would make equal; assign one for each group, as step.lr = [rate * 0.5 for rate in step.lr]."
+            )
+        if len(given) != len(now):
+            raise InputError(
+                f"{len(given)} learning rates were assigned, but the optimizer has {len(now)} parameter groups; "
+                "assign one for each group."
+            )
+        if not all(isinstance(rate, Real) and 0 <= float(rate) < math.inf for rate in given):
+            raise InputError(f"step.lr cannot be {value!r}; a learning rate is a finite number of 0 or more.")
+        self._lr = [float(rate) for rate in given]
+        for number, group in self._groups().items():
+            group["lr"] = self._lr[number]
+
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        """Return the optimizer's groups on this rank by their numbers: it has those of the weights that are here."""
+        numbers = sorted({w["group"] for w in self.state.tables["weights"] if w["trained"]})
+        return dict(zip(numbers, self.state.optimizer.param_groups if self.state.optimizer else [], strict=True))
+
+    def _rates(self) -> list[float]:
+        here = self._groups()
+        return [float(here[number]["lr"]) if number in here else rate for number, rate in enumerate(self._lr)]
 
     def close(self) -> None:
         self.state.communicator.close()

@@ -14,9 +14,9 @@ from math import prod
 
 import numpy as np
 
-from superscaler.ir.fold import Fold, Place
 from superscaler.ir.graph import Operand
 from superscaler.ir.parts import Ints, Rows, Tree
+from superscaler.ir.spmd import Fold, Place
 
 
 @dataclass(frozen=True)

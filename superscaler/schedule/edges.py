@@ -11,9 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from superscaler.ir.fold import Fold
 from superscaler.ir.graph import Op, Operand
 from superscaler.ir.parts import Ints, Rows
+from superscaler.ir.spmd import Fold
 from superscaler.ir.transformed import Graph
 from superscaler.schedule.cover import Held, Wanted, branch, join, project, share_out
 

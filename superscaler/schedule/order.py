@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Hashable, Sequence
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.fold import Fold
 from superscaler.ir.parts import UNASSIGNED
+from superscaler.ir.spmd import Fold
 from superscaler.ir.transformed import Graph
 from superscaler.schedule.alternatives import find_turns
 from superscaler.schedule.cycle import explain, shortest_cycle
@@ -130,9 +130,8 @@ def _orbits(nodes: Nodes) -> list[int]:
 
 def _priority(nodes: Nodes, number: int) -> tuple[int, int, int, int, int]:
     node = nodes.names[number]
-    rank = {"O": 0, "C": 1, "B": 2, "F": 3, "U": 4, "P": 5}[node.kind]
-    if node.kind == "F" and node.number in nodes.early:
-        rank = 1
+    is_early = node.kind == "F" and node.number in nodes.early
+    rank = 2 if is_early else {"O": 0, "C": 1, "B": 3, "F": 4, "U": 5, "P": 6}[node.kind]
     place = -node.number if node.kind == "B" else node.number
     is_late = node.kind == "C" and nodes.schedule.transfers[node.number].is_to_updates
     return rank, is_late or node.key[1], place, node.key[0], number

@@ -15,10 +15,9 @@ from math import prod
 
 import numpy as np
 
-from superscaler.ir.graph import Op
+from superscaler.ir.graph import Op, width
 from superscaler.ir.layout import layout_of
 from superscaler.ir.parts import Ints, Rows
-from superscaler.ir.report import width
 from superscaler.ir.transformed import Graph, block_of, rows_under
 from superscaler.schedule.cover import Turn
 from superscaler.schedule.edges import Edges, Key, Labels
@@ -132,7 +131,8 @@ def _stretches(edges: Edges) -> dict[str, int]:
             counted.add(operand.tensor)
             layout = layout_of(edges.graph.grids[op.name], operand, True, is_gradient=True)
             if layout is None or layout.shape[1] > 1:
-                weight += prod(tensor.shape) * width(tensor.dtype) // (1 if layout is None else prod(layout.shape[2]))
+                size = prod(tensor.shape) * width(tensor.trained.dtype)
+                weight += size // (1 if layout is None else prod(layout.shape[2]))
     return found
 
 

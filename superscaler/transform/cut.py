@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from numbers import Integral
 
 import numpy as np
 
-from superscaler.errors import TransformError
+from superscaler.errors import TransformError, unknown
 from superscaler.ir.graph import Op
 from superscaler.ir.parts import Axis, Grid, covers
 from superscaler.ir.transformed import Entry, Graph, Parts
@@ -24,10 +26,15 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     if factor is not None:
         graph.check_factor(str(factor))
     sizes = _sizes(graph, op, parts)
-    made = {some: algorithm.axis(op, some) for some in sizes}
+    made = {some: _axis(op, algorithm, some, where) for some in sizes}
     axis = made[sizes[0]]
     if axis.is_microbatch and any(a.is_microbatch for a in (*graph.grids[op.name].axes, *grid.axes)):
         raise TransformError(f"op_trans at {where} cuts {op.name} into microbatches, but it is one already; split it.")
+    if axis.is_microbatch and not op.is_forward:
+        raise TransformError(
+            f"op_trans at {where} cuts {op.name} into microbatches, but an update runs once, at the end of a step; "
+            "cut graph.forward_ops into microbatches, and an update by Split or Replicate."
+        )
     note = " (replicated: no index to cut)" if factor is not None and axis.index is None and not axis.value else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
     count = prod(len(a.sizes) for a in grid.axes)
@@ -40,6 +47,44 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
         f"op_trans at {where} cuts {chosen} of the {count} parts of {op.name}, or cuts them differently; "
         "transform these one by one: op_trans(graph, list(parts), ...)."
     )
+
+
+def _axis(op: Op, algorithm: Algorithm, sizes: tuple[int, ...], where: str) -> Axis:
+    """Return the axis that an algorithm, anybody's, makes of a part. Raises TransformError for one that loses elements,
+    computes something else, or is none.
+    """
+    axis = algorithm.axis(op, sizes)
+    wrong = _wrong(op, axis, sizes)
+    if wrong:
+        raise TransformError(f"op_trans at {where}: {type(algorithm).__name__} of {op.name} ({op.target}) {wrong}")
+    index = None if axis.index is None else int(axis.index)
+    return replace(axis, index=index, sizes=tuple(map(int, axis.sizes)))
+
+
+def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
+    """Return what an axis may not do to a part with these sizes, and what to do instead; '' where it may."""
+    if not isinstance(axis, Axis):
+        return f"gives {axis!r}; its method axis must return an Axis."
+    listed = axis.sizes if isinstance(axis.sizes, tuple | list) else ()
+    if not listed or not all(isinstance(size, Integral) and size >= 1 for size in listed):
+        return f"makes parts of sizes {axis.sizes}; give one or more, each an integer of at least 1."
+    if axis.mirror not in ("copy", "route"):
+        return f"has an {unknown('mirror', str(axis.mirror), ['copy', 'route'])}"
+    if axis.index is None:
+        linear = ", ".join(map(str, op.linear)) or "none"
+        is_shared = axis.value and axis.value not in op.linear
+        return f"shares out the addends of inputs {axis.value}; the op is linear in: {linear}." if is_shared else ""
+    if not isinstance(axis.index, Integral) or not 0 <= axis.index < len(op.indices):
+        return f"cuts index {axis.index!r}, but the op has {len(op.indices)}, numbered from 0; give one of these."
+    index, extent = op.indices[axis.index], sizes[axis.index]
+    cuts = f"cuts index {axis.index} ({index.factor})"
+    if index.mark == "frozen":
+        return f"{cuts}, which the op needs whole; cut another one, or replicate it (index None)."
+    if axis.value:
+        return f"{cuts} and shares out the addends of inputs {axis.value}; do one after the other."
+    if sum(axis.sizes) != extent:
+        return f"{cuts} into {axis.sizes}, {sum(axis.sizes)} elements, but the part has {extent}; cover {extent}."
+    return ""
 
 
 def _append(grid: Grid, parts: Parts, axis: Axis, where: str) -> Parts:

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from superscaler.cli.main import main
+from superscaler.errors import InputError
+from superscaler.plan import Plan
+from superscaler.report.explain import plan_files
 
 MODEL = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]
@@ -99,15 +102,65 @@ def test_a_model_that_no_memory_holds_is_one_line(capsys: pytest.CaptureFixture[
     assert len(err.splitlines()) == 1
 
 
+STAGES = ["--plan", "pipeline_1f1b", "--cluster", "local:2"]
+
+
 def test_out_keeps_what_is_not_of_the_plan(tmp_path: Path) -> None:
     out = tmp_path / "plan"
-    assert run("compile", MODEL, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(out)) == 0
-    (out / "notes.txt").write_text("keep")
-    (out / "program_7.py").write_text("of an older plan")
+    assert run("compile", MODEL, *STAGES, "--out", str(out)) == 0
+    assert plan_files(out) == {file.name for file in out.iterdir()} >= {"program_0.py", "program_1.py"}
+    mine = [out / "notes.txt", out / "program_7.py", out / "program_mine.py"]
+    for file in mine:
+        file.write_text("keep")
     (tmp_path / "link").symlink_to(out)
     assert run("compile", MODEL, *ONE, "--out", str(tmp_path / "link")) == 0
-    assert (out / "notes.txt").read_text() == "keep"
-    assert not (out / "program_7.py").exists()
+    assert [file.read_text() for file in mine] == ["keep"] * 3
+    assert not (out / "program_1.py").exists()
+    assert run("compile", MODEL, *ONE, "--out", str(out)) == 0
+
+
+def test_out_with_a_file_of_a_name_that_the_plan_needs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan"
+    assert run("compile", MODEL, *ONE, "--out", str(out)) == 0
+    (out / "program_1.py").write_text("keep")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    capsys.readouterr()
+    assert run("compile", MODEL, *STAGES, "--out", str(out)) == 2
+    told = f"error: {out}/program_1.py is not of the plan there; move it, or choose another --out.\n"
+    assert capsys.readouterr().err == told
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "text", ['{"plan": "of a house"}', "[1, 2]", "", "{", '{"version": 1, "programs": [], "manifest": {}}', "\udcff"]
+)
+@pytest.mark.parametrize("others", [(), ("run.py", "program_0.py", "notes.txt")])
+def test_out_with_a_plan_file_of_another_kind_is_refused(
+    text: str, others: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plan.json", *others):
+        (tmp_path / name).write_text(text if name == "plan.json" else "keep", errors="surrogateescape")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert run("compile", MODEL, *ONE, "--out", str(tmp_path)) == 2
+    err = capsys.readouterr().err
+    assert f"{tmp_path}/plan.json is not what compile writes, or was damaged" in err
+    assert len(err.splitlines()) == 1
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_an_empty_out_is_not_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("compile", "train"):
+        assert run(command, MODEL, *ONE, "--out", "") == 2
+        assert capsys.readouterr().err == "error: --out is empty; name a directory ('.' is the current one).\n"
+    with pytest.raises(InputError, match="save needs the name of a directory"):
+        Plan(None).save("")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+    assert run("compile", MODEL, *ONE, "--out", ".") == 0
 
 
 def test_out_below_a_file_or_a_broken_link_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from superscaler import cache
 from superscaler.cli.main import main
-from superscaler.explain import PLAN_FILE
+from superscaler.specs.files import PLAN_FILE
 
 MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
 TWO = ["--plan", "data_parallel", "--cluster", "local:2"]
@@ -174,7 +174,7 @@ def test_verify_of_shapes_only_draws_weights_and_inputs(capsys: pytest.CaptureFi
 def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     result = {
         **{"equal": False, "loss_error": 0.5, "gradient_error": float("nan"), "parameter_error": 0.0},
-        **{"conservation": True, "complete": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
+        **{"conservation": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
         "first_difference": "head.weight[0:10, 0:64] on device 1 arrives off by 0.5 at linear (head)",
         "shrunk": {},
     }

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from small_plans import Noise
 
-from superscaler.compiler import Compiled, finish, retype
+from superscaler.compiler import Compiled, finish
 from superscaler.emit.steps import emit
 from superscaler.ir.graph import Ref
 from superscaler.ir.program import (
+    FIELDS,
     Accumulate,
     Backward,
-    Bucket,
     Collective,
     Combine,
     Forward,
@@ -29,31 +29,23 @@ from superscaler.ir.program import (
     Loss,
     Program,
     Recv,
+    Role,
     Send,
     Slice,
     Update,
+    Value,
     Wait,
 )
 from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.verify import certify
+from superscaler.verify.checks import CHECKS
+from superscaler.verify.retype import retype
 
 # A mutated step that hangs must not take long.
 TIMEOUT = 5.0
 Code = list[Instruction]
 Edit = Callable[[Compiled, list[Code]], Compiled | None]
-
-
-class Noise(nn.Module):
-    """A layer with noise, whose numbers are drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.second((h + torch.rand_like(h)).tanh()).square().mean()
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,6 @@ class Mutation:
     edit: Edit
 
 
-READS = ("inputs", "gradients", "source", "sources", "pieces", "into", "value", "pairs", "parts")
 TABLE: list[Mutation] = []
 DP, TP = "data_parallel", "tensor_parallel"
 PIPE = "pipeline_1f1b:stages=2,microbatches=4"
@@ -122,16 +113,21 @@ def mutate(mutation: Mutation) -> Compiled:
 def report(mutation: Mutation) -> tuple[str, str]:
     """Return what caught a mutation, and what was said; nothing caught it where the first is empty."""
     result = certify(mutate(mutation), timeout=TIMEOUT)
-    checks = [name for name in ("conservation", "complete", "deadlock_free") if not result[name]]
+    checks = [name for name in CHECKS if not result[name]]
     return "" if result["equal"] else (checks or ["numbers"])[0], result["first_difference"]
 
 
 def at(code: Code, of: type, /, **fields: Any) -> int:
-    """Return where the first instruction of a kind is, some of whose fields start as given."""
+    """Return where the first instruction of a kind is whose fields read as given, or have what reads so."""
+
+    def is_it(value: Any, told: Any) -> bool:
+        several = isinstance(value, tuple) and not hasattr(value, "_fields")
+        return any(is_it(v, told) for v in value) if several else str(value) == str(told)
+
     return next(
         n
         for n, i in enumerate(code)
-        if isinstance(i, of) and all(str(getattr(i, name)).startswith(str(value)) for name, value in fields.items())
+        if isinstance(i, of) and all(is_it(getattr(i, name), told) for name, told in fields.items())
     )
 
 
@@ -140,27 +136,41 @@ def change(code: Code, of: type, where: dict[str, Any], **new: Any) -> None:
     code[n] = replace(code[n], **new)
 
 
-def rename(code: Code, old: str, new: str) -> None:
+def rename(code: Code, old: Value, new: Value) -> None:
     """Let all readers of a value read another one."""
-    swap = {old: new}
 
     def turn(value: Any) -> Any:
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and not isinstance(value, Value):
             return tuple(turn(v) for v in value)
-        return swap.get(value, value) if isinstance(value, str) else value
+        return new if value == old else value
 
     for n, i in enumerate(code):
-        fields = {name: turn(getattr(i, name)) for name in READS if hasattr(i, name)}
-        code[n] = replace(i, **fields)
+        code[n] = replace(i, **{name: turn(getattr(i, name)) for name in FIELDS[type(i), Role.READ]})
+
+
+def named(name: str) -> Value:
+    return Value.parse(name)
 
 
 def skip_collective(code: Code, work: str) -> None:
-    """Drop a collective and give its readers what it was given."""
-    started = at(code, Collective, work=work)
+    """Drop a collective of one tensor and give its readers what it was given."""
+    started = at(code, Collective, works=work)
     waited = at(code, Wait, work=work)
-    out, source = code[waited].out, code[started].source
+    out, (source,) = code[waited].out, code[started].sources
     del code[waited], code[started]
     rename(code, out, source)
+
+
+def bucket_of(code: Code) -> tuple[int, Collective]:
+    """Return where the first collective of several tensors is, and it."""
+    return next((n, i) for n, i in enumerate(code) if isinstance(i, Collective) and len(i.works) > 1)
+
+
+def drop_backward(code: Code, task: str) -> None:
+    """Drop a backward and what adds up its gradients."""
+    gone = code.pop(at(code, Backward, task=task))
+    for value in gone.outputs:
+        del code[at(code, Accumulate, value=value)]
 
 
 def edit_op(exact: Compiled, op: str, new: Callable[[Any], Any]) -> Compiled:
@@ -180,9 +190,11 @@ def remove_op(function: Function, name: str) -> Function:
     for op in function.ops:
         inputs = tuple(replace(o, tensor=new) if o.tensor == old else o for o in op.inputs)
         ops.append(replace(op, inputs=inputs))
-    kept = [(op, box) for op, box in zip(ops, function.boxes, strict=True) if op.name != name]
+    kept = [k for k, op in enumerate(ops) if op.name != name]
     outputs = tuple(new if o == old else o for o in function.outputs)
-    return replace(function, ops=tuple(o for o, _ in kept), boxes=tuple(b for _, b in kept), outputs=outputs)
+    boxes, coordinates = (tuple(x[k] for k in kept) for x in (function.boxes, function.coordinates))
+    ops = [ops[k] for k in kept]
+    return replace(function, ops=tuple(ops), boxes=boxes, coordinates=coordinates, outputs=outputs)
 
 
 # Communication.
@@ -191,42 +203,37 @@ def remove_op(function: Function, name: str) -> Function:
 @mutation(TP, "linear_product_1")
 def all_reduce_of_an_activation_dropped(exact: Compiled, code: list[Code]) -> None:
     for mine in code:
-        skip_collective(mine, "linear_product_1~")
+        skip_collective(mine, "linear_product_1_work")
 
 
 @mutation(TP, "linear_product_1")
 def all_reduce_dropped_on_one_device(exact: Compiled, code: list[Code]) -> None:
-    skip_collective(code[1], "linear_product_1~")
+    skip_collective(code[1], "linear_product_1_work")
 
 
 @mutation(TP, "gelu_1")
 def all_reduce_of_a_gradient_dropped(exact: Compiled, code: list[Code]) -> None:
     for mine in code:
-        skip_collective(mine, "d_gelu_1~")
+        skip_collective(mine, "d_gelu_1_work")
 
 
 @mutation(DP, "layers.1.weight")
 def tensor_of_a_bucket_dropped(exact: Compiled, code: list[Code]) -> None:
     for mine in code:
-        n = at(mine, Bucket)
-        bucket = mine[n]
-        assert isinstance(bucket, Bucket)
-        k = next(k for k, s in enumerate(bucket.sources) if s.startswith("d_layers_1_weight"))
+        n, bucket = bucket_of(mine)
+        k = bucket.sources.index(named("d_layers_1_weight"))
         waited = at(mine, Wait, work=bucket.works[k])
         out = mine[waited].out
-        works, sources = ((*x[:k], *x[k + 1 :]) for x in (bucket.works, bucket.sources))
-        mine[n] = replace(bucket, works=works, sources=sources)
+        works, sources, ways = ((*x[:k], *x[k + 1 :]) for x in (bucket.works, bucket.sources, bucket.ways))
+        mine[n] = replace(bucket, works=works, sources=sources, ways=ways)
         del mine[waited]
         rename(mine, out, bucket.sources[k])
 
 
 @mutation(DP, "d_layers_0_weight")
 def tensors_of_a_bucket_swapped(exact: Compiled, code: list[Code]) -> None:
-    mine = code[1]
-    n = at(mine, Bucket)
-    bucket = mine[n]
-    assert isinstance(bucket, Bucket)
-    mine[n] = replace(bucket, sources=bucket.sources[::-1])
+    n, bucket = bucket_of(code[1])
+    code[1][n] = replace(bucket, sources=bucket.sources[::-1], ways=bucket.ways[::-1])
 
 
 @mutation(HYBRID, "layers.0.weight", "layers.0.bias", "layers.1.weight")
@@ -234,7 +241,7 @@ def gradients_reduced_over_the_wrong_group(exact: Compiled, code: list[Code]) ->
     """Rows of the mesh for columns: tensor-parallel peers add up the slices of each other."""
     for rank, mine in enumerate(code):
         for n, i in enumerate(mine):
-            if isinstance(i, Bucket) and i.group == (rank % 2, rank % 2 + 2):
+            if isinstance(i, Collective) and len(i.works) > 1 and i.group == (rank % 2, rank % 2 + 2):
                 mine[n] = replace(i, group=(rank // 2 * 2, rank // 2 * 2 + 1))
 
 
@@ -257,7 +264,7 @@ def order_of_a_group_reversed_on_one_device(exact: Compiled, code: list[Code]) -
 @mutation(DP, "cross_entropy_loss_count")
 def count_of_labels_not_reduced(exact: Compiled, code: list[Code]) -> None:
     for mine in code:
-        skip_collective(mine, "cross_entropy_loss_count~")
+        skip_collective(mine, "cross_entropy_loss_count_work")
 
 
 @mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0")
@@ -275,7 +282,7 @@ def messages_swapped(exact: Compiled, code: list[Code]) -> None:
 
 @mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0")
 def arrived_messages_swapped(exact: Compiled, code: list[Code]) -> None:
-    waits = [n for n, i in enumerate(code[1]) if isinstance(i, Wait) and i.out.startswith("linear~")][:2]
+    waits = [n for n, i in enumerate(code[1]) if isinstance(i, Wait) and i.out.name == "linear"][:2]
     a, b = (code[1][n] for n in waits)
     code[1][waits[0]] = replace(a, work=b.work)
     code[1][waits[1]] = replace(b, work=a.work)
@@ -306,32 +313,27 @@ def receive_before_the_send_that_its_sender_waits_for(exact: Compiled, code: lis
 # What runs, and when.
 
 
-@mutation(PIPE, "s0_m2")
+@mutation(PIPE, "s0_m2", "linear[8:12")
 def forward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
-    del code[0][at(code[0], Forward, tag="s0_m2")]
-    rename(code[0], "linear_m2", "linear_m1")
-    del code[0][at(code[0], Backward, tag="s0_m2")]
-    for name in ("d_layers_0_weight~s0_1", "d_layers_0_bias~s0_2"):
-        del code[0][at(code[0], Accumulate, value=f"{name}_m2")]
-        rename(code[0], f"{name}_m2", f"{name}_m1")
+    del code[0][at(code[0], Forward, task="s0_m2")]
+    rename(code[0], named("linear_m2"), named("linear_m1"))
+    drop_backward(code[0], "s0_m2")
 
 
-@mutation(PIPE, "s0_m3")
+@mutation(PIPE, "s0_m3", "layers.0.weight")
 def backward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
-    del code[0][at(code[0], Backward, tag="s0_m3")]
-    for name in ("d_layers_0_weight~s0_1", "d_layers_0_bias~s0_2"):
-        del code[0][at(code[0], Accumulate, value=f"{name}_m3")]
+    drop_backward(code[0], "s0_m3")
 
 
 @mutation(PIPE, "s0_m1")
 def microbatch_run_twice(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], Forward, tag="s0_m1")
+    n = at(code[0], Forward, task="s0_m1")
     code[0].insert(n, code[0][n])
 
 
 @mutation(PIPE, "layers.0.weight")
 def gradient_of_a_microbatch_left_out(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], Accumulate, value="d_layers_0_weight~s0_1_m3")
+    n = at(code[0], Accumulate, value="d_layers_0_weight__5")
     gone = code[0].pop(n)
     assert isinstance(gone, Accumulate)
     rename(code[0], gone.out, gone.into)
@@ -339,21 +341,21 @@ def gradient_of_a_microbatch_left_out(exact: Compiled, code: list[Code]) -> None
 
 @mutation(PIPE, "layers.0.weight")
 def gradient_of_a_microbatch_accumulated_twice(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], Accumulate, value="d_layers_0_weight~s0_1_m3")
+    n = at(code[0], Accumulate, value="d_layers_0_weight__5")
     code[0].insert(n, replace(code[0][n], in_place=True))
 
 
-@mutation(TP, "linear_product_1~r")
+@mutation(TP, "linear_product_1")
 def consumer_before_its_producer(exact: Compiled, code: list[Code]) -> None:
-    code[0].insert(at(code[0], Collective), code[0].pop(at(code[0], Forward, tag="s1")))
+    code[0].insert(at(code[0], Collective), code[0].pop(at(code[0], Forward, task="s1")))
 
 
-@mutation(TP, "s3) on device 0 runs before its forward")
+@mutation(TP, "s3")
 def backward_before_its_forward(exact: Compiled, code: list[Code]) -> None:
-    code[0].insert(at(code[0], Forward, tag="s3"), code[0].pop(at(code[0], Backward, tag="s3")))
+    code[0].insert(at(code[0], Forward, task="s3"), code[0].pop(at(code[0], Backward, task="s3")))
 
 
-@mutation(DP, "gelu (aten.gelu.default) is in 0 segments")
+@mutation(DP, "gelu", "linear_product_1")
 def op_dropped_from_the_schedule_too(exact: Compiled, code: list[Code]) -> Compiled:
     functions = [remove_op(f, "gelu") if any(o.name == "gelu" for o in f.ops) else f for f in exact.program.functions]
     segments = [replace(s, ops=tuple(o for o in s.ops if o.name != "gelu")) for s in exact.schedule.segments]
@@ -370,7 +372,7 @@ def microbatch_dropped_from_the_schedule(exact: Compiled, code: list[Code]) -> C
     return replace(exact, schedule=replace(exact.schedule, edges=edges))
 
 
-@mutation(DP, "gelu_1")
+@mutation(DP, "gelu_1", "linear_product_2")
 def op_missing_from_the_segment_of_one_device(exact: Compiled, code: list[Code]) -> Compiled:
     functions = list(exact.program.functions)
     n = next(n for n, f in enumerate(functions) if any(o.name == "gelu_1" for o in f.ops))
@@ -455,7 +457,7 @@ def loss_counted_twice(exact: Compiled, code: list[Code]) -> None:
 
 @mutation(DP, "layers.0.weight", "cross_entropy_loss")
 def gradient_of_the_loss_left_out(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[1], Backward, tag="s2")
+    n = at(code[1], Backward, task="s2")
     code[1][n] = replace(code[1][n], gradients=(None,))
 
 
@@ -466,7 +468,18 @@ def without_update(code: Code, weight: str) -> None:
     n = at(code, Update)
     update = code[n]
     assert isinstance(update, Update)
-    code[n] = replace(update, pairs=tuple(p for p in update.pairs if p[0] != weight))
+    k = update.weights.index(named(weight))
+    weights, gradients = ((*x[:k], *x[k + 1 :]) for x in (update.weights, update.gradients))
+    code[n] = replace(update, weights=weights, gradients=gradients)
+
+
+def with_gradient(code: Code, weight: str, gradient: Value) -> None:
+    """Let a weight be updated with another gradient."""
+    n = at(code, Update)
+    update = code[n]
+    assert isinstance(update, Update)
+    k = update.weights.index(named(weight))
+    code[n] = replace(update, gradients=(*update.gradients[:k], gradient, *update.gradients[k + 1 :]))
 
 
 @mutation(DP, "layers.1.bias")
@@ -483,21 +496,12 @@ def weight_updated_nowhere(exact: Compiled, code: list[Code]) -> None:
 @mutation(DP, "layers.0.bias")
 def weight_updated_with_the_gradient_of_another(exact: Compiled, code: list[Code]) -> None:
     """layers.0.bias and layers.1.bias have one shape."""
-    n = at(code[0], Update)
-    update = code[0][n]
-    assert isinstance(update, Update)
-    gradients = dict(update.pairs)
-    other = gradients["layers_1_bias"]
-    code[0][n] = replace(update, pairs=tuple((w, other if w == "layers_0_bias" else g) for w, g in update.pairs))
+    with_gradient(code[0], "layers_0_bias", named("d_layers_1_bias__2"))
 
 
 @mutation(DP, "layers.1.weight")
 def local_gradient_instead_of_the_reduced_one(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], Update)
-    update = code[0][n]
-    assert isinstance(update, Update)
-    local = next(s for i in code[0] if isinstance(i, Bucket) for s in i.sources if s.startswith("d_layers_1_weight"))
-    code[0][n] = replace(update, pairs=tuple((w, local if w == "layers_1_weight" else g) for w, g in update.pairs))
+    with_gradient(code[0], "layers_1_weight", named("d_layers_1_weight"))
 
 
 def with_table(exact: Compiled, rank: int, tensor: str, **new: Any) -> Compiled:
@@ -528,36 +532,30 @@ def weight_in_another_optimizer_group_by_the_program(exact: Compiled, code: list
 @mutation(TP, "gelu_1")
 def stale_activation(exact: Compiled, code: list[Code]) -> None:
     """The reader reads what is there before the layer, of the same shape."""
-    n = at(code[0], Forward, tag="s2")
+    n = at(code[0], Forward, task="s2")
     forward = code[0][n]
     assert isinstance(forward, Forward)
     before = next(i.out for i in code[0] if isinstance(i, Wait))
     code[0][n] = replace(forward, inputs=(before, *forward.inputs[1:]))
 
 
-@mutation(TP, "gelu_1, which is freed")
+@mutation(TP, "gelu_1")
 def value_freed_before_its_last_read(exact: Compiled, code: list[Code]) -> None:
-    code[0].insert(at(code[0], Forward, tag="s2"), Free(("gelu_1",)))
-
-
-def change_combine(code: Code, turn: Callable[[Any], Any]) -> None:
-    n = at(code, Combine)
-    combine = code[n]
-    assert isinstance(combine, Combine)
-    code[n] = replace(combine, pieces=turn(combine.pieces))
+    code[0].insert(at(code[0], Forward, task="s2"), Free((named("gelu_1"),)))
 
 
 @mutation(TP, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
 def use_of_a_tied_weight_left_out(exact: Compiled, code: list[Code]) -> None:
-    change_combine(code[0], lambda pieces: pieces[1:])
+    n = at(code[0], Combine)
+    combine = code[0][n]
+    assert isinstance(combine, Combine)
+    code[0][n] = replace(combine, pieces=combine.pieces[1:], boxes=combine.boxes[1:])
 
 
 @mutation(HYBRID, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
 def slices_of_a_gradient_joined_before_they_are_summed(exact: Compiled, code: list[Code]) -> None:
     name = "d_transformer_wte_weight"
-    summed = code[0][at(code[0], Collective, kind="all_reduce", work=name)]
-    assert isinstance(summed, Collective)
-    change(code[0], Collective, {"kind": "all_gather", "work": name}, source=summed.source)
+    change(code[0], Collective, {"kind": "all_gather", "sources": f"{name}__3"}, sources=(named(name),))
 
 
 @mutation(GRID, "linear")
@@ -600,7 +598,7 @@ def labels_of_another_microbatch(exact: Compiled, code: list[Code]) -> None:
 
 @mutation(PIPE, "the gradient of linear[0:4, 0:64] on device 0, microbatch 0")
 def gradients_of_microbatches_swapped(exact: Compiled, code: list[Code]) -> None:
-    one, two = ("d_linear~s1_0_m0", "d_linear~s1_0_m1")
+    one, two = named("d_linear"), named("d_linear__2")
     first, second = at(code[1], Send, source=one), at(code[1], Send, source=two)
     code[1][first] = replace(code[1][first], source=two)
     code[1][second] = replace(code[1][second], source=one)
@@ -611,12 +609,11 @@ def gradients_of_microbatches_swapped(exact: Compiled, code: list[Code]) -> None
 def bucket_reduced_twice(exact: Compiled, code: list[Code]) -> None:
     """The sum over two replicas of what is a sum already."""
     for mine in code:
-        n = at(mine, Bucket)
-        bucket = mine[n]
-        assert isinstance(bucket, Bucket)
+        n, bucket = bucket_of(mine)
         waits = {i.work: m for m, i in enumerate(mine) if isinstance(i, Wait) and i.work in bucket.works}
-        done = [replace(mine[m], out=f"{work}~once") for work, m in waits.items()]
-        for work, m in waits.items():
-            mine[m] = replace(mine[m], work=f"{work}~twice")
-        again = replace(bucket, works=tuple(f"{w}~twice" for w in waits), sources=tuple(d.out for d in done))
+        once, twice = ([w._replace(number=k) for w in waits] for k in (8, 9))
+        done = [replace(mine[m], out=o._replace(is_handle=False)) for m, o in zip(waits.values(), once, strict=True)]
+        for m, work in zip(waits.values(), twice, strict=True):
+            mine[m] = replace(mine[m], work=work)
+        again = replace(bucket, works=tuple(twice), sources=tuple(d.out for d in done))
         mine[n + 1 : n + 1] = [*done, again]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from mutations import DP, GRID, HYBRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report, with_code
 
-from superscaler.locate import first_difference
-from superscaler.package import initial_values
+from superscaler.artifact import initial_values
 from superscaler.verify import certify
+from superscaler.verify.locate import first_difference
 
 
 @pytest.mark.parametrize("mutation", TABLE, ids=lambda m: m.name.replace(" ", "_"))

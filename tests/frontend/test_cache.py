@@ -21,7 +21,7 @@ from superscaler.frontend import capture as capturing
 from superscaler.frontend.capture import Captured, capture
 from superscaler.ir.text import print_model
 from superscaler.models import build
-from superscaler.usercode import load_file
+from superscaler.specs.user_file import load_file
 from tests.frontend import own
 
 HELPER = "def double(x):\n    return x * 2\n"

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from superscaler.emit.expressions import Local, expression
 from superscaler.frontend.capture import Captured, capture
-from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model, Op, Operand
 from superscaler.runtime import functional
+from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import Block, Contractions, Mlp, Regrouped
 
 Box = tuple[tuple[int, int], ...]

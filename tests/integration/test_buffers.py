@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.artifact import describe, initial_values
 from superscaler.errors import CaptureError, PlanError
-from superscaler.package import describe, initial_values
 from superscaler.plans import data_parallel
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.step import build_step, modules

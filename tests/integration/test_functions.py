@@ -7,7 +7,7 @@ import pytest
 import superscaler as ss
 from superscaler.emit.segments import _Writer
 from superscaler.ir.program import Function
-from superscaler.materialize.build import _Builder
+from superscaler.materialize.functions import Functions
 from superscaler.models import build
 
 
@@ -37,13 +37,13 @@ def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, 
     built = build(spec)
     compiled = ss.compile(ss.capture(built.module, built.args, built.kwargs), plan, ss.Cluster.local(devices)).compiled  # type: ignore[arg-type]
     program, schedule = compiled.program, compiled.schedule
-    builder = _Builder(schedule, devices, ss.Cluster.local(devices))
+    functions = Functions(schedule.edges)
     texts: dict[tuple[int, bytes], set[str]] = {}
     parts = 0
     for segment in schedule.segments:
-        forms = builder._forms(segment)
+        forms = functions.forms(segment)
         for at in range(len(segment.keys)):
-            shared = builder.made_functions[builder._function(segment, at)]
+            shared = functions.made[functions.number(segment, at)]
             boxes = []
             for op in segment.ops:
                 held, row = schedule.edges.rows[op.name], segment.row_of[op.name][at]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superscaler.cluster import Cluster
-from superscaler.ir.report import describe
 from superscaler.plan import capture, compile
+from superscaler.report.model import describe
 
 
 class Systems(nn.Module):

@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
+from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.plans import resolve
+from superscaler.runtime.communicator import Communicator
+from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.threads import run_ranks
 
 
 def two_groups(module: nn.Module) -> list[dict[str, object]]:
@@ -43,3 +48,71 @@ def test_a_step_equals_torch(name: str, spec: str, world: int) -> None:
     assert result["equal"], result
     updated = {op.inputs[0].tensor for op in graph.ops if not op.is_forward}
     assert any(".h.0." in tensor for tensor in updated) == (name != "frozen")
+
+
+def steps_of(optimizer: str, then: Callable[[Step], object], spec: str = "pipeline_1f1b:stages=2") -> list[object]:
+    """Return what `then` makes of each of two ranks."""
+    built = build("gpt2:size=tiny")
+    graph = capture(built.module, built.args, built.kwargs, OPTIMIZERS[optimizer](built.module))
+    compiled = compile(graph, spec, "local:2").compiled
+    plan, code = describe(compiled), modules(compiled.emitted.files)
+    values = initial_values(graph.model, graph.captured.values)
+    return run_ranks(2, lambda communicator: then(build_step(plan, code, values, communicator)))
+
+
+def test_a_number_sets_the_rate_of_all_groups_where_they_have_one() -> None:
+    def halve(step: Step) -> object:
+        step.lr = step.lr / 2  # type: ignore[operator]
+        return step.lr, [group["lr"] for group in step.state.optimizer.param_groups]
+
+    assert steps_of("sgd", halve) == [(0.05, [0.05])] * 2
+
+
+def test_groups_keep_rates_of_their_own() -> None:
+    def halve(step: Step) -> object:
+        assert step.lr == (3e-3, 1e-3)
+        step.lr = [rate / 2 for rate in step.lr]  # type: ignore[union-attr]
+        saved = step.state_dict()
+        step.lr = (1, 1)
+        step.load_state_dict(saved)
+        return step.lr, [group["lr"] for group in step.state.optimizer.param_groups]
+
+    assert steps_of("groups", halve) == [((1.5e-3, 5e-4), [1.5e-3, 5e-4])] * 2
+
+
+def test_a_rank_without_a_group_knows_its_rate() -> None:
+    """Of three groups the first rank has none of the last weight, and the second none of the embeddings."""
+    built = build("gpt2:size=tiny")
+    named = dict(built.module.named_parameters())
+    ends = [[p for n, p in named.items() if "wpe" in n], [p for n, p in named.items() if "ln_f" in n]]
+    rest = [p for n, p in named.items() if "wpe" not in n and "ln_f" not in n]
+    groups = [{"params": p, "lr": lr} for p, lr in zip([*ends, rest], (0.1, 0.2, 0.3), strict=True)]
+    graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(groups))
+    compiled = compile(graph, "pipeline_1f1b:stages=2", "local:2").compiled
+    plan, code = describe(compiled), modules(compiled.emitted.files)
+    values = initial_values(graph.model, graph.captured.values)
+
+    def rates(communicator: Communicator) -> object:
+        step = build_step(plan, code, values, communicator)
+        before, step.lr = step.lr, (0.4, 0.5, 0.6)
+        again = build_step(plan, code, values, communicator)
+        again.load_state_dict(step.state_dict())
+        return before, again.lr, [group["lr"] for group in again.state.optimizer.param_groups]
+
+    told = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+    assert run_ranks(2, rates) == [(*told, [0.4, 0.6]), (*told, [0.5, 0.6])]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "value", "message"),
+    [
+        ("groups", 1e-4, r"2 parameter groups have the learning rates 0.003, 0.001, which 0.0001 would make equal"),
+        ("groups", [1e-4], "1 learning rates were assigned, but the optimizer has 2 parameter groups"),
+        ("sgd", [0.1, 0.2], "2 learning rates were assigned, but the optimizer has 1 parameter groups"),
+        ("sgd", -0.1, "step.lr cannot be -0.1; a learning rate is a finite number of 0 or more"),
+        ("groups", [0.1, float("nan")], "step.lr cannot be .*nan"),
+    ],
+)
+def test_rates_that_do_not_fit_the_groups_are_refused(optimizer: str, value: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        steps_of(optimizer, lambda step: setattr(step, "lr", value))

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from superscaler import Cluster, capture, compile
-from superscaler.ir.program import Backward, Bucket, Collective, Forward, Instruction, Update, Wait
-from superscaler.materialize import exchange
+from superscaler.ir.program import Backward, Collective, Forward, Instruction, Update, Wait
+from superscaler.materialize import buckets
 from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.schedule import segments
@@ -31,16 +31,16 @@ def plan_of(spec: str, world: int, batch: int = 12) -> Plan:
 @pytest.fixture(params=[1, 150_000, 400_000])
 def few_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """As many bytes of gradients as are worth an all_reduce: of one tensor, of a layer, of some layers."""
-    for module in (segments, exchange):
+    for module in (segments, buckets):
         monkeypatch.setattr(module, "SEGMENT_BYTES", request.param)
-    monkeypatch.setattr(exchange, "BUCKET_BYTES", 300_000)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 300_000)
     return int(request.param)
 
 
 def sums(code: tuple[Instruction, ...]) -> list[int]:
     """Return where all_reduces start after the first backward."""
     first = next(at for at, i in enumerate(code) if isinstance(i, Backward))
-    found = [at for at, i in enumerate(code) if isinstance(i, Bucket | Collective) and i.kind == "all_reduce"]
+    found = [at for at, i in enumerate(code) if isinstance(i, Collective) and i.kind == "all_reduce"]
     return [at for at in found if at > first]
 
 
@@ -63,12 +63,14 @@ def test_sums_start_between_the_backwards_and_are_waited_for_before_the_update(f
         early = [(a, b) for a, b in pairwise(backwards) if any(a < at < b for at in started)]
         assert len(early) >= len(backwards) - 3
         for at in started:
-            works = code[at].works if isinstance(code[at], Bucket) else (code[at].work,)
-            waits = [n for n, i in enumerate(code) if isinstance(i, Wait) and i.work in works]
-            assert len(waits) == len(works)
+            start = code[at]
+            assert isinstance(start, Collective)
+            waits = [n for n, i in enumerate(code) if isinstance(i, Wait) and i.work in start.works]
+            assert len(waits) == len(start.works)
             assert all(backwards[-1] < n < update for n in waits)
         for i in code:
-            assert not isinstance(i, Bucket) or i.bytes <= max(300_000, few_bytes)
+            if isinstance(i, Collective) and len(i.works) > 1:
+                assert i.bytes <= max(300_000, few_bytes)
 
 
 def test_small_gradients_share_one_sum() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import superscaler as ss
-from superscaler.materialize import route
+from superscaler.materialize.rvd import route
 from superscaler.models import build
 from superscaler.plan import Plan
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from random_sprograms import Author
 from torch import Tensor, nn
 
+from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
 from superscaler.ir.graph import Op
-from superscaler.package import describe, initial_values
 from superscaler.plan import Graph, Plan, capture, compile
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import run_ranks

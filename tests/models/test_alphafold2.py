@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import superscaler as ss
+from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.ir.graph import Op
 from superscaler.models import build
 from superscaler.models.alphafold2 import AlphaFold2, Attention, OuterProductMean, TriangleMultiplication
-from superscaler.package import describe, initial_values
 from superscaler.plan import Graph, Plan, capture, compile
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import run_ranks

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superscaler.artifact import describe
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, finish
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.transformed import Graph
-from superscaler.package import describe
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import run_ranks
 
@@ -247,7 +247,7 @@ def largest_error(compiled: Compiled, values: dict[str, Tensor]) -> tuple[float,
             if not weight.trained:
                 continue
             whole = expected.get(weight.tensor)
-            have = gradients.get(weight.name)
+            have = gradients.get(str(weight.name))
             if whole is None or have is None:
                 error = 0.0 if whole is None or float(whole.abs().max()) <= floor else float("inf")
             else:

@@ -22,10 +22,10 @@ from superscaler.ir.parts import Axis, Grid, Rows, Tree
 from superscaler.ir.program import Program
 from superscaler.ir.transformed import Graph, Group, Order, rows_under
 from superscaler.materialize.build import materialize
-from superscaler.materialize.rendezvous import meetings
-from superscaler.schedule.conservation import check_conservation
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import complete
+from superscaler.verify.certificate import check_program
+from superscaler.verify.rendezvous import meetings
 
 Work = tuple[str, str, tuple[int, int, int]]  # kind F, B or U, op, key
 
@@ -245,15 +245,15 @@ def check_accepted(schedule: Schedule, needs: Needs, draw: random.Random) -> Non
     assert all(at[before] < at[after] for before, after in orders if before[0] != "U")
     for after, sources in needs.some:
         assert after[0] == "U" or any(all(at[s] <= at[after] for s in few) for few in sources), after
-    check_conservation(schedule, schedule.edges.graph)
     program = materialize(schedule, 4, Cluster.local(4))
+    check_program(program)
     for _ in range(100):
         assert not interleave(program, draw)
 
 
 def interleave(program: Program, draw: random.Random) -> set[int]:
     """Run the communication of all devices, sends without buffers, in a random order; return who never ends."""
-    left = [mine[::-1] for mine in meetings(program)]
+    left = [mine[::-1] for mine in meetings(program.devices)]
     ready = list(range(len(left)))
     while ready:
         device = ready.pop(draw.randrange(len(ready)))

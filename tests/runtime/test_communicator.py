@@ -21,6 +21,7 @@ from torch import Tensor
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.runtime.communicator import Communicator, Group, Work
 from superscaler.runtime.distributed import DistributedCommunicator, connect
+from superscaler.runtime.executor import Rank
 from superscaler.runtime.threads import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
@@ -56,6 +57,22 @@ def check_collectives(comm: Communicator, group: Group) -> None:
         if dtype != torch.bool:
             check_sums(comm, group, inputs)
         assert torch.equal(x, kept)
+        check_buckets(comm, group, dtype)
+
+
+def check_buckets(comm: Communicator, group: Group, dtype: torch.dtype) -> None:
+    """Several tensors as one give what each gives alone."""
+    rank = Rank(comm, {"weights": [], "groups": [group]}, {}, ("SGD", []), torch.float32)
+    shapes, dims = [(12, 24), (24,), (2, 12, 3)], (1, 0, 1)
+    tensors = [brought(comm.rank + 10 * n, shape, dtype) for n, shape in enumerate(shapes)]
+    works = rank.all_gather_bucket(tensors, 0, dims)
+    for x, dim, work in zip(tensors, dims, works, strict=True):
+        assert torch.equal(work.wait(), comm.all_gather(x, group, dim).wait())
+    if dtype != torch.bool:
+        works = rank.reduce_scatter_bucket(tensors, 0, dims)
+        for x, dim, work in zip(tensors, dims, works, strict=True):
+            alone = comm.reduce_scatter(x, group, dim).wait()
+            assert torch.equal(work.wait().reshape(alone.shape), alone)
 
 
 def check_sums(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> None:
@@ -127,6 +144,24 @@ def check_messages(comm: Communicator) -> None:
     comm.flush()
 
 
+def check_one_element(comm: Communicator) -> None:
+    """A tensor of one element has any strides and counts as contiguous: an expanded gradient, a column of a row."""
+    everyone, last = tuple(range(comm.world)), comm.world - 1
+    for value in (lambda r: torch.full((), 1.0 + r).expand(1, 1), lambda r: torch.full((3,), 1.0 + r)[::3]):
+        x, total = value(comm.rank), sum(value(r) for r in everyone)
+        assert x.is_contiguous()
+        assert x.stride(-1) != 1
+        incoming = comm.recv(x.shape, x.dtype, (comm.rank - 1) % comm.world, 8)
+        comm.send(x, (comm.rank + 1) % comm.world, 8, owned=True)
+        assert torch.equal(incoming.wait(), value((comm.rank - 1) % comm.world))
+        assert torch.equal(comm.all_gather(x, everyone, 0).wait(), torch.cat([value(r) for r in everyone]))
+        given = x if comm.rank == last else None
+        assert torch.equal(comm.broadcast(given, last, everyone, x.shape, x.dtype).wait(), value(last))
+        assert torch.equal(comm.all_reduce(x, everyone).wait(), total)
+        assert torch.equal(comm.all_reduce(value(comm.rank), everyone, owned=True).wait(), total)
+    comm.flush()
+
+
 def check_everything(comm: Communicator) -> int:
     everyone = groups(comm.world)
     comm.prepare(everyone)
@@ -135,6 +170,7 @@ def check_everything(comm: Communicator) -> int:
         if comm.rank in group:
             check_counts(comm, group)
     check_messages(comm)
+    check_one_element(comm)
     scalar = comm.all_gather(torch.ones(2) * comm.rank, tuple(range(comm.world)), -1).wait()
     assert scalar.shape == (2 * comm.world,)
     comm.barrier()

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
 from superscaler.ir.text import parse_model, print_model
 from superscaler.models import build
-from superscaler.package import describe, initial_values
 from superscaler.plan import Graph, capture, compile
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.scaler import Scaler

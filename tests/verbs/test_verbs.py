@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import numpy as np
 import pytest
 from random_graphs import random_model
 
@@ -9,6 +12,7 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError, ScheduleError, TransformError
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
+from superscaler.ir.parts import Axis
 from superscaler.ir.transformed import Graph
 from superscaler.verbs import Microbatch, Replicate, Split, op_assign, op_order, op_trans
 
@@ -98,6 +102,49 @@ def test_a_wrong_algorithm_is_refused_with_both_numbers(algorithm, message: str)
         op_trans(graph, graph.op("mul0"), algorithm)
 
 
+@dataclass(frozen=True)
+class Own:
+    """A user's own algorithm, which makes any axis."""
+
+    made: object
+
+    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+        return self.made  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (Axis(0, (3, 4)), r"cuts index 0 \(batch\) into \(3, 4\), 7 elements, but the part has 8; cover 8"),
+        (Axis(0, (8, 0)), r"makes parts of sizes \(8, 0\); give one or more, each an integer of at least 1"),
+        (Axis(0, (9, -1)), r"sizes \(9, -1\)"),
+        (Axis(0, (4.0, 4.0)), r"sizes \(4.0, 4.0\)"),
+        (Axis(None, ()), r"sizes \(\)"),
+        (Axis(None, 2), "makes parts of sizes 2; give one or more"),  # type: ignore[arg-type]
+        (Axis(2, (4, 4)), "cuts index 2, but the op has 2, numbered from 0"),
+        (Axis(-1, (3, 3)), "cuts index -1, but the op has 2"),
+        (Axis(1, (3, 3)), r"cuts index 1 \(hidden\), which the op needs whole"),
+        (Axis(None, (1, 1), value=(0,)), r"addends of inputs \(0,\); the op is linear in: none"),
+        (Axis(0, (4, 4), value=(0,)), "cuts index 0 .* do one after the other"),
+        (Axis(None, (1, 1), "rout"), "unknown mirror 'rout'"),
+        ((0, (4, 4)), "gives .*; its method axis must return an Axis"),
+    ],
+)
+def test_what_an_own_algorithm_makes_is_checked(made: object, message: str) -> None:
+    graph = chain()
+    op = replace(graph.op("mul0"), indices=(Index(8, "batch", "spatial"), Index(6, "hidden", "frozen")))
+    graph = Graph(replace(graph.model, ops=(op, *graph.ops[1:])))
+    with pytest.raises(TransformError, match=rf"op_trans at .*test_verbs.py:\d+: Own of mul0 \(aten.*{message}"):
+        op_trans(graph, op, Own(made))
+
+
+def test_an_own_algorithm_may_give_numbers_of_numpy() -> None:
+    graph = chain()
+    first, _ = op_trans(graph, graph.op("mul0"), Own(Axis(np.int64(0), [np.int64(3), np.int64(5)])))  # type: ignore[arg-type]
+    op_trans(graph, first, Own(Axis(0, (1, 2))))
+    assert graph.rows(graph.op("mul0")).lo.tolist() == [[0, 0], [1, 0], [3, 0]]
+
+
 def test_a_missing_factor_replicates_unless_required() -> None:
     graph, _ = Graph(random_model(0, 4)[0]), None
     op = graph.ops[0]
@@ -126,6 +173,24 @@ def test_a_wrong_number_of_devices_is_refused() -> None:
     parts = op_trans(graph, graph.op("mul0"), Split("batch", 2))
     with pytest.raises(InputError, match="has 2 parts, but 3 devices"):
         op_assign(graph, parts, [0, 1, 2])
+
+
+@pytest.mark.parametrize("factor", ["hidden", "batch"])
+def test_an_update_is_not_cut_into_microbatches(factor: str) -> None:
+    graph = chain()
+    with pytest.raises(TransformError, match=r"op_trans at .*test_verbs.py:\d+ cuts update.w .* an update runs once"):
+        op_trans(graph, graph.ops, Microbatch(2, factor))
+
+
+def test_one_part_moves_after_all_were_assigned_by_a_broadcast() -> None:
+    graph = chain()
+    parts = op_trans(graph, op_trans(graph, graph.op("mul0"), Split("batch", 2)), Split("hidden", 3))
+    op_assign(graph, parts, [[0], [1]])
+    op_assign(graph, parts[0, 2], 5)
+    assert graph.rows(graph.op("mul0")).device.tolist() == [0, 0, 5, 1, 1, 1]
+    op_assign(graph, parts, [0, 1, 2])
+    op_assign(graph, parts[1, 0], 5)
+    assert graph.rows(graph.op("mul0")).device.tolist() == [0, 1, 2, 5, 1, 2]
 
 
 def test_a_transformation_of_no_parts_is_refused() -> None:

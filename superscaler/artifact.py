@@ -1,0 +1,243 @@
+"""What a compiled plan is on disk: emitted code, plan.json, the initial weights, and the journal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from superscaler.cluster import Cluster
+from superscaler.compiler import Compiled
+from superscaler.emit.steps import Emitted
+from superscaler.errors import InputError
+from superscaler.frontend.rules import REGISTERED
+from superscaler.ir.graph import Model, without_sources
+from superscaler.ir.listing import print_program
+from superscaler.ir.program import Program
+from superscaler.ir.text import print_model
+from superscaler.ir.transformed import Graph
+from superscaler.report.account import account, hash_values, manifest, origin
+from superscaler.specs.files import (
+    EXPLAIN_FILE,
+    JOURNAL_FILE,
+    MODEL_FILE,
+    PLAN_FILE,
+    PROGRAM_FILE,
+    RUN_FILE,
+    WEIGHTS_FILE,
+    digest,
+    plan_files,
+    read_plan,
+)  # fmt: skip
+
+RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
+
+import sys
+from pathlib import Path
+
+from superscaler.train.loop import main
+
+main([str(Path(__file__).parent), *sys.argv[1:]])
+'''
+
+
+def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
+    """Return plan.json: what the runtime needs to know beside the code."""
+    return described(compiled.program, compiled.emitted, str(compiled.cluster), seed)
+
+
+def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> dict[str, Any]:
+    """Return plan.json of a program and the code that is emitted from it."""
+    model = program.model
+    resident = {w.tensor for d, _ in program.distinct for w in d.weights} | set(model.inputs)
+    return {
+        "version": 1,
+        "world": program.world,
+        "cluster": cluster,
+        "seed": seed,
+        "programs": list(emitted.programs),
+        "devices": [asdict(t) for t in emitted.tables],
+        "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
+        "slots": {name: slots_of(model, name) for name in sorted(resident)},
+        "bounds": bounds(model),
+        "loss_dtype": model.tensors[model.loss].wide_dtype,
+        "optimizer": {
+            "name": model.optimizer.name,
+            "groups": [dict(g) for g in model.optimizer.groups],
+            "scaler": dict(model.optimizer.scaler),
+        },
+        "operators": _operators(model),
+    }
+
+
+def _operators(model: Model) -> dict[str, tuple[str, str] | None]:
+    """Return for each operator that is neither torch's nor ours the module and the file that register it, if known."""
+    own = {op.target: REGISTERED.get(op.target) for op in model.ops if op.target.split(".")[0] not in ("aten", "ss")}
+    return {target: (rule.module, rule.file) if rule else None for target, rule in sorted(own.items())}
+
+
+def bounds(model: Model) -> dict[str, int]:
+    """Return for each integer input below which number its values must be: the rows or classes that they select."""
+    producers = model.producers()
+    found: dict[str, int] = {}
+    for op in model.ops:
+        if op.target == "aten.embedding.default":
+            selecting, bound = op.inputs[1].tensor, model.tensors[op.inputs[0].tensor].shape[0]
+        elif op.target in ("ss.cross_entropy", "aten.cross_entropy_loss.default"):
+            selecting, bound = op.inputs[1].tensor, model.tensors[op.inputs[0].tensor].shape[1]
+        else:
+            continue
+        left = [selecting]
+        while left:
+            name = left.pop()
+            if name in model.inputs:
+                found[name] = min(bound, found.get(name, bound))
+            elif name in producers and producers[name][0].from_data:
+                left += [o.tensor for o in producers[name][0].inputs]
+    return found
+
+
+def slots_of(model: Model, name: str) -> list[list[int]]:
+    """Return the slot sizes of a tensor, per dim."""
+    sizes = iter(model.tensors[name].extents)
+    return [[next(sizes) for _ in dim] for dim in model.tensors[name].slots]
+
+
+def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Return every weight, buffer and constant; those of a model captured on meta are drawn from the seed."""
+    found = dict(values)
+    for number, (name, tensor) in enumerate(model.tensors.items()):
+        if tensor.kind in ("parameter", "buffer", "constant") and name not in found:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.02
+            found[name] = drawn.to(getattr(torch, tensor.dtype))
+    return found
+
+
+def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0) -> bool:
+    """Write a plan directory. An older plan there is replaced; any other non-empty directory is refused.
+
+    Returns False where the same plan is there already, which stays as it is. Files that are not of the older plan stay.
+    Raises InputError for a directory that cannot be written, or where a file of that kind would be replaced.
+    """
+    older = check_directory(directory)
+    for target, home in _operators(compiled.graph.model).items():
+        if home == ("", ""):
+            raise InputError(
+                f"{target} was registered outside of any file, where no process that runs the plan can find it; "
+                "put it into a .py file and import that."
+            )
+    kept = {n: v for n, v in values.items() if n in compiled.graph.model.tensors}
+    files = _texts(compiled, kept, seed)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if _is_there(directory, files):
+            return False
+        theirs = sorted(name for name in files if name not in older and (directory / name).exists())
+        if theirs:
+            raise InputError(f"{directory / theirs[0]} is not of the plan there; move it, or choose another --out.")
+        # First what says that the plan is whole; what a user keeps beside a plan is not ours to remove.
+        for name in (PLAN_FILE, *sorted(older)):
+            (directory / name).unlink(missing_ok=True)
+        _write_files(directory, files, kept)
+        return True
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{directory} cannot be written: {reason}; choose another directory.") from error
+
+
+def check_directory(directory: Path) -> frozenset[str]:
+    """Return the files of the plan in a directory. Raises InputError for a file, and for a directory that holds
+    something else than a plan.
+    """
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise InputError(f"{directory} is a file; choose a directory.")
+        return plan_files(directory)
+    except OSError as error:
+        raise InputError(f"{directory} cannot be read: {error.strerror}; choose another directory.") from error
+
+
+def texts(program: Program, emitted: Emitted) -> dict[str, str]:
+    """Return the files that follow from a program: the code, the model, the program itself, what starts it."""
+    return {
+        **emitted.files,
+        MODEL_FILE: print_model(without_sources(program.model)),
+        PROGRAM_FILE: print_program(program),
+        RUN_FILE: RUN.format(world=program.world),
+    }
+
+
+def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[str, str]:
+    """Return all files but the weights; plan.json is the last."""
+    data = describe(compiled, seed)
+    files = {
+        **texts(compiled.program, compiled.emitted),
+        JOURNAL_FILE: "".join(f"{entry}\n" for entry in compiled.graph.journal),
+        EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
+    }
+    hashes = {name: digest(text) for name, text in files.items()}
+    kept = {**manifest(compiled, values), "data": data_hash(data), "files": hashes}
+    return {**files, PLAN_FILE: json.dumps({**data, "manifest": kept}, indent=1) + "\n"}
+
+
+def data_hash(plan: Mapping[str, Any]) -> str:
+    """Return the hash of plan.json without its manifest."""
+    return digest(json.dumps({k: v for k, v in plan.items() if k != "manifest"}, sort_keys=True))
+
+
+def damaged(directory: Path, plan: Mapping[str, Any]) -> str:
+    """Return which file of a plan directory is not what the manifest of plan.json says; empty where all are."""
+    kept = plan["manifest"]
+    if data_hash(plan) != kept.get("data"):
+        return PLAN_FILE
+    for name, shown in kept["files"].items():
+        try:
+            if digest((directory / name).read_text()) != shown:
+                return str(name)
+        except (OSError, UnicodeDecodeError):
+            return str(name)
+    try:
+        stored = hash_values(load_file(directory / WEIGHTS_FILE))
+    except (OSError, SafetensorError):
+        return WEIGHTS_FILE
+    return "" if stored == kept.get("weights") else WEIGHTS_FILE
+
+
+def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:
+    """Return explain.json of a directory that holds the plan of a transformed graph, whole and as it was written there;
+    None where it holds another one, or none.
+    """
+    try:
+        plan = read_plan(directory)
+        if plan["seed"] != seed or not origin(graph, cluster, values).items() <= plan["manifest"].items():
+            return None
+        return None if damaged(directory, plan) else json.loads((directory / EXPLAIN_FILE).read_text())
+    except (InputError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_there(directory: Path, files: Mapping[str, str]) -> bool:
+    """Tell whether a directory holds these files, and weights of the hash in its manifest."""
+    try:
+        plan, other = read_plan(directory), json.loads(files[PLAN_FILE])
+        # The journal says where the plan was written, which may have moved.
+        for one in (plan, other):
+            one["manifest"]["files"].pop(JOURNAL_FILE)
+        return bool(plan == other and not damaged(directory, plan))
+    except (InputError, KeyError, OSError):
+        return False
+
+
+def _write_files(directory: Path, files: Mapping[str, str], values: Mapping[str, Tensor]) -> None:
+    save_file({name: value.detach().clone().contiguous() for name, value in values.items()}, directory / WEIGHTS_FILE)
+    # plan.json is written last: a directory that has one is whole.
+    for name, text in files.items():
+        (directory / name).write_text(text)

@@ -1,0 +1,334 @@
+"""Runs a Program on any domain: every instruction of every device, each message and collective met with its other ends.
+
+A domain gives instructions their meaning: masks for the certificate. One value stands for all devices of a cohort, so
+that the work grows with the number of distinct programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.cohorts import Cohort, cohorts
+from superscaler.ir.parts import Ints
+from superscaler.ir.program import (
+    FIELDS,
+    ONE,
+    Collective,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Recv,
+    Role,
+    Send,
+    Value,
+    Wait,
+    names,
+    reads,
+    writes,
+)  # fmt: skip
+
+V = TypeVar("V")
+
+
+class Refusal(Exception):
+    """What a domain says of the first device of a cohort, by its row, for which an instruction has no meaning."""
+
+    def __init__(self, why: str, row: int = 0) -> None:
+        super().__init__(why)
+        self.why, self.row = why, row
+
+
+class Domain(Protocol[V]):
+    """The meaning of instructions. Every value has a row per device of the cohort that holds it."""
+
+    def run(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V]:
+        """Return what an instruction writes, given what it reads, in the order of its fields (None: nothing there)."""
+
+    def start(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> None:
+        """Look at what a communication is given."""
+
+    def take(self, value: V, rows: Ints) -> V:
+        """Return some rows of a value."""
+
+    def join(self, how: Collective, part: int, members: Sequence[tuple[V, Ints]], position: Ints, group: Ints) -> V:
+        """Return what a collective gives for its tensor `part`: to rows of `group` and at a `position` in it, where
+        `members` have per place in the group a value and its row for each group.
+        """
+
+    def arrive(self, cohort: Cohort, at: int, recv: Instruction, value: V) -> V:
+        """Return what a Wait makes of what has come for a receive or a collective."""
+
+
+@dataclass(eq=False)
+class _Post(Generic[V]):
+    """A started communication: a message to or from `peers`, or the `count`-th collective over a group of them."""
+
+    cohort: Cohort
+    at: int
+    read: Sequence[V | None]
+    peers: Ints
+    message: Ints
+    count: int = 0
+
+
+@dataclass(eq=False)
+class _Group(Generic[V]):
+    """The groups of devices of a cohort: the `distinct` ones, and per place in them the cohort of the members, their
+    rows, and what they have started; per device which group is its own (`inverse`) and its `position` there.
+    """
+
+    distinct: Ints
+    inverse: Ints
+    position: Ints
+    ends: list[tuple[_Run[V], Ints]]
+    posts: list[list[_Post[V]]]
+
+
+@dataclass(eq=False)
+class _Run(Generic[V]):
+    """A cohort on its way through its code: what its names hold, what it has started, what it may wait for."""
+
+    cohort: Cohort
+    at: int = 0
+    values: dict[Value, V] = field(default_factory=dict)
+    gone: dict[Value, str] = field(default_factory=dict)
+    handles: dict[Value, tuple[_Post[V], int]] = field(default_factory=dict)
+    sent: dict[int, list[_Post[V]]] = field(default_factory=dict)
+    collectives: dict[bytes, list[_Post[V]]] = field(default_factory=dict)
+    groups: dict[bytes, _Group[V]] = field(default_factory=dict)
+
+
+def interpret(program: Program, domain: Domain[V]) -> None:
+    """Run a program on a domain. Raises ScheduleError at the first instruction that has no meaning there, with its
+    device, or where devices wait for what never comes.
+    """
+    _Interpreter(program, domain).run()
+
+
+class _Interpreter(Generic[V]):
+    def __init__(self, program: Program, domain: Domain[V]) -> None:
+        self.program, self.domain = program, domain
+        self.runs: list[_Run[V]] = [_Run(cohort) for cohort in cohorts(program)]
+        self.cohort_of = np.full(program.world, -1)
+        self.row_of = np.full(program.world, -1)
+        for run in self.runs:
+            self.cohort_of[run.cohort.devices] = run.cohort.number
+            self.row_of[run.cohort.devices] = np.arange(len(run.cohort))
+
+    def run(self) -> None:
+        left = list(self.runs)
+        while left:
+            moved = [run for run in left if self._advance(run)]
+            left = [run for run in left if run.at < len(run.cohort.code)]
+            if left and not moved:
+                raise ScheduleError(self._stuck(left[0]))
+        for run in self.runs:
+            for posts in run.sent.values():
+                for post in posts:
+                    raise ScheduleError(self._where(run, post.at, "no device receives it.", 0))
+
+    def _advance(self, run: _Run[V]) -> bool:
+        """Run instructions until one must wait; tell whether any ran."""
+        code, first = run.cohort.code, run.at
+        while run.at < len(code):
+            try:
+                if not self._step(run, code[run.at]):
+                    break
+            except Refusal as refusal:
+                raise ScheduleError(self._where(run, run.at, refusal.why, refusal.row)) from None
+            except (LookupError, ValueError, TypeError) as error:
+                # A program that was read from a file may have numbers that fit nothing.
+                why = f"does not fit what it is given ({error})."
+                raise ScheduleError(self._where(run, run.at, why, 0)) from error
+            run.at += 1
+        return run.at > first
+
+    def _step(self, run: _Run[V], i: Instruction) -> bool:
+        match i:
+            case Free():
+                for name in i.names:
+                    if name not in run.values and name not in run.handles:
+                        raise Refusal(f"frees {name}, {self._missing(run, name)}.")
+                    run.values.pop(name, None)
+                    run.handles.pop(name, None)
+                    run.gone[name] = "which is freed"
+                return True
+            case Wait():
+                return self._wait(run, i)
+        read = self._read(run, i)
+        if isinstance(i, Send | Recv | Collective):
+            self._start(run, i, read)
+        else:
+            self._write(run, i, self.domain.run(run.cohort, run.at, read))
+        return True
+
+    def _read(self, run: _Run[V], i: Instruction) -> list[V | None]:
+        found: list[V | None] = []
+        for name in _fields(i):
+            if name is None or name == ONE:
+                found.append(None)
+            elif name in run.values:
+                found.append(run.values[name])
+            else:
+                raise Refusal(f"reads {name}, {self._missing(run, name)}.")
+        return found
+
+    def _missing(self, run: _Run[V], name: Value) -> str:
+        later = any(name in writes(i) for i in run.cohort.code[run.at :])
+        return run.gone.get(name, "which is made later" if later else "which nothing makes")
+
+    def _write(self, run: _Run[V], i: Instruction, made: Sequence[V]) -> None:
+        for name, value in zip(writes(i), made, strict=True):
+            if (name in run.values or name in run.handles) and name not in reads(i):
+                raise Refusal(f"makes {name}, which is there already.")
+            run.values[name] = value
+
+    # Communication.
+
+    def _start(self, run: _Run[V], i: Instruction, read: list[V | None]) -> None:
+        cohort, at = run.cohort, run.at
+        self.domain.start(cohort, at, read)
+        if isinstance(i, Collective):
+            group = np.ascontiguousarray(cohort.data(at, "group"))
+            self._check_group(cohort, group)
+            posts = run.collectives.setdefault(group.tobytes(), [])
+            post = _Post(cohort, at, read, group, group[:, 0], len(posts))
+            posts.append(post)
+        else:
+            assert isinstance(i, Send | Recv)
+            peers = cohort.data(at, "peer")
+            self._check_devices(peers)
+            if (peers == cohort.devices).any():
+                raise Refusal("is a message of a device to itself.", int(np.argmax(peers == cohort.devices)))
+            post = _Post(cohort, at, read, peers, cohort.data(at, "message"))
+            if isinstance(i, Send):
+                run.sent.setdefault(int(self.cohort_of[peers[0]]), []).append(post)
+        for part, name in enumerate(writes(i)):
+            if name in run.handles:
+                raise Refusal(f"makes {name}, which is there already.")
+            run.handles[name] = post, part
+
+    def _check_devices(self, devices: Ints) -> None:
+        wrong = (devices < 0) | (devices >= self.program.world)
+        if wrong.any():
+            row, *_ = np.argwhere(wrong)[0].tolist()
+            raise Refusal(f"names device {devices[wrong][0]} of {self.program.world}.", row)
+
+    def _check_group(self, cohort: Cohort, group: Ints) -> None:
+        self._check_devices(group)
+        mine = (group == cohort.devices[:, None]).sum(axis=1)
+        if (mine != 1).any():
+            row = int(np.argmax(mine != 1))
+            raise Refusal(f"is over {group[row].tolist()}, of which this device is no member.", row)
+        ordered = np.sort(group, axis=1)
+        twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
+        if twice.any():
+            row = int(np.argmax(twice))
+            raise Refusal(f"is over {group[row].tolist()}, which names a device twice.", row)
+
+    def _wait(self, run: _Run[V], i: Wait) -> bool:
+        if i.work not in run.handles:
+            raise Refusal(f"waits for {i.work}, {self._missing(run, i.work)}.")
+        post, part = run.handles[i.work]
+        started = run.cohort.code[post.at]
+        value = self._message(run, post) if isinstance(started, Recv) else self._collective(run, post, part)
+        if value is None:
+            return False
+        self._write(run, i, [self.domain.arrive(run.cohort, run.at, started, value)])
+        return True
+
+    def _message(self, run: _Run[V], post: _Post[V]) -> V | None:
+        """Return what has come from the peers, or None where it is not sent yet."""
+        senders = self.runs[self.cohort_of[post.peers[0]]]
+        if (self.cohort_of[post.peers] != senders.cohort.number).any():
+            raise Refusal("receives from devices that run other programs.")
+        rows, sent_here = self.row_of[post.peers], senders.sent.get(run.cohort.number, [])
+        for sent in sent_here:
+            if sent.peers[rows[0]] != run.cohort.devices[0]:
+                continue
+            if ((sent.peers[rows] == run.cohort.devices) & (sent.message[rows] == post.message)).all():
+                if len(rows) == len(senders.cohort):
+                    sent_here.remove(sent)
+                assert sent.read[0] is not None
+                return self.domain.take(sent.read[0], rows)
+        return None
+
+    def _collective(self, run: _Run[V], post: _Post[V], part: int) -> V | None:
+        """Return what a collective gives, or None where a member has not started it yet."""
+        key = post.peers.tobytes()
+        if key not in run.groups:
+            run.groups[key] = self._group(run, post.peers)
+        group, i = run.groups[key], run.cohort.code[post.at]
+        assert isinstance(i, Collective)
+        members = list[tuple[V, Ints]]()
+        for k, (other, rows) in enumerate(group.ends):
+            posts = group.posts[k] = group.posts[k] or self._posts(other, group.distinct, rows)
+            if len(posts) <= post.count:
+                return None
+            theirs, device = other.cohort.code[posts[post.count].at], group.distinct[0, k]
+            assert isinstance(theirs, Collective)
+            if (theirs.kind, len(theirs.ways), theirs.dtype, theirs.bytes) != (i.kind, len(i.ways), i.dtype, i.bytes):
+                raise Refusal(f"meets {theirs.kind} of {theirs.bytes} bytes ({theirs.dtype}) on device {device}.")
+            value = posts[post.count].read[part] if i.kind != "broadcast" or k == 0 else members[0][0]
+            if value is None:
+                raise Refusal(f"is given nothing on device {device}.")
+            members.append((value, rows))
+        return self.domain.join(i, part, members, group.position, group.inverse)
+
+    def _group(self, run: _Run[V], peers: Ints) -> _Group[V]:
+        distinct, inverse = np.unique(peers, axis=0, return_inverse=True)
+        ends = []
+        for devices in distinct.T:
+            ends.append((self.runs[self.cohort_of[devices[0]]], self.row_of[devices]))
+            if (self.cohort_of[devices] != self.cohort_of[devices[0]]).any():
+                raise Refusal("is over devices that run other programs.")
+        position = np.argmax(peers == run.cohort.devices[:, None], axis=1)
+        return _Group(distinct, inverse.reshape(-1), position, ends, [[] for _ in ends])
+
+    @staticmethod
+    def _posts(other: _Run[V], distinct: Ints, rows: Ints) -> list[_Post[V]]:
+        """Return what devices of a cohort have started over these groups."""
+        for posts in other.collectives.values():
+            group = posts[0].peers
+            if group.shape[1] == distinct.shape[1] and np.array_equal(group[rows], distinct):
+                return posts
+        return []
+
+    # What is said.
+
+    def _where(self, run: _Run[V], at: int, why: str, row: int) -> str:
+        return (
+            f"device {run.cohort.devices[row]}, instruction {at}: {describe(self.program, run.cohort.code[at])} {why}"
+        )
+
+    def _stuck(self, run: _Run[V]) -> str:
+        i = run.cohort.code[run.at]
+        assert isinstance(i, Wait)
+        post, _ = run.handles[i.work]
+        started = describe(self.program, run.cohort.code[post.at])
+        others = ", ".join(map(str, np.atleast_1d(post.peers[0]).tolist()[:8]))
+        return self._where(run, run.at, f"never ends: {started} is not met by devices {others}.", 0)
+
+
+def _fields(i: Instruction) -> Iterator[Value | None]:
+    """Yield what an instruction reads, with its gaps."""
+    for field_ in FIELDS[type(i), Role.READ]:
+        value = getattr(i, field_)
+        yield from (value,) if isinstance(value, Value) else value
+
+
+def describe(program: Program, i: Instruction) -> str:
+    """Return an instruction in few words: its kind, and what it runs or names."""
+    if isinstance(i, Forward):
+        function = program.functions[i.function]
+        return f"Forward {i.task} ({function.ops[0].name}..{function.ops[-1].name})"
+    task = getattr(i, "task", None)
+    shown = [str(v) for v in (writes(i) or names(i, Role.READ))[:3]]
+    kind = i.kind if isinstance(i, Collective) else type(i).__name__
+    return f"{kind} {task or ', '.join(shown)}"

@@ -1,0 +1,72 @@
+"""Which collectives travel as one: those of one kind, group, dtype and way that start together, or are not urgent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+
+from superscaler.materialize.steps import Collective
+from superscaler.schedule.segments import SEGMENT_BYTES
+from superscaler.schedule.transfers import UPDATE, Transfer
+
+# As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
+BUCKET_BYTES = 25 * 2**20
+# What the runtime has a bucket of.
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A collective of a transfer, what each of its sources weighs, and what it weighs in the model that trains."""
+
+    number: int
+    step: Collective
+    bytes: int
+    weight: int
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Collectives that start together: when others wait for one of them, or they are worth one."""
+
+    entries: list[Entry] = field(default_factory=list)
+    weight: int = 0
+    is_due: bool = False
+
+
+class Buckets:
+    """Collectives that were not started yet."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[tuple[int, ...], str, str, str], _Bucket] = {}
+
+    def add(self, entry: Entry, transfer: Transfer, dtype: str) -> None:
+        """Add a collective; one to updates, which come last, waits until there are enough of them."""
+        is_late, how = transfer.is_to_updates, entry.step.how
+        is_from_rest = all(place.kind == UPDATE for piece in transfer.pieces for place in piece.places)
+        way = "to updates" if is_late else "from weights at rest" if is_from_rest else "between segments"
+        some = self._waiting.setdefault((how.group, how.kind, dtype, way), _Bucket())
+        some.entries.append(entry)
+        some.weight += entry.weight
+        some.is_due |= not is_late or some.weight >= SEGMENT_BYTES
+
+    def take(self, ended: Set[int]) -> Iterator[list[Entry]]:
+        """Yield the buckets that are due, and those that devices whose backward has `ended` add nothing to."""
+        due = [key for key, some in self._waiting.items() if some.is_due or not ended.isdisjoint(key[0])]
+        for key in due:
+            yield from _filled(self._waiting.pop(key).entries)
+
+
+def _filled(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """Yield the collectives in runs that fill a bucket each; a tensor larger than a bucket goes alone."""
+    found: list[Entry] = []
+    room = 0
+    for entry in entries:
+        if entry.weight > room:
+            if found:
+                yield found
+            found, room = [], BUCKET_BYTES
+        found.append(entry)
+        room -= entry.weight
+    if found:
+        yield found

@@ -1,0 +1,63 @@
+"""The instructions of all devices while they are written: names for values, cuts, sums, waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from superscaler.ir.graph import PTensor
+from superscaler.ir.mask import Box, extents, inside
+from superscaler.ir.program import Accumulate, Combine, Instruction, Slice, Value, Wait
+from superscaler.materialize.names import Names, unique_identifiers
+
+
+class Code:
+    """Per device its instructions so far. Methods append to a device's what makes a value, and return its name."""
+
+    def __init__(self, tensors: Mapping[str, PTensor], world: int) -> None:
+        self.tensors = tensors
+        self.identifiers = unique_identifiers(tensors)
+        self.of: list[list[Instruction]] = [[] for _ in range(world)]
+        self._names = [Names() for _ in range(world)]
+        self._sums: set[tuple[int, Value]] = set()
+        self._cuts: dict[tuple[int, Value, Box], Value] = {}
+
+    def like(self, tensor: str, is_gradient: bool = False) -> Value:
+        """Return what the names of a tensor's values are like."""
+        return Value(self.identifiers[tensor], is_gradient)
+
+    def fresh(self, rank: int, like: Value) -> Value:
+        return self._names[rank].fresh(like)
+
+    def cut(self, rank: int, name: Value, tensor: str, have: Box, want: Box) -> Value:
+        if have == want:
+            return name
+        if (rank, name, want) not in self._cuts:
+            out = self._cuts[rank, name, want] = self.fresh(rank, name)
+            shape = self.tensors[tensor].local_shape(extents(want))
+            self.of[rank].append(Slice(out, name, extents(have), inside(want, have), shape))
+        return self._cuts[rank, name, want]
+
+    def wait(self, rank: int, work: Value, tensor: str, box: Box) -> Value:
+        out = self.fresh(rank, work._replace(is_handle=False))
+        self.of[rank].append(Wait(out, work, self.tensors[tensor].local_shape(extents(box))))
+        return out
+
+    def join(
+        self, rank: int, like: Value, tensor: str, parts: Sequence[tuple[Value, Box]], box: Box, dtype: str
+    ) -> Value:
+        """The sum of parts of a box: nothing to do where one part is all of it."""
+        if len(parts) == 1 and parts[0][1] == box:
+            return parts[0][0]
+        out, view = self.fresh(rank, like), extents(box)
+        names, boxes = tuple(name for name, _ in parts), tuple(inside(some, box) for _, some in parts)
+        shape = self.tensors[tensor].local_shape(view)
+        self.of[rank].append(Combine(out, names, boxes, view, shape, dtype))
+        return out
+
+    def add(self, rank: int, so_far: Value, value: Value) -> Value:
+        """The sum of two values; in place where the first is a sum that nobody else holds."""
+        in_place = (rank, so_far) in self._sums
+        out = so_far if in_place else self.fresh(rank, so_far)
+        self.of[rank].append(Accumulate(out, so_far, value, in_place))
+        self._sums.add((rank, out))
+        return out

@@ -1,0 +1,44 @@
+"""What a lowering depends on beside the transfer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from superscaler.ir.graph import PTensor
+from superscaler.ir.spmd import Fold, Unfoldable
+from superscaler.materialize.rvd.paths import Cache
+from superscaler.materialize.rvd.transitions import Costs
+from superscaler.schedule.transfers import BACKWARD, Transfer
+
+
+@dataclass(frozen=True)
+class Context:
+    """The tensors, those of them that depend on weights only, what exchanges cost, which devices are `close`, and the
+    fold of which transfers show the compiled places. `paths` keeps what was searched.
+    """
+
+    tensors: Mapping[str, PTensor]
+    from_weights: frozenset[str]
+    costs: Costs
+    close: Fold | None = None
+    fold: Fold | None = None
+    paths: Cache = field(default_factory=dict)
+
+    def dtype(self, transfer: Transfer, *, trained: bool = False) -> str:
+        """Return the dtype of what a transfer moves: gradients that are summed over microbatches are never halves.
+
+        `trained`: that of the model that trains, by which is chosen how, where this is its copy in another dtype.
+        """
+        tensor = self.tensors[transfer.tensor]
+        tensor = tensor.trained if trained else tensor
+        is_summed = transfer.kind == BACKWARD and transfer.tensor in self.from_weights
+        return tensor.wide_dtype if is_summed else tensor.dtype
+
+    def is_told(self, *devices: int) -> bool:
+        """Tell whether the code of devices between which something goes is written: of all of them, or of none."""
+        if self.fold is None or self.fold.told.issuperset(devices):
+            return True
+        if not self.fold.told.isdisjoint(devices):
+            raise Unfoldable(self.fold.spanned(devices)[0])
+        return False

@@ -1,0 +1,67 @@
+"""The functions of segments: parts of equal sizes share one where what they compute does not depend on their place."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from superscaler.ir.graph import Op
+from superscaler.ir.mask import Box
+from superscaler.ir.parts import Ints
+from superscaler.ir.program import Function, Shape
+from superscaler.schedule.edges import Edges
+from superscaler.schedule.segments import Segment
+
+
+class Functions:
+    """The functions made so far; a part is a segment and the number `at` of one of its keys."""
+
+    def __init__(self, edges: Edges) -> None:
+        self.edges = edges
+        self.made: list[Function] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._forms: dict[int, Ints] = {}
+        self._starts: dict[int, tuple[Ints, tuple[Shape, ...]]] = {}
+
+    def start(self, segment: Segment, at: int) -> Shape:
+        """Return where a part starts, on each of its function's coordinates."""
+        return tuple(self._coordinates(segment)[0][at].tolist())
+
+    def number(self, segment: Segment, at: int) -> int:
+        """Return the number of a part's function."""
+        key = (segment.number, self.forms(segment)[at].tobytes())
+        if key not in self._numbers:
+            boxes = tuple(self._box(segment, op, at) for op in segment.ops)
+            input_of = {(op.name, k): n for n, alias in enumerate(segment.aliases) for op, k in alias.uses}
+            names = tuple(alias.tensor for alias in segment.aliases)
+            outputs = tuple(o.tensor for o in segment.outputs)
+            self._numbers[key] = len(self.made)
+            where = self._coordinates(segment)[1]
+            self.made.append(Function(segment.ops, boxes, names, input_of, outputs, segment.module, where))
+        return self._numbers[key]
+
+    def forms(self, segment: Segment) -> Ints:
+        """Return per key of a segment a row that is equal for parts which the same function computes."""
+        if segment.number not in self._forms:
+            columns = []
+            for op in segment.ops:
+                rows, at = self.edges.rows[op.name], segment.row_of[op.name]
+                columns += [(rows.hi - rows.lo)[at], rows.lo[at][:, self.edges.model.placed(op)]]
+            self._forms[segment.number] = np.concatenate(columns, axis=1)
+        return self._forms[segment.number]
+
+    def _coordinates(self, segment: Segment) -> tuple[Ints, tuple[Shape, ...]]:
+        """Return where the parts of a segment start [keys, coordinates], indices that move alike as one coordinate, and
+        for each op the coordinate of each index.
+        """
+        if segment.number not in self._starts:
+            columns = [self.edges.rows[op.name].lo[segment.row_of[op.name]] for op in segment.ops]
+            distinct, number = np.unique(np.concatenate(columns, axis=1), axis=1, return_inverse=True)
+            left = iter(number.reshape(-1).tolist())
+            self._starts[segment.number] = distinct, tuple(tuple(next(left) for _ in op.indices) for op in segment.ops)
+        return self._starts[segment.number]
+
+    def _box(self, segment: Segment, op: Op, at: int) -> Box:
+        rows, row = self.edges.rows[op.name], segment.row_of[op.name][at]
+        return tuple(zip(rows.lo[row].tolist(), rows.hi[row].tolist(), strict=True))

@@ -1,0 +1,49 @@
+"""What is on a device before a step begins: weights at rest, and slices of inputs, constants and frozen weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from superscaler.ir.mask import Box
+from superscaler.ir.program import Load, Value, Weight
+from superscaler.materialize.code import Code
+from superscaler.schedule.edges import Edges
+from superscaler.schedule.transfers import UPDATE, Place
+
+
+class Residents:
+    """Weights of each device by name. `places` has where the update of one reads its gradient, or its new value."""
+
+    def __init__(self, edges: Edges, code: Code) -> None:
+        self.code, self.edges = code, edges
+        self.weights: list[dict[Value, Weight]] = [{} for _ in code.of]
+        self.places: dict[tuple[int, Value], Place] = {}
+        self._slices: dict[tuple[int, str, Box], Value] = {}
+        self._count: Counter[tuple[int, str]] = Counter()
+
+    def load_weights(self) -> Iterator[tuple[Place, Value]]:
+        """Load all weights at rest; yield where each is made, and its name."""
+        for tensor, op in self.edges.homes.items():
+            rows = self.edges.rows[op.name]
+            held = self.edges.held(rows, op.outputs[0])
+            counted = set() if op.is_write else set(self.edges.whole(held))
+            for row, key in enumerate(rows.keys):
+                rank, box = key[0], held.box(row)
+                name = self.code.fresh(rank, self.code.like(tensor)._replace(part=key[2]))
+                self.weights[rank][name] = Weight(name, tensor, box, not op.is_write, row in counted, op.group)
+                self.code.of[rank].append(Load(name, tensor, box))
+                self.places[rank, name] = Place(UPDATE, self.edges.home_number[tensor], key, 0)
+                yield self.places[rank, name], name
+
+    def slice(self, rank: int, tensor: str, box: Box) -> Value:
+        """Return the name of a slice of an input, a constant, or a frozen weight: every device can have any."""
+        key = (rank, tensor, box)
+        if key not in self._slices:
+            like = self.code.like(tensor)._replace(slice=self._count[rank, tensor])
+            self._count[rank, tensor] += 1
+            name = self._slices[key] = self.code.fresh(rank, like)
+            if self.code.tensors[tensor].kind != "input":
+                self.weights[rank][name] = Weight(name, tensor, box, False, False)
+            self.code.of[rank].append(Load(name, tensor, box))
+        return self._slices[key]

@@ -1,0 +1,226 @@
+"""Steps of transfers -> instructions, in the order of the schedule: the only place where communication is written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from math import prod
+
+from superscaler.ir.graph import width
+from superscaler.ir.mask import Box, extents
+from superscaler.ir.program import Collective, Path, Recv, Send, Value, Way, links
+from superscaler.materialize import steps
+from superscaler.materialize.buckets import KINDS, Buckets, Entry
+from superscaler.materialize.code import Code
+from superscaler.materialize.context import Context
+from superscaler.materialize.lowering import lower
+from superscaler.materialize.steps import Cut, Join, Lowered, Message, Slot, Step
+from superscaler.schedule.nodes import Node
+from superscaler.schedule.transfers import BACKWARD, Transfer
+
+
+class Writer:
+    """Writes the steps of transfers into the code of devices. Values go by the number of their transfer and their slot:
+    by name once they are there, by handle while they are on their way.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], code: Code, context: Context) -> None:
+        self.transfers, self.code, self.context = transfers, code, context
+        self.buckets = Buckets()
+        self.names: dict[tuple[int, int, int], Value] = {}
+        self.works: dict[tuple[int, int, int], Value] = {}
+        self._lowered: dict[int, Lowered] = {}
+        # The rounds of transfers that are left: they follow at the first read, so that nothing is waited for before.
+        self._left: dict[int, list[tuple[Step, ...]]] = {}
+        self._messages = self._point = 0
+        # How often which tensors took which path of several steps.
+        self.taken: dict[Path, Counter[str]] = {}
+        # Sums of count, bytes and moved bytes of what happens alike: a `Move` each in the end.
+        self.moves: dict[tuple[str, bool, str, str, tuple[int, ...], str, int], list[int]] = {}
+
+    def lowered(self, number: int) -> Lowered:
+        if number not in self._lowered:
+            self._lowered[number] = lower(self.transfers[number], self.context)
+        return self._lowered[number]
+
+    def start(self, run: Sequence[Node]) -> None:
+        """Start the communication that is ready at one point of the order."""
+        self._point += 1
+        for node in run:
+            number, transfer = node.number, self.transfers[node.number]
+            if transfer.is_local:
+                if node.link < 1:
+                    self._record(transfer, "local", "", (transfer.pieces[0].device,), _why_local(transfer))
+                continue
+            first, *left = self.lowered(number).rounds
+            if node.link >= 0:
+                out = len(transfer.pieces) + node.link
+                first = tuple(step for step in first if isinstance(step, Message) and step.out.item == out)
+            self._record_path(number)
+            if left:
+                self._left[number] = left
+            for step in first:
+                if not left and isinstance(step, steps.Collective) and step.how.kind in KINDS:
+                    self.buckets.add(self._entry(number, step), transfer, self.context.dtype(transfer, trained=True))
+                else:
+                    self._write(number, step)
+        self.flush(frozenset())
+
+    def flush(self, ended: Set[int]) -> None:
+        """Start the buckets that are due, and those that devices whose backward has `ended` add nothing to."""
+        for bucket in self.buckets.take(ended):
+            self._collective(bucket)
+
+    def finish(self, numbers: Iterable[int]) -> None:
+        """Take the steps that are left of transfers, in one order on all devices."""
+        for number in sorted(self._left.keys() & set(numbers)):
+            before = self.lowered(number).rounds[0]
+            for steps_of_round in self._left.pop(number):
+                self._point += 1
+                for step in before:
+                    self._receive(number, step)
+                for step in steps_of_round:
+                    self._write(number, step)
+                before = steps_of_round
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether anything is left to finish."""
+        return bool(self._left)
+
+    def read(self, number: int, r: int) -> Value | None:
+        """Return the name of what a reader of a transfer reads, None of a gradient that nobody made."""
+        transfer, reader = self.transfers[number], self.transfers[number].readers[r]
+        rank, parts, on_their_way = reader.device, list[tuple[Value, Box]](), list[tuple[Value, Slot]]()
+        for slot in self.lowered(number).ends[r]:
+            key = (number, slot.device, slot.item)
+            if key in self.names:
+                box = steps.common(slot.box, reader.box)
+                parts.append((self.code.cut(rank, self.names[key], transfer.tensor, slot.box, box), box))
+            else:
+                on_their_way.append((self.works[key], slot))
+        # In the order in which they were started.
+        for work, slot in sorted(on_their_way, key=lambda found: found[0]):
+            parts.append((self.code.wait(rank, work, transfer.tensor, slot.box), slot.box))
+        if not parts and transfer.kind == BACKWARD:
+            return None
+        return self._join(transfer, rank, sorted(parts, key=lambda part: (part[1], part[0])), reader.box)
+
+    def _join(self, transfer: Transfer, rank: int, parts: Sequence[tuple[Value, Box]], box: Box) -> Value:
+        dtype = self.context.dtype(transfer)
+        return self.code.join(rank, self._like(transfer), transfer.tensor, parts, box, dtype)
+
+    def _like(self, transfer: Transfer) -> Value:
+        return self.code.like(transfer.tensor, transfer.kind == BACKWARD)
+
+    def _handle(self, number: int, out: Slot) -> Value:
+        work = self.code.fresh(out.device, self._like(self.transfers[number])._replace(is_handle=True))
+        self.works[number, out.device, out.item] = work
+        return work
+
+    def _name(self, number: int, slot: Slot) -> Value:
+        return self.names[number, slot.device, slot.item]
+
+    def _receive(self, number: int, step: Step) -> None:
+        """Wait for what a step brought."""
+        tensor = self.transfers[number].tensor
+        outs = [o for _, o in step.slots] if isinstance(step, steps.Collective) else [step.out]
+        for out in outs:
+            key = number, out.device, out.item
+            if key in self.works:
+                self.names[key] = self.code.wait(out.device, self.works[key], tensor, out.box)
+
+    def _write(self, number: int, step: Step) -> None:
+        transfer = self.transfers[number]
+        if isinstance(step, steps.Collective):
+            self._collective([self._entry(number, step)])
+            return
+        rank = step.out.device
+        if isinstance(step, Join):
+            parts = [(self._name(number, source), source.box) for source in step.sources]
+            self.names[number, rank, step.out.item] = self._join(transfer, rank, parts, step.out.box)
+            return
+        source = self._name(number, step.source)
+        name = self.code.cut(step.source.device, source, transfer.tensor, step.source.box, step.out.box)
+        if isinstance(step, Cut):
+            self.names[number, rank, step.out.item] = name
+        else:
+            self._send(number, step, name)
+
+    def _send(self, number: int, step: Message, name: Value) -> None:
+        transfer, rank, to = self.transfers[number], step.source.device, step.out.device
+        shape = self.code.tensors[transfer.tensor].local_shape(extents(step.out.box))
+        weight = self._bytes(transfer, step.out.box)
+        self._messages += 1
+        self._record(transfer, "messages", "send", (rank, to), step.why, weight, weight)
+        self.code.of[rank].append(Send(name, to, self._messages, weight, self._point))
+        work, dtype = self._handle(number, step.out), self.context.dtype(transfer)
+        self.code.of[to].append(Recv(work, rank, self._messages, shape, dtype, self._point))
+
+    def _collective(self, bucket: Sequence[Entry]) -> None:
+        """Start the collectives of a bucket as one."""
+        how, weight = bucket[0].step.how, sum(entry.bytes for entry in bucket)
+        dtype = self.context.dtype(self.transfers[bucket[0].number])
+        for entry in bucket:
+            moved = entry.bytes * links(how.kind, len(how.group))
+            transfer, why = self.transfers[entry.number], entry.step.why
+            self._record(transfer, "collective", how.kind, how.group, why, entry.bytes, moved, len(bucket))
+        for pairs in zip(*(entry.step.slots for entry in bucket), strict=True):
+            rank, works, sources, ways = pairs[0][1].device, list[Value](), list[Value | None](), list[Way]()
+            for entry, (source, out) in zip(bucket, pairs, strict=True):
+                sources.append(None if source is None else self._name(entry.number, source))
+                works.append(self._handle(entry.number, out))
+                ways.append(self._way(entry, source or out, out))
+            some = tuple(works), tuple(sources), how.group, tuple(ways)
+            self.code.of[rank].append(Collective(how.kind, *some, dtype, weight))
+
+    def _entry(self, number: int, step: steps.Collective) -> Entry:
+        source, out = step.slots[0]
+        transfer, box = self.transfers[number], (source or out).box
+        return Entry(number, step, self._bytes(transfer, box), self._bytes(transfer, box, trained=True))
+
+    def _way(self, entry: Entry, source: Slot, out: Slot) -> Way:
+        tensor, view, how = self.code.tensors[self.transfers[entry.number].tensor], extents(source.box), entry.step.how
+        return Way(view, how.take, how.give, tensor.local_shape(view), tensor.local_shape(extents(out.box)))
+
+    def _bytes(self, transfer: Transfer, box: Box, *, trained: bool = False) -> int:
+        return prod(extents(box)) * width(self.context.dtype(transfer, trained=trained))
+
+    # What is told of it.
+
+    def _record(
+        self,
+        transfer: Transfer,
+        way: str,
+        kind: str,
+        group: tuple[int, ...],
+        why: str,
+        size: int = 0,
+        moved: int = 0,
+        together: int = 1,
+    ) -> None:
+        if not (copies := self._copies(group)):
+            return
+        key = (transfer.tensor, transfer.kind == BACKWARD, way, kind, () if way == "local" else group, why, together)
+        sums = self.moves.setdefault(key, [0, 0, 0])
+        sums[:] = (a + copies * b for a, b in zip(sums, (1, size, moved), strict=True))
+
+    def _record_path(self, number: int) -> None:
+        transfer, found = self.transfers[number], self.lowered(number).route
+        if found is None or len(found.path.steps) < 2:
+            return
+        ends = (found.boxes(layout) for layout in (found.path.source, found.path.goal))
+        if copies := self._copies(sorted({device for boxes in ends for device in boxes})):
+            dtype = self.context.dtype(transfer)
+            told = found.steps(width(dtype))
+            taken = Path(transfer.kind == BACKWARD, extents(found.whole), dtype, found.path.source, told)
+            self.taken.setdefault(taken, Counter())[transfer.tensor] += copies
+
+    def _copies(self, group: Sequence[int]) -> int:
+        """Return how often what these devices do is done, none if it is told of others."""
+        return self.context.fold.copies(group) if self.context.fold is not None else 1
+
+
+def _why_local(transfer: Transfer) -> str:
+    several = len(transfer.links) > len(transfer.readers) or any(len(piece.places) > 1 for piece in transfer.pieces)
+    return "summed or joined where it is read" if several else "made where it is read"

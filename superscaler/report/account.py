@@ -1,0 +1,405 @@
+"""What a plan says about itself, as plain data: per block its splits, places, weights and communication; its hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, groupby
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import superscaler
+from superscaler.cache import sources
+from superscaler.cluster import Cluster
+from superscaler.compiler import Compiled
+from superscaler.ir.graph import Op, Operand, width, without_sources
+from superscaler.ir.layout import layout_of
+from superscaler.ir.mask import extents
+from superscaler.ir.parts import Axis as Cut
+from superscaler.ir.parts import Grid
+from superscaler.ir.program import Backward, Collective, Forward, Instruction, Move, Path, Send
+from superscaler.ir.text import print_model
+from superscaler.ir.transformed import Graph, block_of
+from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, group, rows
+from superscaler.report.model import collapse, describe
+from superscaler.specs.files import digest
+
+# Devices or groups that a list names; beyond, only how many there are.
+MOST = 8
+# The block of what is outside of all modules.
+_NONE = "the model"
+
+
+def account(compiled: Compiled) -> dict[str, Any]:
+    """Return explain.json: what `superscaler.report.explain` puts into words. Equal blocks share one entry."""
+    told = _Blocks(compiled)
+    found, optimizer = describe(compiled.graph.model), compiled.graph.model.optimizer
+    alike = group(map(told.describe, told.ops), lambda block: replace(block, names=()))
+    blocks = [replace(one, names=tuple(b.names[0] for b in blocks)) for one, blocks in alike.items()]
+    return {
+        "version": VERSION,
+        "world": compiled.program.world,
+        "cluster": str(compiled.cluster),
+        "model": {
+            **{k: found[k] for k in ("parameters", "parameter_bytes", "trained_parameters", "buffers", "flops")},
+            "ops": sum(found["ops"].values()),
+            "optimizer": optimizer.name,
+            "options": [dict(options) for options in optimizer.groups],
+        },
+        "blocks": rows().dump_python(blocks, mode="json", exclude_defaults=True),
+        "schedule": told.schedule(),
+        "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],
+        "summary": summary(compiled),
+        "counts": compiled.counts,
+        "totals": _totals(compiled.program.moves),
+        "paths": [told.path(path) for path in compiled.program.paths],
+        "bytes_moved": compiled.program.bytes_moved,
+    }
+
+
+def manifest(compiled: Compiled, values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what tells plans apart: what `origin` has, and the hash of the code."""
+    code = digest(json.dumps(dict(compiled.emitted.files), sort_keys=True))
+    return {**origin(compiled.graph, compiled.cluster, values), "code": code}
+
+
+def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what a plan is compiled from: hashes of the model, the transformed and placed graph, the cluster, the
+    weights `values`, our own sources, and versions. Equal ones give equal plans.
+    """
+    model = without_sources(graph.model)
+    kept = {name: value for name, value in values.items() if name in model.tensors}
+    return {
+        "model": digest(print_model(model)),
+        "plan": digest(_plan_text(graph)),
+        "cluster": digest(f"{cluster} {cluster.device_kind} {cluster.links}"),
+        "weights": hash_values(kept),
+        "sources": sources(),
+        "superscaler": superscaler.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def hash_values(values: Mapping[str, Tensor]) -> str:
+    """Return the sha256 of tensors: their names, dtypes, shapes and bits."""
+    found = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _plan_text(graph: Graph) -> str:
+    """Return the journal without its places in files, then what it does not tell: cuts, devices, members of orders."""
+    lines = [f"{e.verb} {e.op} {e.what}" for e in graph.journal]
+    lines += [f"{op.name} {_grid_text(graph.grids[op.name])}" for op in graph.ops]
+    return "\n".join([*lines, *(f"{order.before!r} before {order.after!r}" for order in graph.orders)])
+
+
+def _grid_text(grid: Grid) -> str:
+    children = {cell: _grid_text(child) for cell, child in sorted(grid.children.items())}
+    return f"{grid.axes} {grid.slim.tolist()} {children}"
+
+
+def summary(compiled: Compiled) -> str:
+    """Return one line per distinct program: who runs it, its segments, its communication per step."""
+    groups = group(range(compiled.program.world), lambda rank: compiled.emitted.programs[rank])
+    fold = compiled.fold
+    mesh = "" if fold is None else f", folded over {' x '.join(map(str, fold.widths))} places"
+    lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}"]
+    for name, ranks in groups.items():
+        code = compiled.program.devices[ranks[0]].instructions
+        kinds = Counter(i.kind for i in code if isinstance(i, Collective))
+        kinds["send"] = sum(isinstance(i, Send) for i in code)
+        work = f"{sum(isinstance(i, Forward) for i in code)} F, {sum(isinstance(i, Backward) for i in code)} B"
+        told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
+        functions = (compiled.program.functions[i.function] for i in code if isinstance(i, Forward))
+        modules = list(dict.fromkeys(f.module for f in functions if f.module))
+        shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
+        order = microbatches(code)
+        lines.append(f"  {name}: devices {_ranges(ranks)}: {work}; {told}; {shown}")
+        lines += [f"    {order}"] if order else []
+    return "\n".join(lines)
+
+
+def _ranges(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
+
+
+def microbatches(code: Sequence[Instruction]) -> str:
+    """Return the order of a device's forwards and backwards of microbatches, as F0 F1 B0 ...; empty without them."""
+    kinds = ((i, "F" if isinstance(i, Forward) else "B") for i in code if isinstance(i, Forward | Backward))
+    # Forwards without a gradient prepare data, whenever it suits.
+    work = [(i.task.microbatch, kind) for i, kind in kinds if isinstance(i, Backward) or any(i.grads)]
+    numbered = [f"{kind}{microbatch}" for microbatch, kind in work if microbatch >= 0]
+    return " ".join(word for word, _ in groupby(numbered))
+
+
+def ranges(devices: Iterable[int]) -> str:
+    """Return numbers in few words.
+
+    >>> ranges([0, 1, 2, 3]), ranges([0, 2, 4, 6]), ranges([5, 1]), ranges([0, 1, 2, 8, 9])
+    ('0 to 3', '0 to 6 by 2', '1, 5', '0 to 2, 8, 9')
+    """
+    left, words = sorted(set(devices)), []
+    while left:
+        step = left[1] - left[0] if len(left) > 1 else 1
+        count = next((k for k, d in enumerate(left) if d != left[0] + k * step), len(left))
+        if count < 3:
+            words.append(str(left.pop(0)))
+            continue
+        words.append(f"{left[0]} to {left[count - 1]}" + (f" by {step}" if step > 1 else ""))
+        left = left[count:]
+    return ", ".join(words)
+
+
+def _told(groups: Sequence[Sequence[int]], is_from_first: bool = False) -> tuple[str, ...]:
+    """Return groups of devices in words; many are told as one."""
+    if len(groups) > MOST:
+        return (f"{len(groups)} groups in {ranges(d for group in groups for d in group)}",)
+    return tuple(f"{group[0]} -> {ranges(group[1:])}" if is_from_first else ranges(group) for group in groups)
+
+
+def _totals(moves: Iterable[Move]) -> list[dict[str, Any]]:
+    """Return per direction, way and kind how many transfers, what their sources weigh, and bytes on links."""
+    found = sorted(group(moves, lambda m: (_direction(m), m.way, m.kind)).items(), reverse=True)
+    return [{"direction": d, "way": way, "kind": kind, **_add(some)} for (d, way, kind), some in found]
+
+
+def _add(moves: Sequence[Move]) -> dict[str, Any]:
+    return {what: sum(getattr(move, what) for move in moves) for what in ("count", "bytes", "moved")}
+
+
+def _sums(
+    moves: Sequence[Move], everywhere: Mapping[tuple[int, ...], list[tuple[int, ...]]], cluster: Cluster
+) -> dict[str, Any]:
+    """Return the sums of moves of one kind, and how long they take after each other, at the least and as predicted: of
+    a bucket their share; groups without a common device are taken to run at once.
+    """
+    groups = list(dict.fromkeys(group for move in moves for group in everywhere[move.group]))
+    seconds: Counter[str] = Counter()
+    for together, some in group(moves, lambda move: move.together).items():
+        count, size = (sum(getattr(move, what) for move in some) for what in ("count", "bytes"))
+        own = list(dict.fromkeys(group for move in some for group in everywhere[move.group]))
+        is_apart = len({d for group in own for d in group}) == sum(map(len, own))
+        waves = [own] if is_apart else [[group] for group in own]
+        for what, formula in (("seconds", cluster.seconds), ("bound", cluster.bound)):
+            each = sum(formula(some[0].kind, wave, size / count * together) for wave in waves) / together
+            seconds[what] += count / len(own) * each
+    rounded = {what: float(f"{value:.3g}") for what, value in seconds.items()}
+    return {"groups": _told(groups, moves[0].kind in ("send", "broadcast")), **_add(moves), **rounded}
+
+
+def _direction(move: Move | Path) -> str:
+    return "backward" if move.is_backward else "forward"
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names inside a block, without the block's own path, so that equal blocks read alike."""
+
+    prefixes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: str) -> _Names:
+        words = path.split(".")
+        return cls(tuple(".".join(words[k:]) for k in range(len(words))) if words[-1].isdigit() else ())
+
+    def short(self, name: str) -> str:
+        prefix = next((p for p in self.prefixes if name.startswith(p + ".")), None)
+        return name if prefix is None else name[len(prefix) + 1 :]
+
+    def within(self, text: str) -> str:
+        """Return a call with the names that it quotes shortened."""
+        return re.sub(r"'([^']*)'", lambda found: f"'{self.short(found[1])}'", text)
+
+
+class _Blocks:
+    """The ops, weights and moves of each block; what is outside of all blocks goes by its module."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled, self.graph = compiled, compiled.graph
+        self.model, fold = compiled.graph.model, compiled.fold
+        self.groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {
+            group: fold.everywhere(group) if fold is not None and group else [group]
+            for group in {move.group for move in compiled.program.moves}
+        }
+        self.producers, self.uses = self.model.producers(), self.model.uses()
+        for op in self.model.ops:
+            if op.is_write:
+                self.uses[op.inputs[1].tensor].append((op, 1))
+        self.layouts: dict[tuple[str, bool], str] = {}
+        self.ops: dict[str, list[Op]] = {}
+        for op in self.graph.forward_ops:
+            self.ops.setdefault(_block(op), []).append(op)
+        # Weights belong to what reads them first, constants of several blocks to none, activations to what makes them.
+        self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in self.uses.items() if found}
+        self.home |= {name: _block(op) for name, (op, _) in self.producers.items()}
+        written = {
+            op.inputs[0].tensor: self.home.get(op.inputs[1].tensor, _NONE) for op in self.model.ops if op.is_write
+        }
+        self.home = {**written, **self.home}
+        for name in self.home.values():
+            self.ops.setdefault(name, [])
+        block_of_op = {op.name: name for name, ops in self.ops.items() for op in ops}
+        block_of_op |= {op.name: self.home[op.inputs[0].tensor] for op in self.model.ops if not op.is_forward}
+        self.moves: dict[str, list[Move]] = group(compiled.program.moves, lambda move: self.home[move.tensor])
+        self.journal = group(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
+        self.places: dict[str, dict[Any, list[int]]] = {}
+        self.trained: set[str] = set()
+        for rank in range(compiled.program.world):
+            for weight in compiled.program.weights(rank):
+                self.places.setdefault(weight.tensor, {}).setdefault(weight.box, []).append(rank)
+                self.trained |= {weight.tensor} if weight.trained else set()
+
+    def _reader(self, tensor: str, ops: Sequence[Op]) -> str:
+        blocks = {_block(op) for op in ops}
+        return _NONE if len(blocks) > 1 and self.model.tensors[tensor].kind != "parameter" else _block(ops[0])
+
+    def describe(self, name: str) -> Block:
+        names, ops = _Names.of(name), self.ops[name]
+        asked = Counter(f"{e.verb} {names.within(e.what)}" for e in self.journal.get(name, ()))
+        splits, weights = tuple(self._splits(ops, names)), tuple(self._weights(name, names))
+        return Block((name,), len(ops), ranges(self.devices(name)), splits, weights, self._moves(name, names), asked)
+
+    def devices(self, name: str) -> set[int]:
+        return set[int]().union(*(self.graph.grids[op.name].used() for op in self.ops[name]))
+
+    def schedule(self) -> list[dict[str, Any]]:
+        """Return the order of the microbatches per set of devices that run the same blocks in it."""
+        run: dict[int, list[str]] = {}
+        for name in self.ops:
+            for device in self.devices(name):
+                run.setdefault(device, []).append(name)
+        programs, devices = self.compiled.emitted.programs, self.compiled.program.devices
+        # Of devices that run one program, any tells its order.
+        order = {name: microbatches(devices[k].instructions) for name, k in dict(zip(programs, count())).items()}
+        found = group(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
+        return [{"devices": ranges(d), "blocks": list(b), "order": text} for (b, text), d in found.items()]
+
+    def _splits(self, ops: Sequence[Op], names: _Names) -> Iterator[Split]:
+        def key(op: Op) -> tuple[tuple[Axis, ...], str]:
+            grid = self.graph.grids[op.name]
+            return _axes(op, grid, names), ranges(grid.used())
+
+        for (axes, devices), some in group(ops, key).items():
+            yield Split(axes, devices, len(some), tuple(dict.fromkeys(_label(op, names) for op in some)))
+
+    def _weights(self, name: str, names: _Names) -> Iterator[Weights]:
+        def key(tensor: str) -> Weights:
+            spec, places = self.model.tensors[tensor], self.places[tensor]
+            elements = [prod(extents(box)) for box in places]
+            is_even = len(set(elements)) == 1 or len(places) > MOST
+            percent = () if is_even else tuple(round(100 * n / prod(spec.shape)) for n in elements)
+            return Weights(spec.kind, tensor in self.trained, len(places), _told(list(places.values())), percent)
+
+        for row, tensors in group((t for t in self.places if self.home[t] == name), key).items():
+            widths = {t: width(self.model.tensors[t].dtype) for t in tensors}
+            held = {t: sum(prod(extents(b)) * len(at) for b, at in self.places[t].items()) for t in tensors}
+            yield replace(
+                row,
+                bytes=sum(prod(self.model.tensors[t].shape) * w for t, w in widths.items()),
+                held_bytes=sum(held[t] * w for t, w in widths.items()),
+                of=tuple(collapse(t) if row.kind == "constant" else names.short(t) for t in tensors),
+            )
+
+    def _moves(self, name: str, names: _Names) -> tuple[Sent, ...]:
+        def key(move: Move) -> Sent:
+            row = Sent(_direction(move), move.way, move.reason)
+            if move.way == "local":
+                return row
+            layouts = self._layouts(move.tensor, move.is_backward)
+            return replace(row, kind=move.kind, tensor=self._tensor(move.tensor, names), layouts=layouts)
+
+        # How many stay on a device depends on where segments end, in which equal blocks may differ.
+        found = (
+            row if row.way == "local" else replace(row, **_sums(moves, self.groups, self.compiled.cluster))
+            for row, moves in group(self.moves.get(name, ()), key).items()
+        )
+        order = sorted(found, key=lambda row: (row.direction == "backward", row.reason if row.way == "local" else ""))
+        return tuple(order)
+
+    def _layouts(self, tensor: str, is_backward: bool) -> str:
+        """Return how a tensor, or its gradient, lies where it is made, and where others read it."""
+        if (tensor, is_backward) not in self.layouts:
+            op, k = self.producers.get(tensor) or (self.compiled.schedule.edges.homes[tensor], 0)
+            made = self._counts(op, op.outputs[k], not is_backward, is_backward)
+            read = [self._counts(reader, reader.inputs[n], is_backward, is_backward) for reader, n in self.uses[tensor]]
+            read = [text for text in dict.fromkeys(read) if text != made] or [made]
+            sides = (", ".join(read), made) if is_backward else (made, ", ".join(read))
+            self.layouts[tensor, is_backward] = " -> ".join(sides)
+        return self.layouts[tensor, is_backward]
+
+    def _counts(self, op: Op, operand: Operand, is_made: bool, is_gradient: bool) -> str:
+        # An update has no mirror that could route: each of its copies reads the whole gradient.
+        layout = layout_of(self.graph.grids[op.name], operand, is_made, is_gradient and op.is_forward)
+        return "irregular" if layout is None else layout.counts
+
+    def path(self, path: Path) -> dict[str, Any]:
+        """Return the layouts and steps of a path; layouts as `Layout.parse` reads them."""
+        steps = [
+            {
+                "kind": step.kind,
+                "groups": [list(group) for group in step.groups],
+                "moved": step.moved,
+                "seconds": float(f"{step.seconds:.3g}"),
+                "layout": str(step.layout),
+            }
+            for step in path.steps
+        ]
+        return {
+            "direction": _direction(path),
+            "tensors": list(dict.fromkeys(self._tensor(tensor, _Names(())) for tensor in path.tensors)),
+            "count": path.count,
+            "sizes": list(path.sizes),
+            "dtype": path.dtype,
+            "layout": str(path.source),
+            "steps": steps,
+        }
+
+    def _tensor(self, tensor: str, names: _Names) -> str:
+        return _label(self.producers[tensor][0], names) if tensor in self.producers else names.short(tensor)
+
+
+def _block(op: Op) -> str:
+    return block_of(op.module) or op.module or _NONE
+
+
+def _label(op: Op, names: _Names) -> str:
+    """Return an op by its module in the block and the name of its operator, as `attn.c_proj mm`."""
+    module = names.short(op.module + ".").rstrip(".")
+    return f"{module} {op.target.split('.')[1]}".strip()
+
+
+def _axes(op: Op, grid: Grid, names: _Names) -> tuple[Axis, ...]:
+    """Return what the axes of an op's grid do; `devices` where its parts go to different ones."""
+    found: list[Axis] = []
+    for level, axis in enumerate(grid.axes):
+        if len(axis.sizes) == 1:
+            continue
+        places = range(grid.once.shape[level])
+        groups = [sorted(set(grid.once.take(k, axis=level).reshape(-1).tolist())) for k in places]
+        factor = "" if axis.index is None else names.short(op.indices[axis.index].factor)
+        sizes = axis.sizes if len(set(axis.sizes)) > 1 else ()
+        devices = _told(groups) if len(set(map(tuple, groups))) > 1 else ()
+        found.append(Axis(_how(axis), len(axis.sizes), factor, sizes, devices))
+    if grid.children:
+        inner = [_axes(op, child, names) for child in grid.children.values()]
+        found.append(Axis("nested", len(inner), axes=tuple(dict.fromkeys(inner))))
+    return tuple(found)
+
+
+def _how(axis: Cut) -> str:
+    if axis.is_microbatch:
+        return "microbatches"
+    return "split" if axis.index is not None else "value" if axis.value else "copies"

@@ -1,0 +1,134 @@
+"""What is in a captured model, as plain data: operators, factors, totals, and what cannot be cut and why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import Any
+
+from superscaler.ir.graph import Model, Op, PTensor, width
+
+_BLOCK = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+
+
+def describe(model: Model) -> dict[str, Any]:
+    """Return what was captured. Bytes and FLOPs are of the forward of one step on the example batch.
+
+    `activation_bytes`: every activation that a mirror reads, once. The mirrors of ops that are linear in all that they
+    read (additions, views, sums) read none; what else autograd keeps (statistics, masks) is not counted.
+    """
+    forward = [op for op in model.ops if op.is_forward]
+    parameters, buffers = ([t for t in model.tensors.values() if t.kind == k] for k in ("parameter", "buffer"))
+    return {
+        "ops": dict(Counter(op.target for op in forward).most_common()),
+        "operators": _operators(model, forward),
+        "factors": _factors(model, forward),
+        "frozen": _frozen(model, forward),
+        "mirrors": sum(op.has_mirror for op in forward),
+        "updates": len(model.ops) - len(forward),
+        "parameters": _elements(parameters),
+        "parameter_bytes": _bytes(parameters),
+        "trained_parameters": _elements(t for t in parameters if t.requires_grad),
+        "buffers": _elements(buffers),
+        "buffer_bytes": _bytes(buffers),
+        "activation_bytes": _bytes(model.tensors[name] for name in _kept(model, forward)),
+        "flops": sum(op.flops for op in forward),
+        "unsupported": dict(model.unsupported),
+    }
+
+
+def collapse(name: str) -> str:
+    """Return a name without the numbers of blocks, and of what is told apart by a number only.
+
+    >>> collapse("transformer.h.3.attn.c_attn"), collapse("slice_12.3")
+    ('transformer.h.*.attn.c_attn', 'slice_*.3')
+    """
+    return re.sub(r"_\d+(?=\.|$)", "_*", _BLOCK.sub("*", name))
+
+
+def frozen_indices(model: Model, op: Op) -> list[tuple[str, str]]:
+    """Return (factor, reason) for each index that the op cannot be cut on, without repetitions."""
+    if op.target in model.unsupported:
+        return [(factor, "no rule") for factor in dict.fromkeys(_read_factors(model, op))]
+    needed = {i for o in op.inputs for i in o.slots if i is not None}
+    found = {op.indices[i].factor: "needs the whole dim" for i in needed if op.indices[i].mark == "frozen"}
+    for operand in op.inputs:
+        factors = (f for dim in model.tensors[operand.tensor].slots for f in dim)
+        found |= {f: "reads the dim whole" for f, i in zip(factors, operand.slots, strict=True) if i is None}
+    made = {i.factor: "makes the dim whole" for k, i in enumerate(op.indices) if i.mark == "frozen" and k not in needed}
+    return list((found or made).items())
+
+
+def _read_factors(model: Model, op: Op) -> Iterator[str]:
+    return (f for o in op.inputs for dim in model.tensors[o.tensor].slots for f in dim)
+
+
+def _operators(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
+    """Return per operator its count, the notation of its first op, and how many of its ops are frozen on what."""
+    groups: dict[str, list[Op]] = defaultdict(list)
+    for op in forward:
+        groups[op.target].append(op)
+    rows = []
+    for target, ops in sorted(groups.items(), key=lambda item: -len(item[1])):
+        frozen = Counter(f for op in ops for f in {collapse(f) for f, _ in frozen_indices(model, op)})
+        rows.append({"operator": target, "count": len(ops), "notation": ops[0].notation(), "frozen": dict(frozen)})
+    return rows
+
+
+def _factors(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
+    """Return each factor: size, in how many ops it is spatial, summed and frozen, and its inputs and parameters."""
+    marks: dict[str, Counter[str]] = defaultdict(Counter)
+    for op in forward:
+        for factor, mark in {(i.factor, i.mark) for i in op.indices}:
+            marks[factor][mark] += 1
+    free = Counter(f for op in forward for f in {i.factor for i in op.indices if i.mark != "frozen"})
+    places: dict[str, list[str]] = defaultdict(list)
+    for tensor in model.tensors.values():
+        if tensor.kind in ("input", "parameter"):
+            for dim, slots in enumerate(tensor.slots):
+                for factor in dict.fromkeys(slots):
+                    places[factor].append(f"{tensor.name}.{dim}")
+    return [
+        {
+            **{"name": f.name, "size": f.size, "ops": free[f.name]},
+            **{mark: marks[f.name][mark] for mark in ("spatial", "summed", "frozen")},
+            "where": places[f.name],
+        }
+        for f in model.factors.values()
+    ]
+
+
+def _frozen(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
+    """Return what cannot be cut: per operator and reason how many ops, and on which factors."""
+    counts: Counter[tuple[str, str]] = Counter()
+    factors: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for op in forward:
+        found = frozen_indices(model, op)
+        counts.update({(op.target, reason) for _, reason in found})
+        for factor, reason in found:
+            factors[op.target, reason][collapse(factor)] = None
+    ordered = sorted(counts.items(), key=lambda item: (item[0][1] != "no rule", -item[1], item[0]))
+    return [
+        {"operator": key[0], "reason": key[1], "count": count, "factors": list(factors[key])} for key, count in ordered
+    ]
+
+
+def _kept(model: Model, forward: list[Op]) -> list[str]:
+    """Return the activations that mirrors read: those of ops that are not linear in all that they read together."""
+    read = (
+        operand.tensor
+        for op in forward
+        if op.has_mirror and not any(len(group) == len(op.inputs) for group in op.linear)
+        for operand in op.inputs
+    )
+    return [name for name in dict.fromkeys(read) if model.tensors[name].kind == "activation"]
+
+
+def _elements(tensors: Iterable[PTensor]) -> int:
+    return sum(prod(t.shape) for t in tensors)
+
+
+def _bytes(tensors: Iterable[PTensor]) -> int:
+    return sum(prod(t.shape) * width(t.dtype) for t in tensors)

@@ -1,0 +1,1 @@
+"""What users name in text: options, and functions in files of their own."""

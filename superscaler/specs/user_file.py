@@ -1,0 +1,119 @@
+"""Code of the user's own files: loading it, running it, and saying where in it something went wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from superscaler.errors import InputError, PlanError, unknown
+from superscaler.specs.options import for_function
+
+
+def load_file(file: Path) -> ModuleType:
+    """Run a Python file as a module of its own. Raises InputError that names its line when it cannot be run."""
+    name = f"superscaler_user_{file.stem}"
+    found = importlib.util.spec_from_file_location(name, file)
+    if found is None or found.loader is None:
+        raise InputError(f"{file} cannot be loaded as Python.")
+    module = importlib.util.module_from_spec(found)
+    # Dataclasses and export look their module up by name.
+    sys.modules[name] = module
+    with running(file, "cannot be imported"):
+        found.loader.exec_module(module)
+    return module
+
+
+def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -> Callable[..., Any]:
+    """Return the function that `path/to/file.py:function[:key=value,...]` names, with its keys as keyword arguments.
+
+    `kind` is what it is called in errors, `given` the arguments that it will get, `mark` the attribute of a function
+    that needs no name where it is the only one with it. Raises InputError for a missing file or function, a file that
+    cannot be run, a function that does not take what is given, and a bad key; so does the function for what it raises,
+    with the line.
+    """
+    path, _, rest = spec.partition(":")
+    name, _, keys = rest.partition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"there is no {kind} file {path}; write NAME or path/to/file.py:function.")
+    module = load_file(file)
+    found = {k: v for k, v in vars(module).items() if inspect.isfunction(v)}
+    marked = [k for k, v in found.items() if mark and hasattr(v, mark)]
+    known = marked or [k for k, v in found.items() if v.__module__ == module.__name__]
+    if not name and len(marked) == 1:
+        name = marked[0]
+    if not name:
+        raise InputError(f"'{spec}' names no function; write {path}:FUNCTION, one of {', '.join(known) or '-'}.")
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"{path}: {unknown('function', name, known)}")
+    parameters = inspect.signature(function)
+    taken = [p for p in parameters.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(taken) < len(given):
+        raise InputError(
+            f"{path}: {name}{parameters} takes {len(taken)} positional arguments, but a {kind} is given {len(given)} "
+            f"and its keys; write {name}({', '.join(given)}, ...)."
+        )
+    options = for_function(spec, keys, function, len(given))
+
+    def run(*args: Any) -> Any:
+        with running(file, "failed"):
+            return function(*args, **options)
+
+    return run
+
+
+def root_of(module: str, file: Path) -> Path | None:
+    """Return the folder from which this file is imported as this module, or None where it is not.
+
+    >>> root_of("package.ops", Path("/code/package/ops.py")).as_posix()
+    '/code'
+    >>> root_of("__main__", Path("/code/train.py")) is None
+    True
+    """
+    path = file.parent if file.name == "__init__.py" else file.with_suffix("")
+    names = module.split(".")
+    return path.parents[len(names) - 1] if list(path.parts[-len(names) :]) == names else None
+
+
+@contextmanager
+def running(file: Path, trouble: str) -> Iterator[None]:
+    """Run code of the user's file, whose folder can be imported from, as when Python runs the file.
+
+    What it raises becomes an InputError that says `trouble` and the line of the file; a PlanError stays what it is.
+    """
+    folder = str(file.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except PlanError:
+        raise
+    except SystemExit as error:
+        raise InputError(f"{_place(file, error)} {trouble}: it ends the process with sys.exit({error.code}).") from None
+    except Exception as error:
+        # Anything may come out of code that is not ours, and its author needs the line, not our frames.
+        raise InputError(f"{_place(file, error)} {trouble}: {_said(error)}") from error
+    finally:
+        sys.path.remove(folder)
+
+
+def _place(file: Path, error: BaseException) -> str:
+    """Return file:line of the last frame in the user's folder, or of the syntax error in it, or the file alone."""
+    folder = file.resolve().parent
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{error.filename}:{error.lineno}"
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in trace if not f.filename.startswith("<") and Path(f.filename).resolve().parent == folder]
+    return f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})" if frames else str(file)
+
+
+def _said(error: BaseException) -> str:
+    lines = traceback.format_exception_only(error)[-1].strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".") + "."

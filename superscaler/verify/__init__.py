@@ -1,0 +1,7 @@
+"""What every plan must keep, and one step of it against the model: checks, the oracle, what differs where."""
+
+from __future__ import annotations
+
+from superscaler.verify.verify import certify, rank_main, verify
+
+__all__ = ["certify", "rank_main", "verify"]

@@ -1,0 +1,79 @@
+"""The certificate: the whole Program run on masks. Every read finds its elements with their whole value, once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.interpret import interpret
+from superscaler.ir.mask import Mask
+from superscaler.ir.program import Program
+from superscaler.verify.coverage import is_tiled
+from superscaler.verify.masks import Content, Masks
+
+
+def check_program(program: Program) -> None:
+    """Raise ScheduleError at the first instruction that does not do what the model needs, with the device, the tensor,
+    and the elements or addends that are missing or double.
+
+    All devices are looked at, each with its own data; devices that run one program together.
+    """
+    masks = Masks(program)
+    interpret(program, masks)
+    _check_weights(program, masks)
+    _check_loss(program, masks)
+
+
+def _check_weights(program: Program, masks: Masks) -> None:
+    """Every weight is at rest somewhere, each of its elements counted once, and is updated wherever it is."""
+    model = program.model
+    counted: dict[str, list[np.ndarray]] = {tensor: [] for tensor in masks.homes}
+    held: dict[str, list[np.ndarray]] = {tensor: [] for tensor in masks.homes}
+    for number, cohort in masks.cohorts.items():
+        boxes, flags = cohort.of_weights("box"), cohort.of_weights("counted")
+        if number not in masks.updated or number not in masks.losses:
+            raise ScheduleError(f"device {cohort.devices[0]} does not update its weights and give the loss at its end.")
+        for weight, box, counts in zip(cohort.weights, boxes, flags, strict=True):
+            op = masks.homes.get(weight.tensor)
+            where = f"{Mask(weight.tensor, weight.box)} on device {cohort.devices[0]}"
+            if op is None:
+                if weight.trained or counts.any():
+                    raise ScheduleError(f"{where} is trained, but no op updates it.")
+                continue
+            box = box.reshape(len(cohort), -1, 2)
+            held[weight.tensor].append(box)
+            counted[weight.tensor].append(box[counts])
+            if op.is_write and (weight.trained or counts.any()):
+                raise ScheduleError(f"{where} is trained, but {op.name} sets it.")
+            if not op.is_write and (not weight.trained or weight.group != op.group):
+                what = f"in parameter group {weight.group}" if weight.trained else "at rest as if it were frozen"
+                raise ScheduleError(f"{where} is {what}, but {op.name} trains it in group {op.group}.")
+            expected = op.is_write or bool(masks.kinds.heads(weight.tensor, True))
+            if (weight.name in masks.updated[number]) != expected:
+                raise ScheduleError(
+                    f"{where} is given {int(not expected)} gradients in a step instead of {int(expected)}."
+                )
+    for tensor, op in masks.homes.items():
+        whole = np.array([(0, e) for e in model.tensors[tensor].extents], dtype=np.int64).reshape(1, -1, 2)
+        if not held[tensor]:
+            raise ScheduleError(f"{tensor} is at rest on no device.")
+        if not op.is_write and not is_tiled(np.concatenate(counted[tensor])[None], whole).all():
+            raise ScheduleError(f"the elements of {tensor} are not counted once each by the devices that hold them.")
+        if op.is_write and not is_tiled(np.unique(np.concatenate(held[tensor]), axis=0)[None], whole).all():
+            raise ScheduleError(f"the parts of {tensor} at rest are not the whole tensor.")
+
+
+def _check_loss(program: Program, masks: Masks) -> None:
+    """The parts of the loss that count are together its value, each once."""
+    found: dict[object, list[np.ndarray]] = {}
+    loss = program.model.loss
+    for parts in masks.losses.values():
+        for content, counts in parts:
+            for chain, boxes in masks._told(content).items():
+                kept = boxes[counts]
+                found.setdefault(chain, []).append(kept.reshape(kept.shape[0] * kept.shape[1], *kept.shape[2:]))
+    addends = {chain: np.concatenate(boxes)[None] for chain, boxes in found.items()}
+    box = np.array([(0, e) for e in program.model.tensors[loss].extents], dtype=np.int64).reshape(1, -1, 2)
+    total = Content(loss, False, box, addends, "")  # type: ignore[arg-type]
+    if masks.settled(total, deep=True).addends is not None:
+        raise ScheduleError(f"the loss of the step: {masks.fault(total)}")

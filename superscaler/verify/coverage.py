@@ -1,0 +1,270 @@
+"""What a value holds: of which elements which addends, and whether these are each one exactly once.
+
+An *addend* of a value is one point of the indices that are summed to make it; an addend of a gradient is one point of
+the iteration space of a use. They are told by boxes in the slots of the tensor and in these indices. A part that is
+given only some addends of what it reads, or of the gradients that it is given, passes them on: its own addends are then
+those, too. So a kind of addends is a tree of links, a *chain*:
+
+    made f sides            summed by op f
+    use f k mirror sides    the gradient by input k of op f
+
+`sides` are the inputs of f of which parts have some addends only: (group, input, chain), one for each group of inputs
+in which f is linear; `mirror` is (output, chain) where parts have some addends of the gradient of an output of f only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from superscaler.ir.graph import Model, Op, Operand
+from superscaler.ir.parts import Ints
+
+# ("rest",), ("made", op, sides), ("use", op, input, mirror, sides); an empty chain inside stands for the whole value.
+Chain = tuple[Any, ...]
+Column = tuple[Any, ...]
+# Per chain, boxes [devices, boxes, columns, 2]: first the slots of the tensor, then the columns of the chain.
+Addends = Mapping[Chain, Ints]
+SEED: Chain = ("use", "", 0, (), ())
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The addends that tensors of a model have."""
+
+    model: Model
+
+    @cached_property
+    def op(self) -> Mapping[str, Op]:
+        return {op.name: op for op in self.model.ops}
+
+    @cached_property
+    def producers(self) -> Mapping[str, tuple[Op, int]]:
+        return self.model.producers()
+
+    @cached_property
+    def uses(self) -> Mapping[str, Sequence[tuple[Op, int]]]:
+        """Return for each tensor with a gradient the uses that it is the sum over."""
+        tensors = self.model.tensors
+        return {
+            name: [(op, k) for op, k in uses if op.has_mirror] if tensors[name].requires_grad else []
+            for name, uses in self.model.uses().items()
+        }
+
+    def heads(self, tensor: str, is_gradient: bool) -> tuple[Chain, ...]:
+        """Return the chains of a whole value that no part passed on."""
+        if (tensor, is_gradient) not in self._heads:
+            self._heads[tensor, is_gradient] = tuple(self._find_heads(tensor, is_gradient))
+        return self._heads[tensor, is_gradient]
+
+    @cached_property
+    def _heads(self) -> dict[tuple[str, bool], tuple[Chain, ...]]:
+        return {}
+
+    def _find_heads(self, tensor: str, is_gradient: bool) -> Iterator[Chain]:
+        if not is_gradient:
+            made = self.producers.get(tensor)
+            yield ("rest",) if made is None else ("made", made[0].name, ())
+            return
+        yield from (("use", op.name, k, (), ()) for op, k in self.uses.get(tensor, ()))
+        if tensor == self.model.loss:
+            yield SEED
+
+    def columns(self, chain: Chain, tensor: str) -> Mapping[Column, int]:
+        """Return the columns of a chain of a tensor behind its slots, with their full sizes."""
+        if (chain, tensor) not in self._columns:
+            self._columns[chain, tensor] = dict(self._find_columns(chain, tensor))
+        return self._columns[chain, tensor]
+
+    @cached_property
+    def _columns(self) -> dict[tuple[Chain, str], Mapping[Column, int]]:
+        return {}
+
+    def _find_columns(self, chain: Chain, tensor: str) -> Iterator[tuple[Column, int]]:
+        if chain[0] == "rest" or chain == SEED:
+            return
+        op = self.op[chain[1]]
+        inner = [("i", k, sub) for _, k, sub in chain[-1]]
+        if chain[0] == "use":
+            own, inner = op.inputs[chain[2]], [("o", *chain[3]), *inner] if chain[3] else inner
+        else:
+            own = op.outputs[self.producers[tensor][1]]
+        yield from (((op.name, i), index.size) for i, index in enumerate(op.indices) if i not in own.slots)
+        for side, number, sub in inner:
+            other = (op.outputs if side == "o" else op.inputs)[number]
+            extents = self.model.tensors[other.tensor].extents
+            for slot, index in enumerate(other.slots):
+                if index is None:
+                    yield (op.name, side, number, slot), extents[slot]
+            if sub:
+                yield from (((op.name, side, number, *c), n) for c, n in self.columns(sub, other.tensor).items())
+
+    def complete(self, tensor: str, is_gradient: bool, chains: Sequence[Chain]) -> tuple[Chain, ...]:
+        """Return the chains which, each once, are the whole value, told as finely as `chains` are."""
+        if not chains or set(chains) <= set(self.heads(tensor, is_gradient)):
+            return self.heads(tensor, is_gradient)
+        if not is_gradient:
+            op, _ = self.producers[tensor]
+            return tuple(("made", op.name, sides) for sides in self._sides(op, chains))
+        found = [SEED] if tensor == self.model.loss else []
+        for op, k in self.uses[tensor]:
+            own = [c for c in chains if c[:3] == ("use", op.name, k)]
+            found += [("use", op.name, k, *both) for both in product(self._mirrors(op, own), self._sides(op, own))]
+        return tuple(found)
+
+    def _mirrors(self, op: Op, chains: Sequence[Chain]) -> list[Chain]:
+        if not any(c[3] for c in chains):
+            return [()]
+        return [
+            (j, sub)
+            for j, output in enumerate(op.outputs)
+            if self.heads(output.tensor, True)
+            for sub in self._below(output, True, [c[3][1] for c in chains if c[3] and c[3][0] == j])
+        ]
+
+    def _sides(self, op: Op, chains: Sequence[Chain]) -> list[Chain]:
+        given = list(dict.fromkeys(side for c in chains for side in c[-1]))
+        ways = [
+            [
+                (group, k, sub)
+                for k in op.linear[group]
+                for sub in self._below(op.inputs[k], False, [s for g, i, s in given if (g, i) == (group, k)])
+            ]
+            for group in sorted({group for group, *_ in given})
+        ]
+        return list(product(*ways))
+
+    def _below(self, operand: Operand, is_gradient: bool, chains: Sequence[Chain]) -> Sequence[Chain]:
+        inner = [c for c in chains if c]
+        return self.complete(operand.tensor, is_gradient, inner) if inner else [()]
+
+    def spread(self, tensor: str, chain: Chain, boxes: Ints, goal: Chain) -> Ints | None:
+        """Return boxes of a chain as boxes of one that tells more finely, or None if it is no part of that one."""
+        if chain == goal:
+            return boxes
+        if not _is_within(chain, goal):
+            return None
+        slots = len(self.model.tensors[tensor].extents)
+        mine = {column: slots + n for n, column in enumerate(self.columns(chain, tensor))}
+        wanted = self.columns(goal, tensor)
+        found = np.zeros((*boxes.shape[:2], slots + len(wanted), 2), dtype=np.int64)
+        found[:, :, :slots] = boxes[:, :, :slots]
+        for n, (column, size) in enumerate(wanted.items(), slots):
+            if column in mine:
+                found[:, :, n] = boxes[:, :, mine[column]]
+            else:
+                found[:, :, n, 1] = size
+        return found
+
+
+def _is_within(chain: Chain, goal: Chain) -> bool:
+    """Tell whether a chain has what another one, which tells it more finely, is a part of."""
+    if not chain or chain == goal:
+        return True
+    if not goal or (chain[:3] != goal[:3] and (chain[0] != "made" or chain[:2] != goal[:2])):
+        return False
+    if (
+        chain[0] == "use"
+        and chain[3]
+        and not (goal[3] and chain[3][0] == goal[3][0] and _is_within(chain[3][1], goal[3][1]))
+    ):
+        return False
+    finer = {group: (k, sub) for group, k, sub in goal[-1]}
+    return all(
+        group in finer and finer[group][0] == k and _is_within(sub, finer[group][1]) for group, k, sub in chain[-1]
+    )
+
+
+# Boxes.
+
+
+def merged(boxes: Ints) -> Ints:
+    """Return boxes [devices, boxes, columns, 2] with those joined that make one box: alike on all devices."""
+    while boxes.shape[1] > 1:
+        before = boxes.shape[1]
+        for axis in np.flatnonzero((boxes[0] != boxes[0, :1]).any(axis=(0, 2))).tolist():
+            boxes = _joined(boxes, axis)
+        if boxes.shape[1] == before:
+            return _without_empty(boxes)
+    return boxes
+
+
+def _joined(boxes: Ints, axis: int) -> Ints:
+    """Join what follows each other along an axis and is equal on all others."""
+    first = boxes[0]
+    others = np.delete(first, axis, axis=1).reshape(len(first), -1)
+    order = np.lexsort((first[:, axis, 0], *others.T))
+    ordered = boxes[:, order]
+    a, b = ordered[:, :-1], ordered[:, 1:]
+    same = (a == b).all(axis=3)
+    same[:, :, axis] = a[:, :, axis, 1] == b[:, :, axis, 0]
+    follows = same.all(axis=(0, 2))
+    if not follows.any():
+        return boxes
+    starts = np.flatnonzero(np.concatenate([[True], ~follows]))
+    ends = np.concatenate([starts[1:], [len(order)]]) - 1
+    found: Ints = ordered[:, starts].copy()
+    found[:, :, axis, 1] = ordered[:, ends][:, :, axis, 1]
+    return found
+
+
+def _without_empty(boxes: Ints) -> Ints:
+    kept = (boxes[..., 0] < boxes[..., 1]).all(axis=2).any(axis=0)
+    return boxes if kept.all() else boxes[:, kept]
+
+
+def clipped(boxes: Ints, region: Ints) -> Ints:
+    """Return what boxes have of a region [devices, columns, 2]; those that have nothing of it anywhere are dropped."""
+    lo = np.maximum(boxes[..., 0], region[:, None, :, 0])
+    hi = np.maximum(lo, np.minimum(boxes[..., 1], region[:, None, :, 1]))
+    return _without_empty(np.stack([lo, hi], axis=-1))
+
+
+def is_tiled(boxes: Ints, region: Ints) -> Ints:
+    """Tell for each device whether boxes inside a region [devices, columns, 2] cover each point of it once."""
+    boxes = merged(boxes)
+    if boxes.shape[1] == 1:
+        found: Ints = (boxes[:, 0] == region).all(axis=(1, 2))
+        return found
+    return np.array([_tiles(boxes[n], region[n]) for n in range(len(region))])
+
+
+def _tiles(boxes: Ints, region: Ints) -> bool:
+    boxes = boxes[(boxes[..., 0] < boxes[..., 1]).all(axis=1)]
+    boxes = merged(boxes[None])[0] if len(boxes) else boxes
+    if (region[:, 0] >= region[:, 1]).any():
+        return not len(boxes)
+    if len(boxes) < 2:
+        return len(boxes) == 1 and np.array_equal(boxes[0], region)
+    sizes = (boxes[..., 1] - boxes[..., 0]).astype(object).prod(axis=1).sum()
+    if sizes != (region[:, 1] - region[:, 0]).astype(object).prod():
+        return False
+    order = np.argsort(boxes[:, 0, 0], kind="stable") if boxes.shape[1] else np.arange(len(boxes))
+    boxes = boxes[order]
+    for n in range(len(boxes) - 1):
+        rest = boxes[n + 1 :]
+        common = np.maximum(rest[..., 0], boxes[n, :, 0]) < np.minimum(rest[..., 1], boxes[n, :, 1])
+        if common.all(axis=1).any():
+            return False
+    return True
+
+
+def first_fault(boxes: Ints, region: Ints) -> tuple[Ints, int]:
+    """Return the first cell of a region [columns, 2] that boxes [boxes, columns, 2] do not cover once, and how often
+    they do.
+    """
+    cuts = [
+        np.unique(np.clip(np.concatenate([boxes[:, c].reshape(-1), region[c]]), *region[c])) for c in range(len(region))
+    ]
+    for lower in product(*(range(max(len(cut) - 1, 1)) for cut in cuts)):
+        cell = np.array([cut[[at, min(at + 1, len(cut) - 1)]] for cut, at in zip(cuts, lower, strict=True)])
+        cell = cell.reshape(len(region), 2)
+        covers = (boxes[..., 0] <= cell[:, 0]) & (boxes[..., 1] >= cell[:, 1])
+        if (count := int(covers.all(axis=1).sum())) != 1:
+            return cell, count
+    return region, 1

@@ -1,0 +1,257 @@
+"""Where a plan first leaves the model: its tensors, in the order of execution, against those of one device."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from superscaler.artifact import describe, slots_of
+from superscaler.compiler import Compiled
+from superscaler.emit.expressions import ranges
+from superscaler.emit.segments import draws_of, emit_segments
+from superscaler.errors import RuntimeFailure
+from superscaler.ir.graph import RANDOM, Op
+from superscaler.ir.mask import Box, Mask, extents
+from superscaler.ir.program import Forward, Function, Program
+from superscaler.materialize.names import task
+from superscaler.runtime import functional
+from superscaler.runtime.executor import take
+from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.threads import run_ranks
+from superscaler.schedule.nodes import Node
+from superscaler.schedule.segments import Segment
+
+TOLERANCE = 1e-9
+# As in `verify`: noise of what is truly zero is measured against the largest of its kind.
+FLOOR = 1e-3
+
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A segment ran on a device: kind F with its inputs and outputs, kind B with the gradients that it was given."""
+
+    given: Sequence[Tensor | None]
+    made: Sequence[Tensor]
+
+
+def first_difference(exact: Compiled, values: Values, batch: Values, timeout: float) -> str:
+    """Return one sentence: the first tensor in execution order that is not the model's, its mask, device and op."""
+    whole, gradients = model_step(exact, {**values, **batch})
+    events, failure = _record(exact, values, batch, timeout)
+    found = next(_Search(exact, whole, gradients, events).differences(), "")
+    return found or failure
+
+
+def model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
+    """Return every tensor of one step on whole tensors, in the names of the graph, and the gradients of those."""
+    model = exact.graph.model
+    forward = exact.graph.forward_ops
+    made = {o.tensor for op in forward for o in op.outputs}
+    read = dict.fromkeys(
+        (o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad)
+        for op in forward
+        for o in op.inputs
+        if o.tensor not in made
+    )
+    number = {use: n for n, use in enumerate(read)}
+    input_of = {
+        (op.name, k): number[o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad]
+        for op in forward
+        for k, o in enumerate(op.inputs)
+        if o.tensor not in made
+    }
+    boxes = tuple(tuple((0, i.size) for i in op.indices) for op in forward)
+    function = Function(tuple(forward), boxes, tuple(name for name, _ in read), input_of, tuple(made), "")
+    leaves = {name: known[name].detach().clone().requires_grad_() for name, wants in read if wants}
+    outputs = _call(exact.program, function, [leaves[n] if wants else known[n] for n, wants in read])
+    found = dict(zip(made, outputs, strict=True))
+    wanted = {n: t for n, t in {**found, **leaves}.items() if t.requires_grad}
+    grads = torch.autograd.grad(found[model.loss], list(wanted.values()), allow_unused=True)
+    gradients = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), grads, strict=True)}
+    return {**known, **{n: t.detach() for n, t in found.items()}}, gradients
+
+
+def _call(program: Program, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    text, names = emit_segments(replace(program, functions=(function,)))
+    boxes = [box for op, box in zip(function.ops, function.boxes, strict=True) if op.target in RANDOM]
+    draws = draws_of(program.model, function, boxes)
+
+    def random(k: int) -> Tensor:
+        d = draws[k]
+        return functional.draw(0, 0, d.op, d.box, d.extents, torch.device("cpu")).reshape(d.shape)
+
+    run = getattr(modules({"segments.py": text})["segments"], names[0])
+    made: tuple[Tensor, ...] = run(*inputs, *([random] if draws else []))
+    return made
+
+
+def _record(
+    exact: Compiled, values: Values, batch: Values, timeout: float
+) -> tuple[dict[tuple[int, str, str], Event], str]:
+    """Return what each segment read and made, by device, tag and kind, and why the step did not end, if it did not."""
+    plan, code = describe(exact), modules(exact.emitted.files)
+    events: dict[tuple[int, str, str], Event] = {}
+
+    def run(communicator: object) -> None:
+        step = build_step(plan, code, values, communicator)  # type: ignore[arg-type]
+
+        def watch(kind: str, name: str, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
+            # Weights and sums change in place later.
+            copies = [None if x is None else x.detach().clone() for x in given]
+            events[step.rank, name, kind] = Event(copies, [x.clone() for x in made])
+
+        step.state.watch = watch
+        step(batch)
+
+    try:
+        run_ranks(exact.program.world, run, timeout)
+    except RuntimeFailure as error:
+        return events, str(error) + _line_of(error, exact.emitted.files)
+    return events, ""
+
+
+def _line_of(error: BaseException, files: Mapping[str, str]) -> str:
+    """Return the emitted line where a rank failed."""
+    frames = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ else []
+    found = [(f.filename, f.lineno) for f in frames if f.filename in files and f.lineno]
+    if not found:
+        return ""
+    name, number = found[-1]
+    return f"\n  {name}, line {number}: {files[name].splitlines()[number - 1].strip()}"
+
+
+class _Search:
+    def __init__(
+        self, exact: Compiled, whole: Values, gradients: Values, events: Mapping[tuple[int, str, str], Event]
+    ) -> None:
+        self.exact, self.whole, self.gradients, self.events = exact, whole, gradients, events
+        self.edges, self.model = exact.whole_schedule.edges, exact.graph.model
+        self.floor = {"F": 0.0, "B": FLOOR * max((float(g.abs().max()) for g in gradients.values()), default=0.0)}
+        # Parts of a value that wait for the others: by tensor, by row.
+        self.parts: dict[str, dict[int, Tensor]] = {}
+
+    def differences(self) -> Iterator[str]:
+        for node in self.exact.whole_schedule.order:
+            event = self.events.get((node.key[0], str(task(node.number, node.key)), node.kind))
+            if event is not None:
+                segment = self.exact.whole_schedule.segments[node.number]
+                yield from (self._forward if node.kind == "F" else self._backward)(node, segment, event)
+
+    def _forward(self, node: Node, segment: Segment, event: Event) -> Iterator[str]:
+        at = segment.keys.index(node.key)
+        for alias, given in zip(segment.aliases, event.given, strict=True):
+            box = tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
+            # What is shared out has a part of the value here, which only their sum shows.
+            error = 0.0 if given is None or alias.shares is not None else self._error("F", alias.tensor, box, given)
+            if not error <= TOLERANCE:
+                op, _ = alias.uses[0]
+                yield f"{self._shown(alias.tensor, box, node)} arrives {_off(error)} at {_told(op)}"
+        for output, made in zip(segment.outputs, event.made, strict=True):
+            row = int(segment.row_of[output.op.name][at])
+            wrong = self._output(output.op, output.slot, row, made)
+            if wrong:
+                yield self._inner(node, segment, event) or f"{wrong} on {_where(node)}"
+
+    def _output(self, op: Op, j: int, row: int, made: Tensor) -> str:
+        """Return what is wrong with an output of a part; with a part of a value, once all are there."""
+        rows, operand = self.edges.rows[op.name], op.outputs[j]
+        box = ranges(operand, self.model.tensors[operand.tensor], self._box(op, row))
+        whole = all(self._box(op, row)[i] == (0, x.size) for i, x in enumerate(op.indices) if i not in operand.slots)
+        if whole and not rows.shares[row]:
+            error = self._error("F", operand.tensor, box, made)
+            return "" if error <= TOLERANCE else f"{Mask(operand.tensor, box)} is made {_off(error)} by {_told(op)}"
+        parts = self.parts.setdefault(operand.tensor, {})
+        parts[row] = made
+        branch = self.edges.whole(self.edges.held(rows, operand))
+        if row not in branch or not all(r in parts for r in branch):
+            return ""
+        tensor = self.model.tensors[operand.tensor]
+        total = torch.zeros(tensor.extents, dtype=made.dtype)
+        for r in branch:
+            place = ranges(operand, tensor, self._box(op, r))
+            total[tuple(slice(lo, hi) for lo, hi in place)] += parts[r].reshape(extents(place))
+        everything: Box = tuple((0, e) for e in tensor.extents)
+        error = self._error("F", operand.tensor, everything, total.reshape(tensor.shape))
+        text = (
+            f"{Mask(operand.tensor, everything)} is made {_off(error)} by {_told(op)}, in {len(branch)} parts, the last"
+        )
+        return "" if error <= TOLERANCE else text
+
+    def _inner(self, node: Node, segment: Segment, event: Event) -> str:
+        """Return the first op inside a segment that goes wrong, on what the segment was given."""
+        code = self.exact.program.devices[node.key[0]].instructions
+        ran = next(i for i in code if isinstance(i, Forward) and i.task == task(node.number, node.key))
+        function = self.exact.program.functions[ran.function]
+        every = [(op, j) for op in function.ops for j in range(len(op.outputs))]
+        shown = replace(function, outputs=tuple(op.outputs[j].tensor for op, j in every))
+        made = _call(self.exact.program, shown, [x for x in event.given if x is not None])
+        at = segment.keys.index(node.key)
+        for (op, j), tensor in zip(every, made, strict=True):
+            row = int(segment.row_of[op.name][at]) if op.name in segment.row_of else -1
+            wrong = self._output(op, j, row, tensor) if row >= 0 else f"{_told(op)} runs where it does not belong"
+            if wrong:
+                return f"{wrong} on {_where(node)}"
+        return ""
+
+    def _backward(self, node: Node, segment: Segment, event: Event) -> Iterator[str]:
+        at = segment.keys.index(node.key)
+        saved = [output for output in segment.outputs if output.has_gradient]
+        # What is read in the segment too has only a part of its gradient from outside.
+        skipped = {operand.tensor for op in segment.ops for operand in op.inputs}
+        for output, given in zip(saved, event.given, strict=True):
+            row = int(segment.row_of[output.op.name][at])
+            if (
+                self.edges.rows[output.op.name].routes
+                or output.tensor in skipped
+                or output.tensor not in self.gradients
+            ):
+                continue
+            operand = output.op.outputs[output.slot]
+            box = ranges(operand, self.model.tensors[output.tensor], self._box(output.op, row))
+            want = self._take(self.gradients[output.tensor], output.tensor, box)
+            have = torch.zeros_like(want) if given is None else given
+            error = self._error("B", output.tensor, box, have)
+            if not error <= TOLERANCE:
+                yield f"the gradient of {self._shown(output.tensor, box, node)} arrives {_off(error)} at the backward of {_told(output.op)}"  # noqa: E501
+
+    def _box(self, op: Op, row: int) -> Box:
+        rows = self.edges.rows[op.name]
+        return tuple(zip(rows.lo[row].tolist(), rows.hi[row].tolist(), strict=True))
+
+    def _take(self, whole: Tensor, tensor: str, box: Box) -> Tensor:
+        return take(whole, slots_of(self.model, tensor), box)
+
+    def _error(self, kind: str, tensor: str, box: Box, have: Tensor) -> float:
+        """Return the largest difference, relative to the largest element of the whole tensor."""
+        whole = (self.whole if kind == "F" else self.gradients)[tensor]
+        want = self._take(whole, tensor, box)
+        if have.numel() != want.numel():
+            return float("inf")
+        if not want.numel():
+            return 0.0
+        have, want = have.reshape(want.shape).double(), want.double()
+        gap = torch.where(have == want, 0.0, (have - want).abs())
+        largest = whole.double().abs()
+        scale = max(float(largest[largest.isfinite()].max()) if largest.isfinite().any() else 0.0, self.floor[kind])
+        return float(gap.max()) / max(scale, 1e-300)
+
+    def _shown(self, tensor: str, box: Box, node: Node) -> str:
+        return f"{Mask(tensor, box)} on {_where(node)}"
+
+
+def _off(error: float) -> str:
+    return "wrong in shape" if error == float("inf") else f"off by {error:.2g}"
+
+
+def _told(op: Op) -> str:
+    return f"{op.name} ({op.module})" if op.module else op.name
+
+
+def _where(node: Node) -> str:
+    return f"device {node.key[0]}" + (f", microbatch {node.key[1]}" if node.key[1] >= 0 else "")

@@ -1,0 +1,71 @@
+"""Deadlock freedom: run only the communication of all devices, with sends that block until they are received."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.program import Collective, Device, Program, Recv, Send, Value
+from superscaler.ir.spmd import Folded
+
+Meeting = tuple[object, ...]
+
+
+def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[int], str]]]:
+    """Return per device its communication in order: what it meets for, who must be there, and of which value."""
+    found = []
+    for device in devices:
+        mine: list[tuple[Meeting, frozenset[int], str]] = []
+        count: dict[tuple[int, ...], int] = defaultdict(int)
+        for i in device.instructions:
+            if isinstance(i, Collective):
+                meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
+                mine.append((meeting, frozenset(i.group), f"{i.kind} of {_shown(i.works)} over devices {i.group}"))
+                count[i.group] += 1
+            elif isinstance(i, Send):
+                pair = device.rank, i.peer
+                mine.append((("message", *pair, i.message), frozenset(pair), f"send of {i.source} to device {i.peer}"))
+            elif isinstance(i, Recv):
+                pair = i.peer, device.rank
+                text = f"recv of {_shown([i.work])} from device {i.peer}"
+                mine.append((("message", *pair, i.message), frozenset(pair), text))
+        found.append(mine)
+    return found
+
+
+def _shown(works: Sequence[Value]) -> str:
+    names = [str(work._replace(is_handle=False, number=1)) for work in works]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+
+
+def check_rendezvous(program: Program) -> None:
+    """Raise ScheduleError showing where each device stands if the communication cannot finish.
+
+    Of a program that folds, one device of each base is looked at: the devices that it stands for do the same in step.
+    """
+    devices = program.devices
+    if isinstance(devices, Folded):
+        places = devices.fold.places
+        left = meetings(tuple(device for device, _ in devices.distinct()))
+        left = [
+            [(meeting, frozenset(places[d][0] for d in group), text) for meeting, group, text in meets]
+            for meets in left
+        ]
+    else:
+        left = meetings(devices)
+    at = [0] * len(left)
+    ready = list(range(len(left)))
+    while ready:
+        device = ready.pop()
+        while at[device] < len(left[device]):
+            meeting, members, _ = left[device][at[device]]
+            if not all(at[m] < len(left[m]) and left[m][at[m]][0] == meeting for m in members):
+                break
+            for member in members:
+                at[member] += 1
+            ready += [m for m in members if m != device]
+    stuck = [d for d in range(len(left)) if at[d] < len(left[d])]
+    if stuck:
+        lines = [f"  device {d}, step {at[d]}: waits in {left[d][at[d]][2]}" for d in stuck[:8]]
+        raise ScheduleError("the communication of this plan deadlocks:\n" + "\n".join(lines))

@@ -1,0 +1,44 @@
+"""A plan for the same model in another floating-point type, whose steps can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from superscaler.ir.graph import Op, PTensor
+from superscaler.ir.transformed import Graph
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def retype(graph: Graph, dtype: str, dropout: bool) -> Graph:
+    """Return the same plan for a model whose floating-point tensors and casts are all of `dtype`.
+
+    Without `dropout`, all its probabilities are zero, so that the result can be compared. What is communicated how is
+    chosen by the sizes of the dtypes there were, so that the same exchanges are compared as train.
+    """
+    model = graph.model
+    tensors = {name: _retyped(tensor, dtype) for name, tensor in model.tensors.items()}
+    ops = tuple(_retyped_op(op, dtype, dropout) for op in model.ops)
+    twin = Graph(replace(model, tensors=tensors, ops=ops), graph.captured)
+    twin.grids = {name: grid.copy() for name, grid in graph.grids.items()}
+    twin.orders, twin.journal = list(graph.orders), list(graph.journal)
+    return twin
+
+
+def _retyped(tensor: PTensor, dtype: str) -> PTensor:
+    return replace(tensor, dtype=dtype, trained_as=tensor.trained.dtype) if tensor.dtype in FLOATS else tensor
+
+
+def _retyped_op(op: Op, dtype: str, dropout: bool) -> Op:
+    args, kwargs = op.args, op.kwargs
+    if not dropout and op.target == "ss.dropout":
+        args = (args[0], 0.0)
+    if not dropout and op.target == "ss.attention_dropout":
+        args = (*args[:4], 0.0, *args[5:])
+    casts = {f"torch.{name}": f"torch.{dtype}" for name in FLOATS}
+
+    def swap(value: Any) -> Any:
+        return casts.get(value, value) if isinstance(value, str) else value
+
+    return replace(op, args=tuple(swap(a) for a in args), kwargs=tuple((k, swap(v)) for k, v in kwargs))

@@ -1,0 +1,105 @@
+"""A plan directory as it stands: its program is certified, and code and data are what follows from the program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from superscaler.artifact import damaged, described, texts
+from superscaler.emit.steps import emit
+from superscaler.errors import InputError
+from superscaler.ir.listing import parse_program
+from superscaler.ir.program import Program
+from superscaler.ir.text import parse_model
+from superscaler.specs.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE, read_plan
+from superscaler.verify.certificate import check_program
+from superscaler.verify.rendezvous import check_rendezvous
+
+# How the file of weights calls the dtypes.
+DTYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"},
+    **{f"I{n}": f"int{n}" for n in (8, 16, 32, 64)},
+}
+
+
+def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
+    """Certify what a plan directory holds, and that its code and plan.json are what its program says; with `manifest`
+    also that every file has the hash that compile wrote down.
+
+    Raises ScheduleError for a program that does not hold, InputError for a directory that cannot be read, or whose
+    files say different things.
+    """
+    plan = read_plan(directory)
+    model = parse_model(_text(directory, MODEL_FILE))
+    program = parse_program(_text(directory, PROGRAM_FILE), model)
+    if program.world != plan.get("world"):
+        raise InputError(
+            f"{directory / PLAN_FILE} is for {plan.get('world')} devices, its program for {program.world}."
+        )
+    check_program(program)
+    check_rendezvous(program)
+    emitted = emit(program)
+    for name, text in texts(program, emitted).items():
+        _compare(directory / name, _text(directory, name), text)
+    wanted = json.loads(json.dumps(described(program, emitted, str(plan.get("cluster")), plan.get("seed", 0))))
+    found = {key: value for key, value in plan.items() if key != "manifest"}
+    difference = next(_differences(found, wanted), None)
+    if difference is not None:
+        raise InputError(f"{directory / PLAN_FILE}: {difference}")
+    _check_weights(directory / WEIGHTS_FILE, program)
+    if manifest and (name := damaged(directory, plan)):
+        raise InputError(f"{directory / name} is not what compile wrote there; write the plan again.")
+    return {"conservation": True, "deadlock_free": True, "manifest": manifest, "world": program.world}
+
+
+def _text(directory: Path, name: str) -> str:
+    try:
+        return (directory / name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise InputError(f"{directory / name} cannot be read: {reason}; write the plan again.") from None
+
+
+def _compare(file: Path, found: str, wanted: str) -> None:
+    if found == wanted:
+        return
+    pairs = zip_longest(found.splitlines(), wanted.splitlines(), fillvalue="")
+    for number, (a, b) in enumerate(pairs, 1):
+        if a != b:
+            raise InputError(f"{file}, line {number} is '{a.strip()[:80]}', but the program says '{b.strip()[:80]}'.")
+    raise InputError(f"{file} differs from what the program says in its blanks or line ends.")
+
+
+def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
+    """Yield what is not as it should be, by the path to it."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in {**wanted, **found}:
+            if key not in found or key not in wanted:
+                yield f"{where}{key} {'is missing' if key in wanted else 'is not of this plan'}."
+            else:
+                yield from _differences(found[key], wanted[key], f"{where}{key}, ")
+    elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            yield from _differences(a, b, f"{where}{number}, ")
+    elif type(found) is not type(wanted) or found != wanted:
+        yield f"{where.rstrip(', ')} is {str(found)[:80]}, but the program says {str(wanted)[:80]}."
+
+
+def _check_weights(file: Path, program: Program) -> None:
+    """Every weight at rest is in the file, whole and of its dtype."""
+    model, needed = program.model, {w.tensor for device, _ in program.distinct for w in device.weights}
+    try:
+        with safe_open(file, framework="pt") as stored:
+            kept = {name: stored.get_slice(name) for name in needed.intersection(stored.keys())}
+            found = {name: (tuple(piece.get_shape()), DTYPES.get(piece.get_dtype())) for name, piece in kept.items()}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file} cannot be read: {error}; write the plan again.") from None
+    for name in sorted(needed):
+        tensor = model.tensors[name]
+        if found.get(name) != (tensor.shape, tensor.dtype):
+            raise InputError(f"{file} has {name} as {found.get(name)}, but it is {tensor.dtype} {tensor.shape}.")

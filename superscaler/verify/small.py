@@ -1,0 +1,334 @@
+"""A plan at a small shape: the same ops, cuts, orders and exchanges on few elements and places, so that it runs here.
+
+Sizes of factors shrink to what the cuts need, the mesh to a few places along each fold axis, the microbatches to a few.
+Which factors may shrink is found by running each op on tensors of the new shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from math import lcm, prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superscaler.artifact import bounds, initial_values, slots_of
+from superscaler.cluster import Cluster
+from superscaler.compiler import Compiled
+from superscaler.emit.segments import draws_of, emit_segments
+from superscaler.errors import InputError
+from superscaler.ir.graph import RANDOM, Model, Op
+from superscaler.ir.parts import Grid, Ints
+from superscaler.ir.program import Function, Program
+from superscaler.ir.transformed import Graph, Group, Order
+from superscaler.runtime.executor import take
+from superscaler.runtime.step import modules
+from superscaler.schedule.spmd import leaves, restrict
+
+# How many places along a fold axis (one more than are compiled, so that one is told by the others), and microbatches.
+PLACES, MICROBATCHES = 3, 4
+# More devices than this do not run as threads of one process in reasonable time.
+MOST_DEVICES = 128
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Small:
+    """A plan at a small shape, the values and batch to run it on, and what shrank: (before, after) by name."""
+
+    graph: Graph
+    cluster: Cluster
+    values: Mapping[str, Tensor]
+    batch: Mapping[str, Tensor]
+    shrunk: Mapping[str, tuple[int, int]]
+
+
+def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Small:
+    """Return a plan at a small shape, with the first elements of a batch (default: of the example).
+
+    Raises InputError where an op that cannot run smaller forbids it.
+    """
+    whole = compiled.graph
+    graph = whole.copy() if compiled.close is None else restrict(whole, compiled.close, PLACES)
+    _drop_microbatches(graph)
+    sizes = _sizes(whole, graph)
+    model = _resized(graph.model, sizes)
+    used = sorted(set[int]().union(*(graph.grids[op.name].used() for op in graph.ops)))
+    if len(used) > MOST_DEVICES:
+        raise InputError(
+            f"the plan still needs {len(used)} devices at its smallest, but at most {MOST_DEVICES} run in one process; "
+            "verify it on fewer devices."
+        )
+    number = np.zeros(used[-1] + 1, dtype=np.int64)
+    number[used] = np.arange(len(used))
+    small = Graph(model, graph.captured)
+    small.grids = {
+        op.name: _refit(graph.grids[op.name], old, op, number) for old, op in zip(whole.ops, model.ops, strict=True)
+    }
+    small.orders, small.journal = graph.orders, list(graph.journal)
+    shrunk = {f: (size, sizes[f]) for f, size in ((n, x.size) for n, x in whole.factors.items()) if sizes[f] != size}
+    shrunk |= {"devices": (len(compiled.cluster.devices), len(used))}
+    captured = whole.captured
+    kept = {
+        n: _leading(whole.model, model, n, v)
+        for n, v in captured.values.items()
+        if model.tensors[n].kind != "parameter"
+    }
+    return Small(
+        small,
+        Cluster.local(len(used)),
+        initial_values(model, kept),
+        _batch(whole.model, model, batch or captured.batch),
+        shrunk,
+    )
+
+
+# Fewer microbatches.
+
+
+def _drop_microbatches(graph: Graph) -> None:
+    """Keep the first few microbatches; orders through the others go on between those that stay. Orders of single parts,
+    and trees of parts, stay as they are with all microbatches.
+    """
+    is_single = any(paths for order in graph.orders for end in (order.before, order.after) for _, paths in end.members)
+    if is_single or any(grid.children for grid in graph.grids.values()):
+        return
+    for name, grid in graph.grids.items():
+        at = next((k for k, axis in enumerate(grid.axes) if axis.is_microbatch), None)
+        if at is not None:
+            axis = replace(grid.axes[at], sizes=grid.axes[at].sizes[:MICROBATCHES])
+            devices = grid.devices.take(range(len(axis.sizes)), at)
+            graph.grids[name] = Grid((*grid.axes[:at], axis, *grid.axes[at + 1 :]), devices, {}, grid.replaced_at)
+    after: dict[Group, dict[Group, str]] = {}
+    before: dict[Group, dict[Group, str]] = {}
+    for order in graph.orders:
+        after.setdefault(order.before, {})[order.after] = order.where
+        before.setdefault(order.after, {})[order.before] = order.where
+    for gone in [g for g in {**after, **before} if (g.microbatch or 0) >= MICROBATCHES]:
+        earlier, later = before.pop(gone, {}), after.pop(gone, {})
+        for group in earlier:
+            after[group].pop(gone)
+        for group in later:
+            before[group].pop(gone)
+        for first in earlier:
+            for second, where in later.items():
+                after.setdefault(first, {})[second] = where
+                before.setdefault(second, {})[first] = where
+    graph.orders = [Order(first, second, where) for first, found in after.items() for second, where in found.items()]
+
+
+# Smaller factors.
+
+
+def _sizes(whole: Graph, graph: Graph) -> dict[str, int]:
+    """Return the new size of each factor: as many elements as its cuts need, or its own where an op needs it whole."""
+    parts, must = dict.fromkeys(whole.factors, 1), set[str]()
+    pinned = _looked_up(whole.model, whole.captured.values)
+    for op in whole.ops:
+        if whole.grids[op.name].children and not list(leaves(whole.grids[op.name])):
+            pinned |= {i.factor: f"only some parts of {op.name} are cut" for i in op.indices}
+        for (outer, grid), (_, before) in zip(leaves(graph.grids[op.name]), leaves(whole.grids[op.name]), strict=True):
+            for i, index in enumerate(op.indices):
+                axes = [a for a in (*outer, *grid.axes) if a.index == i]
+                if any(len(set(a.sizes)) > 1 for a in axes):
+                    pinned.setdefault(index.factor, f"{op.name} is cut unevenly there")
+                    continue
+                parts[index.factor] = lcm(parts[index.factor], prod(len(a.sizes) for a in axes))
+                if any(a.index == i and a.sizes != b.sizes for a, b in zip(grid.axes, before.axes, strict=True)):
+                    must.add(index.factor)
+    derived: dict[str, int] = {}
+    while True:
+        sizes = {}
+        for n, (name, factor) in enumerate(whole.factors.items()):
+            # Different leaves, so that what is mixed up differs.
+            leaf = next((k for k in (2 + n % 2, 2) if k * parts[name] <= factor.size), 1)
+            sizes[name] = factor.size if name in pinned else derived.get(name, leaf * parts[name])
+        for name in must & set(pinned):
+            raise InputError(
+                f"the plan cannot be verified at a small shape: factor {name} of {whole.factors[name].size} is cut, "
+                f"but cannot shrink, since {pinned[name]}."
+            )
+        # What an op makes of smaller operands may have a size of its own, as what a pad makes.
+        free = {name for name in sizes if parts[name] == 1 and name not in pinned and name not in derived}
+        new, failing = _probe(whole.model, sizes, free)
+        derived |= new
+        pinned |= {} if new else failing
+        if not new and not failing:
+            return sizes
+
+
+def _looked_up(model: Model, values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the factors that a model selects from by numbers of its own, with the reason: these must not shrink.
+
+    Safe are numbers of inputs, which are drawn below a bound, zeros and ones, and places in what has that factor too.
+    """
+    safe, producers = set(bounds(model)), model.producers()
+    safe |= {n for n, v in values.items() if not v.is_floating_point() and v.numel() and v.min() >= 0 and v.max() < 2}
+    found: dict[str, str] = {}
+    for op in model.ops:
+        numbers = [o for o in op.inputs if "int" in model.tensors[o.tensor].dtype]
+        if not op.is_forward or not numbers or len(numbers) == len(op.inputs):
+            continue
+        left, sources, within = [o.tensor for o in numbers], set[str](), set[str]()
+        while left:
+            name = left.pop()
+            made = producers[name][0] if name in producers else None
+            if made is None:
+                sources.add(name)
+            elif made.from_data:
+                left += [o.tensor for o in made.inputs]
+            else:
+                within |= {i.factor for i in made.indices}
+        if sources <= safe and not within:
+            continue
+        own = {f for o in numbers for f in _factors(model, o.tensor)}
+        for o in op.inputs:
+            for f, i in zip(_factors(model, o.tensor), o.slots, strict=True):
+                if f not in own | within and (i is None or op.indices[i].mark != "spatial"):
+                    found.setdefault(f, f"{op.name} looks it up by numbers that the model makes")
+    return found
+
+
+def _factors(model: Model, tensor: str) -> list[str]:
+    return [f for dim in model.tensors[tensor].slots for f in dim]
+
+
+def _probe(model: Model, sizes: Mapping[str, int], free: Set[str]) -> tuple[dict[str, int], dict[str, str]]:
+    """Run each op on tensors of the new sizes. Of the first that gives others, return either which sizes it gives to
+    free factors that no operand has, or the factors that must keep their size for it, with the reason.
+    """
+    for op, shapes in _run(model, model.ops, sizes)[:1]:
+        own = None if shapes is None else _own(model, op, sizes, shapes)
+        if own is not None and free >= own.keys() and all(own.values()):
+            return own, {}
+        touched = (f for o in (*op.inputs, *op.outputs) for f in _factors(model, o.tensor))
+        own_size = {f: model.factors[f].size for f in (*touched, *(i.factor for i in op.indices))}
+        kept = {f: n for f, n in own_size.items() if sizes[f] != n}
+        for f in list(kept):
+            if _fits(model, op, {**sizes, **kept, f: sizes[f]}):
+                kept.pop(f)
+        return {}, dict.fromkeys(kept, f"{op.name} ({op.target}) cannot run smaller")
+    return {}, {}
+
+
+def _own(model: Model, op: Op, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> dict[str, int] | None:
+    """Return which factors an op gives another size, each a dim that no operand has; None if it differs elsewhere."""
+    given = {f for o in op.inputs for f in _factors(model, o.tensor)}
+    found: dict[str, int] = {}
+    for o, shape in zip(op.outputs, shapes, strict=True):
+        slots = model.tensors[o.tensor].slots
+        if len(slots) != len(shape):
+            return None
+        for dim, n in zip(slots, shape, strict=True):
+            if n != prod(sizes[f] for f in dim):
+                if len(dim) != 1 or dim[0] in given:
+                    return None
+                found[dim[0]] = n
+    return found
+
+
+def _fits(model: Model, op: Op, sizes: Mapping[str, int]) -> bool:
+    small = _resized(model, sizes)
+    return all(
+        shapes is not None and all(small.tensors[o.tensor].shape == s for o, s in zip(op.outputs, shapes, strict=True))
+        for _, shapes in _run(model, [op], sizes)
+    )
+
+
+def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tuple[Op, list[Shape] | None]]:
+    """Return forward ops that do not give the right shapes on tensors of the new sizes: those that they give, or None.
+
+    An op that does not run on tensors without data at its own sizes either is believed.
+    """
+    small = _resized(model, sizes)
+    resized = {op.name: op for op in small.ops}
+    chosen = [op for op in ops if op.is_forward]
+    functions = []
+    for op in (resized[o.name] for o in chosen):
+        names, made = tuple(o.tensor for o in op.inputs), tuple(o.tensor for o in op.outputs)
+        box = tuple((0, i.size) for i in op.indices)
+        functions.append(Function((op,), (box,), names, {(op.name, k): k for k in range(len(names))}, made, ""))
+    text, called = emit_segments(Program(small, tuple(functions), ()))
+    code = modules({"segments.py": text})["segments"]
+    found: list[tuple[Op, list[Shape] | None]] = []
+    for op, function, name in zip(chosen, functions, called, strict=True):
+        shapes = _shapes(small, function, getattr(code, name))
+        if shapes == [small.tensors[o.tensor].shape for o in op.outputs]:
+            continue
+        if shapes is None and sizes and any(s is None for _, s in _run(model, [op], {})):
+            continue
+        found.append((op, shapes))
+    return found
+
+
+def _shapes(model: Model, function: Function, call: Callable[..., Sequence[Tensor]]) -> list[Shape] | None:
+    """Return the shapes of what a function of one op gives on tensors without data, None where it fails."""
+    op = function.ops[0]
+    boxes = [box for box in function.boxes if op.target in RANDOM]
+    draws = draws_of(model, function, boxes)
+
+    def random(k: int) -> Tensor:
+        return torch.zeros(draws[k].shape, device="meta")
+
+    def empty(name: str) -> Tensor:
+        return torch.empty(model.tensors[name].shape, dtype=getattr(torch, model.tensors[name].dtype), device="meta")
+
+    try:
+        return [tuple(x.shape) for x in call(*map(empty, function.inputs), *([random] if draws else []))]
+    except Exception:
+        return None
+
+
+def _resized(model: Model, sizes: Mapping[str, int]) -> Model:
+    """Return the model with other sizes of factors."""
+    tensors = {}
+    for name, tensor in model.tensors.items():
+        extents = tuple(sizes.get(f, e) for f, e in zip(_factors(model, name), tensor.extents, strict=True))
+        tensors[name] = replace(tensor, extents=extents, shape=tensor.local_shape(extents))
+    ops = tuple(
+        replace(op, indices=tuple(replace(i, size=sizes.get(i.factor, i.size)) for i in op.indices)) for op in model.ops
+    )
+    renewed = {name: replace(f, size=sizes.get(name, f.size)) for name, f in model.factors.items()}
+    return replace(model, tensors=tensors, ops=ops, factors=renewed)
+
+
+def _refit(grid: Grid, old: Op, op: Op, number: Ints, inner: Sequence[int] = ()) -> Grid:
+    """Return a grid whose cuts of the indices that changed fit their new sizes, on renumbered devices."""
+    left, axes = list(inner or (i.size for i in op.indices)), []
+    for axis in grid.axes:
+        at = axis.index
+        if at is not None and op.indices[at].size != old.indices[at].size:
+            left[at] //= len(axis.sizes)
+            axis = replace(axis, sizes=(left[at],) * len(axis.sizes))
+        axes.append(axis)
+    children = {cell: _refit(child, old, op, number, left) for cell, child in grid.children.items()}
+    return Grid(tuple(axes), number[grid.devices], children, grid.replaced_at)
+
+
+# Values.
+
+
+def _leading(whole: Model, small: Model, name: str, value: Tensor) -> Tensor:
+    """Return the first elements of a tensor along each slot."""
+    return take(value, slots_of(whole, name), tuple((0, size) for size in small.tensors[name].extents))
+
+
+def _batch(whole: Model, small: Model, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch for the small model: the first elements of the example, drawn where it has no values."""
+    limits, found = bounds(small), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, value in batch.items():
+        tensor = small.tensors.get(name)
+        if tensor is None:
+            continue
+        limit = limits.get(name)
+        if not value.is_meta:
+            value = _leading(whole, small, name, value)
+            found[name] = torch.where(value < 0, value, value % limit) if limit else value
+        elif value.is_floating_point():
+            found[name] = torch.randn(tensor.shape, generator=generator, dtype=value.dtype)
+        else:
+            found[name] = torch.randint(0, limit or 2, tensor.shape, generator=generator).to(value.dtype)
+    return found

@@ -1,0 +1,429 @@
+"""Single mutations of a program: one instruction, name, number or flag of one device, or of a function, is another.
+
+Every mutant has a class, the key of a row in the table of `benchmarks/certificate.py`. Equal plans give equal mutants.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from superscaler.compiler import Compiled
+from superscaler.emit.expressions import ranges
+from superscaler.ir.mask import extents
+from superscaler.ir.program import (
+    FIELDS,
+    Backward,
+    Collective,
+    Combine,
+    Device,
+    Forward,
+    Free,
+    Function,
+    Instruction,
+    Load,
+    Loss,
+    Program,
+    Recv,
+    Role,
+    Update,
+    Value,
+    reads,
+    writes,
+)
+from superscaler.ir.spmd import Folded
+
+Change = Callable[[Device], Device]
+Path = tuple[str | int, ...]
+# How many other names are tried for one that is read, and other places for an input of a function.
+TRIED = 3
+# The class of a changed number, by its field.
+NUMBERS = {
+    "box": "box", "boxes": "box", "ranges": "box", "at": "at", "view": "view", "shape": "shape", "local": "shape",
+    "take": "take or give", "give": "take or give", "group": "group", "peer": "peer", "message": "message",
+    "point": "point", "task": "task", "function": "function number", "saved": "saved", "bytes": "bytes",
+}  # fmt: skip
+# Fields whose entries belong together: one entry of all of them can be left out.
+ENTRIES: Mapping[type, Sequence[tuple[str, ...]]] = {
+    Combine: [("pieces", "boxes")],
+    Collective: [("works", "sources", "ways"), ("group",)],
+    Forward: [("saved",)],
+    Update: [("weights", "gradients"), ("buffers", "values")],
+    Loss: [("parts", "counted")],
+}
+# What moves along a fold.
+MOVING = ("box", "at", "flag", "weight box", "weight flag")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    kind: str
+    what: str
+    program: Program
+
+
+def mutants(exact: Compiled, scope: str = "one device") -> Iterator[Mutant]:
+    """Yield the mutants of a plan: first those without frees, then those of the frees.
+
+    One device of each distinct program is changed; of a folded one, all places that were compiled alike ("all places"),
+    those at place 1 only, which tell how numbers move along the fold ("place 1"), or a device of the plan in full ("one
+    device").
+    """
+    whole = exact.program if scope != "one device" else replace(exact.program, devices=tuple(exact.program.devices))
+    program = without_frees(whole)
+    for ranks in scopes(exact, program, scope):
+        for kind, what, change in _of_device(program, device_of(program, ranks[0])):
+            mutated = with_change(program, ranks, change) if scope != "place 1" or kind in MOVING else None
+            if mutated is not None:
+                yield Mutant(kind, f"device {ranks[-1]}: {what}", mutated)
+        for what, change in _of_frees(device_of(whole, ranks[0])) if scope != "place 1" else ():
+            mutated = with_change(whole, ranks, change)
+            if mutated is not None:
+                yield Mutant("free", f"device {ranks[-1]}: {what}", mutated)
+    for kind, what, functions in _of_functions(program) if scope != "place 1" else ():
+        yield Mutant(kind, what, replace(program, functions=functions))
+
+
+def scopes(exact: Compiled, program: Program, scope: str) -> list[list[int]]:
+    """Return the groups of devices that are changed alike."""
+    devices = program.devices
+    if not isinstance(devices, Folded):
+        # The last device of each program: at the first one boxes start at zero.
+        return [[rank] for rank in sorted({name: rank for rank, name in enumerate(exact.emitted.programs)}.values())]
+    samples = [devices.fold.samples(base) for base in range(len(devices.fold.devices))]
+    return samples if scope == "all places" else [some[1:] for some in samples]
+
+
+def device_of(program: Program, rank: int) -> Device:
+    devices = program.devices
+    return devices.compiled[rank] if isinstance(devices, Folded) else devices[rank]
+
+
+def with_change(program: Program, ranks: Sequence[int], change: Change) -> Program | None:
+    """Return the program with some devices changed, None where nothing is."""
+    new = {rank: change(device_of(program, rank)) for rank in ranks}
+    if all(new[rank] == device_of(program, rank) for rank in ranks):
+        return None
+    devices = program.devices
+    if not isinstance(devices, Folded):
+        return replace(program, devices=tuple(new.get(d.rank, d) for d in devices))
+    if any(not 0 <= d < devices.world for device in new.values() for d in _peers(device)):
+        return None
+    folded = replace(devices, compiled={**devices.compiled, **new})
+    # What does not move along a fold is read at place 0 only.
+    is_new = any(a != b for a, b in zip(folded, devices, strict=True))
+    return replace(program, devices=folded) if is_new else None
+
+
+def _peers(device: Device) -> Iterator[int]:
+    for i in device.instructions:
+        yield from getattr(i, "group", ())
+        yield getattr(i, "peer", 0)
+
+
+def without_frees(program: Program) -> Program:
+    def bare(device: Device) -> Device:
+        return replace(device, instructions=tuple(i for i in device.instructions if not isinstance(i, Free)))
+
+    devices = program.devices
+    if isinstance(devices, Folded):
+        compiled = {rank: bare(device) for rank, device in devices.compiled.items()}
+        return replace(program, devices=replace(devices, compiled=compiled, idle=bare(devices.idle)))
+    return replace(program, devices=tuple(map(bare, devices)))
+
+
+# Paths to what an instruction holds.
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield names, numbers, flags and texts in tuples and dataclasses, each with how to get there."""
+    if isinstance(value, Value) or not (isinstance(value, tuple) or is_dataclass(value)):
+        yield path, value
+    elif isinstance(value, tuple):
+        for k, item in enumerate(value):
+            yield from leaves(item, (*path, k))
+    else:
+        for f in fields(value):
+            yield from leaves(getattr(value, f.name), (*path, f.name))
+
+
+def put(value: Any, path: Path, turn: Callable[[Any], Any]) -> Any:
+    """Return the value with what is at a path turned into something else."""
+    if not path:
+        return turn(value)
+    at, rest = path[0], path[1:]
+    if isinstance(at, str):
+        return replace(value, **{at: put(getattr(value, at), rest, turn)})
+    items = [put(v, rest, turn) if k == at else v for k, v in enumerate(value)]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+def _at(n: int, turn: Callable[[Instruction], Instruction]) -> Change:
+    """Return the change of instruction `n`."""
+    return _code(lambda code: [*code[:n], turn(code[n]), *code[n + 1 :]])
+
+
+def _code(turn: Callable[[Sequence[Instruction]], Sequence[Instruction]]) -> Change:
+    return lambda device: replace(device, instructions=tuple(turn(device.instructions)))
+
+
+def _set(n: int, path: Path, new: Any) -> Change:
+    return _at(n, lambda i: put(i, path, lambda _: new))
+
+
+def _add(n: int, path: Path, by: int) -> Change:
+    return _at(n, lambda i: put(i, path, lambda x: x + by))
+
+
+Found = Iterator[tuple[str, str, Change]]
+
+
+def _of_device(program: Program, device: Device) -> Found:
+    kinds = shapes(program, device)
+    known: list[Value] = []
+    for n, i in enumerate(device.instructions):
+        told = f"instruction {n}, {shown(i)}"
+        yield "delete", f"{told} is left out", _code(lambda code, n=n: [*code[:n], *code[n + 1 :]])
+        yield "duplicate", f"{told} runs twice", _code(lambda code, n=n: [*code[: n + 1], *code[n:]])
+        if n + 1 < len(device.instructions):
+            yield (
+                "swap",
+                f"{told} runs after the next one",
+                _code(lambda code, n=n: [*code[:n], code[n + 1], code[n], *code[n + 2 :]]),
+            )
+        for kind, what, change in _of_instruction(program, i, n):
+            yield kind, f"{told}: {what}", change
+        for what, change in _of_reads(device.rank, i, n, known, kinds):
+            yield "read", f"{told}: {what}", change
+        known += [name for name in writes(i) if name not in known]
+    yield from _of_weights(program, device)
+
+
+def _of_instruction(program: Program, i: Instruction, n: int) -> Found:
+    for path, value in leaves(i):
+        name = next(p for p in reversed(path) if isinstance(p, str))
+        where = ".".join(map(str, path))
+        if isinstance(value, bool):
+            yield "flag", f"{where} is {not value}", _at(n, lambda i, p=path: put(i, p, lambda x: not x))
+        elif isinstance(value, int) and name in NUMBERS:
+            for by in (-1, 1):
+                yield NUMBERS[name], f"{where} is {value + by}, not {value}", _add(n, path, by)
+        elif name == "dtype":
+            other = "float32" if value == "float64" else "float64"
+            yield "dtype", f"{where} is {other}", _set(n, path, other)
+        elif name == "tensor" and isinstance(i, Load):
+            for other in _like(program, value):
+                yield "tensor", f"{where} is {other}", _set(n, path, other)
+        elif isinstance(value, Value) and isinstance(i, Backward | Collective) and path[0] in ("gradients", "sources"):
+            yield "gap", f"{where} is nothing", _set(n, path, None)
+    if isinstance(i, Collective):
+        for kind in KINDS:
+            if kind != i.kind:
+                yield "kind", f"it is {kind}", _set(n, ("kind",), kind)
+        for a, b in _pairs(len(i.group)):
+            yield (
+                "group order",
+                f"members {a} and {b} change places",
+                _at(n, lambda i, a=a, b=b: replace(i, group=_exchanged(i.group, a, b))),
+            )
+    for group in ENTRIES.get(type(i), ()):
+        for k in range(len(getattr(i, group[0]))):
+            kind = "piece" if isinstance(i, Combine) else "entry"
+            yield kind, f"entry {k} of {group[0]} is left out", _entries(n, group, [*range(k), *range(k + 1, 1000)])
+            if isinstance(i, Combine):
+                yield kind, f"entry {k} of {group[0]} is there twice", _entries(n, group, [*range(1000), k])
+    for name in FIELDS[type(i), Role.WRITE]:
+        value = getattr(i, name)
+        if not isinstance(value, Value):
+            for a, b in _pairs(len(value)):
+                change = _at(n, lambda i, f=name, a=a, b=b: replace(i, **{f: _exchanged(getattr(i, f), a, b)}))
+                yield "write", f"{name} {a} and {b} change places", change
+
+
+def _entries(n: int, group: tuple[str, ...], kept: Sequence[int]) -> Change:
+    def turn(i: Instruction) -> Instruction:
+        sides = {name: getattr(i, name) for name in group}
+        return replace(i, **{name: tuple(side[k] for k in kept if k < len(side)) for name, side in sides.items()})
+
+    return _at(n, turn)
+
+
+def _pairs(count: int) -> list[tuple[int, int]]:
+    """Return neighbours, and the ends."""
+    return [*pairwise(range(count)), *([(0, count - 1)] if count > 2 else [])]
+
+
+def _exchanged(items: tuple[Any, ...], a: int, b: int) -> tuple[Any, ...]:
+    order = list(range(len(items)))
+    order[a], order[b] = b, a
+    return tuple(items[k] for k in order)
+
+
+def _of_reads(
+    rank: int, i: Instruction, n: int, known: Sequence[Value], kinds: Mapping[Value, Any]
+) -> Iterator[tuple[str, Change]]:
+    """Let each name that is read be another one of equal shape that was made before."""
+    for name in FIELDS[type(i), Role.READ]:
+        for path, old in leaves(getattr(i, name), (name,)):
+            if old is None or old not in kinds:
+                continue
+            others = [v for v in known if v != old and kinds[v] == kinds[old]]
+            draw = random.Random(f"{rank} {n} {path}")
+            # What is most alike comes first: the same tensor in another microbatch, or from another device.
+            others = sorted(draw.sample(others, len(others)), key=lambda v: v.name != old.name)[:TRIED]
+            for other in others:
+                yield f"{'.'.join(map(str, path))} is {other}, not {old}", _set(n, path, other)
+
+
+def shapes(program: Program, device: Device) -> dict[Value, tuple[bool, tuple[int, ...], str]]:
+    """Return for each name of a device whether it is a handle, its shape (of handles elements), and its dtype."""
+    found: dict[Value, tuple[bool, tuple[int, ...], str]] = {}
+    aliases: dict[Any, list[Any]] = {}
+    for i in device.instructions:
+        match i:
+            case Load():
+                tensor = program.model.tensors[i.tensor]
+                kinds = [(False, tensor.local_shape(extents(i.box)), tensor.dtype)]
+            case Forward():
+                kinds = [(False, *_output(program, program.functions[i.function], o)) for o in range(len(i.outputs))]
+                aliases[i.task] = [found[v] for v, g in zip(i.inputs, i.grads, strict=True) if g]
+            case Backward():
+                kinds = aliases[i.task]
+            case Collective():
+                kinds = [(True, (prod(way.shape),), i.dtype) for way in i.ways]
+            case Recv():
+                kinds = [(True, (prod(i.shape),), i.dtype)]
+            case _:
+                dtype = next((found[v][2] for v in reads(i) if v in found), getattr(i, "dtype", "float64"))
+                shape = getattr(i, "shape", None) or next((found[v][1] for v in reads(i) if v in found), ())
+                kinds = [(False, shape, dtype)] * len(writes(i))
+        outputs = i.outputs if isinstance(i, Backward) else writes(i)
+        found |= {name: kind for name, kind in zip(outputs, kinds, strict=True) if name is not None}
+    return found
+
+
+def _output(program: Program, function: Function, number: int) -> tuple[tuple[int, ...], str]:
+    name = function.outputs[number]
+    at, operand = next((at, o) for at, op in enumerate(function.ops) for o in op.outputs if o.tensor == name)
+    tensor = program.model.tensors[name]
+    return tensor.local_shape(extents(ranges(operand, tensor, function.boxes[at]))), tensor.dtype
+
+
+def _like(program: Program, name: str) -> list[str]:
+    """Return other tensors that a device may hold or load, of equal extents and dtype."""
+    tensors = program.model.tensors
+    own = tensors[name]
+    like = [t for t in tensors.values() if (t.extents, t.dtype) == (own.extents, own.dtype) and t.name != name]
+    return [t.name for t in like if (t.kind == "input") == (own.kind == "input") and t.kind != "activation"][:TRIED]
+
+
+def _of_weights(program: Program, device: Device) -> Found:
+    for k, weight in enumerate(device.weights):
+        told = f"weight {weight.name}"
+
+        def turned(turn: Callable[[Any], Any], k: int = k) -> Change:
+            return lambda d: replace(d, weights=(*d.weights[:k], turn(d.weights[k]), *d.weights[k + 1 :]))
+
+        for path, value in leaves(weight):
+            where = ".".join(map(str, path))
+            if isinstance(value, bool):
+                change = turned(lambda w, p=path: put(w, p, lambda x: not x))
+                yield "weight flag", f"{told}: {where} is {not value}", change
+            elif isinstance(value, int) and path[0] != "name":
+                for by in (-1, 1):
+                    change = turned(lambda w, p=path, by=by: put(w, p, lambda x: x + by))
+                    yield f"weight {path[0]}", f"{told}: {where} is {value + by}, not {value}", change
+        for other in _like(program, weight.tensor):
+            yield "weight tensor", f"{told} is {other}", turned(lambda w, t=other: replace(w, tensor=t))
+        yield "weight", f"{told} is left out", lambda d, k=k: replace(d, weights=d.weights[:k] + d.weights[k + 1 :])
+
+
+def _of_frees(device: Device) -> Iterator[tuple[str, Change]]:
+    """Free each name before what reads it last, or before it is made where nothing reads it; and twice."""
+    code = device.instructions
+    for n, i in enumerate(code):
+        for name in i.names if isinstance(i, Free) else ():
+            last = max(m for m in range(n) if name in (*reads(code[m]), *writes(code[m])))
+
+            def moved(code: Sequence[Instruction], n: int = n, name: Value = name, last: int = last) -> Any:
+                kept = replace(code[n], names=tuple(v for v in code[n].names if v != name))
+                return [*code[:last], Free((name,)), *code[last:n], *([kept] if kept.names else []), *code[n + 1 :]]
+
+            yield f"{name} is freed before instruction {last}, {shown(code[last])}", _code(moved)
+        if isinstance(i, Free):
+            yield f"{shown(i)} twice", _code(lambda code, n=n: [*code[: n + 1], *code[n:]])
+
+
+def shown(i: Instruction) -> str:
+    """Return an instruction by its kind and the names that it makes, or else reads."""
+    names = writes(i) or (i.names if isinstance(i, Free) else reads(i))
+    return f"{type(i).__name__} of {', '.join(map(str, names[:3]))}{' ...' if len(names) > 3 else ''}"
+
+
+# Functions.
+
+
+def _of_functions(program: Program) -> Iterator[tuple[str, str, tuple[Function, ...]]]:
+    used = {i.function for d, _ in program.distinct for i in d.instructions if isinstance(i, Forward)}
+    for n, function in enumerate(program.functions):
+        for kind, what, new in _of_function(program, function) if n in used else ():
+            yield (
+                f"function {kind}",
+                f"function {n}: {what}",
+                (*program.functions[:n], new, *program.functions[n + 1 :]),
+            )
+
+
+def _of_function(program: Program, f: Function) -> Iterator[tuple[str, str, Function]]:
+    for path, value in leaves(f.boxes):
+        for by in (-1, 1):
+            new = put(f.boxes, path, lambda x, by=by: x + by)
+            yield "box", f"boxes.{'.'.join(map(str, path))} is {value + by}, not {value}", replace(f, boxes=new)
+    most = max((c for where in f.coordinates for c in where), default=0)
+    for path, value in leaves(f.coordinates):
+        for by in (-1, 1):
+            if 0 <= value + by <= most:
+                new = put(f.coordinates, path, lambda x, by=by: x + by)
+                what = f"coordinates.{'.'.join(map(str, path))} is {value + by}, not {value}"
+                yield "coordinate", what, replace(f, coordinates=new)
+    sizes = {n: _input(program, f, n) for n in set(f.input_of.values())}
+    for (op, k), n in f.input_of.items():
+        others = [m for m in sizes if m != n and sizes[m] == sizes[n]]
+        for other in random.Random(f"{op} {k}").sample(others, min(TRIED, len(others))):
+            new = replace(f, input_of={**f.input_of, (op, k): other})
+            yield "input", f"input {k} of {op} is alias {other}, not {n}", new
+    for a, b in _pairs(len(f.outputs)):
+        yield "output", f"outputs {a} and {b} change places", replace(f, outputs=_exchanged(f.outputs, a, b))
+    yield from _of_ops(program, f)
+
+
+def _input(program: Program, f: Function, number: int) -> Any:
+    """Return the shape and dtype of an alias of a function."""
+    (name, k) = next(use for use, n in f.input_of.items() if n == number)
+    at = next(at for at, op in enumerate(f.ops) if op.name == name)
+    tensor = program.model.tensors[f.ops[at].inputs[k].tensor]
+    return tensor.local_shape(extents(ranges(f.ops[at].inputs[k], tensor, f.boxes[at]))), tensor.dtype
+
+
+def _of_ops(program: Program, f: Function) -> Iterator[tuple[str, str, Function]]:
+    tensors = program.model.tensors
+    for k, op in enumerate(f.ops):
+
+        def turned(new: Any, k: int = k) -> Function:
+            return replace(f, ops=(*f.ops[:k], new, *f.ops[k + 1 :]))
+
+        sizes = [(tensors[o.tensor].extents, tensors[o.tensor].dtype) for o in (*op.inputs, *op.outputs)]
+        kept = [m for m in range(len(f.ops)) if m != k]
+        parts = {name: tuple(getattr(f, name)[m] for m in kept) for name in ("ops", "boxes", "coordinates")}
+        yield "op", f"{op.name} is left out", replace(f, **parts)
+        yield "op", f"{op.name} is of the next module", turned(replace(op, name=f"{op.name}_1"))
+        if len(op.inputs) > 1 and sizes[0] == sizes[1]:
+            yield "op", f"{op.name} reads its inputs in reverse", turned(replace(op, inputs=op.inputs[::-1]))
+        if len(set(sizes)) == 1 and len(op.inputs) == 1 and len(op.args) == 1:
+            other = "aten.neg.default" if op.target != "aten.neg.default" else "aten.tanh.default"
+            yield "op", f"{op.name} is {other}", turned(replace(op, target=other, kwargs=()))

@@ -1,0 +1,102 @@
+"""Constants are computed once, however many layers and rows of a batch read them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superscaler.frontend import constants
+from superscaler.frontend.capture import capture
+from superscaler.verify.oracle import reference_step
+from tests.frontend.examples import gpt2, tokens
+from tests.frontend.test_cuts import check_cuts
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Every constant that is computed from now on."""
+    found: list[Tensor] = []
+    evaluate = constants._evaluate
+
+    def record(*args: object) -> list[Tensor]:
+        results = evaluate(*args)
+        found.extend(results)
+        return results
+
+    monkeypatch.setattr(constants, "_evaluate", record)
+    return found
+
+
+def test_layers_share_their_masks_and_rows_of_the_batch_too(evaluated: list[Tensor]) -> None:
+    counts = []
+    for layers in (1, 3):
+        evaluated.clear()
+        capture(gpt2(layers), (), tokens(batch=8, sequence=16))
+        counts.append(len(evaluated))
+    assert counts[0] == counts[1] > 10
+    assert any(x.shape == (8, 1, 16, 16) for x in evaluated)
+    assert max(x.untyped_storage().size() // x.element_size() for x in evaluated) == 16 * 16
+
+
+class Masked(nn.Module):
+    """Two layers that each make the same masks: one hides nothing, one everything, one the future."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            y = self.linear(x)
+            shape = (x.shape[0], 6, 6)
+            nothing = torch.zeros(shape) + torch.zeros(6, 6)
+            scores = torch.where(nothing == 0, y[:, :, None] * y[:, None], float("-inf")) + nothing
+            scores = torch.where(nothing > 0, scores * 3, scores)
+            future = torch.arange(6)[:, None] < torch.arange(6)
+            x = torch.where(future.expand(shape), -1e9, scores).softmax(-1).sum(1)
+        return x.square().mean()
+
+
+def test_choices_that_constants_make_are_no_operators(evaluated: list[Tensor]) -> None:
+    torch.manual_seed(0)
+    captured = capture(Masked(), (torch.randn(4, 6),))
+    choices = [op for op in captured.model.ops if "where" in op.target]
+    # The future is hidden once a layer; by the other two nothing is chosen.
+    assert len(choices) == 2
+    assert len({op.inputs[0].tensor for op in choices}) == 1
+    assert max(x.untyped_storage().size() // x.element_size() for x in evaluated) <= 36
+    cuts, loss = check_cuts(captured)
+    assert cuts > 20
+    expected, _, *_ = reference_step(captured, captured.batch, captured.values, torch.float64)
+    torch.testing.assert_close(loss, expected)
+    assert all(x.is_contiguous() for x in captured.values.values())
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind"),
+    [
+        (torch.ones(3, 1, 5, 5, dtype=torch.bool).tril(), "causal"),
+        (torch.ones(5, 5, dtype=torch.bool).tril().expand(3, 1, 5, 5), "causal"),
+        (torch.ones(4, 7, dtype=torch.bool).tril(), "causal"),
+        (torch.ones(5, 5, dtype=torch.bool).tril(1), ""),
+        (torch.ones(1, 1, dtype=torch.bool).expand(2, 5, 5), "open"),
+        (torch.zeros(1).expand(2, 5, 5), "open"),
+        (torch.full((5, 5), float("-inf")).triu(1), "causal"),
+        (torch.full((5, 5), 0.5), ""),
+        (torch.zeros(1, dtype=torch.bool).expand(5, 5), ""),
+        (torch.ones(5, dtype=torch.bool), ""),
+    ],
+)
+def test_kinds_of_masks(mask: Tensor, kind: str) -> None:
+    assert constants.kind_of_mask(mask) == kind
+
+
+def test_repeated_elements_are_kept_once_and_nothing_else_changes() -> None:
+    for x in (torch.zeros(3, 4), torch.arange(3).expand(2, 3), torch.eye(3), torch.ones(0, 3), torch.tensor(2.0),
+              torch.tensor([[1, 2], [1, 2], [1, 3]]), torch.tensor([1.0, float("nan")])):  # fmt: skip
+        found = constants._repeated(x)
+        assert found.shape == x.shape
+        assert torch.equal(found.nan_to_num(7), x.nan_to_num(7))
+    assert constants.compact(constants._repeated(torch.zeros(3, 4))).shape == (1, 1)
+    assert constants.compact(constants._repeated(torch.arange(3).repeat(2, 1))).shape == (1, 3)

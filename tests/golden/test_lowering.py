@@ -1,0 +1,117 @@
+"""The steps of a dozen transfers, word for word. After a wanted change: pytest tests/golden --update-golden."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from superscaler.cluster import Cluster
+from superscaler.ir.graph import PTensor
+from superscaler.ir.mask import Box
+from superscaler.materialize.context import Context
+from superscaler.materialize.lowering import lower
+from superscaler.materialize.steps import Collective, Join, Message, slots_of
+from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, End, Place, Transfer
+
+TEXT = Path(__file__).parent / "lowering.txt.golden"
+SERVERS = Cluster.parse("v100:2x4")
+Boxes = dict[int, Box]
+
+
+def context(size: int) -> Context:
+    tensor = PTensor("x", (size, size), "float32", "activation", ((0,), (1,)), (size, size))
+    return Context({"x": tensor}, frozenset(), SERVERS)
+
+
+def transfer(
+    held: Boxes,
+    read: Boxes,
+    links: list[tuple[int, int]] | None = None,
+    classes: tuple[int, ...] = (),
+    kind: str = FORWARD,
+    reads: str = FORWARD,
+) -> Transfer:
+    """Pieces and readers by device, all linked if not told otherwise."""
+    pieces = tuple(End(d, box, (Place(kind, 0, (d, 0, 0), 0),)) for d, box in held.items())
+    readers = tuple(End(d, box, (Place(reads, 1, (d, 0, 0), 0),)) for d, box in read.items())
+    every = [(p, r) for p in range(len(pieces)) for r in range(len(readers))]
+    return Transfer("x", kind, pieces, readers, tuple(every if links is None else links), classes)
+
+
+def cases(size: int) -> dict[str, Transfer]:
+    """Return transfers of a square matrix, by what devices hold and read."""
+
+    def whole(*devices: int) -> Boxes:
+        return dict.fromkeys(devices, ((0, size), (0, size)))
+
+    def sliced(slot: int, *devices: int) -> Boxes:
+        ends = [(n * size // len(devices), (n + 1) * size // len(devices)) for n in range(len(devices))]
+        return {d: (end, (0, size)) if slot == 0 else ((0, size), end) for d, end in zip(devices, ends, strict=True)}
+
+    return {
+        "on one device": transfer(whole(0), {0: sliced(0, 0, 1)[0]}),
+        "addends, whole": transfer(whole(0, 1, 2), whole(0, 1, 2)),
+        "slices, whole": transfer(sliced(0, 2, 0, 1, 3), whole(0, 1, 2, 3)),
+        "addends, slices": transfer(whole(0, 1), sliced(1, 1, 0)),
+        "rows, columns": transfer(sliced(0, 0, 1), sliced(1, 0, 1)),
+        "one, several": transfer(whole(0), whole(0, 1, 2)),
+        "one, one": transfer(whole(0), whole(5)),
+        "thirds, halves": transfer(sliced(0, 0, 1, 2), sliced(0, 0, 1), [(0, 0), (1, 0), (1, 1), (2, 1)]),
+        "rows, columns on devices in another order": transfer(sliced(0, 0, 1), sliced(1, 1, 0)),
+        "addends, whole on another server": transfer(whole(0, 1, 2, 3), whole(4, 5, 6, 7)),
+        "copies, copies on another server": transfer(
+            whole(0, 1, 2, 3), whole(4, 5, 6, 7), [(n, n) for n in range(4)], (0, 0, 0, 0)
+        ),
+        "copies, slices elsewhere": transfer(whole(0, 1), sliced(0, 2, 3), [(0, 0), (1, 1)], (0, 0)),
+        "slices, more slices": transfer(sliced(0, 0, 1), sliced(0, 2, 3, 4, 5)),
+        "a tied gradient: addends of the whole, and slices, to the whole": transfer(
+            {**whole(0, 1), **sliced(0, 4, 5)}, whole(0, 1), kind=BACKWARD, reads=UPDATE
+        ),
+    }
+
+
+def test_steps_in_words(request: pytest.FixtureRequest) -> None:
+    text = "\n".join(f"{name}\n{lower(case, context(4096))}\n" for name, case in cases(4096).items())
+    if request.config.getoption("--update-golden"):
+        TEXT.write_text(text)
+    assert TEXT.read_text() == text
+
+
+@pytest.mark.parametrize("size", [12, 1200])
+@pytest.mark.parametrize("name", cases(12))
+def test_every_reader_gets_the_whole_value_of_its_box(name: str, size: int) -> None:
+    """Every step reads what is there, and what readers join is the sum of their pieces, of replicas one."""
+    case, drawn = cases(size)[name], np.random.default_rng(0)
+    found = lower(case, context(size))
+    matrix, classes = np.zeros((size, size)), case.classes or tuple(range(len(case.pieces)))
+    values = [drawn.integers(9, size=(size, size)) for _ in range(len(case.pieces))]
+    there = {slot[:2]: values[classes[slot.item]][index(slot.box)] for slot in slots_of(case)}
+    for steps in found.rounds:
+        started = {}
+        for step in steps:
+            if isinstance(step, Collective):
+                sources, outs = [s for s, _ in step.slots if s is not None], [out for _, out in step.slots]
+            else:
+                sources, outs = list(step.sources) if isinstance(step, Join) else [step.source], [step.out]
+            made = matrix * 0
+            for source in sources:
+                assert isinstance(step, Collective | Message) or source.device == outs[0].device
+                made[index(source.box)] += there[source[:2]]
+            arrived = {out[:2]: made[index(out.box)] for out in outs}
+            assert there.keys().isdisjoint(arrived)
+            (started if isinstance(step, Collective | Message) else there).update(arrived)
+        there |= started
+    for r, (reader, slots) in enumerate(zip(case.readers, found.ends, strict=True)):
+        mine, wanted = matrix * 0, matrix * 0
+        for slot in slots:
+            assert slot.device == reader.device
+            mine[index(slot.box)] += there[slot[:2]]
+        for p in {classes[p]: p for p, other in case.links if other == r}.values():
+            wanted[index(case.pieces[p].box)] += values[classes[p]][index(case.pieces[p].box)]
+        assert (mine[index(reader.box)] == wanted[index(reader.box)]).all()
+
+
+def index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in box)

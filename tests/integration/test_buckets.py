@@ -1,0 +1,72 @@
+"""Collectives that are alike travel as one: the gathers of weights cut at rest, and the sums of their gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import superscaler as ss
+from superscaler.ir.program import Collective, Forward, Wait
+from superscaler.materialize import buckets
+from superscaler.models import build
+
+
+@ss.sprogram
+def zero(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """ZeRO-1: the batch is split, and so are the updates of all weights, each on the last index that can be."""
+    n = len(cluster.devices)
+    for op in graph.ops:
+        even = [i.factor for i in op.indices if i.size % n == 0]
+        algorithm = ss.Split("batch", n) if op.is_forward else ss.Split(even[-1], n) if even else ss.Replicate(n)
+        ss.op_assign(graph, ss.op_trans(graph, op, algorithm), cluster.devices)
+
+
+def plan_of(model: str, world: int) -> ss.Plan:
+    torch.manual_seed(0)
+    built = build(model)
+    optimizer = torch.optim.AdamW(built.module.parameters())
+    return ss.compile(ss.capture(built.module, built.args, built.kwargs, optimizer), zero, ss.Cluster.local(world))
+
+
+def count(plan: ss.Plan) -> list[tuple[Counter[str], Counter[str]]]:
+    """Return per device how many collectives there are of each kind, and how many tensors travel in them."""
+    found = []
+    for device in plan.compiled.program.devices:
+        code = [i for i in device.instructions if isinstance(i, Collective)]
+        tensors = Counter({k: sum(len(i.works) for i in code if i.kind == k) for k in {i.kind for i in code}})
+        found.append((Counter(i.kind for i in code), tensors))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_weights_cut_at_rest_travel_in_a_few_collectives(world: int) -> None:
+    plan = plan_of("gpt2:size=tiny,batch=8", world)
+    for kinds, tensors in count(plan):
+        assert tensors["all_gather"] == tensors["reduce_scatter"] == 28
+        assert kinds["all_gather"] == kinds["reduce_scatter"] == 1
+    result = plan.verify()
+    assert result["equal"], result["first_difference"]
+    assert result["bytes_moved"] == result["bytes_planned"]
+
+
+@pytest.mark.parametrize("limit", [1, 40_000, 10**9])
+def test_any_size_of_buckets_gives_the_same_step(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", limit)
+    monkeypatch.setattr(buckets, "SEGMENT_BYTES", limit)
+    plan = plan_of("gpt2:size=tiny,batch=8", 2)
+    for device in plan.compiled.program.devices:
+        shared = [i for i in device.instructions if isinstance(i, Collective) and len(i.works) > 1]
+        assert bool(shared) == (limit > 1)
+        assert all(i.bytes <= limit for i in shared)
+    assert plan.verify()["equal"]
+
+
+def test_weights_are_gathered_before_the_first_part_that_reads_any() -> None:
+    for device in plan_of("gpt2:size=tiny,batch=8", 2).compiled.program.devices:
+        code = device.instructions
+        gather = next(at for at, i in enumerate(code) if isinstance(i, Collective) and i.kind == "all_gather")
+        first = next(at for at, i in enumerate(code) if isinstance(i, Forward) and any(i.grads))
+        waited = next(at for at, i in enumerate(code) if isinstance(i, Wait) and i.work in code[gather].works)
+        assert gather < waited < first

@@ -1,0 +1,58 @@
+"""Models that call their weights, inputs and modules like what emitted code calls its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+
+TAKEN = ("one", "rt", "segments", "_", "w", "d_w", "w_work", "w__2", "w_m0", "functional", "random")
+
+
+class Taken(nn.Module):
+    """Products with weights of given names, in a model with a module and an input that are called oddly, too."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+        self.layers = nn.ModuleDict({"2x": nn.Linear(8, 8)})
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.randn(8, 8)))
+
+    def forward(self, x: Tensor, float: Tensor) -> Tensor:
+        h = self.layers["2x"](x)
+        for name in self.names:
+            h = (h @ getattr(self, name)).tanh()
+        return h.masked_fill(float > 0, -torch.inf).softmax(-1).square().mean()
+
+
+class Given(nn.Module):
+    """Inputs with such names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, rt: Tensor, one: Tensor) -> Tensor:
+        segments, d_w = rt @ self.w, one @ self.w
+        return (segments * d_w).square().mean()
+
+
+@ss.sprogram
+def scattered(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Cut the batch, and each weight at rest."""
+    n = len(cluster.devices)
+    for op in graph.ops:
+        algorithm = ss.Split("batch", n) if op.is_forward else ss.Split(op.indices[0].factor, n)
+        ss.op_assign(graph, ss.op_trans(graph, op, algorithm), cluster.devices)
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2", scattered])
+@pytest.mark.parametrize("module", [Taken(("one",)), Taken(("rt",)), Taken(("segments",)), Taken(TAKEN), Given()])
+def test_names_of_a_model_do_not_meet_those_of_its_code(plan: str, module: nn.Module) -> None:
+    inputs = torch.randn(8, 8), torch.randn(8, 8)
+    graph = ss.capture(module, inputs, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    result = ss.compile(graph, plan, "local:2").verify()
+    assert result["equal"], result

@@ -1,0 +1,248 @@
+"""Every path gives exactly the tensor, costs what an exhaustive search costs, and beats messages where it can."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import pytest
+from layouts import Servers, execute, exhaustive, holds, joined, layout, scattered, shapes
+
+from superscaler.cluster import Cluster
+from superscaler.errors import InputError
+from superscaler.ir.layout import Layout
+from superscaler.materialize.rvd.paths import find_path
+from superscaler.materialize.rvd.route import START, priced
+from superscaler.materialize.rvd.search import Path
+from superscaler.materialize.rvd.transitions import INTRA
+
+SIZES = (24, 24, 24)
+ITEMSIZE = 4096
+# Devices of both sides, how many they are, and the servers they are on.
+GROUPS = {
+    "2": (range(2), range(2)),
+    "4": (range(4), range(4)),
+    "6": (range(6), range(6)),
+    "8": (range(8), range(8)),
+    "4 to 8": (range(4), range(8, 16)),
+    "8 to 4": (range(8), range(8, 12)),
+    "8 to 8": (range(8), range(8, 16)),
+    "4 to 6": (range(4), range(8, 14)),
+    "6 to 4": (range(6), range(8, 12)),
+    "4 to 8, overlapping": (range(4), range(2, 10)),
+    "8 to 4, a subgroup": (range(8), range(2, 6)),
+    "4 to 8, a subgroup": (range(4), range(8)),
+}
+
+
+SHUFFLED = pytest.mark.parametrize("is_shuffled", [False, True], ids=["natural", "shuffled"])
+
+
+def pairs(name: str, is_shuffled: bool, sample: int | None) -> Iterator[tuple[Layout, Layout]]:
+    """Yield pairs of layouts of a 3-D tensor on two groups; all of them, or some."""
+    rng = np.random.default_rng(0)
+    few, many = GROUPS[name]
+    found = list(itertools.product(shapes(len(few), 5), shapes(len(many), 5)))
+    for i in range(len(found)) if sample is None else rng.choice(len(found), min(sample, len(found)), replace=False):
+        ids = [rng.permutation(list(group)) if is_shuffled else list(group) for group in (few, many)]
+        yield layout(found[i][0], ids[0]), layout(found[i][1], ids[1])
+
+
+def check_values(source: Layout, goal: Layout, path: Path) -> None:
+    rng = np.random.default_rng(1)
+    full = rng.integers(-9, 9, SIZES).astype(float)
+    data = execute(path, scattered(source, full, rng), SIZES)
+    assert holds(data, goal, full), f"{source} -> {goal}: {[step.kind for step in path.steps]}"
+
+
+def check_path(source: Layout, goal: Layout, costs: Servers) -> None:
+    path = find_path(source, goal, SIZES, ITEMSIZE, costs)
+    check_values(source, goal, path)
+    told = [costs.seconds(step.kind, step.groups, step.size) for step in path.steps if step.groups]
+    assert path.seconds == pytest.approx(sum(told))
+    assert path.is_optimal
+    assert not path.steps or path.steps[-1].layout == goal
+
+
+def check_least(source: Layout, goal: Layout, costs: Servers) -> None:
+    """The search has no limit of four steps: it may only find less, and only by more steps."""
+    path = find_path(source, goal, SIZES, ITEMSIZE, costs)
+    least = exhaustive(source, goal, SIZES, ITEMSIZE, costs, 4)
+    assert path.seconds <= least + 1e-11
+    assert len(path.steps) > 4 or path.seconds == pytest.approx(least, rel=1e-6, abs=1e-11)
+
+
+@SHUFFLED
+@pytest.mark.parametrize("name", GROUPS)
+def test_paths_give_exactly_the_tensor(name: str, is_shuffled: bool) -> None:
+    for devices in (8, 3, 2):
+        for source, goal in pairs(name, is_shuffled, 12):
+            check_path(source, goal, Servers(devices))
+
+
+@pytest.mark.slow
+@SHUFFLED
+@pytest.mark.parametrize("devices", [8, 4, 2])
+@pytest.mark.parametrize("name", GROUPS)
+def test_all_paths_give_exactly_the_tensor(name: str, devices: int, is_shuffled: bool) -> None:
+    for source, goal in pairs(name, is_shuffled, None):
+        check_path(source, goal, Servers(devices))
+
+
+@SHUFFLED
+@pytest.mark.parametrize("name", GROUPS)
+def test_no_path_of_four_steps_is_cheaper(name: str, is_shuffled: bool) -> None:
+    for devices in (8, 3, 2):
+        for source, goal in pairs(name, is_shuffled, 3):
+            check_least(source, goal, Servers(devices))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@SHUFFLED
+@pytest.mark.parametrize("devices", [8, 4, 3, 2])
+@pytest.mark.parametrize("name", GROUPS)
+def test_no_path_of_four_steps_is_cheaper_for_any_pair(name: str, devices: int, is_shuffled: bool) -> None:
+    for source, goal in pairs(name, is_shuffled, None):
+        check_least(source, goal, Servers(devices))
+
+
+# The paper's table: R, V and D of a 1-D tensor by devices; gain over messages, at 12.5 and 150 GB/s (facts.md 2).
+HALF_GIGABYTE = 2**27
+SPREAD = {"R": lambda n: (n, 1, 1), "V": lambda n: (1, n, 1), "D": lambda n: (1, 1, n)}
+GAINS = {
+    ("R", "R"): (7.5, 3.8, 7.5),
+    ("R", "D"): (1, 1, 1),
+    ("V", "R"): (56, 28, 28),
+    ("V", "D"): (7.5, 7.5, 3.8),
+    ("D", "R"): (7.5, 3.8, 7.5),
+    ("D", "D"): (1, 1, 1),
+}
+CASES = [
+    (held, read, *counts, gain)
+    for (held, read), gains in GAINS.items()
+    for counts, gain in zip(((8, 8), (8, 4), (4, 8)), gains, strict=True)
+]
+
+
+def across(held: str, read: str, few: int, many: int) -> tuple[Layout, Layout]:
+    """Producers on one server, consumers on another."""
+    return layout(SPREAD[held](few), range(few)), layout(SPREAD[read](many), range(8, 8 + many))
+
+
+@pytest.mark.parametrize(("held", "read", "few", "many", "gain"), CASES)
+def test_cases_of_the_paper(held: str, read: str, few: int, many: int, gain: float) -> None:
+    costs, (source, goal) = Servers(8), across(held, read, few, many)
+    path = find_path(source, goal, (HALF_GIGABYTE,), 4, costs)
+    direct = joined("messages", source, goal, (HALF_GIGABYTE,), 4, costs, False)
+    assert direct / path.seconds == pytest.approx(gain, rel=0.02)
+    crossing = 0
+    for step in path.steps:
+        if step.kind in {row.kind for row in INTRA}:
+            assert all(len({costs.place(d) for d in group}) == 1 for group in step.groups)
+        else:
+            crossing += costs.crossing(step.groups, step.size)
+    assert crossing == 4 * HALF_GIGABYTE
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [
+        (("R", "R", 4, 8), ["chunk", "rd_scatter", "all_gather"]),
+        (("V", "D", 4, 8), ["reduce_scatter", "rd_scatter"]),
+    ],
+)
+def test_searched_plans_of_the_paper(case: tuple[str, str, int, int], kinds: list[str]) -> None:
+    path = find_path(*across(*case), (HALF_GIGABYTE,), 4, Servers(8))
+    assert [step.kind for step in path.steps] == kinds
+
+
+# What a single collective of p devices does to a tensor of two slots.
+SINGLE = {
+    "all_reduce": lambda p: ((1, p, 1, 1), (p, 1, 1, 1)),
+    "all_gather": lambda p: ((1, 1, p, 1), (p, 1, 1, 1)),
+    "reduce_scatter": lambda p: ((1, p, 1, 1), (1, 1, p, 1)),
+    "all_to_all": lambda p: ((1, 1, p, 1), (1, 1, 1, p)),
+}
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+@pytest.mark.parametrize("preset", ["v100:2x8", "a100:2x8", "h100:4x8"])
+@pytest.mark.parametrize("group", [range(8), range(16), range(0, 16, 8), [0, 1, 8, 9], [0, 8, 1, 9]], ids=str)
+def test_no_path_is_much_cheaper_than_a_single_collective(preset: str, group: Sequence[int], kind: str) -> None:
+    """Why the search is not asked where one collective does it: from 4 MiB on there is less than a tenth to gain."""
+    cluster, devices = Cluster.parse(preset), list(group)
+    source, goal = (layout(shape, devices) for shape in SINGLE[kind](len(devices)))
+    for size in (2**20, 2**23, 2**26):
+        path = find_path(source, goal, (64, size // 64), 4, priced(cluster))
+        single = cluster.seconds(kind, [devices], 4 * size // prod(source.shape[2])) + START
+        assert path.seconds <= single * (1 + 1e-9)
+        assert single <= 1.1 * path.seconds, [step.kind for step in path.steps]
+
+
+def test_only_what_is_missing_moves() -> None:
+    source, goal = layout((2, 1, 2, 1), range(4)), layout((1, 1, 2, 2), range(4))
+    (step,) = find_path(source, goal, (128, 256), 1, Servers(4)).steps
+    assert set(step.groups) == {(1, 2), (2, 1)} or {group[1] for group in step.groups} == {1, 2}
+    assert sum(step.size for _ in step.groups) == 16384
+
+
+def test_equal_layouts_need_nothing() -> None:
+    here = layout((2, 2, 2, 1, 1), range(8))
+    turned = Layout(here.devices[::-1, ::-1])
+    assert find_path(here, here, SIZES, 4, Servers()).steps == ()
+    assert find_path(here, turned, SIZES, 4, Servers()).steps == ()
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Costs that see each device for itself: nothing may be renamed."""
+
+    def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: int) -> float:
+        return 1e-6 * max(sum(group) for group in groups) + size * 1e-9
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_known_paths_are_renamed_where_the_costs_allow() -> None:
+    kept: dict[Hashable, tuple[tuple[int, ...], Path]] = {}
+    shape, goal_shape = (1, 2, 2, 1, 2), (2, 1, 1, 4, 1)
+    ids = [list(range(8)), [11, 10, 9, 8, 15, 14, 13, 12], [0, 1, 2, 3, 8, 9, 10, 11]]
+    for known, order in zip((1, 1, 2), ids, strict=True):
+        source, goal = layout(shape, order), layout(goal_shape, order)
+        path = find_path(source, goal, SIZES, 4, Servers(8), kept)
+        assert len(kept) == known
+        assert (path.source, path.goal) == (source, goal)
+        assert path.seconds == find_path(source, goal, SIZES, 4, Servers(8)).seconds
+        check_values(source, goal, path)
+    for known, order in zip((3, 4, 5), ids, strict=True):
+        source, goal = layout(shape, order), layout(goal_shape, order)
+        check_values(source, goal, find_path(source, goal, SIZES, 4, Odd(), kept))
+        assert len(kept) == known
+
+
+def test_a_search_that_is_cut_short_says_how_far_it_may_be_off() -> None:
+    for source, goal in pairs("8", True, 40):
+        whole, short = (find_path(source, goal, SIZES, 4, Servers(4), limit=n) for n in (10**6, 3))
+        assert whole.is_optimal
+        assert short.least <= whole.seconds + 1e-11
+        assert whole.seconds <= short.seconds + 1e-11
+        assert short.is_optimal <= (short.seconds <= whole.seconds + 1e-11)
+        check_values(source, goal, short)
+
+
+@pytest.mark.parametrize(
+    ("source", "goal", "sizes", "message"),
+    [
+        ("R(1)V(1)D(4) @ [0, 1, 2, 3]", "R(4)V(1)D(1) @ [0, 1, 2, 3]", (6,), "slot 0 of 6 elements into 4 parts"),
+        ("R(1)V(1)D(2) @ [0, 1]", "R(2)V(1)D(1) @ [0, 0]", (6,), "names device 0 2 times"),
+        ("R(1)V(1)D(2,1) @ [0, 1]", "R(2)V(1)D(1,1) @ [0, 1]", (6,), "cuts 2 slots, but the tensor has 1"),
+    ],
+)
+def test_layouts_that_do_not_fit(source: str, goal: str, sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        find_path(Layout.parse(source), Layout.parse(goal), sizes, 4, Servers())

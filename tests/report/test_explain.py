@@ -1,0 +1,466 @@
+"""What a plan directory says about itself, what differs between two, and when compile leaves one as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superscaler.cli.main import main
+from superscaler.compiler import finish
+from superscaler.models import build
+from superscaler.plan import Plan, capture, compile
+from superscaler.report.account import account, manifest, ranges
+from superscaler.report.explain import VERSION, read
+from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE
+from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
+
+GPT2 = "gpt2:size=tiny,layers=3,batch=4"
+MLP = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
+PLANS = [
+    ("data_parallel", "local:2"),
+    ("tensor_parallel", "local:2"),
+    ("hybrid:dp=2,tp=2", "local:4"),
+    ("hybrid:tp=2,pp=2,microbatches=2", "local:4"),
+    ("pipeline_1f1b:stages=2,microbatches=4", "local:2"),
+]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+def plan_of(spec: str, cluster: str, model: str = GPT2, lr: float = 1e-3) -> Plan:
+    built = build(model)
+    graph = capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=lr))
+    return compile(graph, spec, cluster)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    return {spec: plan_of(spec, cluster) for spec, cluster in PLANS}
+
+
+@pytest.fixture(scope="module")
+def saved(plans: dict[str, Plan], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The plans in directories, which no test changes."""
+    folder = tmp_path_factory.mktemp("plans")
+    for number, plan in enumerate(plans.values()):
+        plan.save(folder / str(number))
+    return {spec: folder / str(number) for number, spec in enumerate(plans)}
+
+
+@pytest.fixture
+def directory(saved: dict[str, Path], tmp_path: Path) -> Path:
+    """A plan directory of its own."""
+    shutil.copytree(saved["data_parallel"], tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+def blocks_of(plan: Plan) -> dict[str, dict[str, Any]]:
+    return {name: block for block in account(plan.compiled)["blocks"] for name in block["names"]}
+
+
+# explain
+
+
+@pytest.mark.parametrize("spec", [spec for spec, _ in PLANS])
+def test_the_bytes_of_the_blocks_add_up_to_those_of_the_program(spec: str, plans: dict[str, Plan]) -> None:
+    plan = plans[spec]
+    moves = [row for block in blocks_of(plan).values() for row in block["moves"]]
+    totals = account(plan.compiled)["totals"]
+    assert plan.counts["bytes_moved"] > 0
+    assert sum(row.get("moved", 0) for row in moves) == plan.counts["bytes_moved"]
+    assert sum(row["moved"] for row in totals) == plan.counts["bytes_moved"]
+    for direction in ("forward", "backward"):
+        told = sum(row.get("moved", 0) for row in moves if row["direction"] == direction)
+        assert told == sum(row["moved"] for row in totals if row["direction"] == direction)
+
+
+@pytest.mark.parametrize("spec", [spec for spec, _ in PLANS])
+def test_the_weights_of_the_blocks_are_all_that_devices_hold(spec: str, plans: dict[str, Plan]) -> None:
+    plan = plans[spec]
+    model = plan.compiled.graph.model
+    rows = [row for block in blocks_of(plan).values() for row in block["weights"] if row["kind"] == "parameter"]
+    weights = [
+        w for d in plan.compiled.program.devices for w in d.weights if model.tensors[w.tensor].kind == "parameter"
+    ]
+    assert sum(len(row["of"]) for row in rows) == sum(t.kind == "parameter" for t in model.tensors.values())
+    held = 0
+    for weight in weights:
+        elements = 1
+        for lo, hi in weight.box:
+            elements *= hi - lo
+        held += 4 * elements
+    assert sum(row["held_bytes"] for row in rows) == held
+
+
+def test_equal_blocks_are_told_once_with_megatrons_collectives(plans: dict[str, Plan]) -> None:
+    plan = plans["hybrid:dp=2,tp=2"]
+    text = plan.explain()
+    assert "\ntransformer.h.0 to transformer.h.2: " in text
+    assert "\n  devices 0 to 3: batch into 2 (0, 1 | 2, 3)\n" in text
+    assert "\n    attn.heads into 2 (0, 2 | 1, 3): 15 ops: attn.c_attn mm, " in text
+    block = blocks_of(plan)["transformer.h.1"]
+    sent = {(r["direction"], r["tensor"]): r for r in block["moves"] if r["way"] == "collective"}
+    # A product with rows cut gives partial sums, all reduced forward; the gradient of what enters, backward.
+    forward = sent["forward", "attn.c_proj mm"]
+    assert (forward["kind"], forward["groups"], forward["count"]) == ("all_reduce", ["0, 1", "2, 3"], 2)
+    # batch 2 of 4, sequence 32, hidden 64, in float32; a ring of 2 sends it once from either.
+    assert forward["bytes"] == 2 * (2 * 32 * 64 * 4)
+    assert forward["moved"] == 2 * forward["bytes"]
+    assert forward["layouts"] == "R(1)V(2)D(2,1,1) -> R(2)V(1)D(2,1,1)"
+    assert 0 < forward["bound"] < forward["seconds"]
+    gradient = sent["backward", "mlp.c_fc.weight"]
+    assert (gradient["groups"], gradient["bytes"]) == (["0, 2", "1, 3"], 2 * (64 * 128 * 4))
+    assert gradient["layouts"] == "R(1)V(2)D(1,2) -> R(2)V(1)D(1,2)"
+
+
+def by_batch(graph: Graph, cluster: Cluster, update: Callable[[Op, int], Algorithm]) -> None:
+    """Cut the batch; `update` says what becomes of the updates."""
+    n = len(cluster.devices)
+    for op in graph.ops:
+        op_assign(graph, op_trans(graph, op, Split("batch", n) if op.is_forward else update(op, n)), cluster.devices)
+
+
+@pytest.mark.parametrize(
+    ("update", "goal"),
+    [
+        (lambda op, n: Replicate(n), "R(4)V(1)D(1,1)"),
+        (lambda op, n: Replicate(n, "copy"), "R(4)V(1)D(1,1)"),
+        (lambda op, n: Replicate(n, "route"), "R(4)V(1)D(1,1)"),
+        (lambda op, n: Split(op.indices[0].factor, n), "R(1)V(1)D(4,1)"),
+    ],
+)
+def test_a_gradient_is_told_as_its_update_reads_it(update: Callable[[Op, int], Algorithm], goal: str) -> None:
+    built = build("mlp:layers=1,hidden=8,inputs=8,classes=8,batch=8")
+    graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters()))
+    plan = compile(graph, partial(by_batch, update=update), "local:4")
+    rows = [row for block in blocks_of(plan).values() for row in block["moves"] if row["direction"] == "backward"]
+    told = {row["layouts"] for row in rows if row["way"] == "collective" and row["tensor"].endswith("weight")}
+    assert told == {f"R(1)V(4)D(1,1) -> {goal}"}
+
+
+class Counts(nn.Module):
+    """A buffer that holds a sum over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last.copy_(x.sum(0))
+        return self.linear(x).square().mean()
+
+
+def test_a_value_is_told_as_the_write_of_its_buffer_reads_it() -> None:
+    module = Counts()
+    graph = capture(module, (torch.randn(8, 4),), optimizer=torch.optim.SGD(module.parameters()))
+    plan = compile(graph, "data_parallel", "local:2")
+    rows = [row for block in blocks_of(plan).values() for row in block["moves"] if row["direction"] == "forward"]
+    assert {row["layouts"] for row in rows if row["way"] == "collective"} == {"R(1)V(2)D(1) -> R(2)V(1)D(1)"}
+
+
+def test_what_equal_blocks_share_belongs_to_none_of_them() -> None:
+    """The tables of rotary embeddings are read by all layers, and first by layer 0."""
+    plan = plan_of("tensor_parallel", "local:2", "llama:size=tiny")
+    assert ["model.layers.0", "model.layers.1"] in [block["names"] for block in account(plan.compiled)["blocks"]]
+    shared = [row for row in blocks_of(plan)["the model"]["weights"] if row["kind"] == "constant"]
+    assert sum(len(row["of"]) for row in shared) >= 2
+
+
+def test_a_pipeline_tells_its_order_and_its_messages(plans: dict[str, Plan]) -> None:
+    text = plans["pipeline_1f1b:stages=2,microbatches=4"].explain()
+    assert "F0 F1 B0 F2 B1 F3 B2 B3" in text
+    assert "F0 B0 F1 B1 F2 B2 F3 B3" in text
+    assert "forward: send over 0 -> 1, " in text
+    assert "backward: send over 1 -> 0, " in text
+    assert "one device sends to one other" in text
+    assert "4 microbatches of batch" in text
+
+
+def test_every_way_of_communication_is_told_with_its_reason(plans: dict[str, Plan]) -> None:
+    rows = [row for block in blocks_of(plans["hybrid:tp=2,pp=2,microbatches=2"]).values() for row in block["moves"]]
+    assert {row["way"] for row in rows} == {"local", "collective", "messages"}
+    assert all(row["reason"] for row in rows)
+
+
+def test_explain_is_the_same_from_the_directory_and_imports_no_torch(
+    saved: dict[str, Path], plans: dict[str, Plan]
+) -> None:
+    spec = "hybrid:dp=2,tp=2"
+    code = (
+        "import sys\nfrom superscaler.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nfinally:\n    print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    arguments = [sys.executable, "-c", code, "explain", str(saved[spec])]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stdout == plans[spec].explain() + "\n[]\n"
+
+
+def test_json_is_the_saved_account_with_its_manifest(
+    saved: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = saved["data_parallel"]
+    assert run("explain", str(directory), "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["manifest"] == json.loads((directory / PLAN_FILE).read_text())["manifest"]
+    stored = json.loads((directory / EXPLAIN_FILE).read_text())
+    assert {k: found[k] for k in stored} == stored
+
+
+def test_an_irregular_plan_is_told(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import superscaler as ss\n\n\n"
+        "def mine(graph, cluster):\n"
+        "    for op in graph.forward_ops:\n"
+        "        made = ss.op_trans(graph, op, ss.Split('batch', sizes=(6, 2)))\n"
+        "        ss.op_assign(graph, made, [0, 1])\n"
+        "        if op.target == 'aten.gelu.default':\n"
+        "            inner = ss.op_trans(graph, made[0], ss.Split('batch', 2))\n"
+        "            ss.op_assign(graph, inner, 0)\n"
+    )
+    text = plan_of(f"{source}:mine", "local:2", MLP).explain()
+    assert "batch into 2 of sizes 6, 2 (0 | 1)" in text
+    assert "1 of these cut further (batch into 2)" in text
+
+
+def test_numbers_of_devices_are_told_in_few_words_and_none_is_lost() -> None:
+    assert ranges(range(1024)) == "0 to 1023"
+    assert ranges(range(3, 64, 8)) == "3 to 59 by 8"
+    assert ranges([7]) == "7"
+    assert ranges([4, 0, 1, 9]) == "0, 1, 4, 9"
+
+
+# diff
+
+
+def test_equal_plans_do_not_differ(saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_of("data_parallel", "local:2").save(tmp_path / "again")
+    assert run("diff", str(saved["data_parallel"]), str(tmp_path / "again"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"] is True
+    assert found["differences"] == []
+
+
+def test_diff_tells_splits_orders_and_bytes(
+    saved: dict[str, Path], plans: dict[str, Plan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = "hybrid:dp=2,tp=2", "hybrid:tp=2,pp=2,microbatches=2"
+    assert run("diff", str(saved[first]), str(saved[second])) == 1
+    out = capsys.readouterr().out
+    assert "  - op_trans Split(factor='batch', parts=2, sizes=(), required=False), 38 times" in out
+    assert "  + op_trans Microbatch(parts=2, factor='batch'), 38 times" in out
+    assert "  + 0F1 before 0B0" in out
+    a, b = (plans[spec].counts["bytes_moved"] for spec in (first, second))
+    assert f"  - {a:,} bytes on links" in out
+    assert f"  + {b:,} bytes on links" in out
+    assert "model:" not in out
+    assert plans[first].diff(plans[second]) == out.rstrip("\n")
+    assert plans[first].diff(plans[first]) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        ({"model": MLP.replace("batch=8", "batch=16")}, "model: flops "),
+        ({"lr": 1e-2}, "model: lr 0.001 -> 0.01"),
+        ({"spec": "single", "cluster": "local:1"}, "cluster: local:2 -> local:1"),
+        ({"cluster": "v100:1x2"}, "cluster: local:2 -> v100:1x2"),
+    ],
+)
+def test_diff_tells_what_changed(other: dict[str, Any], line: str) -> None:
+    usual: dict[str, Any] = {"spec": "data_parallel", "cluster": "local:2", "model": MLP}
+    told = plan_of(**usual).diff(plan_of(**{**usual, **other}))
+    assert line in told
+
+
+def test_swapped_devices_are_another_plan(tmp_path: Path) -> None:
+    """The journal does not tell devices, and the account only sets of them: the manifest must."""
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import superscaler as ss\n\n\n"
+        "def mine(graph, cluster, first=0):\n"
+        "    for op in graph.forward_ops:\n"
+        "        ss.op_assign(graph, ss.op_trans(graph, op, ss.Split('batch', 4)), [first, 0, 1, 1 - first])\n"
+    )
+    a, b = (plan_of(f"{source}:mine:first={first}", "local:2", MLP) for first in (0, 1))
+    assert [str(e).split(": ")[1] for e in a.compiled.graph.journal] == [
+        str(e).split(": ")[1] for e in b.compiled.graph.journal
+    ]
+    assert manifest(a.compiled, {})["plan"] != manifest(b.compiled, {})["plan"]
+    assert a.diff(b)
+
+
+def test_the_manifest_does_not_depend_on_where_files_are(tmp_path: Path) -> None:
+    text = (
+        "import superscaler as ss\n\n\n"
+        "def mine(graph, cluster):\n    for op in graph.ops:\n        ss.op_assign(graph, op, 0)\n"
+    )
+    found = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        source = tmp_path / folder / "mine.py"
+        source.write_text(("\n" if folder == "b" else "") + text)
+        plan = plan_of(f"{source}:mine", "local:1", MLP)
+        found.append(manifest(plan.compiled, plan.compiled.graph.captured.values))
+    assert found[0] == found[1]
+
+
+# compile into a directory that holds a plan
+
+
+def test_an_equal_plan_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(tmp_path / "plan")]
+    assert run(*arguments) == 0
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "plan").iterdir()}
+    assert "written to" in capsys.readouterr().out
+    assert run(*arguments) == 0
+    assert "unchanged: " in capsys.readouterr().out
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "plan").iterdir()} == before
+    assert run(*arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["unchanged"] is True
+
+
+def test_compiling_the_same_again_is_not_compiling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written is told again without scheduling anything; a touched file is noticed, and all is done anew."""
+    arguments = ["compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(tmp_path / "plan")]
+    runs: list[object] = []
+    monkeypatch.setattr("superscaler.plan.finish", lambda *a: (runs.append(a), finish(*a))[1])
+    assert run(*arguments) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert run(*arguments) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert len(runs) == 1
+    assert again[:-2] == first[:-2]
+    for name in (PLAN_FILE, EXPLAIN_FILE, "program_0.py", "segments.py", "run.py", "initial.safetensors"):
+        file = tmp_path / "plan" / name
+        file.write_bytes(file.read_bytes().replace(b"0", b"1", 1))
+        before = len(runs)
+        assert run(*arguments) == 0
+        assert len(runs) == before + 1, name
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": MLP.replace("hidden=8", "hidden=16")},
+        {"--plan": "tensor_parallel"},
+        {"--cluster": "v100:1x2"},
+        {"--seed": "1"},
+        {"--lr": "0.01"},
+        {"--optimizer": "sgd"},
+        {"--autocast": "bf16"},
+    ],
+)
+def test_a_changed_plan_is_written(changed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = {"model": MLP, "--plan": "data_parallel", "--cluster": "local:2"}
+    for options in (usual, {**usual, **changed}):
+        named = {k: v for k, v in options.items() if k != "model"}
+        pairs = [word for pair in named.items() for word in pair]
+        assert run("compile", options["model"], *pairs, "--out", str(tmp_path / "plan"), "--json") == 0
+        assert json.loads(capsys.readouterr().out)["unchanged"] is False
+
+
+@pytest.mark.parametrize(
+    "name", [PLAN_FILE, EXPLAIN_FILE, "program_0.py", "segments.py", "run.py", "initial.safetensors"]
+)
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_directory_that_was_touched_is_written_again(
+    name: str, is_removed: bool, directory: Path, plans: dict[str, Plan]
+) -> None:
+    plan, file = plans["data_parallel"], directory / name
+    assert plan.save(directory) is False
+    whole = file.read_bytes()
+    if is_removed and name != PLAN_FILE:
+        file.unlink()
+    elif name == PLAN_FILE:
+        file.write_bytes(whole.replace(b'"seed": 0', b'"seed": 1'))
+    else:
+        # In the weights, the last byte is of a number.
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert plan.save(directory) is True
+    assert file.read_bytes() == whole
+
+
+def test_other_initial_weights_are_another_plan(tmp_path: Path) -> None:
+    plan = plan_of("data_parallel", "local:2", MLP)
+    assert plan.save(tmp_path / "plan") is True
+    values = plan.compiled.graph.captured.values
+    name = next(iter(values))
+    values[name] = values[name] + 1
+    assert plan.save(tmp_path / "plan") is True
+
+
+# wrong input
+
+
+def damage_plan(directory: Path) -> None:
+    (directory / PLAN_FILE).write_text("{")
+
+
+def damage_explain(directory: Path) -> None:
+    (directory / EXPLAIN_FILE).write_text('{"version": 3')
+
+
+def change_explain(directory: Path) -> None:
+    file = directory / EXPLAIN_FILE
+    file.write_text(file.read_text().replace('"world": 2', '"world": 3'))
+
+
+def forget_manifest(directory: Path) -> None:
+    plan = json.loads((directory / PLAN_FILE).read_text())
+    del plan["manifest"]
+    (directory / PLAN_FILE).write_text(json.dumps(plan))
+
+
+def age_explain(directory: Path) -> None:
+    file = directory / EXPLAIN_FILE
+    file.write_text(file.read_text().replace(f'"version": {VERSION}', '"version": 0'))
+
+
+WRONG = [
+    (damage_plan, "is damaged"),
+    (lambda d: (d / PLAN_FILE).write_text("[]"), "is damaged"),
+    (lambda d: (d / PLAN_FILE).write_bytes(b"\xff\xfe"), "is damaged"),
+    (lambda d: (d / PLAN_FILE).write_text('{"manifest": 3}'), "is damaged"),
+    (lambda d: (d / PLAN_FILE).write_text('{"manifest": {}}'), "is damaged"),
+    (damage_explain, "is damaged"),
+    (lambda d: (d / EXPLAIN_FILE).write_text("3"), "is damaged"),
+    (change_explain, "is not what compile wrote there"),
+    (forget_manifest, "was written by an older version"),
+    (lambda d: (d / EXPLAIN_FILE).unlink(), "was written by an older version"),
+    (age_explain, f"is of version 0, but this is version {VERSION}"),
+    (lambda d: shutil.rmtree(d), "is not a plan directory"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), WRONG)
+def test_wrong_directories_are_one_message_and_exit_code_2(
+    spoil: Any, message: str, directory: Path, saved: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert read(directory)["world"] == 2
+    spoil(directory)
+    for arguments in (["explain", str(directory)], ["diff", str(saved["data_parallel"]), str(directory), "--json"]):
+        assert run(*arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert message in err
+        assert "superscaler compile" in err
+        assert len(err.splitlines()) == 1
