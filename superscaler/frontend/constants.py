@@ -9,20 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superscaler.frontend.trace import Call, Spec, Trace, Var, substitute, variables
+from superscaler.frontend.trace import Call, Spec, Trace, Var, aten, substitute, variables
 
 # These read only the shape of their operand.
-_SHAPE_ONLY = frozenset(
-    f"aten.{name}.default"
-    for name in ("new_ones", "new_zeros", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
-)
-
-
+_SHAPE_ONLY = aten(True, "new_ones new_zeros new_full new_empty zeros_like ones_like full_like empty_like")
 # These hold one number, the last of their arguments where it is None here; it is never laid out in memory.
-_FILLS = {
-    f"aten.{name}.default": number
-    for word, number in (("ones", 1), ("zeros", 0), ("full", None))
-    for name in (word, f"new_{word}", f"{word}_like")
+_FILLS: dict[str, int | None] = {
+    **aten(1, "ones new_ones ones_like"),
+    **aten(0, "zeros new_zeros zeros_like"),
+    **aten(None, "full new_full full_like"),
 }
 
 
@@ -140,11 +135,8 @@ def _expanded(trace: Trace, call: Call, same: dict[str, str], shapes: dict[str, 
     for name in [n for n in names if n in shapes]:
         scalar, names[name] = Var(names[name]), trace.derive(name, "whole")
         trace.specs[names[name]] = Spec(shapes[name], trace.specs[scalar.name].dtype)
-        args = (scalar, shapes[name])
-        calls.append(
-            replace(call, name=names[name], target="aten.expand.default", function=None, args=args, kwargs={},
-                    outputs=(names[name],))
-        )  # fmt: skip
+        expand = call.becomes("aten.expand.default", scalar, shapes[name])
+        calls.append(replace(expand, name=names[name], outputs=(names[name],)))
     return [*calls, rename(call, names)]
 
 

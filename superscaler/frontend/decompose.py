@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from superscaler.frontend.trace import Call, Spec, Trace, Var
+from superscaler.frontend.trace import Call, Spec, Trace, Var, overload, without_data
 
 _MEAN = 1
 
@@ -18,18 +18,25 @@ class Steps:
 
     def __init__(self, trace: Trace, call: Call) -> None:
         self.trace = trace
-        self.call = replace(call, function=None, kwargs={})
+        self.call = call
         self.calls: list[Call] = []
 
-    def add(self, name: str, args: tuple[Any, ...], spec: Spec, out: str = "", word: str = "", **kwargs: Any) -> Var:
+    def add(
+        self, name: str, /, *args: Any, out: str = "", word: str = "", spec: Spec | None = None, **kwargs: Any
+    ) -> Var:
         """Append a call of an ATen operator (or `ss.` one of ours) that makes `out`: by default a new tensor, with
         `word` or the operator's name in its name. What makes the first result has the name of the call.
+
+        `spec` is of what torch cannot tell, or not as it will be.
         """
         result = out or self.trace.derive(self.call.name, word or name.removeprefix("ss.").split(".")[0].strip("_"))
-        self.trace.specs[result] = spec
-        target = name if name.startswith("ss.") else f"aten.{name}"
+        target, specs = name if name.startswith("ss.") else f"aten.{name}", self.trace.specs
+        if spec is None and not out:
+            made = overload(target)(*without_data(args, specs), **without_data(kwargs, specs))
+            spec = Spec(tuple(made.shape), made.dtype)
+        specs[result] = spec or specs[result]
         own = self.call.name if result == self.call.outputs[0] else result
-        self.calls.append(replace(self.call, name=own, target=target, args=args, kwargs=kwargs, outputs=(result,)))
+        self.calls.append(replace(self.call.becomes(target, *args, **kwargs), name=own, outputs=(result,)))
         return Var(result)
 
 
@@ -37,7 +44,7 @@ def linear(trace: Trace, call: Call) -> list[Call]:
     """linear(x, w, b) -> add(linear(x, w), b): a bias is added once, however the product is cut."""
     x, weight, bias = call.args[0], call.args[1], call.argument(2, "bias")
     if bias is None:
-        return [replace(call, args=(x, weight), kwargs={})]
+        return [call.becomes(call.target, x, weight)]
     return _added(Steps(trace, call), "linear.default", (x, weight), bias)
 
 
@@ -52,13 +59,12 @@ def added_product(trace: Trace, call: Call) -> list[Call]:
 def _added(
     steps: Steps, name: str, factors: tuple[Any, ...], bias: Var, alpha: float = 1, beta: float = 1
 ) -> list[Call]:
-    out, specs = steps.call.outputs[0], steps.trace.specs
-    product = steps.add(name, factors, specs[out], word="product")
+    product = steps.add(name, *factors, word="product")
     if alpha != 1:
-        product = steps.add("mul.Tensor", (product, alpha), specs[out], word="alpha")
+        product = steps.add("mul.Tensor", product, alpha, word="alpha")
     if beta != 1:
-        bias = steps.add("mul.Tensor", (bias, beta), specs[bias.name], word="beta")
-    steps.add("add.Tensor", (product, bias), specs[out], out)
+        bias = steps.add("mul.Tensor", bias, beta, word="beta")
+    steps.add("add.Tensor", product, bias, out=steps.call.outputs[0])
     return steps.calls
 
 
@@ -75,21 +81,20 @@ def cross_entropy(trace: Trace, call: Call) -> list[Call]:
     end = "" if given.dtype != wide.dtype and out != trace.loss else out
     if smoothing or not is_class:
         # Without a rule for the sum: the losses, and their sum over how many count.
-        losses = Spec((shape[0], *shape[2:]), given.dtype)
         named = {"ignore_index": ignore, "label_smoothing": smoothing}
-        each = steps.add("cross_entropy_loss.default", (logits, labels, None, 0), losses, word="losses", **named)
+        each = steps.add("cross_entropy_loss.default", logits, labels, None, 0, word="losses", **named)
         if not is_class:
-            steps.add("mean.default", (each,), given, out)
+            steps.add("mean.default", each, out=out)
             return steps.calls
-        total = steps.add("sum.default", (each,), Spec((), given.dtype))
-        count = steps.add("ss.count_labels", (labels, ignore), wide, word="count")
-        loss = steps.add("div.Tensor", (total, count), wide, end, word="wide")
+        total = steps.add("sum.default", each)
+        count = steps.add("ss.count_labels", labels, ignore, spec=wide, word="count")
+        loss = steps.add("div.Tensor", total, count, spec=wide, out=end, word="wide")
     else:
-        count = steps.add("ss.count_labels", (labels, ignore), wide, word="count")
+        count = steps.add("ss.count_labels", labels, ignore, spec=wide, word="count")
         name = "ss.cross_entropy" if "cross_entropy" in call.target else "ss.nll_loss"
-        loss = steps.add(name, (logits, labels, count, ignore), wide, end, word="wide")
+        loss = steps.add(name, logits, labels, count, ignore, spec=wide, out=end, word="wide")
     if not end:
-        steps.add("_to_copy.default", (loss,), given, out, dtype=given.dtype)
+        steps.add("_to_copy.default", loss, out=out, dtype=given.dtype)
     return steps.calls
 
 
@@ -98,14 +103,12 @@ def mean_of_losses(trace: Trace, call: Call) -> list[Call]:
     position = [a.name for a in call.function._schema.arguments].index("reduction")
     if call.argument(position, "reduction", _MEAN) != _MEAN:
         return [call]
-    steps, result = Steps(trace, call), trace.specs[call.outputs[0]]
+    steps = Steps(trace, call)
     at = call.args[position : position + 1]
     args = (*call.args[:position], *(0 for _ in at), *call.args[position + 1 :])
     kwargs = call.kwargs if at else {**call.kwargs, "reduction": 0}
-    shape = torch.broadcast_shapes(*(trace.specs[name].shape for name in call.reads()))
-    name = call.target.removeprefix("aten.")
-    losses = steps.add(name, args, Spec(tuple(shape), result.dtype), word="losses", **kwargs)
-    steps.add("mean.default", (losses,), result, call.outputs[0])
+    losses = steps.add(call.target.removeprefix("aten."), *args, word="losses", **kwargs)
+    steps.add("mean.default", losses, out=call.outputs[0])
     return steps.calls
 
 
@@ -116,14 +119,10 @@ def strided(trace: Trace, call: Call) -> list[Call]:
     dim, first = dim % len(shape), call.argument(2, "start") or 0
     if step == 1 or shape[dim] % step or not 0 <= first < step or given.shape[dim] != shape[dim] // step:
         return [call]
-    steps, dtype = Steps(trace, call), given.dtype
-    rest = shape[dim + 1 :]
-    apart = Spec((*shape[:dim], shape[dim] // step, step, *rest), dtype)
-    one = Spec((*apart.shape[: dim + 1], 1, *rest), dtype)
-    picked = steps.add(
-        "slice.Tensor", (steps.add("view.default", (x, apart.shape), apart), dim + 1, first, first + 1), one
-    )
-    steps.add("view.default", (picked, given.shape), given, call.outputs[0])
+    steps = Steps(trace, call)
+    apart = steps.add("view.default", x, (*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]))
+    picked = steps.add("slice.Tensor", apart, dim + 1, first, first + 1)
+    steps.add("view.default", picked, given.shape, out=call.outputs[0])
     return steps.calls
 
 
@@ -137,19 +136,18 @@ def masked_put(trace: Trace, call: Call) -> list[Call]:
         return [call]
     steps = Steps(trace, call)
     if ones:
-        spec = Spec((*trace.specs[mask.name].shape, *[1] * ones), torch.bool)
-        mask = steps.add("view.default", (mask, spec.shape), spec, word="mask")
-    steps.add("where.self", (mask, value, x), trace.specs[call.outputs[0]], call.outputs[0])
+        mask = steps.add("view.default", mask, (*trace.specs[mask.name].shape, *[1] * ones), word="mask")
+    steps.add("where.self", mask, value, x, out=call.outputs[0])
     return steps.calls
 
 
 def bernoulli(trace: Trace, call: Call) -> list[Call]:
     """bernoulli(p) -> uniform < p, in the dtype of the result."""
     steps, spec = Steps(trace, call), trace.specs[call.outputs[0]]
-    drawn = steps.add("ss.uniform", (spec.shape,), Spec(spec.shape, torch.float32))
+    drawn = steps.add("ss.uniform", spec.shape, spec=Spec(spec.shape, torch.float32))
     compare, p = ("lt.Scalar", call.args[1]) if call.target == "aten.bernoulli.p" else ("lt.Tensor", call.args[0])
-    below = steps.add(compare, (drawn, p), Spec(spec.shape, torch.bool))
-    steps.add("_to_copy.default", (below,), spec, call.outputs[0], dtype=spec.dtype)
+    below = steps.add(compare, drawn, p)
+    steps.add("_to_copy.default", below, out=call.outputs[0], dtype=spec.dtype)
     draw, *between, cast = steps.calls
     # The numbers are drawn by the name of the call.
     return [replace(draw, name=call.name), *between, replace(cast, name=draw.name)]
@@ -165,28 +163,26 @@ def batch_norm(trace: Trace, call: Call) -> list[Call]:
     if not is_training:
         return [call]
     steps, narrow = Steps(trace, call), trace.specs[x.name]
-    spec = Spec(narrow.shape, torch.promote_types(narrow.dtype, torch.float32))
-    channels, others = spec.shape[1], tuple(d for d in range(len(spec.shape)) if d != 1)
-    row, column = Spec((channels,), spec.dtype), Spec((channels, *[1] * (len(others) - 1)), spec.dtype)
-    kept = Spec((1, *column.shape), spec.dtype)
-    wide = x if narrow == spec else steps.add("_to_copy.default", (x,), spec, dtype=spec.dtype)
-    mean = steps.add("mean.dim", (wide, others, True), kept)
-    centered = steps.add("sub.Tensor", (wide, mean), spec)
-    variance = steps.add("mean.dim", (steps.add("mul.Tensor", (centered, centered), spec), others, True), kept)
-    scale = steps.add("rsqrt.default", (steps.add("add.Tensor", (variance, eps), kept),), kept)
-    result = steps.add("mul.Tensor", (centered, scale), spec)
+    dtype, channels = torch.promote_types(narrow.dtype, torch.float32), narrow.shape[1]
+    others = tuple(d for d in range(len(narrow.shape)) if d != 1)
+    wide = x if narrow.dtype == dtype else steps.add("_to_copy.default", x, dtype=dtype)
+    mean = steps.add("mean.dim", wide, others, True)
+    centered = steps.add("sub.Tensor", wide, mean)
+    variance = steps.add("mean.dim", steps.add("mul.Tensor", centered, centered), others, True)
+    scale = steps.add("rsqrt.default", steps.add("add.Tensor", variance, eps))
+    result = steps.add("mul.Tensor", centered, scale)
     for name, parameter in (("mul.Tensor", weight), ("add.Tensor", bias)):
         if parameter is not None:
-            aligned = steps.add("view.default", (parameter, column.shape), column)
-            result = steps.add(name, (result, aligned), spec)
-    if narrow != spec:
-        steps.add("_to_copy.default", (result,), narrow, dtype=narrow.dtype)
+            aligned = steps.add("view.default", parameter, (channels, *[1] * (len(others) - 1)))
+            result = steps.add(name, result, aligned)
+    if narrow.dtype != dtype:
+        steps.add("_to_copy.default", result, dtype=narrow.dtype)
     trace.specs[call.outputs[0]] = narrow
     steps.calls[-1] = replace(steps.calls[-1], name=call.name, outputs=call.outputs[:1])
-    count = prod(spec.shape) / channels
+    count = prod(narrow.shape) / channels
     both = (mean, 1.0), (variance, count / max(count - 1, 1))
     # Without running statistics there are no results beside the first.
     for old, (new, unbiased), out in zip(running, both, call.outputs[3:], strict=False):
-        fresh = steps.add("mul.Tensor", (steps.add("view.default", (new, row.shape), row), momentum * unbiased), row)
-        steps.add("add.Tensor", (steps.add("mul.Tensor", (old, 1.0 - momentum), row), fresh), row, out)
+        fresh = steps.add("mul.Tensor", steps.add("view.default", new, (channels,)), momentum * unbiased)
+        steps.add("add.Tensor", steps.add("mul.Tensor", old, 1.0 - momentum), fresh, out=out)
     return steps.calls

@@ -16,16 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, PlanError
+from superscaler.frontend import autocast as casts
 from superscaler.frontend import experts
-from superscaler.frontend.autocast import (
-    Autocast,
-    cast_product,
-    forget_stand_ins,
-    has_regions,
-    open_regions,
-    share_casts,
-    stand_ins,
-)
+from superscaler.frontend.autocast import Autocast
 from superscaler.frontend.refusals import call, explain, forward_line, refuse_hooks
 
 
@@ -42,13 +35,13 @@ def export(
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, args, dict(kwargs), strict=False)
-            if has_regions(exported) and any(p.is_meta for p in module.parameters()):
-                with stand_ins(module, args, kwargs) as (own_args, own_kwargs):
+            if casts.has_regions(exported) and any(p.is_meta for p in module.parameters()):
+                with casts.stand_ins(module, args, kwargs) as (own_args, own_kwargs):
                     exported = torch.export.export(module, own_args, own_kwargs, strict=False)
-            open_regions(exported)
+            casts.open_regions(exported)
             exported = exported.run_decompositions({})
-            share_casts(exported)
-            forget_stand_ins(exported)
+            casts.share_casts(exported)
+            casts.forget_stand_ins(exported)
             return exported
         except PlanError:
             raise
@@ -147,7 +140,7 @@ class _Explicit(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return func(*args)
         if func is torch.functional.einsum:
-            args = cast_product(*args)
+            args = casts.cast_product(*args)
         result = func(*args, **(kwargs or {}))
         return result if torch.is_grad_enabled() else pytree.tree_map(_detach, result)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from superscaler.frontend.trace import Call, Spec, Var, substitute
+from superscaler.frontend.trace import Call, Spec, overload, substitute, without_data
 
 _COUNTED = ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "dot", "conv", "scaled_dot_product", "einsum")
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -29,7 +29,7 @@ class FlopCounter:
             return 2 * tokens * chosen * width * (2 * hidden + outputs)
         if not call.target.startswith("aten.") or not any(word in call.target for word in _COUNTED):
             return 0
-        return self._cached(call, _overload(call.target), call.args, call.kwargs, specs)
+        return self._cached(call, overload(call.target), call.args, call.kwargs, specs)
 
     def _cached(
         self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[str, Spec]
@@ -41,16 +41,7 @@ class FlopCounter:
         return self.known[key]
 
 
-def _overload(target: str) -> Any:
-    namespace, name, overload = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
 def _count(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[str, Spec]) -> int:
-    def empty(variable: Var) -> torch.Tensor:
-        spec = specs[variable.name]
-        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-
     with FlopCounterMode(display=False) as counter:
-        function(*substitute(args, empty), **substitute(kwargs, empty))
+        function(*without_data(args, specs), **without_data(kwargs, specs))
     return int(counter.get_total_flops())

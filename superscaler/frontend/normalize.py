@@ -8,22 +8,11 @@ from dataclasses import replace
 import torch
 
 from superscaler.errors import CaptureError
+from superscaler.frontend import decompose
 from superscaler.frontend.constants import compact, kind_of_mask, rename
-from superscaler.frontend.decompose import (
-    added_product,
-    batch_norm,
-    bernoulli,
-    cross_entropy,
-    linear,
-    masked_put,
-    mean_of_losses,
-    strided,
-)
-from superscaler.frontend.trace import Call, Spec, Trace, Var
+from superscaler.frontend.trace import Call, Spec, Trace, Var, aten
 
-_PRODUCTS = frozenset(
-    f"aten.{name}.default" for name in ("linear", "mm", "bmm", "matmul", "mv", "scaled_dot_product_attention")
-)
+_PRODUCTS = aten(True, "linear mm bmm matmul mv scaled_dot_product_attention")
 # A rewrite returns the calls to run instead, or the name of the tensor that the result equals.
 Rewrite = Callable[[Trace, Call], list[Call] | str]
 
@@ -35,7 +24,7 @@ def normalize(trace: Trace) -> None:
     calls: list[Call] = []
     for old in _spread(trace):
         call = rename(old, same)
-        result = _rewrite(trace, call)
+        result = TABLE[call.target](trace, call) if call.target in TABLE else [call]
         if isinstance(result, str):
             same[call.outputs[0]] = result
         else:
@@ -115,18 +104,6 @@ def _refuse_mixed(trace: Trace) -> None:
             )
 
 
-def _rewrite(trace: Trace, call: Call) -> list[Call] | str:
-    rewrite = TABLE.get(call.target)
-    if rewrite is not None:
-        return rewrite(trace, call)
-    return _keep(trace, call)
-
-
-def _keep(trace: Trace, call: Call) -> list[Call] | str:
-    del trace
-    return [call]
-
-
 def _input(call: Call) -> str:
     """Return the tensor that a call with one main operand works on."""
     name: str = call.args[0].name
@@ -134,7 +111,6 @@ def _input(call: Call) -> str:
 
 
 def _alias(trace: Trace, call: Call) -> str:
-    del trace
     return _input(call)
 
 
@@ -148,45 +124,41 @@ def _alias_if_equal(trace: Trace, call: Call) -> list[Call] | str:
 def _slice(trace: Trace, call: Call) -> list[Call] | str:
     if isinstance(kept := _alias_if_equal(trace, call), str):
         return kept
-    return strided(trace, call)
+    return decompose.strided(trace, call)
 
 
 def _synonym(trace: Trace, call: Call) -> list[Call]:
     """Call an operator that has two names by the one that has rules."""
-    del trace
     _, name, overload = call.target.split(".")
     return [replace(call, target=f"aten.{_SYNONYMS[name]}.{overload}")]
 
 
 def _cast_like(trace: Trace, call: Call) -> list[Call] | str:
     """`type_as` reads nothing of the tensor whose dtype it takes."""
-    cast = {"dtype": trace.specs[call.outputs[0]].dtype}
-    call = replace(call, target="aten._to_copy.default", args=call.args[:1], kwargs=cast)
-    return _alias_if_equal(trace, call)
+    return _alias_if_equal(trace, _cast(trace, call, call.args[0]))
 
 
 def _copy(trace: Trace, call: Call) -> list[Call] | str:
     """`copy(old, new)` is new, in the shape and dtype of old."""
-    source, result = call.args[1].name, trace.specs[call.outputs[0]]
-    if trace.specs[source] == result:
-        return str(source)
-    expand = replace(call, target="aten.expand.default", args=(call.args[1], result.shape), kwargs={})
-    if trace.specs[source].shape == result.shape:
+    source, result = call.args[1], trace.specs[call.outputs[0]]
+    given = trace.specs[source.name]
+    if given == result:
+        return str(source.name)
+    if given.shape == result.shape:
         return [_cast(trace, call, source)]
-    if trace.specs[source].dtype == result.dtype:
-        return [expand]
+    if given.dtype == result.dtype:
+        return [call.becomes("aten.expand.default", source, result.shape)]
     name = trace.derive(call.name, "cast")
-    trace.specs[name] = Spec(trace.specs[source].shape, result.dtype)
+    trace.specs[name] = Spec(given.shape, result.dtype)
     cast = replace(_cast(trace, call, source), name=name, outputs=(name,))
-    return [cast, replace(expand, args=(Var(name), result.shape))]
+    return [cast, call.becomes("aten.expand.default", Var(name), result.shape)]
 
 
 def _reshape(trace: Trace, call: Call) -> list[Call] | str:
     """`squeeze` and its like drop whatever has size 1, which in a part may be more: say the shape."""
     if isinstance(kept := _alias_if_equal(trace, call), str):
         return kept
-    shape = trace.specs[call.outputs[0]].shape
-    return [replace(call, target="aten.view.default", args=(call.args[0], shape), kwargs={})]
+    return [call.becomes("aten.view.default", call.args[0], trace.specs[call.outputs[0]].shape)]
 
 
 def _concatenate(trace: Trace, call: Call) -> list[Call] | str:
@@ -206,8 +178,7 @@ def _where(trace: Trace, call: Call) -> list[Call] | str:
     chosen, result = options[0 if bool(compact(known)) else 1], trace.specs[call.outputs[0]]
     if not isinstance(chosen, Var) or trace.specs[chosen.name].dtype != result.dtype:
         return [call]
-    args = (chosen, result.shape)
-    return _alias_if_equal(trace, replace(call, target="aten.expand.default", args=args, kwargs={}))
+    return _alias_if_equal(trace, call.becomes("aten.expand.default", chosen, result.shape))
 
 
 def _lookup(trace: Trace, call: Call) -> list[Call]:
@@ -222,7 +193,7 @@ def _lookup(trace: Trace, call: Call) -> list[Call]:
         dim = next(d for d, v in enumerate(indices) if v is not None)
         rows = [row % shape[dim] for row in known[0].tolist()] if known[0].dtype == torch.int64 else []
         if rows and rows == list(range(rows[0], rows[0] + len(rows))):
-            return [replace(call, target="aten.slice.Tensor", args=(operand, dim, rows[0], rows[-1] + 1))]
+            return [call.becomes("aten.slice.Tensor", operand, dim, rows[0], rows[-1] + 1)]
     if len(known) != len(shape) or len(indices) != len(shape):
         return [call]
     last = -len(trace.specs[call.outputs[0]].shape) - 1
@@ -232,7 +203,7 @@ def _lookup(trace: Trace, call: Call) -> list[Call]:
         if value.numel() != size or at <= last or value.flatten().tolist() != list(range(size)):
             return [call]
         last = at
-    return [replace(call, target="aten.view.default", args=(operand, trace.specs[call.outputs[0]].shape))]
+    return [call.becomes("aten.view.default", operand, trace.specs[call.outputs[0]].shape)]
 
 
 def _dropout(trace: Trace, call: Call) -> list[Call] | str:
@@ -241,8 +212,7 @@ def _dropout(trace: Trace, call: Call) -> list[Call] | str:
         return _input(call)
     result = call.outputs[0]
     trace.specs[result] = trace.specs[x.name]
-    call = replace(call, target="ss.dropout", function=None, args=(x, float(p)), kwargs={}, outputs=(result,))
-    return [call]
+    return [replace(call.becomes("ss.dropout", x, float(p)), outputs=(result,))]
 
 
 def _attention(trace: Trace, call: Call) -> list[Call]:
@@ -253,11 +223,10 @@ def _attention(trace: Trace, call: Call) -> list[Call]:
     if not causal and (kind := _mask(trace, mask)):
         causal, mask = kind == "causal", None
     if p:
-        args = (q, k, v, mask, float(p), causal, scale)
-        return [replace(call, target="ss.attention_dropout", function=None, args=args, kwargs={})]
+        return [call.becomes("ss.attention_dropout", q, k, v, mask, float(p), causal, scale)]
     options = {"scale": scale, "enable_gqa": call.kwargs.get("enable_gqa") or None}
     kwargs = {name: value for name, value in options.items() if value is not None}
-    return [replace(call, function=None, args=(q, k, v, mask, 0.0, causal), kwargs=kwargs)]
+    return [call.becomes(call.target, q, k, v, mask, 0.0, causal, **kwargs)]
 
 
 def _mask(trace: Trace, mask: Var | None) -> str:
@@ -269,38 +238,29 @@ def _mask(trace: Trace, mask: Var | None) -> str:
     return trace.masks[mask.name]
 
 
-def _cast(trace: Trace, call: Call, source: str) -> Call:
+def _cast(trace: Trace, call: Call, source: Var) -> Call:
     """Return the call that makes the result of `call` of another tensor by a change of dtype."""
-    dtype = {"dtype": trace.specs[call.outputs[0]].dtype}
-    function = torch.ops.aten._to_copy.default
-    return replace(call, target=str(function), function=function, args=(Var(source),), kwargs=dtype)
+    return call.becomes("aten._to_copy.default", source, dtype=trace.specs[call.outputs[0]].dtype)
 
 
 def _ours(trace: Trace, call: Call) -> list[Call]:
     """An operator that capture put there, or that not every device has for every dtype: the runtime has its own."""
-    del trace
-    return [replace(call, target=f"ss.{call.target.split('.')[1]}", function=None)]
+    return [call.becomes(f"ss.{call.target.split('.')[1]}", *call.args, **call.kwargs)]
 
 
 def _random(distribution: str) -> Rewrite:
     """Return the rewrite of operators that draw a tensor of random numbers from nothing."""
 
     def rewrite(trace: Trace, call: Call) -> list[Call]:
-        shape = trace.specs[call.outputs[0]].shape
-        return [replace(call, target=f"ss.{distribution}", function=None, args=(shape,), kwargs={})]
+        return [call.becomes(f"ss.{distribution}", trace.specs[call.outputs[0]].shape)]
 
     return rewrite
 
 
 def _eval_norm(trace: Trace, call: Call) -> list[Call]:
     """A batch norm with given statistics, without the empty results beside it."""
-    del trace
-    args = (*call.args[:5], False, *call.args[5:], False)
-    return [replace(call, target="aten.batch_norm.default", function=None, args=args, outputs=call.outputs[:1])]
-
-
-def _names(*names: str) -> tuple[str, ...]:
-    return tuple(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names)
+    made = call.becomes("aten.batch_norm.default", *call.args[:5], False, *call.args[5:], False, **call.kwargs)
+    return [replace(made, outputs=call.outputs[:1])]
 
 
 _SYNONYMS = {
@@ -312,43 +272,28 @@ _SYNONYMS = {
 TABLE: Mapping[str, Rewrite] = {
     **{f"aten.{name}.{kind}": _synonym for name in _SYNONYMS for kind in ("default", "Tensor", "Scalar")},
     "aten.type_as.default": _cast_like,
-    **dict.fromkeys(_names("alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh"), _alias),
-    **dict.fromkeys(_names("_to_copy", "view", "reshape", "_unsafe_view", "expand", "unsqueeze"), _alias_if_equal),
+    **aten(_alias, "alias clone contiguous lift_fresh_copy lift_fresh"),
+    **aten(_alias_if_equal, "_to_copy view reshape _unsafe_view expand unsqueeze"),
     "aten.slice.Tensor": _slice,
-    **dict.fromkeys(
-        _names("squeeze", "squeeze.dim", "squeeze.dims", "flatten.using_ints", "unflatten.int", "view_as"), _reshape
-    ),
+    **aten(_reshape, "squeeze squeeze.dim squeeze.dims flatten.using_ints unflatten.int view_as"),
     "aten.copy.default": _copy,
     "aten.cat.default": _concatenate,
     "aten.index.Tensor": _lookup,
-    **dict.fromkeys(_names("where.self", "where.ScalarOther", "where.ScalarSelf"), _where),
-    "aten.linear.default": linear,
-    **dict.fromkeys(_names("addmm", "baddbmm", "addmv", "addr"), added_product),
-    "aten.native_dropout.default": _dropout,
+    **aten(_where, "where.self where.ScalarOther where.ScalarSelf"),
+    "aten.linear.default": decompose.linear,
+    **aten(decompose.added_product, "addmm baddbmm addmv addr"),
     "superscaler.experts.default": _ours,
     "aten.histc.default": _ours,
-    **dict.fromkeys(
-        _names("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit.no_stats"), batch_norm
-    ),
-    **dict.fromkeys(_names("rand", "rand_like"), _random("uniform")),
-    **dict.fromkeys(_names("randn", "randn_like"), _random("normal")),
-    **dict.fromkeys(_names("bernoulli", "bernoulli.p"), bernoulli),
-    "aten.dropout.default": _dropout,
+    **aten(decompose.batch_norm, "batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit.no_stats"),
+    **aten(_random("uniform"), "rand rand_like"),
+    **aten(_random("normal"), "randn randn_like"),
+    **aten(decompose.bernoulli, "bernoulli bernoulli.p"),
+    **aten(_dropout, "dropout native_dropout"),
     "aten.scaled_dot_product_attention.default": _attention,
-    **dict.fromkeys(_names("cross_entropy_loss", "nll_loss_nd"), cross_entropy),
+    **aten(decompose.cross_entropy, "cross_entropy_loss nll_loss_nd"),
     "aten._native_batch_norm_legit_no_training.default": _eval_norm,
-    "aten.index_put.default": masked_put,
-    **dict.fromkeys(
-        _names("l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
-        mean_of_losses,
-    ),
-    **dict.fromkeys(
-        _names(
-            "binary_cross_entropy",
-            "binary_cross_entropy_with_logits",
-            "hinge_embedding_loss",
-            "margin_ranking_loss",
-        ),
-        mean_of_losses,
-    ),
+    "aten.index_put.default": decompose.masked_put,
+    **aten(decompose.mean_of_losses, "l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss"),
+    **aten(decompose.mean_of_losses, "binary_cross_entropy binary_cross_entropy_with_logits"),
+    **aten(decompose.mean_of_losses, "hinge_embedding_loss margin_ranking_loss"),
 }

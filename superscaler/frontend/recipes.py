@@ -93,22 +93,24 @@ def _groups(before: Shape, after: Shape) -> list[tuple[tuple[int, int], tuple[in
 
 
 def permute(site: Site) -> str:
-    order, names = site.dims(1, "dims"), letters(len(site.ins[0]))
-    return f"{' '.join(names)} -> {' '.join(names[d] for d in order)}"
+    return _reordered(site.dims(1, "dims"))
 
 
 def transpose(site: Site) -> str:
-    names = letters(len(site.ins[0]))
-    swapped = list(names)
-    if names:
+    order = list(range(len(site.ins[0])))
+    if order:
         a, b = site.dims(1, "dim0")[0], site.dims(2, "dim1")[0]
-        swapped[a], swapped[b] = swapped[b], swapped[a]
-    return f"{' '.join(names)} -> {' '.join(swapped)}"
+        order[a], order[b] = b, a
+    return _reordered(order)
 
 
 def reverse(site: Site) -> str:
-    names = letters(len(site.ins[0]))
-    return f"{' '.join(names)} -> {' '.join(names[::-1])}"
+    return _reordered(range(len(site.ins[0]))[::-1])
+
+
+def _reordered(order: Sequence[int]) -> str:
+    names = letters(len(order))
+    return f"{' '.join(names)} -> {' '.join(names[d] for d in order)}"
 
 
 def expand(site: Site) -> str:
@@ -128,13 +130,6 @@ def split(site: Site) -> tuple[str, Mapping[str, int]] | str:
     return f"{' '.join(packed)} -> {', '.join([' '.join(names)] * len(site.outs))}", known
 
 
-def unbind(site: Site) -> str:
-    names = letters(len(site.ins[0]))
-    dim = site.dims(1, "dim", 0)[0]
-    rest = " ".join(names[:dim] + names[dim + 1 :])
-    return f"{whole(names, [dim])} -> {', '.join([rest] * len(site.outs))}"
-
-
 def along(position: int, name: str = "dim", default: Any = None) -> Recipe:
     """Return the recipe of operators that need some dims whole, as are those whose size differs between operands."""
 
@@ -149,21 +144,17 @@ def along(position: int, name: str = "dim", default: Any = None) -> Recipe:
     return recipe
 
 
-def normalized(position: int) -> Recipe:
-    """Return the recipe of operators that keep their shape and freeze some dims (softmax)."""
-
-    def recipe(site: Site) -> str:
-        dims = set(site.dims(position, "dim"))
-        names = letters(len(site.ins[0]))
-        marked = " ".join(name + "^" * (d in dims) for d, name in enumerate(names))
-        return f"{marked} -> {' '.join(names)}"
-
-    return recipe
+def softmax(site: Site) -> str:
+    dims, names = site.dims(1, "dim"), letters(len(site.ins[0]))
+    marked = " ".join(name + "^" * (d in dims) for d, name in enumerate(names))
+    return f"{marked} -> {' '.join(names)}"
 
 
 def select(site: Site) -> str:
-    dim, names = site.dims(1, "dim")[0], letters(len(site.ins[0]))
-    return f"{whole(names, [dim])} -> {' '.join(names[:dim] + names[dim + 1 :])}"
+    """One place of a dim, or (unbind) each of them."""
+    dim, names = site.dims(1, "dim", 0)[0], letters(len(site.ins[0]))
+    rest = " ".join(names[:dim] + names[dim + 1 :])
+    return f"{whole(names, [dim])} -> {', '.join([rest] * len(site.outs))}"
 
 
 def select_scatter(site: Site) -> str:

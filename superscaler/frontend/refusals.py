@@ -238,16 +238,14 @@ def _blocked() -> Iterator[None]:
     saved = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in _LOST]
     try:
         for (owner, name, text), (_, _, original) in zip(_LOST, saved, strict=True):
-            setattr(owner, name, _refusing(original, text) if name != "apply" else _refusing_apply(original, text))
+            setattr(owner, name, _refusing(text) if name != "apply" else _refusing_apply(original, text))
         yield
     finally:
         for owner, name, original in saved:
             setattr(owner, name, original) if original is not None else delattr(owner, name)
 
 
-def _refusing(original: Any, text: str) -> Any:
-    del original
-
+def _refusing(text: str) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
         raise _Lost(text)
 

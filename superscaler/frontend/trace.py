@@ -6,8 +6,8 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch.fx import Node
 from superscaler.errors import CaptureError
 from superscaler.ir.graph import TensorKind
 from superscaler.ir.text import unique
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class Call:
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def becomes(self, target: str, /, *args: Any, **kwargs: Any) -> Call:
+        """Return the call of another operator that makes the same results."""
+        return replace(self, target=target, function=None, args=args, kwargs=kwargs)
 
 
 @dataclass(slots=True)
@@ -101,15 +107,31 @@ def variables(value: Any) -> Iterator[Var]:
             yield from variables(item)
 
 
-def substitute(value: Any, replace: Callable[[Var], Any]) -> Any:
-    """Return nested arguments with every tensor replaced; lists become tuples."""
-    if isinstance(value, Var):
-        return replace(value)
+def substitute(value: Any, swap: Callable[[Any], Any], kind: type = Var) -> Any:
+    """Return nested arguments with every tensor (or what is of this kind) replaced; lists become tuples."""
+    if isinstance(value, kind):
+        return swap(value)
     if isinstance(value, dict):
-        return {k: substitute(v, replace) for k, v in value.items()}
+        return {k: substitute(v, swap, kind) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(substitute(v, replace) for v in value)
+        return tuple(substitute(v, swap, kind) for v in value)
     return value
+
+
+def aten(value: T, names: str) -> dict[str, T]:
+    """Return a table that has this value for these operators; one without an overload means `.default`."""
+    return {f"aten.{name}" if "." in name else f"aten.{name}.default": value for name in names.split()}
+
+
+def overload(target: str) -> Any:
+    """Return the operator of torch that a target names."""
+    namespace, name, kind = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), kind)
+
+
+def without_data(value: Any, specs: dict[str, Spec]) -> Any:
+    """Return nested arguments with a tensor on meta in the place of each tensor."""
+    return substitute(value, lambda v: torch.empty(specs[v.name].shape, dtype=specs[v.name].dtype, device="meta"))
 
 
 def read(exported: ExportedProgram, canonical: dict[str, str]) -> Trace:
@@ -176,7 +198,7 @@ class _Reader:
             self.parts[node] = list(outputs)
         for output, v in zip(outputs, [value] if isinstance(value, Tensor) else value, strict=True):
             self.trace.specs[output] = _spec(v)
-        args, kwargs = (_convert(a, self.names) for a in (node.args, node.kwargs))
+        args, kwargs = substitute((node.args, node.kwargs), lambda n: Var(self.names[n]), Node)
         module, source = _module(node), source_of(node.meta.get("stack_trace") or "")
         self.trace.calls.append(Call(name, str(node.target), node.target, args, kwargs, outputs, module, source))
 
@@ -226,17 +248,6 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
             f"{where} changes {len(changed)} parameters or inputs in place: {', '.join(changed.values())}; "
             "compute new tensors (of an input, a clone)."
         )
-
-
-def _convert(value: Any, names: dict[Node, str]) -> Any:
-    """Return fx arguments with nodes as `Var`."""
-    if isinstance(value, Node):
-        return Var(names[value])
-    if isinstance(value, dict):
-        return {k: _convert(v, names) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(_convert(v, names) for v in value)
-    return value
 
 
 def _module(node: Node) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from superscaler.models.huggingface import from_config, make_batch
+from superscaler.models.huggingface import from_config, make_batch, usual
 from superscaler.specs.options import Options, check_divides
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
@@ -27,15 +27,4 @@ OPTIONS = {
 def build(options: Options) -> nn.Module:
     """Return the module. Keys: size, layers, hidden, heads, mlp, seq, batch, vocab, dropout, seed, device."""
     check_divides("bert", "hidden", "heads", options)
-    return from_config(
-        "BertConfig",
-        "BertForMaskedLM",
-        num_hidden_layers=options["layers"],
-        hidden_size=options["hidden"],
-        num_attention_heads=options["heads"],
-        intermediate_size=options["mlp"],
-        max_position_embeddings=options["seq"],
-        vocab_size=options["vocab"],
-        hidden_dropout_prob=options["dropout"],
-        attention_probs_dropout_prob=options["dropout"],
-    )
+    return from_config("BertConfig", "BertForMaskedLM", **usual(options))

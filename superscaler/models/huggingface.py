@@ -14,7 +14,7 @@ from superscaler.errors import InputError
 from superscaler.models import batch
 from superscaler.specs.options import Options, check_divides
 
-CHANNELS = 3
+CHANNELS, _CLASSES = 3, "single_label_classification"
 
 
 def library() -> ModuleType:
@@ -27,6 +27,22 @@ def library() -> ModuleType:
             "install it with: pip install 'superscaler[hf]'"
         ) from None
     return transformers
+
+
+# option -> what most configs of the library call it
+_USUAL = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "mlp": "intermediate_size",
+    "kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "seq": "max_position_embeddings",
+    "vocab": "vocab_size", "image": "image_size", "patch": "patch_size", "classes": "num_labels",
+}  # fmt: skip
+
+
+def usual(options: Options) -> dict[str, Any]:
+    """Return the options by the names that most configs have for them."""
+    found = {name: options[key] for key, name in _USUAL.items() if key in options}
+    if "dropout" in options:
+        found |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), options["dropout"])
+    return found | ({"num_channels": CHANNELS, "problem_type": _CLASSES} if "image" in options else {})
 
 
 def from_config(config: str, model: str, **values: Any) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from superscaler.models.huggingface import causal, check_sequence, make_batch, rotary_head
+from superscaler.models.huggingface import causal, check_sequence, make_batch, rotary_head, usual
 from superscaler.specs.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
@@ -29,17 +29,5 @@ def build(options: Options) -> nn.Module:
     """Return the module. Keys: size, layers, hidden, heads, kv_heads, mlp, tied, seq, batch, vocab, seed, device."""
     check_sequence("llama", options)
     head = rotary_head("llama", options)
-    return causal(
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        num_hidden_layers=options["layers"],
-        hidden_size=options["hidden"],
-        num_attention_heads=options["heads"],
-        num_key_value_heads=options["kv_heads"],
-        head_dim=head,
-        intermediate_size=options["mlp"],
-        tie_word_embeddings=options["tied"],
-        max_position_embeddings=options["seq"],
-        vocab_size=options["vocab"],
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    return causal("LlamaConfig", "LlamaForCausalLM", head_dim=head, rope_parameters=rope, **usual(options))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.errors import InputError
-from superscaler.models.huggingface import causal, check_sequence, make_batch, rotary_head
+from superscaler.models.huggingface import causal, check_sequence, make_batch, rotary_head, usual
 from superscaler.specs.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
@@ -40,17 +40,11 @@ def build(options: Options) -> nn.Module:
     return causal(
         "MixtralConfig",
         "MixtralForCausalLM",
-        num_hidden_layers=options["layers"],
-        hidden_size=options["hidden"],
-        num_attention_heads=options["heads"],
-        num_key_value_heads=options["kv_heads"],
         head_dim=head,
-        intermediate_size=options["mlp"],
         num_local_experts=options["experts"],
         num_experts_per_tok=options["chosen"],
-        max_position_embeddings=options["seq"],
-        vocab_size=options["vocab"],
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
         output_router_logits=True,
         router_aux_loss_coef=0.02,
+        **usual(options),
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.errors import InputError
-from superscaler.models.huggingface import CHANNELS, from_config
+from superscaler.models.huggingface import from_config, usual
 from superscaler.models.huggingface import make_images as make_batch
 from superscaler.specs.options import Options, check_divides
 
@@ -47,22 +47,15 @@ def build(options: Options) -> nn.Module:
             f"{options['window']} in {len(depths)} stages, each half as wide, need a multiple of "
             f"{options['window'] << (len(depths) - 1)}."
         )
-    return from_config(
-        "Swinv2Config",
-        "Swinv2ForImageClassification",
-        image_size=options["image"],
-        patch_size=options["patch"],
-        num_channels=CHANNELS,
-        window_size=options["window"],
-        embed_dim=options["hidden"],
-        depths=depths,
-        num_heads=[options["heads"] << stage for stage in range(len(depths))],
-        hidden_dropout_prob=options["dropout"],
-        attention_probs_dropout_prob=options["dropout"],
-        drop_path_rate=options["drop_path"],
-        num_labels=options["classes"],
-        problem_type="single_label_classification",
-    )
+    own = {
+        "window_size": options["window"],
+        "embed_dim": options["hidden"],
+        "depths": depths,
+        "num_heads": [options["heads"] << stage for stage in range(len(depths))],
+        "drop_path_rate": options["drop_path"],
+    }
+    shared = usual({k: options[k] for k in ("image", "patch", "classes", "dropout")})
+    return from_config("Swinv2Config", "Swinv2ForImageClassification", **shared, **own)
 
 
 def _depths(text: str) -> list[int]:

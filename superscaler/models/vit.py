@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from superscaler.models.huggingface import CHANNELS, from_config
+from superscaler.models.huggingface import from_config, usual
 from superscaler.models.huggingface import make_images as make_batch
 from superscaler.specs.options import Options, check_divides
 
@@ -34,18 +34,4 @@ def build(options: Options) -> nn.Module:
     """
     check_divides("vit", "hidden", "heads", options)
     check_divides("vit", "image", "patch", options)
-    return from_config(
-        "ViTConfig",
-        "ViTForImageClassification",
-        num_hidden_layers=options["layers"],
-        hidden_size=options["hidden"],
-        num_attention_heads=options["heads"],
-        intermediate_size=options["mlp"],
-        image_size=options["image"],
-        patch_size=options["patch"],
-        num_channels=CHANNELS,
-        hidden_dropout_prob=options["dropout"],
-        attention_probs_dropout_prob=options["dropout"],
-        num_labels=options["classes"],
-        problem_type="single_label_classification",
-    )
+    return from_config("ViTConfig", "ViTForImageClassification", **usual(options))

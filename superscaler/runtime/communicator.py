@@ -236,8 +236,3 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total.to(dtype)
-
-
-def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized contiguous tensor."""
-    return torch.empty(tuple(shape), dtype=dtype, device=device)

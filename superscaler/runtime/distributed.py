@@ -186,7 +186,7 @@ class DistributedCommunicator(c.Communicator):
         return self._start(what, group, dist.all_reduce, lambda: buffer, buffer)
 
     def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Work:
-        gathered = c.allocate((len(group), *x.shape), x.dtype, x.device)
+        gathered = torch.empty((len(group), *x.shape), dtype=x.dtype, device=x.device)
 
         def finish() -> Tensor:
             if dim == 0 and group == tuple(sorted(group)) and x.dim():
@@ -213,7 +213,7 @@ class DistributedCommunicator(c.Communicator):
     def _spread(
         self, what: str, group: Group, mine: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
     ) -> Work:
-        buffer = c.allocate(shape, dtype, self.device) if mine is None else mine
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=self.device) if mine is None else mine
         return self._start(what, group, dist.broadcast, lambda: buffer, _bytes(buffer), source)
 
     def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None:
@@ -221,7 +221,7 @@ class DistributedCommunicator(c.Communicator):
         self._post(dist.isend, buffer, peer, tag, lambda work: self._sends.add(work, buffer, what))
 
     def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Work:
-        buffer = c.allocate(shape, dtype, self.device)
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         work = _Started()
         self._post(dist.irecv, buffer, peer, tag, work.start)
         return c.Later(partial(_complete, work, lambda: buffer, what))

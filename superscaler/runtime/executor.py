@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superscaler.runtime import functional
-from superscaler.runtime.communicator import Communicator, Work
+from superscaler.runtime.communicator import Communicator, Later, Work
 from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
@@ -158,10 +158,10 @@ class Rank:
         """Gather several tensors as one, each along its own dim."""
         ranks = self._group(group)
         work = self.communicator.all_gather(torch.cat([x.reshape(-1) for x in tensors]), ranks, 0)
-        rows = _Then(work, lambda gathered: gathered.reshape(len(ranks), -1))
+        rows = _then(work, lambda gathered: gathered.reshape(len(ranks), -1))
         pieces = _views(rows, [x.numel() for x in tensors])
         return tuple(
-            _Then(p, partial(_gathered, x.shape, dim)) for p, x, dim in zip(pieces, tensors, dims, strict=True)
+            _then(p, partial(_gathered, x.shape, dim)) for p, x, dim in zip(pieces, tensors, dims, strict=True)
         )
 
     def reduce_scatter(self, x: Tensor, group: int, dim: int) -> Work:
@@ -248,20 +248,15 @@ class Rank:
         return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world)), planned=False).wait()
 
 
-class _Then:
-    """What is made of the result of another operation."""
-
-    def __init__(self, work: Work, function: Callable[[Tensor], Tensor]) -> None:
-        self._work, self._function = work, function
-
-    def wait(self) -> Tensor:
-        return self._function(self._work.wait())
+def _then(work: Work, function: Callable[[Tensor], Tensor]) -> Work:
+    """Return what is made of the result of another operation."""
+    return Later(lambda: function(work.wait()))
 
 
 def _views(work: Work, sizes: Sequence[int]) -> tuple[Work, ...]:
     """Return ranges of the last dim of a result, one after the other."""
     return tuple(
-        _Then(work, partial(torch.narrow, dim=-1, start=end - size, length=size))
+        _then(work, partial(torch.narrow, dim=-1, start=end - size, length=size))
         for size, end in zip(sizes, accumulate(sizes), strict=True)
     )
 

@@ -34,8 +34,12 @@ def run_ranks(world: int, function: Callable[[ThreadCommunicator], T], timeout: 
     results: dict[int, T] = {}
 
     def body(rank: int) -> None:
-        with _Running(hub, rank):
+        try:
             results[rank] = function(ThreadCommunicator(hub, rank))
+            hub.end(rank, None)
+        except BaseException as error:
+            # It goes no further here: the calling thread raises it again.
+            hub.end(rank, error)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)]
     for thread in threads:
@@ -118,20 +122,6 @@ class _Hub:
         raise RuntimeFailure(
             "\n".join([f"{reason}:", *lines, "Both sides must call the same operations in one order."])
         )
-
-
-class _Running:
-    """Tells the hub how a rank's thread ended. An error goes no further here: the calling thread raises it again."""
-
-    def __init__(self, hub: _Hub, rank: int) -> None:
-        self._hub = hub
-        self._rank = rank
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        self._hub.end(self._rank, error)
-        return True
 
 
 class ThreadCommunicator(c.Communicator):
