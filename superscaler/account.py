@@ -53,6 +53,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
         },
         "blocks": _collapse({name: blocks.describe(name) for name in blocks.ops}),
         "schedule": blocks.schedule(),
+        "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.relaxations],
         "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],
         "summary": summary(compiled),
         "counts": compiled.counts,

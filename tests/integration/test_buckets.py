@@ -1,4 +1,4 @@
-"""Collectives that are alike travel as one: the gathers of weights that are cut at rest, the sums of their gradients."""
+"""Collectives that are alike travel as one: gathers of weights that are cut at rest, sums of their gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from superscaler.models import build
 
 @ss.sprogram
 def zero(graph: ss.Graph, cluster: ss.Cluster) -> None:
-    """ZeRO-1: the batch is split, and so are the updates of all weights, each on the last of its indices that can be."""
+    """ZeRO-1: the batch is split, and so are the updates of all weights, each on the last index that can be."""
     n = len(cluster.devices)
     for op in graph.ops:
         even = [i.factor for i in op.indices if i.size % n == 0]
