@@ -25,8 +25,9 @@ from superscaler.explain import VERSION, digest
 from superscaler.ir.graph import Op, Operand
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
+from superscaler.ir.moves import Move, paths
 from superscaler.ir.parts import Axis, Grid
-from superscaler.ir.program import Backward, Collective, Forward, Instruction, Move, Path, Send
+from superscaler.ir.program import Backward, Collective, Forward, Instruction, Path, Send
 from superscaler.ir.report import collapse, describe, width
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
@@ -57,8 +58,8 @@ def account(compiled: Compiled) -> dict[str, Any]:
         "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],
         "summary": summary(compiled),
         "counts": compiled.counts,
-        "totals": _totals(compiled.program.moves),
-        "paths": [blocks.path(path) for path in compiled.program.paths],
+        "totals": _totals(compiled.moves),
+        "paths": [blocks.path(path) for path in paths(compiled.program)],
         "bytes_moved": compiled.program.bytes_moved,
     }
 
@@ -248,7 +249,7 @@ class _Blocks:
         self.model, fold = compiled.graph.model, compiled.fold
         self.groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {
             group: fold.everywhere(group) if fold is not None and group else [group]
-            for group in {move.group for move in compiled.program.moves}
+            for group in {move.group for move in compiled.moves}
         }
         self.producers, self.uses = self.model.producers(), self.model.uses()
         self.layouts: dict[tuple[str, bool], str] = {}
@@ -266,7 +267,7 @@ class _Blocks:
             self.ops.setdefault(name, [])
         block_of_op = {op.name: name for name, ops in self.ops.items() for op in ops}
         block_of_op |= {op.name: self.home[op.inputs[0].tensor] for op in self.model.ops if not op.is_forward}
-        self.moves: dict[str, list[Move]] = _group(compiled.program.moves, lambda move: self.home[move.tensor])
+        self.moves: dict[str, list[Move]] = _group(compiled.moves, lambda move: self.home[move.tensor])
         self.journal = _group(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
         self.places: dict[str, dict[Any, list[int]]] = {}
         self.trained: set[str] = set()

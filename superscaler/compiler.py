@@ -15,6 +15,7 @@ from superscaler.errors import InputError
 from superscaler.garbage import without_garbage_collection
 from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.graph import Op, PTensor
+from superscaler.ir.moves import Move, moves
 from superscaler.ir.program import Free, Program
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
@@ -50,6 +51,11 @@ class Compiled:
     def whole_schedule(self) -> Schedule:
         """Return the schedule of all parts on all devices, whose cost grows with their number."""
         return complete(self.graph, self.close) if self.fold is not None else self.schedule
+
+    @cached_property
+    def moves(self) -> list[Move]:
+        """Return what is moved how, and why."""
+        return moves(self.program)
 
     @property
     def relaxations(self) -> tuple[Relaxation, ...]:

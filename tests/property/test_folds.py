@@ -26,6 +26,7 @@ from superscaler.emit.steps import Tables
 from superscaler.errors import PlanError
 from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Ref
+from superscaler.ir.moves import moves as moves_of
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
     Bucket,
@@ -84,7 +85,7 @@ def check_equal(folded: Compiled, full: Compiled) -> None:
 def moves(program: Program) -> Counter[tuple[Any, ...]]:
     """Return how much moves how, whichever devices tell of it."""
     found: Counter[tuple[Any, ...]] = Counter()
-    for m in program.moves:
+    for m in moves_of(program):
         for name in ("count", "bytes", "moved"):
             found[m.tensor, m.is_backward, m.way, m.kind, len(m.group), m.reason, name] += getattr(m, name)
     return found
@@ -161,7 +162,7 @@ def check_checks(found: Compiled) -> None:
     """Every part runs once, every element is read once, nobody waits forever."""
     for check in CHECKS.values():
         check(found)
-    assert sum(move.moved for move in found.program.moves) == found.program.bytes_moved
+    assert sum(move.moved for move in found.moves) == found.program.bytes_moved
 
 
 def check_counted(found: Compiled) -> None:
