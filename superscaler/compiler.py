@@ -10,12 +10,13 @@ from typing import Any
 from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
 from superscaler.errors import InputError
+from superscaler.ir.moves import Move, moves
 from superscaler.ir.program import Free, Program
 from superscaler.ir.spmd import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
 from superscaler.schedule.homes import place_updates
-from superscaler.schedule.nodes import Schedule
+from superscaler.schedule.nodes import Relaxation, Schedule
 from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.spmd import find_fold, restrict
 from superscaler.timing import timed, without_garbage_collection
@@ -48,6 +49,16 @@ class Compiled:
         """Return the schedule of all parts on all devices, whose cost grows with their number."""
         return complete(self.graph, self.close) if self.fold is not None else self.schedule
 
+    @cached_property
+    def moves(self) -> list[Move]:
+        """Return what is moved how, and why."""
+        return moves(self.program)
+
+    @property
+    def relaxations(self) -> tuple[Relaxation, ...]:
+        """Return what was given up because there was no order otherwise: such a plan may be slower than it looks."""
+        return self.schedule.relaxations
+
     @property
     def counts(self) -> dict[str, int]:
         code = self.program.distinct
@@ -75,22 +86,23 @@ def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph
     with without_garbage_collection(), timed(seconds, "plan"):
         planned = graph.copy()
         sprogram(planned, cluster)
-        _place(planned, cluster)
+        place(planned, cluster)
     return planned, seconds
 
 
-def _place(planned: Graph, cluster: Cluster) -> None:
+def place(planned: Graph, cluster: Cluster) -> Graph:
+    """Place the updates that no op_assign placed. Raises PlanError if any other part is on no device of the cluster."""
     check_devices(planned, cluster)
     check_assigned(planned)
     place_updates(planned)
+    return planned
 
 
 def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None = None) -> Compiled:
-    """Compile a graph whose parts are already made, placed and ordered."""
+    """Compile a graph whose parts are already made, all placed, and ordered."""
     phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0}
     with without_garbage_collection():
         with timed(phases, "schedule"):
-            _place(planned, cluster)
             close = find_fold(planned)
         schedule, program = _folded(planned, cluster, close, phases)
         with timed(phases, "emit"):

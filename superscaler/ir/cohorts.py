@@ -155,7 +155,7 @@ def form(device: Device) -> Hashable:
                 form.append(_shape(value))
             elif role is Role.GROUP:
                 form += [len(value), groups.setdefault(value, len(groups))]
-            elif role not in (Role.PEER, Role.MESSAGE):
+            elif role not in (Role.PEER, Role.MESSAGE, Role.NOTE):
                 form.append(value)
     return tuple(form)
 

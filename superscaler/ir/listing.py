@@ -48,7 +48,7 @@ _KINDS: Mapping[str, type] = {"Weight": Weight, **{kind.__name__: kind for kind 
 
 
 def print_program(program: Program) -> str:
-    """Return a program as text; without what its report says of it (`moves`, `paths`)."""
+    """Return a program as text; without its notes."""
     return "".join(f"{line}\n" for line in _lines(program))
 
 
@@ -86,6 +86,8 @@ def _section(devices: Sequence[Device]) -> Iterator[str]:
         known = len(tables)
         kind, made, given = type(rows[0]).__name__, [], []
         for name, role in _ROLES[kind].items():
+            if role is Role.NOTE:
+                continue
             values = tuple(getattr(row, name) for row in rows)
             if role is Role.WRITE:
                 made = [_text(v) for v in ((values[0],) if isinstance(values[0], Value) else values[0])]
@@ -188,6 +190,8 @@ class _Reader:
     def _made(self, kind: str, made: Any, given: Mapping[str | None, ast.expr], row: int) -> Instruction | Weight:
         found: dict[str, Any] = {}
         for name, role in _ROLES[kind].items():
+            if role is Role.NOTE:
+                continue
             if role is Role.WRITE:
                 is_one = name in ("out", "work", "name")
                 found[name] = made if is_one or (isinstance(made, tuple) and not isinstance(made, Value)) else (made,)

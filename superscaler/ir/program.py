@@ -6,8 +6,9 @@ Names are local to a device. `view` is the shape of a local tensor in slots (siz
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Annotated, NamedTuple, get_type_hints
 
@@ -28,6 +29,7 @@ class Role(Enum):
     GROUP = "devices of a collective, in order"
     PEER = "the device at the other end of a message"
     MESSAGE = "the number of a message, the same at both ends"
+    NOTE = "what is told of it"
 
 
 class Value(NamedTuple):
@@ -98,12 +100,50 @@ class Task(NamedTuple):
         return Task(int(segment), int(microbatch or -1), int(part or 0))
 
 
+@dataclass(frozen=True, slots=True)
+class PathStep:
+    """A step of a path: it makes `layout`, puts `moved` bytes on links, and was taken to last `seconds`."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    layout: Layout
+    moved: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How `count` tensors of `sizes` per slot, or their gradients, went from a layout to another in several steps."""
+
+    is_backward: bool
+    sizes: Shape
+    dtype: str
+    source: Layout
+    steps: tuple[PathStep, ...]
+    tensors: tuple[str, ...] = ()
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Why a tensor, or its gradient (`is_backward`), goes the way it goes, and the path if that has several steps.
+    `number` orders what starts on all devices.
+    """
+
+    tensor: str
+    is_backward: bool
+    reason: str
+    path: Path | None = None
+    number: int = 0
+
+
 Read = Annotated[Value, Role.READ]
 Reads = Annotated[tuple[Value, ...], Role.READ]
 Gaps = Annotated[tuple[Value | None, ...], Role.READ]
 Write = Annotated[Value, Role.WRITE]
 Writes = Annotated[tuple[Value, ...], Role.WRITE]
 Group = Annotated[tuple[int, ...], Role.GROUP]
+Notes = Annotated[tuple[Note, ...], Role.NOTE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +242,7 @@ class Collective:
     ways: tuple[Way, ...]
     dtype: str
     bytes: int
+    notes: Notes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +254,7 @@ class Send:
     message: Annotated[int, Role.MESSAGE]
     bytes: int
     point: Annotated[int, Role.MESSAGE]
+    notes: Notes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,56 +380,13 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """How a tensor, or its gradient (`is_backward`), got from where it is made to where it is read, and why that way.
-
-    `way`: local, collective or messages. `count` transfers, each over `group`, of which `together` share one bucket;
-    all their sources weigh `bytes`, and all devices put `moved` bytes on links.
-    """
-
-    tensor: str
-    is_backward: bool
-    way: str
-    kind: str
-    group: tuple[int, ...]
-    reason: str
-    together: int
-    count: int
-    bytes: int
-    moved: int
-
-
-@dataclass(frozen=True, slots=True)
-class PathStep:
-    """A step of a path: it makes `layout`, puts `moved` bytes on links, and was taken to last `seconds`."""
-
-    kind: str
-    groups: tuple[tuple[int, ...], ...]
-    layout: Layout
-    moved: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """How `count` tensors of `sizes` per slot, or their gradients, went from a layout to another in several steps."""
-
-    is_backward: bool
-    sizes: Shape
-    dtype: str
-    source: Layout
-    steps: tuple[PathStep, ...]
-    tensors: tuple[str, ...] = ()
-    count: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Program:
+    """`notes` tell what no instruction does: how many transfers stay on a device, and how many take a path."""
+
     model: Model
     functions: tuple[Function, ...]
     devices: Sequence[Device]
-    moves: tuple[Move, ...] = ()
-    paths: tuple[Path, ...] = ()
+    notes: Mapping[Note, int] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -407,7 +406,15 @@ class Program:
     @property
     def bytes_moved(self) -> int:
         """Return the bytes that all devices put on links: a ring's share for collectives, everything for messages."""
-        return sum(move.moved for move in self.moves)
+        found = Counter[int]()
+        for device, count in self.distinct:
+            for i in device.instructions:
+                if isinstance(i, Collective):
+                    found[len(i.group)] += count * i.bytes * links(i.kind, len(i.group))
+                elif isinstance(i, Send):
+                    found[1] += count * i.bytes
+        # What a collective puts on links is told by each of its members.
+        return sum(moved // members for members, moved in found.items())
 
 
 def links(kind: str, p: int) -> int:

@@ -7,7 +7,6 @@ communication has the time in between.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from superscaler.ir.program import (
@@ -18,7 +17,6 @@ from superscaler.ir.program import (
     Free,
     Instruction,
     Loss,
-    Move,
     Program,
     Update,
     Value,
@@ -97,9 +95,7 @@ class _Builder:
         )
         if self.context.fold is not None:
             devices = fold_devices(devices, self.context.fold)
-        moves = tuple(Move(*key, *sums) for key, sums in self.writer.moves.items())
-        paths = tuple(replace(path, tensors=tuple(of), count=of.total()) for path, of in self.writer.taken.items())
-        return Program(self.model, tuple(self.functions.made), devices, moves, paths)
+        return Program(self.model, tuple(self.functions.made), devices, self.writer.notes)
 
     def _reads(self, node: Node) -> Iterator[Place]:
         if node.kind == "U":

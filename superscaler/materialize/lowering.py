@@ -19,6 +19,9 @@ from superscaler.materialize.rvd.transitions import Step as PathStep
 from superscaler.materialize.steps import Collective, Cut, Join, Lowered, Message, Slot, Step, common, slots_of
 from superscaler.schedule.transfers import Transfer
 
+# Why a transfer takes the steps of a searched path.
+PATH = "the cheapest path to another layout"
+
 
 def lower(transfer: Transfer, context: Context) -> Lowered:
     """Return the steps of a transfer, on the devices whose code is written."""
@@ -104,7 +107,7 @@ class _Path:
 
     def _parts(self, step: PathStep, after: Mapping[int, Box], many: str) -> dict[int, list[Slot]]:
         """Start a step; return what each device then has of its box: first what it kept."""
-        why, is_told = f"{many}the cheapest path to another layout", self.context.is_told
+        why, is_told = f"{many}{PATH}", self.context.is_told
         sent: list[Slot] = []
         kept = list(step.kept)
         for group in step.groups:

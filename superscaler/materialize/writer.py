@@ -8,12 +8,12 @@ from math import prod
 
 from superscaler.ir.graph import width
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.program import Collective, Path, Recv, Send, Value, Way, links
+from superscaler.ir.program import Collective, Note, Recv, Send, Value, Way
 from superscaler.materialize import steps
 from superscaler.materialize.buckets import KINDS, Buckets, Entry
 from superscaler.materialize.code import Code
 from superscaler.materialize.context import Context
-from superscaler.materialize.lowering import lower
+from superscaler.materialize.lowering import PATH, lower
 from superscaler.materialize.steps import Cut, Join, Lowered, Message, Slot, Step
 from superscaler.schedule.nodes import Node
 from superscaler.schedule.transfers import BACKWARD, Transfer
@@ -32,11 +32,9 @@ class Writer:
         self._lowered: dict[int, Lowered] = {}
         # The rounds of transfers that are left: they follow at the first read, so that nothing is waited for before.
         self._left: dict[int, list[tuple[Step, ...]]] = {}
-        self._messages = self._point = 0
-        # How often which tensors took which path of several steps.
-        self.taken: dict[Path, Counter[str]] = {}
-        # Sums of count, bytes and moved bytes of what happens alike: a `Move` each in the end.
-        self.moves: dict[tuple[str, bool, str, str, tuple[int, ...], str, int], list[int]] = {}
+        self._messages = self._started = self._point = 0
+        # How many transfers stay on a device or take a path.
+        self.notes: Counter[Note] = Counter()
 
     def lowered(self, number: int) -> Lowered:
         if number not in self._lowered:
@@ -50,13 +48,13 @@ class Writer:
             number, transfer = node.number, self.transfers[node.number]
             if transfer.is_local:
                 if node.link < 1:
-                    self._record(transfer, "local", "", (transfer.pieces[0].device,), _why_local(transfer))
+                    self._count(_local(transfer), (transfer.pieces[0].device,))
                 continue
             first, *left = self.lowered(number).rounds
             if node.link >= 0:
                 out = len(transfer.pieces) + node.link
                 first = tuple(step for step in first if isinstance(step, Message) and step.out.item == out)
-            self._record_path(number)
+            self._count_path(number)
             if left:
                 self._left[number] = left
             for step in first:
@@ -152,8 +150,9 @@ class Writer:
         shape = self.code.tensors[transfer.tensor].local_shape(extents(step.out.box))
         weight = self._bytes(transfer, step.out.box)
         self._messages += 1
-        self._record(transfer, "messages", "send", (rank, to), step.why, weight, weight)
-        self.code.of[rank].append(Send(name, to, self._messages, weight, self._point))
+        self._started += 1
+        notes = (self._note(transfer, step.why),)
+        self.code.of[rank].append(Send(name, to, self._messages, weight, self._point, notes))
         work, dtype = self._handle(number, step.out), self.context.dtype(transfer)
         self.code.of[to].append(Recv(work, rank, self._messages, shape, dtype, self._point))
 
@@ -161,10 +160,8 @@ class Writer:
         """Start the collectives of a bucket as one."""
         how, weight = bucket[0].step.how, sum(entry.bytes for entry in bucket)
         dtype = self.context.dtype(self.transfers[bucket[0].number])
-        for entry in bucket:
-            moved = entry.bytes * links(how.kind, len(how.group))
-            transfer, why = self.transfers[entry.number], entry.step.why
-            self._record(transfer, "collective", how.kind, how.group, why, entry.bytes, moved, len(bucket))
+        self._started += 1
+        notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
         for pairs in zip(*(entry.step.slots for entry in bucket), strict=True):
             rank, works, sources, ways = pairs[0][1].device, list[Value](), list[Value | None](), list[Way]()
             for entry, (source, out) in zip(bucket, pairs, strict=True):
@@ -172,7 +169,7 @@ class Writer:
                 works.append(self._handle(entry.number, out))
                 ways.append(self._way(entry, source or out, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
-            self.code.of[rank].append(Collective(how.kind, *some, dtype, weight))
+            self.code.of[rank].append(Collective(how.kind, *some, dtype, weight, notes))
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
         source, out = step.slots[0]
@@ -186,41 +183,24 @@ class Writer:
     def _bytes(self, transfer: Transfer, box: Box, *, trained: bool = False) -> int:
         return prod(extents(box)) * width(self.context.dtype(transfer, trained=trained))
 
-    # What is told of it.
+    def _note(self, transfer: Transfer, why: str) -> Note:
+        return Note(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
 
-    def _record(
-        self,
-        transfer: Transfer,
-        way: str,
-        kind: str,
-        group: tuple[int, ...],
-        why: str,
-        size: int = 0,
-        moved: int = 0,
-        together: int = 1,
-    ) -> None:
-        if not (copies := self._copies(group)):
-            return
-        key = (transfer.tensor, transfer.kind == BACKWARD, way, kind, () if way == "local" else group, why, together)
-        sums = self.moves.setdefault(key, [0, 0, 0])
-        sums[:] = (a + copies * b for a, b in zip(sums, (1, size, moved), strict=True))
+    def _count(self, note: Note, devices: Sequence[int]) -> None:
+        """Count a transfer as often as it is done, not at all if another place tells of it."""
+        fold = self.context.fold
+        if copies := fold.copies(devices) if fold is not None else 1:
+            self.notes[note] += copies
 
-    def _record_path(self, number: int) -> None:
+    def _count_path(self, number: int) -> None:
         transfer, found = self.transfers[number], self.lowered(number).route
-        if found is None or len(found.path.steps) < 2:
-            return
-        ends = (found.boxes(layout) for layout in (found.path.source, found.path.goal))
-        if copies := self._copies(sorted({device for boxes in ends for device in boxes})):
-            dtype = self.context.dtype(transfer)
-            told = found.steps(width(dtype))
-            taken = Path(transfer.kind == BACKWARD, extents(found.whole), dtype, found.path.source, told)
-            self.taken.setdefault(taken, Counter())[transfer.tensor] += copies
-
-    def _copies(self, group: Sequence[int]) -> int:
-        """Return how often what these devices do is done, none if it is told of others."""
-        return self.context.fold.copies(group) if self.context.fold is not None else 1
+        if found is not None and len(found.path.steps) > 1:
+            path = found.told(self.context.dtype(transfer), transfer.kind == BACKWARD)
+            devices = {*found.boxes(found.path.source), *found.boxes(found.path.goal)}
+            self._count(Note(transfer.tensor, path.is_backward, PATH, path), sorted(devices))
 
 
-def _why_local(transfer: Transfer) -> str:
+def _local(transfer: Transfer) -> Note:
     several = len(transfer.links) > len(transfer.readers) or any(len(piece.places) > 1 for piece in transfer.pieces)
-    return "summed or joined where it is read" if several else "made where it is read"
+    why = "summed or joined where it is read" if several else "made where it is read"
+    return Note(transfer.tensor, transfer.kind == BACKWARD, why)

@@ -23,9 +23,10 @@ from superscaler.compiler import Compiled
 from superscaler.ir.graph import Op, Operand, width, without_sources
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
+from superscaler.ir.moves import Move, paths
 from superscaler.ir.parts import Axis as Cut
 from superscaler.ir.parts import Grid
-from superscaler.ir.program import Backward, Collective, Forward, Instruction, Move, Path, Send
+from superscaler.ir.program import Backward, Collective, Forward, Instruction, Path, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
 from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, group, rows
@@ -56,11 +57,12 @@ def account(compiled: Compiled) -> dict[str, Any]:
         },
         "blocks": rows().dump_python(blocks, mode="json", exclude_defaults=True),
         "schedule": told.schedule(),
+        "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.relaxations],
         "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],
         "summary": summary(compiled),
         "counts": compiled.counts,
-        "totals": _totals(compiled.program.moves),
-        "paths": [told.path(path) for path in compiled.program.paths],
+        "totals": _totals(compiled.moves),
+        "paths": [told.path(path) for path in paths(compiled.program)],
         "bytes_moved": compiled.program.bytes_moved,
     }
 
@@ -232,7 +234,7 @@ class _Blocks:
         self.model, fold = compiled.graph.model, compiled.fold
         self.groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {
             group: fold.everywhere(group) if fold is not None and group else [group]
-            for group in {move.group for move in compiled.program.moves}
+            for group in {move.group for move in compiled.moves}
         }
         self.producers, self.uses = self.model.producers(), self.model.uses()
         for op in self.model.ops:
@@ -253,7 +255,7 @@ class _Blocks:
             self.ops.setdefault(name, [])
         block_of_op = {op.name: name for name, ops in self.ops.items() for op in ops}
         block_of_op |= {op.name: self.home[op.inputs[0].tensor] for op in self.model.ops if not op.is_forward}
-        self.moves: dict[str, list[Move]] = group(compiled.program.moves, lambda move: self.home[move.tensor])
+        self.moves: dict[str, list[Move]] = group(compiled.moves, lambda move: self.home[move.tensor])
         self.journal = group(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
         self.places: dict[str, dict[Any, list[int]]] = {}
         self.trained: set[str] = set()

@@ -292,6 +292,8 @@ def _schedule(found: Mapping[str, Any]) -> Iterator[str]:
     for row in found["schedule"]:
         order = row["order"] or "forward, backward, update"
         yield f"{_on(row['devices'])} ({heading(row['blocks']) or 'nothing'}): {order}"
+    for row in found.get("relaxations", ()):
+        yield f"because of a cycle, {row['name']}: {_some(row['ops'])}"
 
 
 def _totals(found: Mapping[str, Any]) -> Iterator[str]:

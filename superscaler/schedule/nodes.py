@@ -33,14 +33,23 @@ class Node(NamedTuple):
         return self.key[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """What was given up because there was no order otherwise, and the ops concerned."""
+
+    name: str
+    ops: tuple[str, ...]
+
+
 @dataclass(eq=False)
 class Schedule:
-    """What runs when: the segments, the transfers between them, and one global order of all nodes."""
+    """What runs when: the segments, the transfers between them, one global order of all nodes, and what it took."""
 
     edges: Edges
     segments: list[Segment]
     transfers: list[Transfer]
     order: list[Node] = field(default_factory=list)
+    relaxations: tuple[Relaxation, ...] = ()
 
 
 class Nodes:

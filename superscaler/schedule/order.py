@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.parts import UNASSIGNED
@@ -12,45 +14,92 @@ from superscaler.ir.transformed import Graph
 from superscaler.schedule.alternatives import find_turns
 from superscaler.schedule.cycle import explain, shortest_cycle
 from superscaler.schedule.edges import Edges
-from superscaler.schedule.homes import place_updates
-from superscaler.schedule.nodes import Node, Nodes, Schedule
-from superscaler.schedule.segments import find_segments
+from superscaler.schedule.nodes import Node, Nodes, Relaxation, Schedule
+from superscaler.schedule.segments import Segment, find_segments
 from superscaler.schedule.transfers import Place, find_transfers
+
+# What may be given up where no order exists; the first ones cost a step the least.
+APART = "copies of a tensor are sent each by itself"
+SPLIT = "segments are split"
+OTHERS = "other copies than the nearest are read"
 
 
 def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
-    """Return a schedule of a transformed graph, whose optimizer ops are placed if they are not yet.
+    """Return a schedule of a placed graph. `fold` tells which devices are close.
 
-    `fold` tells which devices are close. Raises ScheduleError when an op is unassigned or no order exists.
+    Where no order exists, relaxations are tried in turn; the schedule tells those that were taken. Raises ScheduleError
+    when none is left.
     """
-    check_assigned(graph)
-    place_updates(graph)
-    edges = Edges(graph, fold)
-    alone: frozenset[str] = frozenset()
-    is_searched, joins = False, True
-    while True:
-        segments = find_segments(edges, alone)
-        schedule = Schedule(edges, segments, find_transfers(edges, segments, joins))
-        nodes = Nodes(schedule)
-        schedule.order = sort(nodes)
-        if len(schedule.order) == len(nodes.names):
-            schedule.order = [n for n in schedule.order if n.kind not in "OP"]
-            return schedule
-        # A cycle may vanish when no reader waits for replicas that it does not read.
-        if joins and any(t.classes for t in schedule.transfers):
-            joins = False
-            continue
-        # A cycle through a segment of several ops may vanish when its ops run apart; one through single ops is real.
-        cycle = shortest_cycle(nodes, schedule.order)
-        merged = {op.name for n in cycle if n.kind in "FB" for op in segments[n.number].ops}
-        if any(len(segments[n.number].ops) > 1 for n in cycle if n.kind in "FB"):
-            alone |= merged
-            continue
-        # Nor is one through a replica, if its readers can take another.
-        if not is_searched and any(edges.is_replicated(name) for name in merged):
-            edges, is_searched = Edges(graph, fold, find_turns(edges)), True
-            continue
-        raise ScheduleError(explain(nodes, cycle, schedule.order))
+    attempt = _Attempt(Edges(graph, fold))
+    while not attempt.is_whole:
+        found = (relax(attempt) for relax in RELAXATIONS)
+        relaxed = next((other for other in found if other is not None), None)
+        if relaxed is None:
+            raise ScheduleError(explain(attempt.nodes, attempt.cycle, attempt.order))
+        attempt = relaxed
+    schedule = attempt.nodes.schedule
+    schedule.order = [n for n in attempt.order if n.kind not in "OP"]
+    in_order = {name: tuple(op.name for op in graph.ops if op.name in ops) for name, ops in attempt.taken.items()}
+    schedule.relaxations = tuple(Relaxation(name, ops) for name, ops in in_order.items())
+    return schedule
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A schedule, and as much of an order as there is. `taken` has the ops that each relaxation concerns."""
+
+    edges: Edges
+    taken: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        segments = find_segments(self.edges, self.taken.get(SPLIT, frozenset()))
+        return Nodes(Schedule(self.edges, segments, find_transfers(self.edges, segments, APART not in self.taken)))
+
+    @cached_property
+    def order(self) -> list[Node]:
+        return sort(self.nodes)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.order) == len(self.nodes.names)
+
+    @cached_property
+    def cycle(self) -> list[Node]:
+        return shortest_cycle(self.nodes, self.order)
+
+    @property
+    def stuck(self) -> list[Segment]:
+        """The segments in the cycle."""
+        return [self.nodes.schedule.segments[n.number] for n in self.cycle if n.kind in "FB"]
+
+
+def _send_apart(attempt: _Attempt) -> _Attempt | None:
+    """A cycle may vanish when no reader waits for replicas that it does not read."""
+    transfers, edges = attempt.nodes.schedule.transfers, attempt.edges
+    left = {n.number for n in {*attempt.nodes.names}.difference(attempt.order) if n.kind == "C"}
+    tensors = {transfers[number].tensor for number in left if transfers[number].classes}
+    ops = frozenset((edges.producers[t][0] if t in edges.producers else edges.homes[t]).name for t in tensors)
+    return replace(attempt, taken={**attempt.taken, APART: ops}) if ops else None
+
+
+def _split(attempt: _Attempt) -> _Attempt | None:
+    """A cycle through a segment of several ops may vanish when its ops run apart; one through single ops is real."""
+    ops = frozenset(op.name for segment in attempt.stuck for op in segment.ops)
+    is_split = all(len(segment.ops) == 1 for segment in attempt.stuck)
+    return None if is_split else replace(attempt, taken={**attempt.taken, SPLIT: attempt.taken.get(SPLIT, ops) | ops})
+
+
+def _read_others(attempt: _Attempt) -> _Attempt | None:
+    """One through a replica may vanish if its readers take another; maybe then nothing else need be given up."""
+    edges = attempt.edges
+    ops = frozenset(op.name for segment in attempt.stuck for op in segment.ops if edges.is_replicated(op.name))
+    if OTHERS in attempt.taken or not ops:
+        return None
+    return _Attempt(Edges(edges.graph, edges.fold, find_turns(edges)), {OTHERS: ops})
+
+
+RELAXATIONS: Sequence[Callable[[_Attempt], _Attempt | None]] = (_send_apart, _split, _read_others)
 
 
 def check_assigned(graph: Graph) -> None:

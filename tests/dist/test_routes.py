@@ -71,7 +71,7 @@ def plan_of(cuts: list[tuple[str, tuple[int, ...]]], cluster: str) -> Plan:
 )
 def test_searched_exchanges_are_equal_on_processes(cuts: list[tuple[str, tuple[int, ...]]], cluster: str) -> None:
     plan = plan_of(cuts, cluster)
-    searched = [move for move in plan.compiled.program.moves if "cheapest path" in move.reason]
+    searched = [move for move in plan.compiled.moves if "cheapest path" in move.reason]
     assert {"send", "reduce_scatter", "all_gather"} <= {move.kind for move in searched}
     assert len({(move.tensor, move.is_backward) for move in searched}) >= 8
     result = plan.verify("processes")

@@ -70,8 +70,8 @@ def test_every_pair_of_cuts_is_equal(before: list[int], after: list[int]) -> Non
 def test_value_parts_cross_servers_once(before: list[int]) -> None:
     """Value parts to 4 copies on another server: summed in slices, each of which crosses once, and joined there."""
     plan = plan_of("inner", "copies", before, [4, 5, 6, 7], LARGE)
-    tensor = next(m.tensor for m in plan.compiled.program.moves if "cheapest path" in m.reason)
-    moves = [m for m in plan.compiled.program.moves if m.tensor == tensor and not m.is_backward]
+    tensor = next(m.tensor for m in plan.compiled.moves if "cheapest path" in m.reason)
+    moves = [m for m in plan.compiled.moves if m.tensor == tensor and not m.is_backward]
     assert {m.kind for m in moves} == {"reduce_scatter", "send", "all_gather"}
     assert sum(m.moved for m in moves if m.kind == "send") == 8192 * 16384 * 4
 
@@ -84,7 +84,7 @@ def test_a_path_is_told() -> None:
 def test_copies_to_copies_cross_servers_once() -> None:
     """Of 4 equal copies each sends a quarter to another server, where they are joined."""
     plan = plan_of("copies", "copies", [0, 1, 2, 3], [7, 6, 5, 4], LARGE)
-    moves = [m for m in plan.compiled.program.moves if not m.is_backward and m.way != "local"]
+    moves = [m for m in plan.compiled.moves if not m.is_backward and m.way != "local"]
     assert {m.kind for m in moves} == {"send", "all_gather"}
     assert sum(m.moved for m in moves if m.kind == "send") == 8192 * 16384 * 4
 
@@ -110,7 +110,7 @@ def test_stages_of_copies_share_out_what_they_send(dp: int, spec: str, monkeypat
     free = "{intra: {alpha: 1e-12}, network: {alpha: 1e-12}}"
     servers = f"{{name: lab, preset: v100, servers: 2, devices_per_server: {4 * dp}, links: {free}}}"
     plan = ss.compile(graph, spec, servers)
-    moves = [m for m in plan.compiled.program.moves if "cheapest path" in m.reason]
+    moves = [m for m in plan.compiled.moves if "cheapest path" in m.reason]
     assert {m.kind for m in moves} == {"send", "all_gather"}
     assert {m.is_backward for m in moves} == {False, True}
     result = plan.verify()

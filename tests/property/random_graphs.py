@@ -12,7 +12,7 @@ from torch import Tensor
 
 from superscaler.artifact import describe
 from superscaler.cluster import Cluster
-from superscaler.compiler import Compiled, finish
+from superscaler.compiler import Compiled, finish, place
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.transformed import Graph
@@ -200,7 +200,7 @@ def random_plan(model: Model, seed: int, devices: int, irregular: bool = True) -
         depth = draw.choice([0, 1, 2, 3] if irregular else [0, 1, 1])
         grid = random_grid(op, draw, devices, depth, [i.size for i in op.indices])
         graph.grids[op.name] = grid
-    return finish(graph, Cluster.local(devices))
+    return finish(place(graph, Cluster.local(devices)), Cluster.local(devices))
 
 
 def whole_step(model: Model, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

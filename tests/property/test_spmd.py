@@ -24,6 +24,7 @@ from superscaler.compiler import Compiled, compile_graph
 from superscaler.emit.steps import Tables
 from superscaler.errors import PlanError
 from superscaler.ir.graph import Ref
+from superscaler.ir.moves import moves as moves_of
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
     FIELDS,
@@ -86,7 +87,7 @@ def check_equal(folded: Compiled, full: Compiled) -> None:
 def moves(program: Program) -> Counter[tuple[Any, ...]]:
     """Return how much moves how, whichever devices tell of it."""
     found: Counter[tuple[Any, ...]] = Counter()
-    for m in program.moves:
+    for m in moves_of(program):
         for name in ("count", "bytes", "moved"):
             found[m.tensor, m.is_backward, m.way, m.kind, len(m.group), m.reason, name] += getattr(m, name)
     return found
@@ -158,7 +159,7 @@ def check_checks(found: Compiled) -> None:
     """Every part runs once, every element is read once, nobody waits forever."""
     for check in CHECKS.values():
         check(found)
-    assert sum(move.moved for move in found.program.moves) == found.program.bytes_moved
+    assert sum(move.moved for move in found.moves) == found.program.bytes_moved
 
 
 def check_counted(found: Compiled) -> None:
@@ -343,6 +344,6 @@ def test_ops_of_a_segment_that_list_its_parts_in_other_orders_read_their_own() -
         for algorithm in [*rows, ss.Replicate(2)] if cut_first else [ss.Replicate(2), *rows]:
             made = ss.op_trans(graph, made, algorithm)
         ss.op_assign(graph, made, devices.T if cut_first else devices)
-    compiled = compiler.finish(graph, ss.Cluster.local(6))
+    compiled = compiler.finish(compiler.place(graph, ss.Cluster.local(6)), ss.Cluster.local(6))
     check_checks(compiled)
     assert largest_error(compiled, b.values)[0] < 1e-9

@@ -15,7 +15,7 @@ from random_graphs import Builder, largest_error, random_model
 from torch import Tensor
 
 from superscaler.cluster import Cluster
-from superscaler.compiler import finish
+from superscaler.compiler import finish, place
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Model, Op, Operand, Ref
 from superscaler.ir.parts import Axis, Grid, Rows, Tree
@@ -317,7 +317,7 @@ def girth(needs: Needs, counts: Callable[[frozenset[frozenset[Work]]], bool]) ->
 
 def verdict(graph: Graph) -> tuple[Schedule | None, str]:
     try:
-        return complete(graph), ""
+        return complete(place(graph, Cluster.local(4))), ""
     except ScheduleError as error:
         return None, str(error)
 
@@ -368,7 +368,7 @@ def test_plans_that_need_another_replica_than_the_nearest_equal_the_unsplit_grap
 ) -> None:
     graph, values = random_placed(seed)
     cluster = Cluster.local(4)
-    error, where = largest_error(finish(graph.copy(), cluster), values)  # type: ignore[arg-type]
+    error, where = largest_error(finish(place(graph.copy(), cluster), cluster), values)  # type: ignore[arg-type]
     assert error < 1e-9, where
     monkeypatch.setattr("superscaler.schedule.order.find_turns", lambda edges: {})
     assert "cycle" in verdict(graph)[1]

@@ -106,7 +106,7 @@ def test_equal_parts_have_equal_colours_and_cells_do_not_overlap(plan: Plan) -> 
 def test_the_steps_move_what_the_plan_says(plan: Plan) -> None:
     for made in (plan, plan_of([0, 1, 2, 3], [2, 3, 4, 5], "batch"), plan_of([0, 1, 2], [3, 4, 5, 6], "summed")):
         told = sum(s["moved"] * path["count"] for path in made._account["paths"] for s in path["steps"])
-        several = [m for m in made.compiled.program.moves if m.reason.startswith("step ")]
+        several = [m for m in made.compiled.moves if m.reason.startswith("step ")]
         assert told == sum(move.moved for move in several)
 
 

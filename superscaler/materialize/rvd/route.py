@@ -10,6 +10,8 @@ import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import LOCAL_KINDS
+from superscaler.ir import program
+from superscaler.ir.graph import width
 from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.program import PathStep, links
@@ -73,14 +75,15 @@ class Route:
             for at in np.ndindex(layout.devices.shape)
         }
 
-    def steps(self, itemsize: int) -> tuple[PathStep, ...]:
-        """Return the steps with what they put on links."""
+    def told(self, dtype: str, is_backward: bool) -> program.Path:
+        """Return the path as data, with what each step puts on links."""
         layouts = [self.path.source, *(step.layout for step in self.path.steps)]
         boxes = [self.boxes(layout) for layout in layouts]
-        return tuple(
-            PathStep(step.kind, step.groups, step.layout, itemsize * _elements(step, before, after), step.seconds)
-            for step, before, after in zip(self.path.steps, boxes[:-1], boxes[1:], strict=True)
+        steps = (
+            PathStep(s.kind, s.groups, s.layout, width(dtype) * _elements(s, before, after), s.seconds)
+            for s, before, after in zip(self.path.steps, boxes[:-1], boxes[1:], strict=True)
         )
+        return program.Path(is_backward, extents(self.whole), dtype, self.path.source, tuple(steps))
 
 
 def is_collective(kind: str) -> bool:

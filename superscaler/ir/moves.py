@@ -1,0 +1,74 @@
+"""What a program moves, and why: rows that sum up alike transfers, derived from its instructions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from superscaler.ir.graph import width
+from superscaler.ir.program import Collective, Instruction, Note, Path, Program, Send, links
+
+Key = tuple[str, bool, str, str, tuple[int, ...], str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How a tensor, or its gradient (`is_backward`), got from where it is made to where it is read, and why that way.
+
+    `way`: local, collective or messages. `count` transfers, each over `group`, of which `together` share one bucket;
+    all their sources weigh `bytes`, and all devices put `moved` bytes on links.
+    """
+
+    tensor: str
+    is_backward: bool
+    way: str
+    kind: str
+    group: tuple[int, ...]
+    reason: str
+    together: int
+    count: int
+    bytes: int
+    moved: int
+
+
+def moves(program: Program) -> list[Move]:
+    """Return what stays on a device, then what starts, in order."""
+    starts, counts, weights = dict[Key, int](), Counter[Key](), Counter[Key]()
+    for device, copies in program.distinct:
+        for i in device.instructions:
+            for note, way, kind, group, together, weight in _started(i, device.rank):
+                key = (note.tensor, note.is_backward, way, kind, group, note.reason, together)
+                starts[key] = min(note.number, starts.get(key, note.number))
+                counts[key] += copies
+                weights[key] += copies * weight
+    found = [
+        Move(n.tensor, n.is_backward, "local", "", (), n.reason, 1, count, 0, 0)
+        for n, count in program.notes.items()
+        if n.path is None
+    ]
+    for key in sorted(starts, key=starts.__getitem__):
+        # Every member of a collective starts it; of a message, only its sender.
+        members = len(key[4]) if key[2] == "collective" else 1
+        size = weights[key] // members
+        found.append(Move(*key, counts[key] // members, size, size * links(key[3], members) if members > 1 else size))
+    return found
+
+
+def paths(program: Program) -> list[Path]:
+    """Return the paths of several steps that transfers take."""
+    tensors: dict[Path, Counter[str]] = {}
+    for note, count in program.notes.items():
+        if note.path is not None:
+            tensors.setdefault(note.path, Counter())[note.tensor] += count
+    return [replace(path, tensors=tuple(of), count=of.total()) for path, of in tensors.items()]
+
+
+def _started(i: Instruction, rank: int) -> Iterator[tuple[Note, str, str, tuple[int, ...], int, int]]:
+    if isinstance(i, Send):
+        for note in i.notes:
+            yield note, "messages", "send", (rank, i.peer), 1, i.bytes
+    elif isinstance(i, Collective):
+        for note, way in zip(i.notes, i.ways, strict=True):
+            yield note, "collective", i.kind, i.group, len(i.ways), prod(way.view) * width(i.dtype)

@@ -1,0 +1,93 @@
+"""Where no order exists, as little as possible is given up, and the plan tells what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.errors import ScheduleError
+from superscaler.schedule import order
+from superscaler.schedule.order import APART, OTHERS, SPLIT
+
+
+class Crossed(nn.Module):
+    """z -> q -> a, and c; the result reads q, a and c."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.z, self.q, self.a, self.c = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(self.z(x))
+        a, c = self.a(q), self.c(x)
+        return (q * c).sum() + a.sum()
+
+
+def ops_of(graph: ss.Graph, module: str) -> list[ss.Op]:
+    return [op for op in graph.forward_ops if op.module == module]
+
+
+@ss.sprogram
+def split(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Device 0 has q and its product with c, which could be one segment, but c is to wait for a, which reads q."""
+    for op in graph.forward_ops:
+        ss.op_assign(graph, op, int(op.module in ("z", "a", "c")))
+    ss.op_order(graph, ops_of(graph, "a"), ops_of(graph, "c"))
+
+
+def copied(graph: ss.Graph) -> dict[str, list[ss.Part]]:
+    """Make two copies of all, of z on devices 0 and 1, of all else on 2 and 3; return the parts of each module."""
+    parts: dict[str, list[ss.Part]] = {}
+    for op in graph.forward_ops:
+        made = ss.op_trans(graph, op, ss.Replicate(2))
+        ss.op_assign(graph, made, [0, 1] if op.module == "z" else [2, 3])
+        if not op.from_weights:
+            parts[op.module] = list(made)
+    return parts
+
+
+@ss.sprogram
+def apart(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Each copy of q reads another copy of z, the second of which is to wait for the first one's reader."""
+    parts = copied(graph)
+    ss.op_order(graph, parts["q"][0], parts["z"][1])
+
+
+@ss.sprogram
+def others(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """All is on two devices in two copies. The first copy of z is to wait for the reader beside it."""
+    parts: dict[str, list[ss.Part]] = {}
+    for op in graph.forward_ops:
+        made = ss.op_trans(graph, op, ss.Replicate(2))
+        ss.op_assign(graph, made, [0, 1])
+        if not op.from_weights:
+            parts[op.module] = list(made)
+    ss.op_order(graph, parts["q"][0], parts["z"][0])
+
+
+@pytest.mark.parametrize(
+    ("sprogram", "name", "relax"),
+    [(split, SPLIT, order._split), (apart, APART, order._send_apart), (others, OTHERS, order._read_others)],
+)
+def test_what_is_given_up_is_needed_and_told(
+    sprogram: Callable[..., None], name: str, relax: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    graph = ss.capture(Crossed(), (torch.randn(4, 4),))
+    plan = ss.compile(graph, sprogram, ss.Cluster.local(4))
+    assert [r.name for r in plan.compiled.relaxations] == [name]
+    assert f"because of a cycle, {name}: " in plan.explain()
+    assert plan.verify()["equal"]
+    monkeypatch.setattr(order, "RELAXATIONS", [f for f in order.RELAXATIONS if f is not relax])
+    with pytest.raises(ScheduleError, match="cycle"):
+        ss.compile(graph, sprogram, ss.Cluster.local(4))
+
+
+def test_nothing_is_given_up_without_need() -> None:
+    plan = ss.compile(ss.capture(Crossed(), (torch.randn(4, 4),)), "data_parallel", ss.Cluster.local(4))
+    assert not plan.compiled.relaxations
+    assert "cycle" not in plan.explain()
