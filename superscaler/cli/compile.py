@@ -40,6 +40,7 @@ def compile_model(printer: Printer, request: PlanRequest, out: Out = None, seed:
     graph, built = request.capture()
     if out is None:
         compiled, is_new = compile_graph(graph, sprogram, devices), True
+        compiled.validate()
         summary, counts, seconds = compiled.summary(), compiled.counts, compiled.seconds
     else:
         summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)

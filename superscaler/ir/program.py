@@ -242,7 +242,7 @@ class Collective:
     ways: tuple[Way, ...]
     dtype: str
     bytes: int
-    notes: Notes = ()
+    notes: Notes = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class Send:
     message: Annotated[int, Role.MESSAGE]
     bytes: int
     point: Annotated[int, Role.MESSAGE]
-    notes: Notes = ()
+    notes: Notes = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
