@@ -34,11 +34,10 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds per phase, capture included; `export` is torch's own, `certify` there once it is done, `total` the
-        sum.
-        """
+        """Seconds per phase, capture included: `export` is torch's own, `certify` is there once done, `total` sums up."""
         phases = {**self.compiled.graph.captured.seconds, **self.compiled.seconds, **self._certified}
-        phases["total"] = sum(s for name, s in phases.items() if name != "total")
+        phases.pop("total")
+        phases["total"] = sum(phases.values())
         return phases
 
     @cached_property
@@ -99,7 +98,7 @@ class Plan:
 def compile_to(
     graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path, seed: int = 0
 ) -> tuple[str, dict[str, int], dict[str, float], bool]:
-    """Compile a plan into a directory, and certify it. One that holds the same plan stays, and nothing but the sProgram runs.
+    """Compile a plan into a directory, and certify it. One that holds the same plan stays; only the sProgram runs then.
 
     Returns the plan's summary and counts, the seconds per phase, and whether it was written.
     """
