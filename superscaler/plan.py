@@ -116,11 +116,17 @@ def capture(
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
-    `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss.
-    With `cache`, a capture of the same code, shapes and options is read from disk.
+    `optimizer` updates parameters of the module: SGD, Adam or AdamW; there is no default. `autocast` is "bf16" or
+    "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss. With `cache`, a capture of
+    the same code, shapes and options is read from disk.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
+    if optimizer is None:
+        raise InputError(
+            "capture needs the optimizer of the training step, of which there is no default; "
+            "pass optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3), or an SGD or Adam."
+        )
     captured = capture_model(module, args, kwargs, optimizer, autocast, scaler, cache)
     return Graph(captured.model, captured)
 
