@@ -50,13 +50,17 @@ def tiny() -> list[str]:
 
 
 def one(spec: str) -> dict[str, Any]:
+    import torch
+
     import superscaler as ss
     from superscaler.models import build
 
     start = time.perf_counter()
     built = build(spec)
     built_at = time.perf_counter()
-    captured = ss.capture(built.module, built.args, built.kwargs).captured
+    captured = ss.capture(
+        built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
+    ).captured
     scale = 1 if sys.platform == "darwin" else 1024
     return {
         "build": built_at - start,

@@ -66,6 +66,8 @@ GROWTH = (
 
 
 def main() -> None:
+    import torch
+
     import superscaler as ss
     from superscaler.models import build
     from superscaler.plans import resolve
@@ -83,7 +85,9 @@ def main() -> None:
         batch = case.dp * max(case.microbatches, 1) * (1 if case.microbatches else 8)
         sizes = f"layers={case.layers},hidden=1024,heads=32,seq=1024,vocab=51200,batch={batch}"
         model = build(f"gpt2:{sizes},dropout=0,device=meta")
-        graph = ss.capture(model.module, model.args, model.kwargs)
+        graph = ss.capture(
+            model.module, model.args, model.kwargs, optimizer=torch.optim.SGD(model.module.parameters(), lr=1e-2)
+        )
         runs = []
         for _ in range(options.repeat):
             plan = None

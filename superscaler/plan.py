@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds per phase, capture included: `export` is torch's own, `certify` is there once done, `total` sums up."""
+        """Seconds per phase, capture included: `export` is torch's own, `certify` once done; `total` is their sum."""
         phases = {**self.compiled.graph.captured.seconds, **self.compiled.seconds, **self._certified}
         phases.pop("total")
         phases["total"] = sum(phases.values())
@@ -125,12 +125,18 @@ def capture(
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
-    `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss.
+    `optimizer` updates parameters of the module: SGD, Adam or AdamW; there is no default. `autocast` is "bf16" or
+    "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss.
     `cache` is a name: what was captured under it from equal files, versions, options and shapes is read from disk.
     The name stands for what is in no file: give another one where the module is built with other options.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
+    if optimizer is None:
+        raise InputError(
+            "capture needs the optimizer of the training step, of which there is no default; "
+            "pass optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3), or an SGD or Adam."
+        )
     captured = capture_model(module, args, kwargs, optimizer, autocast, scaler, cache)
     return Graph(captured.model, captured)
 

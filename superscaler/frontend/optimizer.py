@@ -28,7 +28,8 @@ class Training:
 def read_optimizer(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler | None = None
 ) -> Training:
-    """Return what an optimizer does. None means SGD with lr 1e-2 on all parameters that require gradients.
+    """Return what an optimizer does. None, where a graph is only looked at, means SGD on all parameters that require
+    gradients; `ss.capture` refuses it.
 
     Raises CaptureError for another class than SGD, Adam, AdamW, and for parameters that are not the module's.
     """

@@ -49,7 +49,9 @@ def plan_of(cuts: list[tuple[str, tuple[int, ...]]], cluster: str) -> Plan:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.chain(x).square().sum()
 
-    graph = ss.capture(Loss(), (torch.randn(WIDTH, WIDTH, dtype=torch.float64),))
+    loss = Loss()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=1e-2)
+    graph = ss.capture(loss, (torch.randn(WIDTH, WIDTH, dtype=torch.float64),), optimizer=optimizer)
 
     @ss.sprogram
     def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:

@@ -299,7 +299,8 @@ def test_a_plan_of_a_cached_capture_is_verified(spec: str, exports: list[nn.Modu
     graphs = []
     for _ in range(2):
         built = build(spec)
-        graphs.append(ss.capture(built.module, built.args, built.kwargs, cache=spec))
+        optimizer = torch.optim.SGD(built.module.parameters(), lr=1e-2)
+        graphs.append(ss.capture(built.module, built.args, built.kwargs, optimizer, cache=spec))
     first, second = (g.captured for g in graphs)
     assert print_model(first.model) == print_model(second.model)
     assert list(first.values) == list(second.values)
@@ -311,7 +312,10 @@ def test_a_plan_of_a_cached_capture_is_verified(spec: str, exports: list[nn.Modu
 
 def test_registered_operators_and_segments_come_back(exports: list[nn.Module]) -> None:
     x = torch.linspace(-1, 1, 4 * 6 * 8).reshape(4, 6, 8)
-    graphs = [ss.capture(own.Block(), (x,), cache="net") for _ in range(2)]
+    graphs = [
+        ss.capture(m := own.Block(), (x,), cache="net", optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
+        for _ in range(2)
+    ]
     assert len(exports) == 1
     assert "ss_own.rms_norm.default" in {op.target for op in graphs[1].model.ops}
     assert ss.compile(graphs[1], "data_parallel", "local:2").verify()["equal"]
@@ -323,7 +327,9 @@ def test_processes_share_the_cache(tmp_path: Path, folder: Path) -> None:
         import sys, torch, superscaler as ss
         sys.path.insert(0, sys.argv[1])
         import model
-        found = ss.capture(model.Net(), (torch.ones(2, 4),), cache="net")
+        module = model.Net()
+        optimizer = torch.optim.SGD(module.parameters())
+        found = ss.capture(module, (torch.ones(2, 4),), optimizer=optimizer, cache="net")
         print(found.captured.seconds["export"] > 0)
     """)
     command = [sys.executable, "-c", program, str(tmp_path)]

@@ -167,7 +167,7 @@ class Twice(nn.Module):
 def test_regions_of_the_model_are_followed_to_the_bit() -> None:
     torch.manual_seed(0)
     module, x = Twice(), torch.randn(4, 8)
-    graph = capture(module, (x,))
+    graph = capture(module, (x,), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
     expected, gradients = eager(module, {"x": x}, None)
     ((loss, found),) = one_step(compile(graph, "single", "local:1"))
     assert torch.equal(loss, expected)
@@ -191,11 +191,34 @@ def test_casts_of_activations_stay_apart_so_that_gradients_are_added_in_float32(
 def test_the_region_around_a_capture_counts_and_its_device_is_not_in_the_plan() -> None:
     built = build("mlp")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        graph = capture(built.module, built.args, built.kwargs)
-        off = capture(built.module, built.args, built.kwargs, autocast="fp16", scaler=torch.amp.GradScaler("cpu"))
-    assert graph.model == capture(built.module, built.args, built.kwargs, autocast="bf16").model
+        graph = capture(
+            built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
+        )
+        off = capture(
+            built.module,
+            built.args,
+            built.kwargs,
+            autocast="fp16",
+            scaler=torch.amp.GradScaler("cpu"),
+            optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2),
+        )
+    assert (
+        graph.model
+        == capture(
+            built.module,
+            built.args,
+            built.kwargs,
+            autocast="bf16",
+            optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2),
+        ).model
+    )
     assert "bfloat16" not in {t.dtype for t in off.model.tensors.values()}
-    assert not any(op.target == CAST for op in capture(built.module, built.args, built.kwargs).ops)
+    assert not any(
+        op.target == CAST
+        for op in capture(
+            built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
+        ).ops
+    )
     files = emit(compile(graph, "single", "local:1").compiled.program).files
     assert ".to(torch.bfloat16)" in files["segments.py"]
     assert not any(word in text for text in files.values() for word in ("cpu", "autocast"))
@@ -259,7 +282,9 @@ def test_microbatches_add_their_gradients_in_float32(is_whole: bool, plan: Any, 
     module, x, y = Summed(), torch.rand(64, 16), torch.full((64, 1), 10.0)
     if is_whole:
         module, x = module.bfloat16(), x.bfloat16()
-    graph = capture(module, (x, y), autocast=None if is_whole else "bf16")
+    graph = capture(
+        module, (x, y), autocast=None if is_whole else "bf16", optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)
+    )
     exact: dict[str, Tensor] = {}
     halves: dict[str, Tensor] = {}
     for k in range(64):
@@ -309,7 +334,7 @@ class Half(nn.Module):
 def test_mixed_parameters_and_losses_in_halves(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module, x, labels = Half(dtype), torch.randn(64, 8), torch.randint(0, 8, (64,))
-    graph = capture(module, (x, labels))
+    graph = capture(module, (x, labels), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
     assert {t.dtype for t in graph.model.parameters()} == {"float32", str(dtype).removeprefix("torch.")}
     expected, gradients = eager(module, {"x": x, "labels": labels}, None)
     for plan, world in [*PLANS[:2], PLANS[3]]:
@@ -326,23 +351,42 @@ def test_mixed_parameters_and_losses_in_halves(dtype: torch.dtype) -> None:
 def test_an_unknown_name_is_refused() -> None:
     built = build("mlp")
     with pytest.raises(InputError, match="unknown autocast 'bfloat16'; did you mean 'bf16'"):
-        capture(built.module, built.args, built.kwargs, autocast="bfloat16")
+        capture(
+            built.module,
+            built.args,
+            built.kwargs,
+            autocast="bfloat16",
+            optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2),
+        )
 
 
 def test_a_model_on_two_devices_is_refused() -> None:
     built = build("mlp")
     built.module.head.to("meta")
     with pytest.raises(CaptureError, match=r"layers\.0\.weight of MLP is on cpu, but head\.weight on meta; put"):
-        capture(built.module, built.args, built.kwargs)
+        capture(built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2))
 
 
 def test_float16_without_a_scaler_warns_once() -> None:
     built = build("mlp")
     with pytest.warns(UserWarning, match="float16 gradients") as record:
-        graph = capture(built.module, built.args, built.kwargs, autocast="fp16")
+        graph = capture(
+            built.module,
+            built.args,
+            built.kwargs,
+            autocast="fp16",
+            optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2),
+        )
     assert len(record) == 1
     assert record[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert one_step(compile(graph, "single", "local:1"))[0][0].isfinite()
-        capture(built.module, built.args, built.kwargs, autocast="fp16", scaler=torch.amp.GradScaler("cpu"))
+        capture(
+            built.module,
+            built.args,
+            built.kwargs,
+            autocast="fp16",
+            scaler=torch.amp.GradScaler("cpu"),
+            optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2),
+        )

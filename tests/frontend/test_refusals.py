@@ -199,7 +199,9 @@ class Squared(torch.autograd.Function):
 
 def test_a_function_whose_backward_is_its_derivative_is_captured() -> None:
     module, x = Wrong(lambda m, x, y, e: Squared.apply(y, 3.0).sum()), torch.rand(4, 4)
-    plan = ss.compile(ss.capture(module, (x,)), "data_parallel", "local:2")
+    plan = ss.compile(
+        ss.capture(module, (x,), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)), "data_parallel", "local:2"
+    )
     assert plan.verify()["equal"]
     assert plan.verify()["loss"] == pytest.approx(float(module(x).detach()), rel=1e-5)  # type: ignore[attr-defined]
 

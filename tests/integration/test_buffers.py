@@ -83,7 +83,7 @@ def images() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"track_running_stats": False}, {"affine": False}], ids=str)
 def test_batch_norm_is_exact_under_data_parallelism(options: dict[str, bool], devices: int) -> None:
-    graph = ss.capture(Convolutions(**options), images())
+    graph = ss.capture(m := Convolutions(**options), images(), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
     found = ss.compile(graph, data_parallel.data_parallel, ss.Cluster.local(devices)).verify()
     assert found["equal"], found
 
@@ -115,21 +115,25 @@ def test_buffers_follow_pytorch_for_several_steps() -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_other_buffers(devices: int) -> None:
     torch.manual_seed(0)
-    graph = ss.capture(Smoothed(), (torch.randn(8, 6),))
+    graph = ss.capture(m := Smoothed(), (torch.randn(8, 6),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
     assert {op.inputs[0].tensor for op in graph.ops if op.is_write} == {"average", "last", "count"}
     found = ss.compile(graph, data_parallel.data_parallel, ss.Cluster.local(devices)).verify()
     assert found["equal"], found
 
 
 def test_statistics_of_the_batch_cannot_wait_for_later_microbatches() -> None:
-    graph = ss.capture(Convolutions(), images())
+    graph = ss.capture(m := Convolutions(), images(), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
     assert ss.compile(graph, partial(stages, microbatches=1), ss.Cluster.local(2)).verify()["equal"]
     with pytest.raises(PlanError, match=r"blocks\.0\.1 reads .* of several microbatches, as norms and losses"):
         ss.compile(graph, partial(stages, microbatches=2), ss.Cluster.local(2))
 
 
 def test_channels_are_cut_with_their_statistics() -> None:
-    plan = ss.compile(ss.capture(Convolutions(), images()), channels, ss.Cluster.local(2))
+    plan = ss.compile(
+        ss.capture(m := Convolutions(), images(), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2)),
+        channels,
+        ss.Cluster.local(2),
+    )
     assert plan.verify()["equal"]
     held = {w.tensor: w.box for w in plan.compiled.program.devices[1].weights}
     assert held["blocks.0.1.running_mean"] == ((4, 8),)
@@ -147,4 +151,4 @@ def test_what_cannot_be_written() -> None:
             return self.linear(x).sum()
 
     with pytest.raises(CaptureError, match="sets its buffer kept to x"):
-        ss.capture(Keeps(), (torch.randn(8, 6),))
+        ss.capture(m := Keeps(), (torch.randn(8, 6),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))

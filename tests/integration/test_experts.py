@@ -30,7 +30,13 @@ def mixtral() -> tuple[ss.Graph, MixtralForCausalLM, Tensor]:
     torch.manual_seed(0)
     module = MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=20, num_local_experts=4))
     ids = torch.randint(0, 32, (4, 6))
-    return ss.capture(module, kwargs={"input_ids": ids, "labels": ids}), module, ids
+    return (
+        ss.capture(
+            module, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)
+        ),
+        module,
+        ids,
+    )
 
 
 def split(words: dict[str, int]) -> object:
@@ -82,7 +88,11 @@ def test_shared_experts_of_another_family() -> None:
         **SIZES, num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=12, intermediate_size=24
     )
     ids = torch.randint(0, 32, (4, 6))
-    graph = ss.capture(Qwen2MoeForCausalLM(config), kwargs={"input_ids": ids, "labels": ids})
+    graph = ss.capture(
+        m := Qwen2MoeForCausalLM(config),
+        kwargs={"input_ids": ids, "labels": ids},
+        optimizer=torch.optim.SGD(m.parameters(), lr=1e-2),
+    )
     assert any(op.target == "ss.experts" for op in graph.ops)
     assert ss.compile(graph, "data_parallel", ss.Cluster.local(2)).verify()["equal"]
 
@@ -91,7 +101,9 @@ def test_without_data() -> None:
     with torch.device("meta"):
         module = MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=20, num_local_experts=4))
     ids = torch.randint(0, 32, (4, 6))
-    graph = ss.capture(module, kwargs={"input_ids": ids, "labels": ids})
+    graph = ss.capture(
+        module, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)
+    )
     assert not any(name.startswith("model") for name in graph.captured.values)
     assert ss.compile(graph, "data_parallel", ss.Cluster.local(2)).verify()["equal"]
 

@@ -50,6 +50,12 @@ def test_a_step_equals_torch(name: str, spec: str, world: int) -> None:
     assert any(".h.0." in tensor for tensor in updated) == (name != "frozen")
 
 
+def test_a_step_without_an_optimizer_is_refused() -> None:
+    module = nn.Linear(4, 4)
+    with pytest.raises(InputError, match=r"of which there is no default; pass optimizer=torch.optim.AdamW"):
+        capture(module, (torch.ones(2, 4),))
+
+
 def steps_of(optimizer: str, then: Callable[[Step], object], spec: str = "pipeline_1f1b:stages=2") -> list[object]:
     """Return what `then` makes of each of two ranks."""
     built = build("gpt2:size=tiny")

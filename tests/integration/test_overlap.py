@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 
 from superscaler import Cluster, capture, compile
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Update, Wait
@@ -25,7 +26,11 @@ PLANS = [
 
 def plan_of(spec: str, world: int, batch: int = 12) -> Plan:
     built = build(f"gpt2:size=tiny,layers={LAYERS},batch={batch}")
-    return compile(capture(built.module, built.args, built.kwargs), spec, Cluster.local(world))
+    return compile(
+        capture(built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)),
+        spec,
+        Cluster.local(world),
+    )
 
 
 @pytest.fixture(params=[1, 150_000, 400_000])

@@ -31,7 +31,9 @@ class Noisy(nn.Module):
 def test_random_ops(plan: str, devices: int) -> None:
     torch.manual_seed(0)
     module = Noisy()
-    graph = ss.capture(module, (torch.randn(8, 6), torch.randn(8, 3)))
+    graph = ss.capture(
+        module, (torch.randn(8, 6), torch.randn(8, 3)), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)
+    )
     sprogram = {"data_parallel": data_parallel.data_parallel, "tensor_parallel": tensor_parallel.tensor_parallel}[plan]
     found = ss.compile(graph, sprogram, ss.Cluster.local(devices)).verify()
     assert found["equal"], found

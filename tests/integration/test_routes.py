@@ -26,9 +26,11 @@ class Two(nn.Module):
         return self.second(self.first(x)).square().sum()
 
 
-GRAPH = ss.capture(Two(8).double(), (torch.randn(8, 8, dtype=torch.float64),))
+GRAPH = ss.capture(
+    m := Two(8).double(), (torch.randn(8, 8, dtype=torch.float64),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2)
+)
 with torch.device("meta"):
-    LARGE = ss.capture(Two(8192), (torch.randn(8192, 8),))
+    LARGE = ss.capture(m := Two(8192), (torch.randn(8192, 8),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
 CUTS = ("batch", "inner", "outer", "copies")
 
 
@@ -106,7 +108,9 @@ def test_stages_of_copies_share_out_what_they_send(dp: int, spec: str, monkeypat
     """Between stages on two servers each tensor-parallel device sends a part, forward and backward."""
     monkeypatch.setattr(route, "START", 0.0)
     built = build("gpt2:size=tiny,heads=4,batch=12,vocab=64")
-    graph = ss.capture(built.module, built.args, built.kwargs)
+    graph = ss.capture(
+        built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
+    )
     free = "{intra: {alpha: 1e-12}, network: {alpha: 1e-12}}"
     servers = f"{{name: lab, preset: v100, servers: 2, devices_per_server: {4 * dp}, links: {free}}}"
     plan = ss.compile(graph, spec, servers)

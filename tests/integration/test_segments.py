@@ -32,7 +32,9 @@ def falcon(grouped: bool) -> PreTrainedModel:
 def test_hugging_face(module, pieces: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     ids = torch.randint(2, 96, (4, 6))
-    graph = ss.capture(module(), kwargs={"input_ids": ids, "labels": ids})
+    graph = ss.capture(
+        m := module(), kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(m.parameters(), lr=1e-2)
+    )
     assert len(graph.model.segments) == pieces
     for plan in ("data_parallel", "tensor_parallel"):
         assert ss.compile(graph, plan, ss.Cluster.local(4)).verify()["equal"]
@@ -69,7 +71,7 @@ class Packed(nn.Module):
 )
 def test_segments_are_parameters(how: str, is_cut: bool) -> None:
     torch.manual_seed(0)
-    graph = ss.capture(Packed(how), (torch.randn(8, 6),))
+    graph = ss.capture(m := Packed(how), (torch.randn(8, 6),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
     names = {f"packed.{kind}.{k}" for kind in ("weight", "bias") for k in range(3)}
     assert set(graph.model.segments) == (names if is_cut else set())
     assert ("packed.weight" in graph.model.tensors) == (not is_cut)
@@ -88,5 +90,7 @@ def test_segments_are_parameters(how: str, is_cut: bool) -> None:
 
 def test_frozen_packed_weights() -> None:
     torch.manual_seed(0)
-    graph = ss.capture(Packed("slices", trained=False), (torch.randn(8, 6),))
+    graph = ss.capture(
+        m := Packed("slices", trained=False), (torch.randn(8, 6),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2)
+    )
     assert ss.compile(graph, "data_parallel", ss.Cluster.local(2)).verify()["equal"]

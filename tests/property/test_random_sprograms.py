@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 from random_sprograms import MODELS, captured, random_sprogram
 
 import superscaler as ss
@@ -47,4 +48,9 @@ def test_many_more_random_sprograms(model: str, block: int) -> None:
 @pytest.mark.parametrize("spec", ["gpt2:size=tiny", "llama:size=tiny"])
 def test_random_sprograms_on_transformers(spec: str) -> None:
     built = build(spec)
-    check(ss.capture(built.module, built.args, built.kwargs), range(20))
+    check(
+        ss.capture(
+            built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
+        ),
+        range(20),
+    )

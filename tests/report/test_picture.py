@@ -40,7 +40,7 @@ class Product(torch.nn.Module):
 
 @functools.cache
 def graph() -> ss.Graph:
-    return ss.capture(Product(), (torch.randn(8192, 48),))
+    return ss.capture(m := Product(), (torch.randn(8192, 48),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
 
 
 def plan_of(before: list[int], after: list[int], cut: str) -> Plan:

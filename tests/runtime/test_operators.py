@@ -93,7 +93,9 @@ class Model(torch.nn.Linear):
     def forward(self, x):
         return twice(super().forward(x)).mean()
 
-plan = ss.compile(ss.capture(Model(4, 4), (torch.ones(2, 4),)), "data_parallel", "local:2")
+model = Model(4, 4)
+graph = ss.capture(model, (torch.ones(2, 4),), optimizer=torch.optim.SGD(model.parameters()))
+plan = ss.compile(graph, "data_parallel", "local:2")
 assert plan.verify()["equal"]
 try:
     plan.save({str(tmp_path / "plan")!r})

@@ -224,7 +224,9 @@ def test_factors_that_are_no_powers_of_two_round_as_torchs() -> None:
 
 def test_plans_without_a_scaler_reduce_nothing_for_it() -> None:
     built = build("mlp")
-    plain_graph = capture(built.module, built.args, built.kwargs)
+    plain_graph = capture(
+        built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
+    )
     counts = []
     for g in (plain_graph, graph()):
         compiled = compile(g, "data_parallel", "local:2").compiled

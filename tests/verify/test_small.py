@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 import superscaler as ss
 from superscaler.cli.main import main
@@ -15,7 +16,13 @@ from superscaler.plan import Plan
 
 def plan_of(spec: str, plan: object, devices: int) -> Plan:
     built = build(spec)
-    return ss.compile(ss.capture(built.module, built.args, built.kwargs), plan, ss.Cluster.local(devices))  # type: ignore[arg-type]
+    return ss.compile(
+        ss.capture(
+            built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
+        ),
+        plan,
+        ss.Cluster.local(devices),
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
