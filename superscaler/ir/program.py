@@ -134,7 +134,7 @@ class Note:
     is_backward: bool
     reason: str
     path: Path | None = None
-    number: int = 0
+    number: int = field(default=0, compare=False)
 
 
 Read = Annotated[Value, Role.READ]
