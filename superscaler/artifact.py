@@ -185,6 +185,7 @@ def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[
     }
     hashes = {name: digest(text) for name, text in files.items()}
     kept = {**manifest(compiled, values), "data": data_hash(data), "files": hashes}
+    kept["self"] = _own_hash(kept)
     return {**files, PLAN_FILE: json.dumps({**data, "manifest": kept}, indent=1) + "\n"}
 
 
@@ -193,10 +194,14 @@ def data_hash(plan: Mapping[str, Any]) -> str:
     return digest(json.dumps({k: v for k, v in plan.items() if k != "manifest"}, sort_keys=True))
 
 
+def _own_hash(kept: Mapping[str, Any]) -> str:
+    return digest(json.dumps({k: v for k, v in kept.items() if k != "self"}, sort_keys=True))
+
+
 def damaged(directory: Path, plan: Mapping[str, Any]) -> str:
     """Return which file of a plan directory is not what the manifest of plan.json says; empty where all are."""
     kept = plan["manifest"]
-    if data_hash(plan) != kept.get("data"):
+    if data_hash(plan) != kept.get("data") or _own_hash(kept) != kept.get("self"):
         return PLAN_FILE
     for name, shown in kept["files"].items():
         try:
@@ -229,9 +234,10 @@ def _is_there(directory: Path, files: Mapping[str, str]) -> bool:
     try:
         plan, other = read_plan(directory), json.loads(files[PLAN_FILE])
         # The journal says where the plan was written, which may have moved.
+        is_whole = not damaged(directory, plan)
         for one in (plan, other):
-            one["manifest"]["files"].pop(JOURNAL_FILE)
-        return bool(plan == other and not damaged(directory, plan))
+            del one["manifest"]["files"][JOURNAL_FILE], one["manifest"]["self"]
+        return bool(is_whole and plan == other)
     except (InputError, KeyError, OSError):
         return False
 
