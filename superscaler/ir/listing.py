@@ -219,6 +219,8 @@ class _Reader:
         return list(map(self._value, node.elts)) if isinstance(node, ast.List) else ast.literal_eval(node)
 
     def program(self) -> Program:
+        if not self.sections:
+            raise ValueError("it has no devices")
         functions = []
         for f in self.functions:
             ops, boxes, where = zip(*f.pop("ops"), strict=True)

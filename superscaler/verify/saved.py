@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from superscaler.artifact import damaged, described, texts
 from superscaler.emit.steps import emit
-from superscaler.errors import InputError
+from superscaler.errors import InputError, PlanError
 from superscaler.ir.listing import parse_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import parse_model
@@ -35,14 +36,17 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     files say different things.
     """
     plan = read_plan(directory)
-    model = parse_model(_text(directory, MODEL_FILE))
-    program = parse_program(_text(directory, PROGRAM_FILE), model)
+    with _told_of(directory / MODEL_FILE):
+        model = parse_model(_text(directory, MODEL_FILE))
+    with _told_of(directory / PROGRAM_FILE):
+        program = parse_program(_text(directory, PROGRAM_FILE), model)
     if program.world != plan.get("world"):
         raise InputError(
             f"{directory / PLAN_FILE} is for {plan.get('world')} devices, its program for {program.world}."
         )
-    check_program(program)
-    check_rendezvous(program)
+    with _told_of(f"{directory / PROGRAM_FILE} of {MODEL_FILE}"):
+        check_program(program)
+        check_rendezvous(program)
     emitted = emit(program)
     for name, text in texts(program, emitted).items():
         _compare(directory / name, _text(directory, name), text)
@@ -55,6 +59,15 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     if manifest and (name := damaged(directory, plan)):
         raise InputError(f"{directory / name} is not what compile wrote there; write the plan again.")
     return {"conservation": True, "deadlock_free": True, "manifest": manifest, "world": program.world}
+
+
+@contextmanager
+def _told_of(what: object) -> Iterator[None]:
+    """Let errors say which file they are about."""
+    try:
+        yield
+    except PlanError as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def _text(directory: Path, name: str) -> str:
