@@ -8,8 +8,9 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.interpret import interpret
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Program
+from superscaler.verify.content import Content
 from superscaler.verify.coverage import is_tiled
-from superscaler.verify.masks import Content, Masks
+from superscaler.verify.masks import Masks
 
 
 def check_program(program: Program) -> None:
@@ -69,11 +70,11 @@ def _check_loss(program: Program, masks: Masks) -> None:
     loss = program.model.loss
     for parts in masks.losses.values():
         for content, counts in parts:
-            for chain, boxes in masks._told(content).items():
+            for chain, boxes in masks.sums.told(content).items():
                 kept = boxes[counts]
                 found.setdefault(chain, []).append(kept.reshape(kept.shape[0] * kept.shape[1], *kept.shape[2:]))
     addends = {chain: np.concatenate(boxes)[None] for chain, boxes in found.items()}
     box = np.array([(0, e) for e in program.model.tensors[loss].extents], dtype=np.int64).reshape(1, -1, 2)
     total = Content(loss, False, box, addends, "")  # type: ignore[arg-type]
-    if masks.settled(total, deep=True).addends is not None:
-        raise ScheduleError(f"the loss of the step: {masks.fault(total)}")
+    if masks.sums.settled(total, deep=True).addends is not None:
+        raise ScheduleError(f"the loss of the step: {masks.sums.fault(total)}")

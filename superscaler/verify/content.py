@@ -1,0 +1,200 @@
+"""What names hold while a program runs on masks: sums of addends, whether they are whole, and what is wrong if not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.ir.interpret import Refusal
+from superscaler.ir.mask import Mask
+from superscaler.ir.parts import Ints
+from superscaler.verify.coverage import SEED, Addends, Chain, Kinds, clipped, first_fault, is_tiled, merged
+
+
+@dataclass(eq=False)
+class Content:
+    """What a name holds on each device of a cohort: `box` [devices, slots, 2] of a tensor or of its gradient, and the
+    addends in it; None: all of each, once. Zeros that stand anywhere have no tensor.
+
+    `is_shared`: something else holds it too; `is_stale`: a weight that was updated since.
+    """
+
+    tensor: str
+    is_gradient: bool
+    box: Ints
+    addends: Addends | None
+    dtype: str
+    is_shared: bool = False
+    is_stale: bool = False
+
+    @property
+    def lengths(self) -> Ints:
+        found: Ints = self.box[0, :, 1] - self.box[0, :, 0]
+        return found
+
+    @property
+    def told(self) -> Addends:
+        """Return the addends of a value, a whole one as a chain of its own."""
+        return {(): self.box[:, None]} if self.addends is None else self.addends
+
+
+class Sums:
+    """Adds up what values of a model hold."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        self.kinds = kinds
+
+    def told(self, content: Content) -> Addends:
+        """Return the addends of a value, a whole one by the chains of its tensor."""
+        if content.addends is not None:
+            return content.addends
+        found = {}
+        for chain in self.kinds.heads(content.tensor, content.is_gradient):
+            found[chain] = self.region(content.box, chain, content.tensor)[:, None]
+        return found
+
+    def region(self, box: Ints, chain: Chain, tensor: str) -> Ints:
+        sizes = list(self.kinds.columns(chain, tensor).values())
+        rest = np.zeros((len(box), len(sizes), 2), dtype=np.int64)
+        rest[..., 1] = sizes
+        return np.concatenate([box, rest], axis=1)
+
+    def total(self, parts: Sequence[Addends]) -> Addends:
+        found: dict[Chain, list[Ints]] = {}
+        for part in parts:
+            for chain, boxes in part.items():
+                found.setdefault(chain, []).append(boxes)
+        return {
+            chain: boxes[0] if len(boxes) == 1 else merged(np.concatenate(boxes, axis=1))
+            for chain, boxes in found.items()
+        }
+
+    def sum(self, like: Content, box: Ints, parts: Sequence[Content]) -> Content:
+        if len(parts) == 1 and parts[0].addends is None and np.array_equal(box, parts[0].box):
+            return replace(parts[0])
+        total = self.total([self.told(part) for part in parts])
+        return self.settled(Content(like.tensor, like.is_gradient, box, total, like.dtype))
+
+    def is_tiled(self, content: Content, chain: Chain, boxes: Ints) -> NDArray[np.bool_]:
+        return np.asarray(is_tiled(boxes, self.region(content.box, chain, content.tensor)))
+
+    def settled(self, content: Content, deep: bool = False) -> Content:
+        """Return the same value; without its addends, where they are the whole value. Unless `deep`, only where they
+        are one box each: that is cheap, and almost always so.
+        """
+        if content.addends is None or not (self._is_one_box_each(content) or (deep and self.missing(content) is None)):
+            return content
+        return replace(content, addends=None)
+
+    def _is_one_box_each(self, content: Content) -> bool:
+        heads, addends = self.kinds.heads(content.tensor, content.is_gradient), content.addends
+        return (
+            addends is not None
+            and len(heads) == len(addends)
+            and all(
+                chain in addends
+                and addends[chain].shape[1] == 1
+                and np.array_equal(addends[chain][:, 0], self.region(content.box, chain, content.tensor))
+                for chain in heads
+            )
+        )
+
+    def missing(self, content: Content) -> tuple[Chain, Ints | None] | None:
+        """Return the first chain of which a value lacks or repeats addends, with the boxes it has; None if none."""
+        assert content.addends is not None
+        goals = self.kinds.complete(content.tensor, content.is_gradient, tuple(content.addends))
+        covered: set[Chain] = set()
+        for goal in goals:
+            found = []
+            for chain, boxes in content.addends.items():
+                spread = self.kinds.spread(content.tensor, chain, boxes, goal)
+                if spread is not None:
+                    found.append(spread)
+                    covered.add(chain)
+            if not found or not self.is_tiled(content, goal, np.concatenate(found, axis=1)).all():
+                return goal, np.concatenate(found, axis=1) if found else None
+        extra = next((chain for chain in content.addends if chain not in covered), None)
+        return None if extra is None else (extra, content.addends[extra])
+
+    def faulty(self, content: Content) -> int:
+        """Return the first device, by its row, on which a value is not whole."""
+        goal, boxes = self.missing(content) or ((), None)
+        if boxes is None:
+            return 0
+        return int(np.argmin(self.is_tiled(content, goal, boxes)))
+
+    def fault(self, content: Content) -> str:
+        """Return in words what is missing of a value, or is in it more than once."""
+        goal, boxes = self.missing(content) or ((), None)
+        row = self.faulty(content)
+        slots = content.box.shape[1]
+        region = self.region(content.box, goal, content.tensor)[row]
+        cell, count = (region, 0) if boxes is None else first_fault(boxes[row], region)
+        names = self.kinds.columns(goal, content.tensor)
+        pairs = zip(names.items(), cell[slots:].tolist(), strict=True)
+        rest = [f"{self._column(column)} {lo}:{hi} of {size}" for (column, size), (lo, hi) in pairs]
+        what = f"{Mask(content.tensor, box_of(cell[:slots]))}"
+        why = f"the addends of {self._chain(goal, content.is_gradient)}" + (f" at {', '.join(rest)}" if rest else "")
+        times = "lacks" if count == 0 else f"has {count} times"
+        return f"{'the gradient of ' if content.is_gradient else ''}{what} {times} {why}."
+
+    def _column(self, column: Any) -> str:
+        op = self.kinds.op[column[0]]
+        return op.indices[column[1]].factor if isinstance(column[1], int) else "slot"
+
+    def _chain(self, chain: Chain, is_gradient: bool) -> str:
+        if chain == SEED:
+            return "the loss itself"
+        if chain[0] == "rest":
+            return "it"
+        return f"its use in {chain[1]}" if is_gradient else chain[1]
+
+
+def rows_of(content: Content, rows: Ints) -> Content:
+    addends = content.addends
+    if addends is not None:
+        addends = {chain: boxes[rows] for chain, boxes in addends.items()}
+    return replace(content, box=content.box[rows], addends=addends)
+
+
+def cut_of(content: Content, box: Ints) -> Content:
+    """Return what a value has of a box inside its own."""
+    addends = content.addends
+    if addends is not None:
+        cut = {}
+        for chain, boxes in addends.items():
+            region = boxes[:, 0].copy() if boxes.shape[1] else np.zeros((len(box), boxes.shape[2], 2), dtype=np.int64)
+            region[..., 0], region[..., 1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+            region[:, : box.shape[1]] = box
+            cut[chain] = clipped(boxes, region)
+        addends = cut
+    return replace(content, box=box, addends=addends)
+
+
+def chunk_of(content: Content, slot: int, count: int, position: Ints) -> Content:
+    """Return the chunk of each device of a value that is cut along a slot."""
+    if not 0 <= slot < content.box.shape[1]:
+        raise Refusal(f"scatters slot {slot} of {content.box.shape[1]}.")
+    size = int(content.lengths[slot])
+    if size % count:
+        raise Refusal(f"scatters {size} elements over {count} devices.")
+    box = content.box.copy()
+    box[:, slot, 0] += position * (size // count)
+    box[:, slot, 1] = box[:, slot, 0] + size // count
+    return cut_of(content, box)
+
+
+def box_of(box: Ints) -> tuple[tuple[int, int], ...]:
+    return tuple((int(lo), int(hi)) for lo, hi in box.tolist())
+
+
+def text_of(box: Ints) -> str:
+    return ", ".join(f"{lo}:{hi}" for lo, hi in box.tolist())
+
+
+def kind_of(content: Content) -> str:
+    return f"the gradient of {content.tensor}" if content.is_gradient else content.tensor or "zeros"
