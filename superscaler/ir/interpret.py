@@ -331,4 +331,4 @@ def describe(program: Program, i: Instruction) -> str:
     task = getattr(i, "task", None)
     shown = [str(v) for v in (writes(i) or names(i, Role.READ))[:3]]
     kind = i.kind if isinstance(i, Collective) else type(i).__name__
-    return f"{kind} {task or ', '.join(shown)}"
+    return f"{kind} {task}" if task else f"{kind} of {', '.join(shown)}"

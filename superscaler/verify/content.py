@@ -143,15 +143,21 @@ class Sums:
         return f"{'the gradient of ' if content.is_gradient else ''}{what} {times} {why}."
 
     def _column(self, column: Any) -> str:
-        op = self.kinds.op[column[0]]
-        return op.indices[column[1]].factor if isinstance(column[1], int) else "slot"
+        # Those of what an operand is made of stand behind the operand.
+        while len(column) > 4:
+            column = column[3:]
+        return self.kinds.op[column[0]].indices[column[1]].factor if len(column) == 2 else f"slot {column[3]}"
 
     def _chain(self, chain: Chain, is_gradient: bool) -> str:
         if chain == SEED:
             return "the loss itself"
         if chain[0] == "rest":
             return "it"
-        return f"its use in {chain[1]}" if is_gradient else chain[1]
+        found = f"its use in {chain[1]}" if is_gradient else str(chain[1])
+        inner = [(sub, False) for _, _, sub in chain[-1] if sub]
+        if is_gradient and chain[3] and chain[3][1]:
+            inner = [(chain[3][1], True), *inner]
+        return found + "".join(f", there of {self._chain(*each)}" for each in inner)
 
 
 def rows_of(content: Content, rows: Ints) -> Content:

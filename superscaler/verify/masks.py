@@ -432,7 +432,7 @@ class Masks:
                 return self._arrived(rows_of(first, group), way)
             case "all_reduce" | "reduce_scatter":
                 for k, content in enumerate(given[1:], 1):
-                    self._must_equal(content.box, first.box, f"its {k + 1}th device gives")
+                    self._must_equal(content.box, first.box, f"{kind_of(content)} of member {k} of the group is")
                 joined = rows_of(self.sums.sum(first, first.box, given), group)
                 if how.kind == "reduce_scatter":
                     joined = chunk_of(joined, way.give, len(given), position)
@@ -454,7 +454,7 @@ class Masks:
             size = expected[:, way.take, 1] - expected[:, way.take, 0]
             expected[:, way.take, 0] = box[:, way.take, 1]
             expected[:, way.take, 1] = box[:, way.take, 1] + size
-            self._must_equal(content.box, expected, f"its {k + 1}th device gives")
+            self._must_equal(content.box, expected, f"{kind_of(content)} of member {k} of the group is")
             box[:, way.take, 1] = expected[:, way.take, 1]
         return self.sums.sum(given[0], box, given)
 
@@ -496,6 +496,8 @@ class Masks:
     def _loss(self, cohort: Cohort, at: int, i: Loss, read: Sequence[Content]) -> Sequence[Content]:
         if cohort.number in self.losses:
             raise Refusal("gives the loss a second time.")
+        if at < len(cohort.code) - 1:
+            raise Refusal("ends the step before its last instruction.")
         if len(i.counted) != len(i.parts):
             raise Refusal(f"counts {len(i.counted)} of {len(i.parts)} parts.")
         counted = cohort.data(at, "counted").reshape(len(cohort), len(read))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from small_plans import Noise
 
@@ -217,7 +215,7 @@ def all_reduce_of_a_gradient_dropped(exact: Compiled, code: list[Code]) -> None:
         skip_collective(mine, "d_gelu_1_work")
 
 
-@mutation(DP, "layers.1.weight")
+@mutation(DP, "layers.1.weight", "all_reduce of d_layers_0_weight_work")
 def tensor_of_a_bucket_dropped(exact: Compiled, code: list[Code]) -> None:
     for mine in code:
         n, bucket = bucket_of(mine)
@@ -267,7 +265,7 @@ def count_of_labels_not_reduced(exact: Compiled, code: list[Code]) -> None:
         skip_collective(mine, "cross_entropy_loss_count_work")
 
 
-@mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0")
+@mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0", "linear is read as [0:4, 0:64], but it has [4:8")
 def messages_swapped(exact: Compiled, code: list[Code]) -> None:
     first, second = at(code[0], Send, message=1), at(code[0], Send, message=2)
     code[0][first], code[0][second] = (
@@ -280,7 +278,7 @@ def messages_swapped(exact: Compiled, code: list[Code]) -> None:
     code[0].insert(at(code[0], Send, message=2), send)
 
 
-@mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0")
+@mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0", "linear is read as [0:4, 0:64], but it has [4:8")
 def arrived_messages_swapped(exact: Compiled, code: list[Code]) -> None:
     waits = [n for n, i in enumerate(code[1]) if isinstance(i, Wait) and i.out.name == "linear"][:2]
     a, b = (code[1][n] for n in waits)
@@ -290,12 +288,12 @@ def arrived_messages_swapped(exact: Compiled, code: list[Code]) -> None:
     code[1].insert(received[0] + 1, code[1].pop(received[1]))
 
 
-@mutation(PIPE, "recv of linear")
+@mutation(PIPE, "recv of linear", "Recv of d_linear_work")
 def send_dropped(exact: Compiled, code: list[Code]) -> None:
     del code[0][at(code[0], Send, message=2)]
 
 
-@mutation(PIPE, "send of linear_m0")
+@mutation(PIPE, "send of linear_m0", "linear is read as [0:4, 0:64], but it has [4:8")
 def receive_dropped(exact: Compiled, code: list[Code]) -> None:
     """The second microbatch is used twice."""
     first, second = (i.work for i in code[1] if isinstance(i, Recv) and i.message in (1, 2))
@@ -313,7 +311,7 @@ def receive_before_the_send_that_its_sender_waits_for(exact: Compiled, code: lis
 # What runs, and when.
 
 
-@mutation(PIPE, "s0_m2", "linear[8:12")
+@mutation(PIPE, "s0_m2", "linear[8:12", "linear is read as [8:12")
 def forward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
     del code[0][at(code[0], Forward, task="s0_m2")]
     rename(code[0], named("linear_m2"), named("linear_m1"))
@@ -363,15 +361,6 @@ def op_dropped_from_the_schedule_too(exact: Compiled, code: list[Code]) -> Compi
     return replace(changed, schedule=replace(exact.schedule, segments=segments))
 
 
-@mutation(PIPE, "gelu")
-def microbatch_dropped_from_the_schedule(exact: Compiled, code: list[Code]) -> Compiled:
-    """The last part of an op works on nothing."""
-    edges = copy(exact.schedule.edges)
-    rows = edges.rows["gelu"]
-    edges.rows = {**edges.rows, "gelu": replace(rows, hi=np.concatenate([rows.hi[:-1], rows.lo[-1:]]))}
-    return replace(exact, schedule=replace(exact.schedule, edges=edges))
-
-
 @mutation(DP, "gelu_1", "linear_product_2")
 def op_missing_from_the_segment_of_one_device(exact: Compiled, code: list[Code]) -> Compiled:
     functions = list(exact.program.functions)
@@ -380,7 +369,7 @@ def op_missing_from_the_segment_of_one_device(exact: Compiled, code: list[Code])
     return with_program(exact, replace(exact.program, functions=tuple(functions)))
 
 
-@mutation(DP, "add_7[0:4, 0:32, 0:64] is made", model="gpt2:size=tiny")
+@mutation(DP, "add_7[0:4, 0:32, 0:64] is made", "runs add_7 as something else", model="gpt2:size=tiny")
 def residual_of_a_block_left_out(exact: Compiled, code: list[Code]) -> Compiled:
     return edit_op(exact, "add_7", lambda op: replace(op, args=(Ref(1), 0.0)))
 
@@ -422,7 +411,7 @@ def wrong_rows_of_a_weight_at_rest(exact: Compiled, code: list[Code]) -> Compile
     return with_program(exact, replace(exact.program, devices=devices))
 
 
-@mutation(DP, "x[8:16, 0:32]")
+@mutation(DP, "x[8:16, 0:32]", "x is read as [8:16")
 def wrong_rows_of_the_batch(exact: Compiled, code: list[Code]) -> None:
     change(code[1], Load, {"tensor": "x"}, box=((0, 8), (0, 32)))
 
@@ -591,12 +580,12 @@ def other_function_in_the_emitted_text(exact: Compiled, code: list[Code]) -> Com
     return replace(exact, emitted=replace(exact.emitted, files=files))
 
 
-@mutation(PIPE, "labels[4:8] on device 1, microbatch 1")
+@mutation(PIPE, "labels[4:8] on device 1, microbatch 1", "labels is read as [4:8]")
 def labels_of_another_microbatch(exact: Compiled, code: list[Code]) -> None:
     change(code[1], Load, {"tensor": "labels", "out": "labels_s1"}, box=((0, 4),))
 
 
-@mutation(PIPE, "the gradient of linear[0:4, 0:64] on device 0, microbatch 0")
+@mutation(PIPE, "the gradient of linear[0:4, 0:64] on device 0, microbatch 0", "the gradient of linear is read as [0:4")
 def gradients_of_microbatches_swapped(exact: Compiled, code: list[Code]) -> None:
     one, two = named("d_linear"), named("d_linear__2")
     first, second = at(code[1], Send, source=one), at(code[1], Send, source=two)
@@ -605,7 +594,7 @@ def gradients_of_microbatches_swapped(exact: Compiled, code: list[Code]) -> None
     code[1].insert(second - 1, code[1].pop(first))
 
 
-@mutation(DP, "the gradient of layers.0.weight")
+@mutation(DP, "the gradient of layers.0.weight", "the gradient of layers.1.weight")
 def bucket_reduced_twice(exact: Compiled, code: list[Code]) -> None:
     """The sum over two replicas of what is a sum already."""
     for mine in code:
