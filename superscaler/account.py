@@ -26,8 +26,9 @@ from superscaler.ir.graph import Op, Operand
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.moves import Move, paths
+from superscaler.ir.notes import Path
 from superscaler.ir.parts import Axis, Grid
-from superscaler.ir.program import Backward, Collective, Forward, Instruction, Path, Send
+from superscaler.ir.program import Backward, Collective, Forward, Instruction, Send
 from superscaler.ir.report import collapse, describe, width
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of

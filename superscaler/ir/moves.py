@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from superscaler.ir.program import Collective, Instruction, Note, Path, Program, Send, links
+from superscaler.ir.notes import Note, Path
+from superscaler.ir.program import Collective, Instruction, Program, Send, links
 from superscaler.ir.report import width
 
 Key = tuple[str, bool, str, str, tuple[int, ...], str, int]

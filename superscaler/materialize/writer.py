@@ -7,7 +7,8 @@ from collections.abc import Hashable, Iterable, Sequence, Set
 from math import prod
 
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.program import Collective, Note, Recv, Send, Value, Way
+from superscaler.ir.notes import Note
+from superscaler.ir.program import Collective, Recv, Send, Value, Way
 from superscaler.ir.report import width
 from superscaler.materialize import steps
 from superscaler.materialize.buckets import KINDS, Buckets, Entry
