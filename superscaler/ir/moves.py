@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from superscaler.ir.graph import width
-from superscaler.ir.program import Collective, Instruction, Note, Path, Program, Send, links
+from superscaler.ir.notes import Note, Path
+from superscaler.ir.program import Collective, Instruction, Program, Send, links
 
 Key = tuple[str, bool, str, str, tuple[int, ...], str, int]
 

@@ -15,7 +15,10 @@ class Code:
 
     def __init__(self, tensors: Mapping[str, PTensor], world: int) -> None:
         self.tensors = tensors
-        self.identifiers = unique_identifiers(tensors)
+        names = unique_identifiers(tensors)
+        self._like = {
+            (t, is_gradient): Value(name, is_gradient) for t, name in names.items() for is_gradient in (False, True)
+        }
         self.of: list[list[Instruction]] = [[] for _ in range(world)]
         self._names = [Names() for _ in range(world)]
         self._sums: set[tuple[int, Value]] = set()
@@ -23,7 +26,7 @@ class Code:
 
     def like(self, tensor: str, is_gradient: bool = False) -> Value:
         """Return what the names of a tensor's values are like."""
-        return Value(self.identifiers[tensor], is_gradient)
+        return self._like[tensor, is_gradient]
 
     def fresh(self, rank: int, like: Value) -> Value:
         return self._names[rank].fresh(like)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from math import prod
 
 from superscaler.ir.graph import width
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.program import Collective, Note, Recv, Send, Value, Way
+from superscaler.ir.notes import Note
+from superscaler.ir.program import Collective, Recv, Send, Value, Way
 from superscaler.materialize import steps
 from superscaler.materialize.buckets import KINDS, Buckets, Entry
 from superscaler.materialize.code import Code
@@ -30,6 +31,8 @@ class Writer:
         self.names: dict[tuple[int, int, int], Value] = {}
         self.works: dict[tuple[int, int, int], Value] = {}
         self._lowered: dict[int, Lowered] = {}
+        # Those of the layers of a model are often equal.
+        self._alike: dict[Hashable, Lowered] = {}
         # The rounds of transfers that are left: they follow at the first read, so that nothing is waited for before.
         self._left: dict[int, list[tuple[Step, ...]]] = {}
         self._messages = self._started = self._point = 0
@@ -38,7 +41,15 @@ class Writer:
 
     def lowered(self, number: int) -> Lowered:
         if number not in self._lowered:
-            self._lowered[number] = lower(self.transfers[number], self.context)
+            transfer = self.transfers[number]
+            if transfer.is_local:
+                self._lowered[number] = lower(transfer, self.context)
+                return self._lowered[number]
+            ends = (tuple((end.device, end.box) for end in some) for some in (transfer.pieces, transfer.readers))
+            key = (*ends, transfer.links, transfer.classes, transfer.is_to_updates, self.context.dtype(transfer))
+            if key not in self._alike:
+                self._alike[key] = lower(transfer, self.context)
+            self._lowered[number] = self._alike[key]
         return self._lowered[number]
 
     def start(self, run: Sequence[Node]) -> None:
@@ -88,9 +99,15 @@ class Writer:
 
     def read(self, number: int, r: int) -> Value | None:
         """Return the name of what a reader of a transfer reads, None of a gradient that nobody made."""
-        transfer, reader = self.transfers[number], self.transfers[number].readers[r]
+        transfer, reader, slots = (
+            self.transfers[number],
+            self.transfers[number].readers[r],
+            self.lowered(number).ends[r],
+        )
+        if len(slots) == 1 and slots[0].box == reader.box and (key := (number, *slots[0][:2])) in self.names:
+            return self.names[key]
         rank, parts, on_their_way = reader.device, list[tuple[Value, Box]](), list[tuple[Value, Slot]]()
-        for slot in self.lowered(number).ends[r]:
+        for slot in slots:
             key = (number, slot.device, slot.item)
             if key in self.names:
                 box = steps.common(slot.box, reader.box)

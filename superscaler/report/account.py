@@ -24,9 +24,10 @@ from superscaler.ir.graph import Op, Operand, width, without_sources
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.moves import Move, paths
+from superscaler.ir.notes import Path
 from superscaler.ir.parts import Axis as Cut
 from superscaler.ir.parts import Grid
-from superscaler.ir.program import Backward, Collective, Forward, Instruction, Path, Send
+from superscaler.ir.program import Backward, Collective, Forward, Instruction, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
 from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, group, rows

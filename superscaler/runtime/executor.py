@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from superscaler.runtime import functional
-from superscaler.runtime.communicator import Communicator, Later, Work
+from superscaler.runtime import buckets, functional
+from superscaler.runtime.communicator import Communicator, Work
 from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
@@ -146,33 +144,19 @@ class Rank:
         return self.communicator.all_reduce(x, self._group(group))
 
     def all_reduce_bucket(self, tensors: Sequence[Tensor], group: int) -> tuple[Work, ...]:
-        """Reduce several tensors as one; the results are views of what came back."""
-        joined = torch.cat([x.reshape(-1) for x in tensors])
-        work = self.communicator.all_reduce(joined, self._group(group), owned=True)
-        return _views(work, [x.numel() for x in tensors])
+        return buckets.all_reduce(self.communicator, tensors, self._group(group))
 
     def all_gather(self, x: Tensor, group: int, dim: int) -> Work:
         return self.communicator.all_gather(x, self._group(group), dim)
 
     def all_gather_bucket(self, tensors: Sequence[Tensor], group: int, dims: Sequence[int]) -> tuple[Work, ...]:
-        """Gather several tensors as one, each along its own dim."""
-        ranks = self._group(group)
-        work = self.communicator.all_gather(torch.cat([x.reshape(-1) for x in tensors]), ranks, 0)
-        rows = _then(work, lambda gathered: gathered.reshape(len(ranks), -1))
-        pieces = _views(rows, [x.numel() for x in tensors])
-        return tuple(
-            _then(p, partial(_gathered, x.shape, dim)) for p, x, dim in zip(pieces, tensors, dims, strict=True)
-        )
+        return buckets.all_gather(self.communicator, tensors, self._group(group), dims)
 
     def reduce_scatter(self, x: Tensor, group: int, dim: int) -> Work:
         return self.communicator.reduce_scatter(x, self._group(group), dim)
 
     def reduce_scatter_bucket(self, tensors: Sequence[Tensor], group: int, dims: Sequence[int]) -> tuple[Work, ...]:
-        """Sum several tensors as one, each scattered along its own dim; the results are views of what came back."""
-        ranks = self._group(group)
-        chunks = [_chunks(x, len(ranks), dim) for x, dim in zip(tensors, dims, strict=True)]
-        work = self.communicator.reduce_scatter(torch.cat(chunks, 1).reshape(-1), ranks, 0)
-        return _views(work, [some.shape[1] for some in chunks])
+        return buckets.reduce_scatter(self.communicator, tensors, self._group(group), dims)
 
     def all_to_all(self, x: Tensor, group: int, split_dim: int, concat_dim: int) -> Work:
         return self.communicator.all_to_all(x, self._group(group), split_dim, concat_dim)
@@ -246,29 +230,6 @@ class Rank:
     def _world_sum(self, x: Tensor) -> Tensor:
         world = self.communicator.world
         return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world)), planned=False).wait()
-
-
-def _then(work: Work, function: Callable[[Tensor], Tensor]) -> Work:
-    """Return what is made of the result of another operation."""
-    return Later(lambda: function(work.wait()))
-
-
-def _views(work: Work, sizes: Sequence[int]) -> tuple[Work, ...]:
-    """Return ranges of the last dim of a result, one after the other."""
-    return tuple(
-        _then(work, partial(torch.narrow, dim=-1, start=end - size, length=size))
-        for size, end in zip(sizes, accumulate(sizes), strict=True)
-    )
-
-
-def _chunks(x: Tensor, count: int, dim: int) -> Tensor:
-    """Return the chunks of `dim`, flattened: [count, elements]."""
-    return x.unflatten(dim, (count, -1)).movedim(dim, 0).reshape(count, -1)
-
-
-def _gathered(shape: Sequence[int], dim: int, rows: Tensor) -> Tensor:
-    """Return flattened tensors [count, elements] concatenated along `dim`."""
-    return rows.reshape(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError, RuntimeFailure
+from superscaler.runtime import buckets
 from superscaler.runtime.communicator import Communicator, Group, Work
 from superscaler.runtime.distributed import DistributedCommunicator, connect
-from superscaler.runtime.executor import Rank
 from superscaler.runtime.threads import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
@@ -62,14 +62,13 @@ def check_collectives(comm: Communicator, group: Group) -> None:
 
 def check_buckets(comm: Communicator, group: Group, dtype: torch.dtype) -> None:
     """Several tensors as one give what each gives alone."""
-    rank = Rank(comm, {"weights": [], "groups": [group]}, {}, ("SGD", []), torch.float32)
     shapes, dims = [(12, 24), (24,), (2, 12, 3)], (1, 0, 1)
     tensors = [brought(comm.rank + 10 * n, shape, dtype) for n, shape in enumerate(shapes)]
-    works = rank.all_gather_bucket(tensors, 0, dims)
+    works = buckets.all_gather(comm, tensors, group, dims)
     for x, dim, work in zip(tensors, dims, works, strict=True):
         assert torch.equal(work.wait(), comm.all_gather(x, group, dim).wait())
     if dtype != torch.bool:
-        works = rank.reduce_scatter_bucket(tensors, 0, dims)
+        works = buckets.reduce_scatter(comm, tensors, group, dims)
         for x, dim, work in zip(tensors, dims, works, strict=True):
             alone = comm.reduce_scatter(x, group, dim).wait()
             assert torch.equal(work.wait().reshape(alone.shape), alone)

@@ -10,11 +10,11 @@ import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import LOCAL_KINDS
-from superscaler.ir import program
+from superscaler.ir import notes
 from superscaler.ir.graph import width
 from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box, extents, intersect
-from superscaler.ir.program import PathStep, links
+from superscaler.ir.program import links
 from superscaler.ir.spmd import Fold
 from superscaler.materialize.collectives import REASONS
 from superscaler.materialize.rvd.paths import Cache, find_path
@@ -75,15 +75,15 @@ class Route:
             for at in np.ndindex(layout.devices.shape)
         }
 
-    def told(self, dtype: str, is_backward: bool) -> program.Path:
+    def told(self, dtype: str, is_backward: bool) -> notes.Path:
         """Return the path as data, with what each step puts on links."""
         layouts = [self.path.source, *(step.layout for step in self.path.steps)]
         boxes = [self.boxes(layout) for layout in layouts]
         steps = (
-            PathStep(s.kind, s.groups, s.layout, width(dtype) * _elements(s, before, after), s.seconds)
+            notes.PathStep(s.kind, s.groups, s.layout, width(dtype) * _elements(s, before, after), s.seconds)
             for s, before, after in zip(self.path.steps, boxes[:-1], boxes[1:], strict=True)
         )
-        return program.Path(is_backward, extents(self.whole), dtype, self.path.source, tuple(steps))
+        return notes.Path(is_backward, extents(self.whole), dtype, self.path.source, tuple(steps))
 
 
 def is_collective(kind: str) -> bool:
