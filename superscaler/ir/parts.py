@@ -253,11 +253,7 @@ Leaf = tuple[list[int], list[int], int, int, tuple[object, ...], tuple[Share, ..
 
 
 def _walk(
-    grid: Grid,
-    box: Sequence[tuple[int, int]],
-    micro: int,
-    path: tuple[object, ...],
-    above: tuple[Share, ...] = (),
+    grid: Grid, box: Sequence[tuple[int, int]], micro: int, path: tuple[object, ...], above: tuple[Share, ...] = ()
 ) -> Iterator[Leaf]:
     """Yield the leaves of a grid with children, in row order."""
     mine = _shares(grid)

@@ -50,10 +50,7 @@ class Result:
 
 
 def verify(
-    compiled: Compiled,
-    backend: str = "threads",
-    batch: Mapping[str, Tensor] | None = None,
-    shapes: str = "auto",
+    compiled: Compiled, backend: str = "threads", batch: Mapping[str, Tensor] | None = None, shapes: str = "auto"
 ) -> dict[str, Any]:
     """Run one step of the plan and of the model in float64, dropout off, and compare.
 
