@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from superscaler.schedule.edges import Edges, Key, Labels
 
 # What is worth an all_reduce: far above the latency, and little enough for the last one, which nothing hides.
 SEGMENT_BYTES = 6 * 2**20
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +106,10 @@ def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Seg
     parent = {op.name: op.name for op in ops}
     for (source, reader), joins in local.items():
         if joins and levels[source] == levels[reader]:
-            parent[_root(parent, reader)] = _root(parent, source)
+            parent[root(parent, reader)] = root(parent, source)
     members: dict[str, list[Op]] = {}
     for op in ops:
-        members.setdefault(_root(parent, op.name), []).append(op)
+        members.setdefault(root(parent, op.name), []).append(op)
     segments = [_segment(edges, number, tuple(group)) for number, group in enumerate(members.values())]
     _find_outputs(edges, segments)
     return segments
@@ -146,7 +148,8 @@ def _sink(ops: Sequence[Op], local: Mapping[tuple[str, str], bool], levels: dict
             levels[op.name] = min(levels[r] - (not local[op.name, r]) for r in readers[op.name])
 
 
-def _root(parent: dict[str, str], name: str) -> str:
+def root(parent: dict[T, T], name: T) -> T:
+    """Return which member stands for all that a member was joined with."""
     while parent[name] != name:
         parent[name] = parent[parent[name]]
         name = parent[name]
