@@ -39,6 +39,9 @@ class Wanted:
     def box(self, row: int) -> tuple[tuple[int, int], ...]:
         return tuple(zip(self.lo[row].tolist(), self.hi[row].tolist(), strict=True))
 
+    def columns(self, rows: Ints | slice = slice(None)) -> tuple[Ints, Ints, Ints, Ints]:
+        return self.lo[rows], self.hi[rows], self.device[rows], self.microbatch[rows]
+
     @cached_property
     def at(self) -> list[tuple[int, int]]:
         """Return (device, microbatch) per row."""
@@ -128,7 +131,7 @@ def share_out(held: Held, wanted: Wanted, places: Sequence[Turn]) -> list[list[i
     rows = list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
     tile = np.array(rows, dtype=np.int64)
     labels = [held.labels[r] for r in rows] if held.tree is None else rows
-    flat = Held(held.lo[tile], held.hi[tile], held.device[tile], held.microbatch[tile], labels)
+    flat = Held(*held.columns(tile), labels)
     found = _join_labels(flat, wanted)
     near: dict[Hashable, int] = {}
     for place, at in zip(places, wanted.at, strict=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from math import prod
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from superscaler.ir.graph import Op, width
 from superscaler.ir.layout import layout_of
+from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints, Rows
 from superscaler.ir.transformed import Graph, block_of, rows_under
 from superscaler.schedule.cover import Turn
@@ -44,6 +46,9 @@ class Alias:
     rows: Rows
     keys_at: Ints
     shares: tuple[Turn, ...] | None
+
+    def box(self, key: int) -> Box:
+        return tuple(zip(self.lo[key].tolist(), self.hi[key].tolist(), strict=True))
 
     def is_zero(self, key: int) -> bool:
         """Tell whether a part reads nothing of a tensor that is everywhere, because another part of the value does."""
@@ -76,13 +81,8 @@ class Segment:
     @property
     def module(self) -> str:
         """Return the module path that all its ops share."""
-        paths = [op.module.split(".") for op in self.ops if op.module]
-        shared: list[str] = []
-        for names in zip(*paths, strict=False):
-            if len(set(names)) > 1:
-                break
-            shared.append(names[0])
-        return ".".join(shared)
+        levels = zip(*(op.module.split(".") for op in self.ops if op.module), strict=False)
+        return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Segment]:

@@ -118,7 +118,7 @@ def _forward(edges: Edges, tensor: str, source: Source, home: Op | None, readers
         sides.append(edges.wanted(edges.rows[op.name], op.inputs[1]))
         users += [Place(UPDATE, edges.home_number[op.inputs[0].tensor], k, 0) for k in edges.rows[op.name].keys]
         pairs += join(held, sides[-1])
-    wanted = _stack(sides)
+    wanted = Wanted(*(np.concatenate(column) for column in zip(*(side.columns() for side in sides), strict=True)))
     return _group(tensor, FORWARD, held, [(p,) for p in places], wanted, users, pairs, joins)
 
 
@@ -171,14 +171,13 @@ def _gradient(edges: Edges, group: Reads) -> Held:
     turns = edges.turns("B", op)
     mine = [turns[row] for row in at] if turns else ()
     if alias.rows.regular or (alias.rows.routes and not alias.rows.has_shares):
-        sides = _alias_wanted(segment, alias)
-        return Held(sides.lo, sides.hi, sides.device, sides.microbatch, alias.labels or (), turns=mine, fold=edges.fold)
+        return Held(*_alias_wanted(segment, alias).columns(), alias.labels or (), turns=mine, fold=edges.fold)
     # That of an irregular op has its tree, over the segment's keys.
     held = edges.held(alias.rows, op.inputs[k], edges.labels(op, k), k)
     assert held.tree is not None
     tree = _renumber(held.tree, {int(row): key for key, row in enumerate(at)})
-    arrays = {name: getattr(held, name)[at] for name in ("lo", "hi", "device", "microbatch")}
-    return replace(held, **arrays, labels=tuple(held.labels[row] for row in at), tree=tree, turns=mine)
+    labels = tuple(held.labels[row] for row in at)
+    return Held(*held.columns(at), labels, tree, held.all_routes, k, held.all_replicas, edges.fold, turns=mine)
 
 
 def _renumber(tree: Tree, order: dict[int, int]) -> Tree:
@@ -210,11 +209,6 @@ def _routed(edges: Edges, tensor: str, source: Source, group: Reads, wanted: Wan
 def _alias_wanted(segment: Segment, alias: Alias) -> Wanted:
     keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
     return Wanted(alias.lo, alias.hi, keys[:, 0], keys[:, 1])
-
-
-def _stack(sides: Sequence[Wanted]) -> Wanted:
-    names = ("lo", "hi", "device", "microbatch")
-    return Wanted(*(np.concatenate([getattr(side, name) for side in sides]) for name in names))
 
 
 def _group(
