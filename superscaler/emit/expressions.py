@@ -81,10 +81,7 @@ class Local:
 
 
 def _call(function: str) -> Callable[[Local], str]:
-    def expression(x: Local) -> str:
-        return f"{function}({_arguments(x)})"
-
-    return expression
+    return lambda x: f"{function}({_arguments(x)})"
 
 
 def _arguments(x: Local) -> str:
@@ -93,19 +90,16 @@ def _arguments(x: Local) -> str:
 
 
 def _infix(symbol: str) -> Callable[[Local], str]:
-    def expression(x: Local) -> str:
-        if x.op.kwargs:
-            return _aten(x)
-        return f"{x.literal(x.op.args[0])} {symbol} {x.literal(x.op.args[1])}"
-
-    return expression
+    return lambda x: _aten(x) if x.op.kwargs else f" {symbol} ".join(x.literal(a) for a in x.op.args[:2])
 
 
 def _method(name: str) -> Callable[[Local], str]:
-    def expression(x: Local) -> str:
-        return f"{x.names[0]}.{name}({', '.join(x.literal(a) for a in x.op.args[1:])})"
+    return lambda x: f"{x.names[0]}.{name}({', '.join(x.literal(a) for a in x.op.args[1:])})"
 
-    return expression
+
+def _to_shape(method: str) -> Callable[[Local], str]:
+    """A method that is given the shape of its result."""
+    return lambda x: f"{x.names[0]}.{method}({_sizes(x.results[0])})"
 
 
 def _aten(x: Local) -> str:
@@ -132,14 +126,6 @@ def _repeat_interleave(x: Local) -> str:
     return f"{x.names[0]}.repeat_interleave({times}, {x.argument(2, 'dim')})"
 
 
-def _reshape(x: Local) -> str:
-    return f"{x.names[0]}.reshape({_sizes(x.results[0])})"
-
-
-def _expand(x: Local) -> str:
-    return f"{x.names[0]}.expand({_sizes(x.results[0])})"
-
-
 def _sizes(shape: Shape) -> str:
     return ", ".join(map(str, shape)) if shape else "()"
 
@@ -162,13 +148,12 @@ def _mean(x: Local) -> str:
 
 
 def _mse_loss(x: Local) -> str:
-    if not x.is_summed_in_parts or x.argument(2, "reduction", 1) != 1:
-        reduction = {0: "none", 1: "mean", 2: "sum"}[x.argument(2, "reduction", 1)]
-        return f'F.mse_loss({x.names[0]}, {x.names[1]}, reduction="{reduction}")'
+    reduction, (a, b) = ("none", "mean", "sum")[x.argument(2, "reduction", 1)], x.names
+    if not x.is_summed_in_parts or reduction != "mean":
+        return f'F.mse_loss({a}, {b}, reduction="{reduction}")'
     if half := x.half:
-        wide = f'F.mse_loss({x.names[0]}.float(), {x.names[1]}.float(), reduction="sum")'
-        return f"({wide} / {x.full_size(0)}).to({half})"
-    return f'F.mse_loss({x.names[0]}, {x.names[1]}, reduction="sum") / {x.full_size(0)}'
+        return f'(F.mse_loss({a}.float(), {b}.float(), reduction="sum") / {x.full_size(0)}).to({half})'
+    return f'F.mse_loss({a}, {b}, reduction="sum") / {x.full_size(0)}'
 
 
 def _to_copy(x: Local) -> str:
@@ -182,9 +167,8 @@ def _attention(x: Local) -> str:
     options += [f"dropout_p={dropout}"] if dropout else []
     if x.argument(5, "is_causal", False):
         options += [f"attn_mask={_causal_mask(x)}" if x.part() else "is_causal=True"]
-    options += [
-        f"{k}={x.literal(v)}" for k, v in x.op.kwargs if k in ("scale", "enable_gqa") and v not in (None, False)
-    ]
+    others = [(k, v) for k, v in x.op.kwargs if k in ("scale", "enable_gqa") and v not in (None, False)]
+    options += [f"{k}={x.literal(v)}" for k, v in others]
     return f"F.scaled_dot_product_attention({', '.join([*(x.literal(a) for a in x.op.args[:3]), *options])})"
 
 
@@ -241,53 +225,36 @@ def _count_labels(x: Local) -> str:
     return f"functional.count_labels({x.literal(x.op.args[0])}, {x.literal(x.op.args[1])}, torch.{dtype})"
 
 
+# Called as they are.
+TORCH = ("tanh", "rsqrt", "neg", "exp", "log", "sigmoid", "cos", "sin", "mm", "matmul", "bmm", "einsum", "abs", "sqrt",
+         "cat", "relu")  # fmt: skip
 TABLE: Mapping[str, Callable[[Local], str]] = {
-    **{
-        f"aten.{n}": _reshape for n in ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints")
-    },
-    "aten.unsqueeze.default": _method("unsqueeze"),
+    **{f"aten.{n}.default": _to_shape("reshape") for n in ("view", "reshape", "_unsafe_view")},
+    "aten.flatten.using_ints": _to_shape("reshape"),
+    **{f"aten.{n}.default": _to_shape("expand") for n in ("expand", "broadcast_to")},
+    **{f"aten.{n}.default": _method(n) for n in ("unsqueeze", "permute", "t", "detach")},
     "aten.transpose.int": _method("transpose"),
-    "aten.permute.default": _method("permute"),
-    "aten.t.default": _method("t"),
-    "aten.clone.default": lambda x: f"{x.names[0]}.contiguous()",
-    "aten.contiguous.default": lambda x: f"{x.names[0]}.contiguous()",
-    "aten.detach.default": _method("detach"),
-    "aten.expand.default": _expand,
-    "aten.broadcast_to.default": _expand,
-    "aten.repeat.default": _repeat,
-    "aten.tile.default": _repeat,
+    **{f"aten.{n}.default": lambda x: f"{x.names[0]}.contiguous()" for n in ("clone", "contiguous")},
+    **{f"aten.{n}.default": _repeat for n in ("repeat", "tile")},
     "aten.repeat_interleave.self_int": _repeat_interleave,
     **{f"aten.{n}.Tensor": _infix(s) for n, s in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
-    **{
-        f"aten.{n}.default": _call(f"torch.{n}")
-        for n in ("tanh", "rsqrt", "neg", "exp", "log", "sigmoid", "cos", "sin")
-    },
-    **{
-        f"aten.{n}.default": _call(f"torch.{n}")
-        for n in ("mm", "matmul", "bmm", "einsum", "abs", "sqrt", "cat", "relu")
-    },
+    **{f"aten.{n}.default": _call(f"torch.{n}") for n in TORCH},
     **{f"aten.{n}.default": _call(f"F.{n}") for n in ("linear", "silu", "gelu")},
     "aten.pow.Tensor_Scalar": _call("torch.pow"),
-    "aten.split.Tensor": _split,
-    **{f"aten.{n}": _split for n in ("split_with_sizes.default", "split.sizes", "chunk.default")},
-    "aten.convolution.default": _convolution,
+    **{f"aten.{n}": _split for n in ("split.Tensor", "split_with_sizes.default", "split.sizes", "chunk.default")},
     **{f"aten.conv{n}d.{kind}": _convolution for n in (1, 2, 3) for kind in ("default", "padding")},
-    "aten.conv_transpose1d.default": _convolution,
-    **{f"aten.conv_transpose{n}d.input": _convolution for n in (2, 3)},
-    "aten.mean.dim": _mean,
-    "aten.mean.default": _mean,
+    **{f"aten.conv_transpose{n}d.{kind}": _convolution for n, kind in ((1, "default"), (2, "input"), (3, "input"))},
+    "aten.convolution.default": _convolution,
+    **{f"aten.mean.{kind}": _mean for kind in ("dim", "default")},
     "aten.mse_loss.default": _mse_loss,
     "aten._to_copy.default": _to_copy,
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.embedding.default": _embedding,
     "aten.layer_norm.default": _layer_norm,
     "ss.count_labels": _count_labels,
-    "ss.cross_entropy": _call("functional.cross_entropy"),
+    **{f"ss.{n}": _call(f"functional.{n}") for n in ("cross_entropy", "histc", "nll_loss")},
+    **{f"ss.{n}": _drawn for n in ("uniform", "normal")},
     "ss.experts": _experts,
-    "ss.histc": _call("functional.histc"),
-    "ss.uniform": _drawn,
-    "ss.normal": _drawn,
-    "ss.nll_loss": _call("functional.nll_loss"),
     "ss.dropout": _dropout,
     "ss.attention_dropout": _attention_dropout,
 }

@@ -48,7 +48,7 @@ def emit_segments(program: Program) -> tuple[str, list[str]]:
     for function in program.functions:
         body = _Writer(program, function).write()
         if body not in bodies:
-            stem = _stem(function.module)
+            stem = _stem(function.module, "segment")
             taken[stem] += 1
             bodies[body] = f"{stem}_{taken[stem]}"
         names.append(bodies[body])
@@ -56,13 +56,10 @@ def emit_segments(program: Program) -> tuple[str, list[str]]:
     return text, names
 
 
-def _stem(module: str) -> str:
-    """Return a function name for a module path: its last names, numbers left out."""
-    words = [w for w in module.split(".") if w and not w.isdigit()]
-    return _letter_first(re.sub(r"\W", "_", "_".join(words[-2:]) or "segment"))
-
-
-def _letter_first(name: str) -> str:
+def _stem(path: str, default: str = "") -> str:
+    """Return a name for a module path or a tensor: its last names, numbers left out."""
+    words = [w for w in path.split(".") if w and not w.isdigit()]
+    name = re.sub(r"\W", "_", "_".join(words[-2:]) or default)
     return name if name.isidentifier() else f"_{name}"
 
 
@@ -80,7 +77,7 @@ class _Writer:
 
     def write(self) -> str:
         """Return the function from its parameters on: everything but its name."""
-        parameters = [self._fresh(self._short(tensor)) for tensor in self.function.inputs]
+        parameters = [unique(self._short(tensor), self.taken) for tensor in self.function.inputs]
         lines: list[str] = []
         module, dying = None, self._dying()
         for op in self.ops:
@@ -118,20 +115,20 @@ class _Writer:
         return found
 
     def _line(self, op: Op, parameters: list[str]) -> str:
-        product = self.products.get(op.name)
-        if product is not None:
-            inner = [self._name(product, k, parameters) for k in range(len(product.inputs))]
-            source = self._biased(product, [*inner, self._name(op, 1, parameters)])
+        if (product := self.products.get(op.name)) is not None:
+            inputs = [(product, 0), (product, 1), (op, 1)]
+            x, weight, bias = (self._name(reader, k, parameters) for reader, k in inputs)
+            is_linear = "linear" in product.target
+            source = f"F.linear({x}, {weight}, {bias})" if is_linear else f"torch.addmm({bias}, {x}, {weight})"
         else:
             names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
             random = f"random({self.draws})" if op.target in RANDOM else ""
             shapes = [self._local(op, o) for o in op.inputs]
             results = [self._local(op, o) for o in op.outputs]
             self.draws += bool(random)
-            local = Local(op, self.boxes[op.name], names, shapes, results, self.tensors, random)
-            source = expression(local)
+            source = expression(Local(op, self.boxes[op.name], names, shapes, results, self.tensors, random))
         for output in op.outputs:
-            self.value[output.tensor] = self._fresh(self._short(output.tensor))
+            self.value[output.tensor] = unique(self._short(output.tensor), self.taken)
         return f"{', '.join(self.value[o.tensor] for o in op.outputs)} = {source}"
 
     def _name(self, op: Op, k: int, parameters: list[str]) -> str:
@@ -143,11 +140,7 @@ class _Writer:
         if self.tensors[tensor].kind == "activation":
             name = re.sub(r"_\d+$", "", re.sub(r"\W", "_", tensor))
             return f"{name}_" if keyword.iskeyword(name) else name
-        words = [w for w in tensor.split(".") if not w.isdigit()]
-        return _letter_first(re.sub(r"\W", "_", "_".join(words[-2:])))
-
-    def _fresh(self, name: str) -> str:
-        return unique(name, self.taken)
+        return _stem(tensor)
 
     def _local(self, op: Op, operand: Operand) -> tuple[int, ...]:
         tensor = self.tensors[operand.tensor]
@@ -169,12 +162,6 @@ class _Writer:
             if product and alone and fits and op.inputs[0].tensor not in self.function.outputs:
                 found[op.name] = product
         return found
-
-    def _biased(self, product: Op, names: list[str]) -> str:
-        x, weight, bias = names
-        return (
-            f"F.linear({x}, {weight}, {bias})" if "linear" in product.target else f"torch.addmm({bias}, {x}, {weight})"
-        )
 
 
 BIASED = ("aten.linear.default", "aten.mm.default")

@@ -7,29 +7,10 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from superscaler.emit.segments import draws_of, emit_segments
+from superscaler.emit.segments import Draw, draws_of, emit_segments
+from superscaler.ir import program as p
 from superscaler.ir.graph import RANDOM
-from superscaler.ir.program import (
-    ONE,
-    Accumulate,
-    Backward,
-    Collective,
-    Combine,
-    Device,
-    Forward,
-    Free,
-    Function,
-    Instruction,
-    Load,
-    Loss,
-    Program,
-    Recv,
-    Send,
-    Slice,
-    Update,
-    Value,
-    Wait,
-)  # fmt: skip
+from superscaler.ir.program import ONE, Device, Function, Instruction, Program, Value, Weight
 from superscaler.ir.spmd import Folded, evenly
 
 HEAD = '''"""What {devices} in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
@@ -113,9 +94,7 @@ class _Writer:
     """Writes one program from the devices that tell it; what differs between these goes into numbered tables."""
 
     def __init__(self, program: Program, samples: Sequence[Device], names: list[str]) -> None:
-        self.program, self.model = program, program.model
-        self.samples = samples
-        self.functions = names
+        self.program, self.model, self.samples, self.functions = program, program.model, samples, names
         self.at = 0
         self.entries: dict[str, dict[Any, int]] = {f.name: {} for f in fields(Tables)}
 
@@ -135,36 +114,24 @@ class _Writer:
         def moved(members: tuple[int, ...]) -> tuple[int, ...]:
             return members if fold is None else fold.move(members, place)
 
-        weights = self.program.weights(rank)
         draws = [draws_of(self.model, self.program.functions[f], boxes) for f, boxes in even("draws")]
         return Tables(
-            [
-                {
-                    "name": str(w.name),
-                    "tensor": w.tensor,
-                    "box": w.box,
-                    "trained": w.trained,
-                    "counted": w.counted,
-                    "group": w.group,
-                }
-                for w in weights
-            ],
+            [{**_record(w), "name": str(w.name)} for w in self.program.weights(rank)],
             even("inputs"),
             [moved(entry[0]) for entry in self.entries["groups"]],
             [(moved((entry[0][0],))[0], entry[0][1]) for entry in self.entries["messages"]],
             even("boxes"),
-            [[{"op": d.op, "box": d.box, "extents": d.extents, "shape": d.shape} for d in some] for some in draws],
+            [list(map(_record, some)) for some in draws],
             even("counted"),
         )
 
     def write(self) -> str:
         lines: list[str] = []
-        module, instructions = "", self.samples[0].instructions
+        module, end, instructions = "", -1, self.samples[0].instructions
         ends = _batches(instructions)
-        end = -1
         for at, instruction in enumerate(instructions):
             self.at = at
-            if isinstance(instruction, Forward) and (where := self._function(instruction).module) != module:
+            if isinstance(instruction, p.Forward) and (where := self._function(instruction).module) != module:
                 module = where
                 lines.append(f"# {module}" if module else "#")
             if at in ends:
@@ -173,7 +140,7 @@ class _Writer:
             lines.append("    " * (at <= end) + self._line(instruction))
         return "".join(f"    {line}\n" for line in lines if line != "#")
 
-    def _function(self, i: Forward) -> Function:
+    def _function(self, i: p.Forward) -> Function:
         return self.program.functions[i.function]
 
     def tuple_of(self, names: Sequence[Value | None], gap: str = "None") -> str:
@@ -182,38 +149,37 @@ class _Writer:
 
     def _line(self, i: Instruction) -> str:
         match i:
-            case Load():
+            case p.Load():
                 return self._load(i)
-            case Forward():
+            case p.Forward():
                 return self._forward(i)
-            case Backward():
+            case p.Backward():
                 left = f"{self.tuple_of(i.outputs, '_')} = " if set(i.outputs) - {None} else ""
                 wide = f', "{_bits(i.wide)}"' if any(i.wide) else ""
                 return f'{left}rt.backward("{i.task}", {self.tuple_of(i.gradients)}{wide})'
-            case Slice():
+            case p.Slice():
                 box = self.number("boxes", lambda j: j.ranges)
                 return f"{_name(i.out)} = rt.slice({_name(i.source)}, {i.view}, {box}, {i.shape})"
-            case Combine():
+            case p.Combine():
                 return self._combine(i)
-            case Accumulate():
-                if i.in_place:
-                    return f"{_name(i.out)} += {_name(i.value)}"
-                return f"{_name(i.out)} = {_name(i.into)} + {_name(i.value)}"
-            case Collective():
+            case p.Accumulate():
+                sign = "+=" if i.in_place else f"= {_name(i.into)} +"
+                return f"{_name(i.out)} {sign} {_name(i.value)}"
+            case p.Collective():
                 return self._collective(i)
-            case Send():
+            case p.Send():
                 return f"rt.send({_name(i.source)}, {self._message()})"
-            case Recv():
+            case p.Recv():
                 return f'{_name(i.work)} = rt.recv({self._message()}, {i.shape}, "{i.dtype}")'
-            case Wait():
+            case p.Wait():
                 return f"{_name(i.out)} = {_name(i.work)}.wait().reshape({i.shape})"
-            case Update():
+            case p.Update():
                 update = f"rt.update({self._pairs(i.weights, i.gradients)})"
                 return f"{update}\n    rt.write({self._pairs(i.buffers, i.values)})" if i.buffers else update
-            case Loss():
+            case p.Loss():
                 counted = self.number("counted", lambda j: j.counted)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"
-            case Free():
+            case p.Free():
                 return "del " + ", ".join(_name(n) for n in i.names)
 
     def _pairs(self, weights: Sequence[Value], values: Sequence[Value]) -> str:
@@ -221,13 +187,13 @@ class _Writer:
         inner = "".join(f"\n        ({_name(weight)!r}, {_name(value)})," for weight, value in pairs)
         return f"[{inner}\n    ]" if inner else "[]"
 
-    def _load(self, i: Load) -> str:
+    def _load(self, i: p.Load) -> str:
         if self.model.tensors[i.tensor].kind == "input":
             number = self.number("inputs", lambda j: (j.tensor, j.box))
             return f"{_name(i.out)} = rt.input({number})  # {i.tensor}"
         return f'{_name(i.out)} = rt.weight("{i.out}")'
 
-    def _forward(self, i: Forward) -> str:
+    def _forward(self, i: p.Forward) -> str:
         left = f"{self.tuple_of(i.outputs)} = " if i.outputs else ""
         function = f"segments.{self.functions[i.function]}"
         draws, extra = partial(self._function(i).boxes_at, targets=RANDOM), ""
@@ -236,14 +202,14 @@ class _Writer:
         inputs = self.tuple_of(i.inputs)
         return f'{left}rt.forward("{i.task}", {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
 
-    def _combine(self, i: Combine) -> str:
+    def _combine(self, i: p.Combine) -> str:
         whole = tuple((0, size) for size in i.view)
         if i.pieces and all(box == whole for box in i.boxes):
             return f"{i.out} = " + " + ".join(map(_name, i.pieces))
         boxes = self.number("boxes", lambda j: j.boxes)
         return f'{i.out} = rt.combine({self.tuple_of(i.pieces)}, {boxes}, {i.view}, {i.shape}, "{i.dtype}")'
 
-    def _collective(self, i: Collective) -> str:
+    def _collective(self, i: p.Collective) -> str:
         group = self.number("groups", lambda j: j.group)
         shown = [_given(i, k) for k in range(len(i.works))]
         if len(i.works) > 1:
@@ -269,20 +235,24 @@ def _batches(code: Sequence[Instruction]) -> dict[int, int]:
     found: dict[int, int] = {}
     first, point = -1, -1
     for at, i in enumerate(code):
-        if isinstance(i, Send | Recv) and i.point == point:
+        if isinstance(i, p.Send | p.Recv) and i.point == point:
             found[first] = at
-        elif isinstance(i, Send | Recv):
+        elif isinstance(i, p.Send | p.Recv):
             first, point = at, i.point
-        elif not isinstance(i, Slice | Free):
+        elif not isinstance(i, p.Slice | p.Free):
             point = -1
     return found
 
 
-def _given(i: Collective, k: int) -> str:
+def _given(i: p.Collective, k: int) -> str:
     """Return what a collective is given of its k-th tensor, in slots where these matter."""
     source, way = i.sources[k], i.ways[k]
     is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast")
     return ("None" if source is None else _name(source)) + (f".reshape({way.view})" if is_cut else "")
+
+
+def _record(row: Weight | Draw) -> dict[str, Any]:
+    return {f.name: getattr(row, f.name) for f in fields(row)}
 
 
 def _name(value: Value) -> str:

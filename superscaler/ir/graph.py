@@ -16,7 +16,7 @@ from typing import Any, Literal
 TensorKind = Literal["input", "parameter", "buffer", "constant", "activation"]
 OpKind = Literal["forward", "optimizer"]
 Mark = Literal["spatial", "summed", "frozen"]
-
+MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
 
 # What a part computes depends on its sizes only, but for these: where it starts on the dim of an operand (number, dim).
 PLACED: Mapping[str, tuple[int, int]] = {
@@ -136,19 +136,15 @@ class Op:
 
     def find(self, factor: str) -> int | None:
         """Return the index to cut for a factor: the first output's first one that is not frozen, or None."""
-        ordered = [i for o in self.outputs for i in o.slots if i is not None] + list(range(len(self.indices)))
-        for i in ordered:
-            if self.indices[i].factor == factor and self.indices[i].mark != "frozen":
-                return i
-        return None
+        free = [n for n, i in enumerate(self.indices) if i.factor == factor and i.mark != "frozen"]
+        return next((i for o in self.outputs for i in o.slots if i in free), next(iter(free), None))
 
     def notation(self) -> str:
         """Return the op's indices in one line, as `linear: batch sequence hidden, mlp hidden -> batch sequence mlp`."""
-        marks = {"spatial": "", "summed": "+", "frozen": "^"}
 
         def side(operands: tuple[Operand, ...]) -> str:
             return ", ".join(
-                " ".join("." if i is None else self.indices[i].factor + marks[self.indices[i].mark] for i in o.slots)
+                " ".join("." if i is None else self.indices[i].factor + MARKS[self.indices[i].mark] for i in o.slots)
                 for o in operands
             )
 
@@ -193,10 +189,9 @@ class Model:
     def uses(self) -> dict[str, list[tuple[Op, int]]]:
         """Return for each pTensor the forward ops that read it, each with the number of the input, in order."""
         found: dict[str, list[tuple[Op, int]]] = {name: [] for name in self.tensors}
-        for op in self.ops:
-            if op.is_forward:
-                for k, operand in enumerate(op.inputs):
-                    found[operand.tensor].append((op, k))
+        for op in filter(lambda op: op.is_forward, self.ops):
+            for k, operand in enumerate(op.inputs):
+                found[operand.tensor].append((op, k))
         return found
 
     def placed(self, op: Op) -> tuple[int, ...]:
@@ -235,13 +230,8 @@ def renamed(model: Model, old: str, new: str) -> Model:
         return new if factor == old else factor
 
     tensors = {n: replace(t, slots=tuple(tuple(map(name, dim)) for dim in t.slots)) for n, t in model.tensors.items()}
-    ops = tuple(
-        replace(
-            op,
-            indices=tuple(replace(i, factor=name(i.factor)) for i in op.indices),
-            passes=tuple(sorted((name(f), group) for f, group in op.passes)),
-        )
-        for op in model.ops
-    )
+    indices = [tuple(replace(i, factor=name(i.factor)) for i in op.indices) for op in model.ops]
+    passes = [tuple(sorted((name(f), group) for f, group in op.passes)) for op in model.ops]
+    ops = tuple(replace(op, indices=i, passes=p) for op, i, p in zip(model.ops, indices, passes, strict=True))
     factors = {name(f): replace(factor, name=name(f)) for f, factor in model.factors.items()}
     return replace(model, tensors=tensors, ops=ops, factors=factors)

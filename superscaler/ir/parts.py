@@ -7,6 +7,8 @@ are the leaves of a small tree, and the regular case is one array of devices.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.ir.graph import Op
+from superscaler.ir.mask import Box
 
 Ints = NDArray[np.int64]
 Mirror = Literal["copy", "route"]
@@ -126,13 +129,15 @@ class Rows:
     @cached_property
     def keys(self) -> list[tuple[int, int, int]]:
         """Return per part (device, microbatch, ordinal), its address in the schedule."""
-        columns = self.device.tolist(), self.microbatch.tolist(), self.ordinal.tolist()
-        return list(zip(*columns, strict=True))
+        return list(zip(self.device.tolist(), self.microbatch.tolist(), self.ordinal.tolist(), strict=True))
 
     @cached_property
     def boxes(self) -> list[tuple[int, ...]]:
         """Return per part its box over all indices, flattened and hashable."""
         return [tuple(row) for row in np.concatenate([self.lo, self.hi], axis=1).tolist()]
+
+    def box(self, row: int) -> Box:
+        return tuple(zip(self.lo[row].tolist(), self.hi[row].tolist(), strict=True))
 
     @cached_property
     def has_shares(self) -> bool:
@@ -174,24 +179,21 @@ class Tree:
 def expand(op: Op, grid: Grid) -> Rows:
     """Return the rows of a grid. Grids without children take a few array operations, whatever their size."""
     full = [(0, i.size) for i in op.indices]
-    lo, hi, device, microbatch, branch = flat_cells(grid, full, -1)
-    if not grid.children:
-        return _rows(lo, hi, device, microbatch, branch, grid, None, _shares(grid))
-    parts = list(_walk(grid, full, -1, ()))
-    labels = {path: k for k, path in enumerate(dict.fromkeys(p[4] for p in parts))}
-    columns = [np.array([p[c] for p in parts], dtype=np.int64) for c in range(4)]
-    counter = iter(range(len(parts)))
-    shape = (len(parts), len(full))
-    return _rows(
-        columns[0].reshape(shape),
-        columns[1].reshape(shape),
-        columns[2],
-        columns[3],
-        np.array([labels[p[4]] for p in parts], dtype=np.int64),
-        grid,
-        _tree(grid, counter),
-        [p[5] for p in parts],
-    )
+    if grid.children:
+        *columns, paths, above = zip(*_walk(grid, full, -1, ()), strict=True)
+        number = {path: k for k, path in enumerate(dict.fromkeys(paths))}
+        lo, hi, device, micro, branch = (np.array(c, dtype=np.int64) for c in (*columns, [number[p] for p in paths]))
+        lo, hi = (side.reshape(len(paths), len(full)) for side in (lo, hi))
+        tree, shares = _tree(grid, itertools.count()), tuple(above)
+    else:
+        lo, hi, device, micro, branch = flat_cells(grid, full, -1)
+        tree, shares = Tree(), tuple(_shares(grid))
+    seen: Counter[tuple[int, int]] = Counter()
+    ordinal = np.zeros(len(device), dtype=np.int64)
+    for row, key in enumerate(zip(device.tolist(), micro.tolist(), strict=True)):
+        ordinal[row] = seen[key]
+        seen[key] += 1
+    return Rows(lo, hi, device, micro, branch, ordinal, _routes(grid), not grid.children, tree, shares)
 
 
 def _shares(grid: Grid) -> list[tuple[Share, ...]]:
@@ -201,25 +203,6 @@ def _shares(grid: Grid) -> list[tuple[Share, ...]]:
     if not axes:
         return [()] * prod(shape)
     return [tuple((axis.value, cell[at], len(axis.sizes)) for at, axis in axes) for cell in np.ndindex(*shape)]
-
-
-def _rows(
-    lo: Ints,
-    hi: Ints,
-    device: Ints,
-    micro: Ints,
-    branch: Ints,
-    grid: Grid,
-    tree: Tree | None,
-    shares: Sequence[tuple[Share, ...]],
-) -> Rows:
-    ordinal = np.zeros(len(device), dtype=np.int64)
-    seen: dict[tuple[int, int], int] = {}
-    for row, key in enumerate(zip(device.tolist(), micro.tolist(), strict=True)):
-        ordinal[row] = seen.get(key, 0)
-        seen[key] = int(ordinal[row]) + 1
-    regular = tree is None
-    return Rows(lo, hi, device, micro, branch, ordinal, _routes(grid), regular, tree or Tree(), tuple(shares))
 
 
 def _routes(grid: Grid) -> bool:
@@ -232,8 +215,7 @@ def flat_cells(grid: Grid, box: Sequence[tuple[int, int]], micro: int) -> tuple[
     shape = tuple(len(a.sizes) for a in grid.axes)
     cells = prod(shape)
     where = np.indices(shape).reshape(len(shape), cells)
-    lo = np.tile(np.array([b[0] for b in box], dtype=np.int64), (cells, 1))
-    hi = np.tile(np.array([b[1] for b in box], dtype=np.int64), (cells, 1))
+    lo, hi = (np.tile(np.array([b[end] for b in box], dtype=np.int64), (cells, 1)) for end in (0, 1))
     microbatch = np.full(cells, micro, dtype=np.int64)
     branch = np.zeros(cells, dtype=np.int64)
     for axis, coordinate in zip(grid.axes, where, strict=True):
@@ -253,24 +235,19 @@ Leaf = tuple[list[int], list[int], int, int, tuple[object, ...], tuple[Share, ..
 
 
 def _walk(
-    grid: Grid,
-    box: Sequence[tuple[int, int]],
-    micro: int,
-    path: tuple[object, ...],
-    above: tuple[Share, ...] = (),
+    grid: Grid, box: Sequence[tuple[int, int]], micro: int, path: tuple[object, ...], above: tuple[Share, ...] = ()
 ) -> Iterator[Leaf]:
     """Yield the leaves of a grid with children, in row order."""
     mine = _shares(grid)
     lo, hi, device, microbatch, branch = flat_cells(grid, box, micro)
-    for cell in range(len(device)):
-        here = (*path, int(branch[cell]))
-        inner = list(zip(lo[cell].tolist(), hi[cell].tolist(), strict=True))
-        child = grid.children.get(cell)
-        if child is None:
-            shares = (*above, *mine[cell])
-            yield lo[cell].tolist(), hi[cell].tolist(), int(device[cell]), int(microbatch[cell]), here, shares
+    columns = (column.tolist() for column in (lo, hi, device, microbatch, branch))
+    for cell, (first, last, own, part, label) in enumerate(zip(*columns, strict=True)):
+        here, shares = (*path, label), (*above, *mine[cell])
+        if cell in grid.children:
+            inner = list(zip(first, last, strict=True))
+            yield from _walk(grid.children[cell], inner, part, (*here, cell), shares)
         else:
-            yield from _walk(child, inner, int(microbatch[cell]), (*here, cell), (*above, *mine[cell]))
+            yield first, last, own, part, here, shares
 
 
 def _tree(grid: Grid, rows: Iterator[int], level: int = 0, cell: int = 0) -> Tree:

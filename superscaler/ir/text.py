@@ -9,9 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 from superscaler.errors import InputError
-from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
+from superscaler.ir.graph import MARKS, Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 
-_MARKS = {"spatial": "", "summed": "+", "frozen": "^"}
+_MARK_OF = {shown: mark for mark, shown in MARKS.items() if shown}
 _REST = ("kind", "has_mirror", "module", "source", "flops", "from_data", "from_weights", "group", "linear", "passes")
 _DEFAULTS = {f.name: f.default for f in fields(Op)}
 
@@ -61,7 +61,7 @@ def print_tensor(t: PTensor) -> str:
 
 def print_op(op: Op) -> str:
     call = ", ".join([_argument(a) for a in op.args] + [f"{k}={_argument(v)}" for k, v in op.kwargs])
-    indices = " ".join(f"{i.factor}{_MARKS[i.mark]}={i.size}" for i in op.indices)
+    indices = " ".join(f"{i.factor}{MARKS[i.mark]}={i.size}" for i in op.indices)
     rest = {name: getattr(op, name) for name in _REST if getattr(op, name) != _DEFAULTS[name]}
     sides = " -> ".join(", ".join(map(_operand, side)) for side in (op.inputs, op.outputs))
     return f"op {op.name} = {op.target}({call}) : {sides} {{{indices}}} {json.dumps(rest)}"
@@ -102,20 +102,11 @@ def parse_model(text: str) -> Model:
         raise InputError("the text of a model starts with a line 'model {...}'.")
     name, groups, scaler = head["optimizer"]
     factors = {k: Factor(k, size) for k, size in head["factors"].items()}
-    optimizer = Optimizer(
-        name, tuple(tuple((k, _frozen(v)) for k, v in g.items()) for g in groups), tuple(scaler.items())
-    )
-    return Model(
-        tensors,
-        tuple(ops),
-        factors,
-        tuple(head["inputs"]),
-        head["loss"],
-        optimizer,
-        head["aliases"],
-        head["unsupported"],
-        {name: tuple(segment) for name, segment in head["segments"].items()},
-    )
+    options = tuple(tuple((k, _frozen(v)) for k, v in g.items()) for g in groups)
+    optimizer = Optimizer(name, options, tuple(scaler.items()))
+    segments = {name: tuple(segment) for name, segment in head["segments"].items()}
+    rest = optimizer, head["aliases"], head["unsupported"], segments
+    return Model(tensors, tuple(ops), factors, tuple(head["inputs"]), head["loss"], *rest)
 
 
 _TENSOR = re.compile(r"^tensor (\S+) (\w+)/?(\w*) (\(.*?\)) (\w+) (grad|-) \[(.*)\]$")
@@ -143,8 +134,7 @@ def parse_op(line: str) -> Op:
     made = []
     for text in indices.split():
         factor, _, size = text.rpartition("=")
-        mark = {"+": "summed", "^": "frozen"}.get(factor[-1], "spatial")
-        made.append(Index(int(size), factor.rstrip("+^"), mark))  # type: ignore[arg-type]
+        made.append(Index(int(size), factor.rstrip("+^"), _MARK_OF.get(factor[-1], "spatial")))
     sides = [tuple(_parse_operand(o) for o in side.split(", ") if o) for side in (inputs, outputs)]
     options = {key: _frozen(value) for key, value in json.loads(rest).items()}
     return Op(name, target, args, kwargs, sides[0], sides[1], tuple(made), **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -37,11 +37,11 @@ class Parts:
 
     def __getitem__(self, key: Any) -> Parts:
         cells = self.cells[key] if self.cells.ndim else self.cells
-        return Parts(self.op, self.grid, self.prefix, np.asarray(cells), self.level)
+        return replace(self, cells=np.asarray(cells))
 
     def flat(self) -> Parts:
         """Return the same parts in one row."""
-        return Parts(self.op, self.grid, self.prefix, self.cells.reshape(-1), self.level)
+        return replace(self, cells=self.cells.reshape(-1))
 
     @property
     def origin(self) -> Op:
@@ -170,11 +170,8 @@ class Graph:
         """Call the factor `old` by the name `new` from now on. Raises InputError for an unknown or a taken name."""
         self.check_factor(old)
         if new in self.model.factors or not re.fullmatch(r"[\w.]+", new):
-            why = (
-                "is the name of another factor"
-                if new in self.model.factors
-                else "is no name (letters, digits, _ and .)"
-            )
+            is_taken = new in self.model.factors
+            why = "is the name of another factor" if is_taken else "is no name (letters, digits, _ and .)"
             raise InputError(f"rename_factor('{old}', '{new}'): '{new}' {why}; choose another.")
         self.model = renamed(self.model, old, new)
         self._by_name = {op.name: op for op in self.model.ops}
@@ -186,8 +183,8 @@ class Graph:
         """Return the parts of an op that was not cut irregularly, as one grid."""
         op = self.op(op.name)
         grid = self.grids[op.name]
-        cells = np.arange(prod(len(a.sizes) for a in grid.axes)).reshape([len(a.sizes) for a in grid.axes])
-        return Parts(op, grid, (), cells, len(grid.axes))
+        shape = [len(a.sizes) for a in grid.axes]
+        return Parts(op, grid, (), np.arange(prod(shape)).reshape(shape), len(shape))
 
     def rows(self, op: Op) -> Rows:
         return expand(op, self.grids[op.name])
@@ -213,9 +210,8 @@ class Graph:
         if not chosen:
             paths = {o.module for o in self.forward_ops}
             raise InputError(unknown("module", module, paths) if module else "the selection matches no op.")
-        name = label or f"{kind}({module or chosen[0].name})" + (
-            f" of microbatch {microbatch}" if microbatch is not None else ""
-        )
+        of = f" of microbatch {microbatch}" if microbatch is not None else ""
+        name = label or f"{kind}({module or chosen[0].name}){of}"
         return Group(kind, tuple((o.name, ()) for o in chosen), microbatch, name)
 
 
@@ -226,13 +222,10 @@ def rows_under(grid: Grid, path: Path) -> tuple[int, int]:
     (level, cell), rest = path[0], path[1:]
     width = prod(len(a.sizes) for a in grid.axes[level:])
     first = cell * width
-    before = sum(_cell_count(grid, c) for c in range(first))
-    if not rest:
-        return before, before + sum(_cell_count(grid, c) for c in range(first, first + width))
-    lo, hi = rows_under(grid.children[cell], rest)
+
+    def count(cells: range) -> int:
+        return sum(len(grid.children[c]) if c in grid.children else 1 for c in cells)
+
+    before = count(range(first))
+    lo, hi = rows_under(grid.children[cell], rest) if rest else (0, count(range(first, first + width)))
     return before + lo, before + hi
-
-
-def _cell_count(grid: Grid, cell: int) -> int:
-    child = grid.children.get(cell)
-    return 1 if child is None else len(child)

@@ -101,10 +101,9 @@ def _forward(edges: Edges, reader: Op, k: int) -> Iterator[tuple[Work, list[Work
 def _backward(edges: Edges, reader: Op, k: int) -> Iterator[tuple[Work, list[Work]]]:
     """The mirror of what `reader` reads waits for that of `reader`."""
     operand, rows = reader.inputs[k], edges.rows[reader.name]
-    home = edges.homes.get(operand.tensor)
-    if home is None and operand.tensor not in edges.producers:
+    if operand.tensor not in edges.homes and operand.tensor not in edges.producers:
         return
-    maker, j = (home, 0) if home is not None else edges.producers[operand.tensor]
+    maker, j = edges.maker(operand.tensor)
     labels, made = edges.labels(reader, k), edges.rows[maker.name]
     if maker.is_forward and made.routes:
         number = edges.gradient_uses(operand.tensor).index((reader, k))

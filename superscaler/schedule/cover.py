@@ -7,8 +7,9 @@ grids by arithmetic on labels, for irregular trees by taking one branch at each 
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -38,8 +39,17 @@ class Wanted:
     def box(self, row: int) -> tuple[tuple[int, int], ...]:
         return tuple(zip(self.lo[row].tolist(), self.hi[row].tolist(), strict=True))
 
-    def key(self) -> tuple[bytes, ...]:
-        return self.lo.tobytes(), self.hi.tobytes(), self.device.tobytes(), self.microbatch.tobytes()
+    def columns(self, rows: Ints | slice = slice(None)) -> tuple[Ints, Ints, Ints, Ints]:
+        return self.lo[rows], self.hi[rows], self.device[rows], self.microbatch[rows]
+
+    @cached_property
+    def at(self) -> list[tuple[int, int]]:
+        """Return (device, microbatch) per row."""
+        return list(zip(self.device.tolist(), self.microbatch.tolist(), strict=True))
+
+    def corners(self, row: int) -> tuple[bytes, bytes]:
+        """Return what is equal for rows of equal boxes."""
+        return self.lo[row].tobytes(), self.hi[row].tobytes()
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,13 @@ class Held(Wanted):
     all_replicas: bool = False
     fold: Fold | None = None
 
+    def replicas(self, rows: Iterable[int]) -> dict[Hashable, list[int]]:
+        """Return those of some rows that hold the same addend of the same elements, by it."""
+        found: dict[Hashable, list[int]] = {}
+        for row in rows:
+            found.setdefault((self.labels[row], *self.corners(row)), []).append(row)
+        return found
+
 
 def project(rows: Rows, operand: Operand, extents: Sequence[int]) -> tuple[Ints, Ints]:
     """Return the boxes that parts touch of an operand: their own range on its indices, everything elsewhere."""
@@ -72,15 +89,14 @@ def project(rows: Rows, operand: Operand, extents: Sequence[int]) -> tuple[Ints,
 def join(held: Held, wanted: Wanted) -> list[list[int]]:
     """Return for each wanted row the held rows that it takes: together its elements with their whole value."""
     if held.tree is None:
-        return _join_labels(held, wanted, list(range(len(held))))
+        return _join_labels(held, wanted)
     found = []
     for row in range(len(wanted)):
-        near = int(wanted.device[row]), int(wanted.microbatch[row])
         late: set[int] = set()
         if held.turns and wanted.turns:
             touched = _overlapping(held, wanted, row, np.arange(len(held))).tolist()
             late = {r for r in touched if held.turns[r] >= wanted.turns[row]}
-        tile = branch(held.tree, held, *near, late)
+        tile = branch(held.tree, held, *wanted.at[row], late)
         found.append(_overlapping(held, wanted, row, np.array(tile, dtype=np.int64)).tolist())
     return found
 
@@ -98,11 +114,8 @@ def alternatives(held: Held, wanted: Wanted) -> list[list[list[int]]]:
             sets = _clauses(held.tree, held, hits, sources)
             found.append([sorted(some, key=lambda r: (r not in sources, r)) for some in sets])
         return found
-    replicas: dict[Hashable, list[int]] = {}
-    labels = [(held.labels[row], held.lo[row].tobytes(), held.hi[row].tobytes()) for row in range(len(held))]
-    for row, label in enumerate(labels):
-        replicas.setdefault(label, []).append(row)
-    return [[[s, *(r for r in replicas[labels[s]] if r != s)] for s in sources] for sources in taken]
+    same = {row: rows for rows in held.replicas(range(len(held))).values() for row in rows}
+    return [[[s, *(r for r in same[s] if r != s)] for s in sources] for sources in taken]
 
 
 Turn = tuple[tuple[int, int], ...]
@@ -118,32 +131,29 @@ def share_out(held: Held, wanted: Wanted, places: Sequence[Turn]) -> list[list[i
     rows = list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
     tile = np.array(rows, dtype=np.int64)
     labels = [held.labels[r] for r in rows] if held.tree is None else rows
-    flat = Held(held.lo[tile], held.hi[tile], held.device[tile], held.microbatch[tile], labels)
-    found = _join_labels(flat, wanted, list(range(len(rows))))
+    flat = Held(*held.columns(tile), labels)
+    found = _join_labels(flat, wanted)
     near: dict[Hashable, int] = {}
-    for r, place in enumerate(places):
+    for place, at in zip(places, wanted.at, strict=True):
         for level, (coordinate, count) in enumerate(place):
-            near.setdefault((place[:level], count, int(wanted.device[r]), int(wanted.microbatch[r])), coordinate)
-    addends = [(label, flat.lo[r].tobytes(), flat.hi[r].tobytes()) for r, label in enumerate(labels)]
-    here: dict[Hashable, list[tuple[int, int]]] = {}
-    for r, addend in enumerate(addends):
-        here.setdefault(addend, []).append((int(flat.device[r]), int(flat.microbatch[r])))
+            near.setdefault((place[:level], count, *at), coordinate)
+    addends = list(flat.replicas(range(len(rows))).values())
+    here = [[flat.at[r] for r in some] for some in addends]
     if (fold := held.fold) is not None:
         # The place that tells of all decides, so that it does not depend on how devices are numbered.
-        for owners in here.values():
+        for owners in here:
             owners.sort(key=lambda owner: (fold.place(owner[0]), fold.base(owner[0])))
-    order = {addend: n for n, addend in enumerate(here)}
+    number = {r: n for n, some in enumerate(addends) for r in some}
 
-    def takes(place: Turn, addend: Hashable) -> bool:
+    def takes(place: Turn, n: int) -> bool:
         for level, (coordinate, count) in enumerate(place):
-            close = (near.get((place[:level], count, *where)) for where in here[addend])
-            if next((c for c in close if c is not None), order[addend] % count) != coordinate:
+            close = (near.get((place[:level], count, *where)) for where in here[n])
+            if next((c for c in close if c is not None), n % count) != coordinate:
                 return False
         return True
 
-    return [
-        [rows[r] for r in sources if takes(place, addends[r])] for place, sources in zip(places, found, strict=True)
-    ]
+    pairs = zip(places, found, strict=True)
+    return [[rows[r] for r in sources if takes(place, number[r])] for place, sources in pairs]
 
 
 def _overlapping(held: Held, wanted: Wanted, row: int, rows: Ints) -> Ints:
@@ -152,15 +162,11 @@ def _overlapping(held: Held, wanted: Wanted, row: int, rows: Ints) -> Ints:
     return chosen
 
 
-def _join_labels(held: Held, wanted: Wanted, rows: list[int]) -> list[list[int]]:
-    classes: dict[Hashable, list[int]] = {}
-    for row in rows:
-        classes.setdefault((held.labels[row], held.lo[row].tobytes(), held.hi[row].tobytes()), []).append(row)
-    members = list(classes.values())
+def _join_labels(held: Held, wanted: Wanted) -> list[list[int]]:
+    members = list(held.replicas(range(len(held))).values())
     first = np.array([m[0] for m in members], dtype=np.int64)
     order = _Index(held.lo[first], held.hi[first])
     position = _positions(held, members)
-    devices, micros = held.device.tolist(), held.microbatch.tolist()
 
     def in_time(rows: list[int], row: int) -> list[int]:
         if not held.turns or not wanted.turns:
@@ -168,12 +174,9 @@ def _join_labels(held: Held, wanted: Wanted, rows: list[int]) -> list[list[int]]
         return [r for r in rows if held.turns[r] < wanted.turns[row]] or rows
 
     found = []
-    for row in range(len(wanted)):
-        device, micro = int(wanted.device[row]), int(wanted.microbatch[row])
+    for row, near in enumerate(wanted.at):
         hits = order.overlapping(wanted.lo[row], wanted.hi[row])
-        found.append(
-            [_nearest(in_time(members[c], row), devices, micros, device, micro, position, held.fold) for c in hits]
-        )
+        found.append([_nearest(held, in_time(members[c], row), near, position) for c in hits])
     return found
 
 
@@ -214,20 +217,13 @@ def _positions(held: Held, members: list[list[int]]) -> dict[int, int]:
     return position
 
 
-def _nearest(
-    rows: list[int],
-    devices: list[int],
-    micros: list[int],
-    device: int,
-    micro: int,
-    position: dict[int, int],
-    fold: Fold | None,
-) -> int:
+def _nearest(held: Held, rows: list[int], near: tuple[int, int], position: dict[int, int]) -> int:
     if len(rows) == 1:
         return rows[0]
-    here = [r for r in rows if devices[r] == device] or rows
-    same = [r for r in here if micros[r] == micro] or here
-    owners = list(dict.fromkeys(devices[r] for r in same))
+    (device, micro), fold = near, held.fold
+    here = [r for r in rows if held.at[r][0] == device] or rows
+    same = [r for r in here if held.at[r][1] == micro] or here
+    owners = list(dict.fromkeys(held.at[r][0] for r in same))
     turn = max(device, 0)
     if fold is not None and len(owners) > 1:
         common = [fold.closeness(device, owner) for owner in owners]
@@ -236,7 +232,7 @@ def _nearest(
         owners.sort(key=fold.base if device >= 0 else fold.place)
         turn = fold.base(device) if device >= 0 else 0
     owner = owners[position.get(device, turn) % len(owners)]
-    return next(r for r in same if devices[r] == owner)
+    return next(r for r in same if held.at[r][0] == owner)
 
 
 def branch(tree: Tree, held: Held, device: int, micro: int, late: Container[int] = ()) -> list[int]:
@@ -249,7 +245,7 @@ def branch(tree: Tree, held: Held, device: int, micro: int, late: Container[int]
 
     def close(rows: list[int]) -> tuple[bool, float, tuple[float, ...]]:
         # On average, so that many slices elsewhere are not closer than the whole that is here.
-        near = sum(int(held.device[r] == device) * 2 + int(held.microbatch[r] == micro) for r in rows) / len(rows)
+        near = sum((held.at[r][0] == device) * 2 + (held.at[r][1] == micro) for r in rows) / len(rows)
         return not any(r in late for r in rows), near, _distance(held, rows, device)
 
     return max(below, key=close)
@@ -260,8 +256,8 @@ def _distance(held: Held, rows: Sequence[int], device: int) -> tuple[float, ...]
     if held.fold is None:
         return ()
     if device >= 0:
-        return (sum(held.fold.closeness(device, int(held.device[r])) for r in rows) / len(rows),)
-    return tuple(-at for at in min(held.fold.place(int(held.device[r])) for r in rows))
+        return (sum(held.fold.closeness(device, held.at[r][0]) for r in rows) / len(rows),)
+    return tuple(-at for at in min(held.fold.place(held.at[r][0]) for r in rows))
 
 
 def _is_sum(tree: Tree, held: Held) -> bool:

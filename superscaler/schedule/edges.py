@@ -86,17 +86,8 @@ class Edges:
         every = labels is not None and rows.routes
         tree = None if rows.regular or (every and not rows.has_shares) else rows.tree
         marks = tuple(rows.addends()) if labels is None else labels
-        return Held(
-            *self.face(rows, operand),
-            rows.device,
-            rows.microbatch,
-            marks,
-            tree,
-            labels is not None,
-            k,
-            every,
-            fold=self.fold,
-        )
+        where = *self.face(rows, operand), rows.device, rows.microbatch
+        return Held(*where, marks, tree, labels is not None, k, every, self.fold)
 
     def turns(self, kind: str, op: Op) -> Sequence[float]:
         """Return when the parts of an op run (infinite: never), or nothing if no turns are known."""
@@ -108,18 +99,19 @@ class Edges:
         addends = self.rows[name].addends()
         return len(set(addends)) < len(addends) or not self.rows[name].regular
 
+    def maker(self, tensor: str) -> tuple[Op, int]:
+        """Return what makes a tensor and as which output: its producer, or the op with which a weight lives."""
+        return self.producers[tensor] if tensor in self.producers else (self.homes[tensor], 0)
+
     def is_free(self, producer: Op, consumer: Op, k: int) -> bool:
         """Tell whether any replica may serve input `k`: not if parts share it out, or if mirrors follow who reads."""
         follows = self.rows[producer.name].routes and producer.has_mirror
         return not follows and not self.rows[consumer.name].is_shared(k)
 
     def forward(self, consumer: Op, k: int) -> list[list[int]]:
-        """Return for each part of `consumer` the parts that its input `k` is read from: of its producer, or of the
-        optimizer op with which a weight lives.
-        """
+        """Return for each part of `consumer` the parts of what makes its input `k` that this is read from."""
         operand = consumer.inputs[k]
-        home = self.homes.get(operand.tensor)
-        producer, j = (home, 0) if home is not None else self.producers[operand.tensor]
+        producer, j = self.maker(operand.tensor)
         made, read = self.rows[producer.name], self.rows[consumer.name]
         shared = read.is_shared(k)
         is_timed = bool(self._turns) and producer.is_forward and self.is_free(producer, consumer, k)
@@ -175,34 +167,33 @@ class Edges:
         Replicas that serve equal addends are copies of each other; where the sets overlap otherwise, each addend goes
         to the replica that its first part reads.
         """
-        if op.name not in self._served:
-            self._served[op.name] = self._find_served(op)
-        return self._served[op.name]
-
-    def _find_served(self, op: Op) -> list[frozenset[Hashable]]:
+        if op.name in self._served:
+            return self._served[op.name]
         served: list[set[Hashable]] = [set() for _ in self.rows[op.name].boxes]
         first: list[set[Hashable]] = [set() for _ in served]
         for j, output in enumerate(op.outputs):
             if output.tensor == self.model.loss:
-                for row in range(len(served)):
-                    served[row].add("loss")
+                for addends in served:
+                    addends.add("loss")
                 for row in self.loss_rows():
                     first[row].add("loss")
             for n, (consumer, k) in enumerate(self.gradient_uses(output.tensor)):
                 seen: set[Hashable] = set()
                 labels, read = self.labels(consumer, k), self.whole_reads(consumer, k)
                 for row in self._one_tiling(consumer, k):
-                    label = labels[row]
+                    addend = (j, n, labels[row])
                     for source in read[row]:
-                        served[source].add((j, n, label))
-                        if label not in seen:
-                            first[source].add((j, n, label))
-                    seen.add(label)
+                        served[source].add(addend)
+                        if addend not in seen:
+                            first[source].add(addend)
+                    seen.add(addend)
         rows = self.rows[op.name]
         if rows.regular and rows.has_shares:
-            return _alike(rows, first)
-        clean = rows.regular and _equal_or_disjoint(rows.addends(), served)
-        return [frozenset(s) for s in (served if clean else first)]
+            first = _alike(rows, first)
+        elif rows.regular and _equal_or_disjoint(rows.addends(), served):
+            first = served
+        found = self._served[op.name] = list(map(frozenset, first))
+        return found
 
     def loss_rows(self) -> list[int]:
         """Return the parts of the loss that together are its value: one replica of each addend."""
@@ -213,12 +204,7 @@ class Edges:
     def whole(held: Held) -> list[int]:
         """Return rows that together are the whole tensor, each element once."""
         nowhere = np.full(1, -1, dtype=np.int64)
-        slots = held.lo.shape[1]
-        lo, hi = (
-            np.array([f(side[:, s]) for s in range(slots)], dtype=np.int64)
-            for f, side in ((min, held.lo), (max, held.hi))
-        )
-        return join(held, Wanted(lo.reshape(1, slots), hi.reshape(1, slots), nowhere, nowhere))[0]
+        return join(held, Wanted(held.lo.min(0, keepdims=True), held.hi.max(0, keepdims=True), nowhere, nowhere))[0]
 
     def seeds_gradient(self, row: int) -> bool:
         """Tell whether the mirror of a part of the loss starts from one: all do, but of routing replicas one."""
@@ -254,19 +240,15 @@ class Edges:
             return False
         if (consumer, k) not in self.gradient_uses(operand.tensor) or not producer.has_mirror:
             return True
-        if made.routes:
-            return self._serves_its_own(producer, j, consumer, k, same)
-        back = self.backward(consumer, k)
-        return all(back[m] == [r] for r, m in enumerate(same))
-
-    def _serves_its_own(self, producer: Op, j: int, consumer: Op, k: int, same: list[int]) -> bool:
-        n = self.gradient_uses(producer.outputs[j].tensor).index((consumer, k))
+        if not made.routes:
+            back = self.backward(consumer, k)
+            return all(back[m] == [r] for r, m in enumerate(same))
+        n, own = self.gradient_uses(operand.tensor).index((consumer, k)), self.labels(consumer, k)
         served = [{s for s in addends if s[:2] == (j, n)} for addends in self.served(producer)]  # type: ignore[index]
-        own = self.labels(consumer, k)
         return all(served[m] == {(j, n, own[r])} for r, m in enumerate(same))
 
 
-def _alike(rows: Rows, first: list[set[Hashable]]) -> list[frozenset[Hashable]]:
+def _alike(rows: Rows, first: list[set[Hashable]]) -> list[set[Hashable]]:
     """Return who serves which addends so that the parts of a value, replica by replica, serve the same ones."""
     owner: dict[Hashable, Hashable] = {}
     for box, branch_, addends in zip(rows.boxes, rows.branch.tolist(), first, strict=True):
@@ -275,7 +257,7 @@ def _alike(rows: Rows, first: list[set[Hashable]]) -> list[frozenset[Hashable]]:
     mine: dict[Hashable, set[Hashable]] = {}
     for (box, addend), branch_ in owner.items():  # type: ignore[misc]
         mine.setdefault((box, branch_), set()).add(addend)
-    return [frozenset(mine.get(key, ())) for key in zip(rows.boxes, rows.branch.tolist(), strict=True)]
+    return [mine.get(key, set()) for key in zip(rows.boxes, rows.branch.tolist(), strict=True)]
 
 
 def _equal_or_disjoint(boxes: list[Hashable], served: list[set[Hashable]]) -> bool:

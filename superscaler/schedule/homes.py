@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable
 import numpy as np
 
 from superscaler.ir.graph import Op, Operand, PTensor
-from superscaler.ir.mask import Box, extents
+from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.parts import Axis, Grid, expand
 from superscaler.ir.transformed import Graph
 from superscaler.schedule.cover import project
@@ -81,12 +81,8 @@ def _maximal(readers: Iterable[Place]) -> list[Place]:
         (device, box)
         for device, boxes in by_device.items()
         for box in boxes
-        if not any(other != box and _contains(other, box) for other in boxes)
+        if not any(other != box and intersect(other, box) == box for other in boxes)
     )
-
-
-def _contains(outer: Box, box: Box) -> bool:
-    return all(a <= lo and hi <= b for (a, b), (lo, hi) in zip(outer, box, strict=True))
 
 
 def _regular(op: Op, tensor: PTensor, kept: list[Place]) -> Grid | None:

@@ -12,7 +12,7 @@ from superscaler.ir.transformed import Group, Order
 from superscaler.schedule.alternatives import members as parts_of
 from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.segments import Segment
-from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
+from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
 
 
 class Node(NamedTuple):
@@ -70,7 +70,6 @@ class Nodes:
             for key in segment.keys:
                 self._add(Node("F", segment.number, key))
                 if segment.has_mirror:
-                    self._add(Node("B", segment.number, key))
                     self._edge(Node("F", segment.number, key), Node("B", segment.number, key), "saved activations")
         self._add_updates()
         for number, transfer in enumerate(schedule.transfers):
@@ -89,14 +88,8 @@ class Nodes:
     def early(self) -> frozenset[int]:
         """The segments without weights that other devices wait for, as for the number of labels."""
         segments = self.schedule.segments
-        sent = {
-            place.segment
-            for transfer in self.schedule.transfers
-            if transfer.kind == FORWARD and not transfer.is_local
-            for piece in transfer.pieces
-            for place in piece.places
-            if place.kind == FORWARD
-        }
+        moved = (t for t in self.schedule.transfers if t.kind == FORWARD and not t.is_local)
+        sent = {place.segment for t in moved for end in t.pieces for place in end.places if place.kind == FORWARD}
         return frozenset(n for n in sent if all(op.from_data for op in segments[n].ops))
 
     def _add(self, node: Node) -> int:
@@ -116,20 +109,12 @@ class Nodes:
 
     def _add_updates(self) -> None:
         """Every read of a weight on a device comes before its update there (anti-dependencies)."""
-        devices = {
-            int(d) for op in self.schedule.edges.homes.values() for d in self.schedule.edges.rows[op.name].device
-        }
+        edges = self.schedule.edges
+        devices = {key[0] for op in edges.homes.values() for key in edges.rows[op.name].keys}
         for segment in self.schedule.segments:
-            for key in segment.keys:
-                if key[0] in devices:
-                    self._edge(Node("F", segment.number, key), Node("U", key[0]), "read before update")
-                    if segment.has_mirror:
-                        self._edge(Node("B", segment.number, key), Node("U", key[0]), "read before update")
-
-    def _node(self, place: Place) -> Node | None:
-        if place.kind == UPDATE:
-            return None
-        return Node(place.kind, place.segment, place.key)
+            for key in (key for key in segment.keys if key[0] in devices):
+                for kind in "FB" if segment.has_mirror else "F":
+                    self._edge(Node(kind, segment.number, key), Node("U", key[0]), "read before update")
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
         if transfer.is_one and transfer.links:
@@ -142,13 +127,13 @@ class Nodes:
         self._add(node)
         for piece in pieces:
             for place in piece.places:
-                if (before := self._node(place)) is not None:
-                    self._edge(before, node)
+                if place.kind != UPDATE:
+                    self._edge(Node(*place[:3]), node)
             if transfer.kind == FORWARD and piece.places[0].kind == UPDATE:
                 self._edge(node, Node("U", piece.device), "sent before update")
         for reader in readers:
             for place in reader.places:
-                self._edge(node, self._node(place) or Node("U", reader.device))
+                self._edge(node, Node("U", reader.device) if place.kind == UPDATE else Node(*place[:3]))
 
     def members(self, group: Group, where: str) -> list[Node]:
         found: dict[Node, None] = {}
@@ -218,7 +203,7 @@ class Nodes:
             where, names = self.name(node), self.graph.ops[node.number].name
         else:
             segment = self.schedule.segments[node.number]
-            where = f"{segment.module or segment.ops[0].name}"
+            where = segment.module or segment.ops[0].name
             names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
         number = f"microbatch {micro}, " if micro >= 0 else ""
         part = f", part {ordinal}" if ordinal else ""

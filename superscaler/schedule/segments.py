@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
 from superscaler.ir.graph import Op, width
 from superscaler.ir.layout import layout_of
+from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints, Rows
 from superscaler.ir.transformed import Graph, block_of, rows_under
 from superscaler.schedule.cover import Turn
@@ -24,6 +27,7 @@ from superscaler.schedule.edges import Edges, Key, Labels
 
 # What is worth an all_reduce: far above the latency, and little enough for the last one, which nothing hides.
 SEGMENT_BYTES = 6 * 2**20
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +46,9 @@ class Alias:
     rows: Rows
     keys_at: Ints
     shares: tuple[Turn, ...] | None
+
+    def box(self, key: int) -> Box:
+        return tuple(zip(self.lo[key].tolist(), self.hi[key].tolist(), strict=True))
 
     def is_zero(self, key: int) -> bool:
         """Tell whether a part reads nothing of a tensor that is everywhere, because another part of the value does."""
@@ -74,13 +81,8 @@ class Segment:
     @property
     def module(self) -> str:
         """Return the module path that all its ops share."""
-        paths = [op.module.split(".") for op in self.ops if op.module]
-        shared: list[str] = []
-        for names in zip(*paths, strict=False):
-            if len(set(names)) > 1:
-                break
-            shared.append(names[0])
-        return ".".join(shared)
+        levels = zip(*(op.module.split(".") for op in self.ops if op.module), strict=False)
+        return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Segment]:
@@ -104,10 +106,10 @@ def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Seg
     parent = {op.name: op.name for op in ops}
     for (source, reader), joins in local.items():
         if joins and levels[source] == levels[reader]:
-            parent[_root(parent, reader)] = _root(parent, source)
+            parent[root(parent, reader)] = root(parent, source)
     members: dict[str, list[Op]] = {}
     for op in ops:
-        members.setdefault(_root(parent, op.name), []).append(op)
+        members.setdefault(root(parent, op.name), []).append(op)
     segments = [_segment(edges, number, tuple(group)) for number, group in enumerate(members.values())]
     _find_outputs(edges, segments)
     return segments
@@ -146,7 +148,8 @@ def _sink(ops: Sequence[Op], local: Mapping[tuple[str, str], bool], levels: dict
             levels[op.name] = min(levels[r] - (not local[op.name, r]) for r in readers[op.name])
 
 
-def _root(parent: dict[str, str], name: str) -> str:
+def root(parent: dict[T, T], name: T) -> T:
+    """Return which member stands for all that a member was joined with."""
     while parent[name] != name:
         parent[name] = parent[parent[name]]
         name = parent[name]

@@ -7,7 +7,7 @@ collective; else each link is a message of its own.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from superscaler.ir.mask import Box
 from superscaler.ir.parts import Tree
 from superscaler.schedule.cover import Held, Wanted, join
 from superscaler.schedule.edges import Edges, Key
-from superscaler.schedule.segments import Alias, Segment
+from superscaler.schedule.segments import Alias, Segment, root
 
 FORWARD, BACKWARD, UPDATE = "F", "B", "U"
 
@@ -118,7 +118,7 @@ def _forward(edges: Edges, tensor: str, source: Source, home: Op | None, readers
         sides.append(edges.wanted(edges.rows[op.name], op.inputs[1]))
         users += [Place(UPDATE, edges.home_number[op.inputs[0].tensor], k, 0) for k in edges.rows[op.name].keys]
         pairs += join(held, sides[-1])
-    wanted = _stack(sides)
+    wanted = Wanted(*(np.concatenate(column) for column in zip(*(side.columns() for side in sides), strict=True)))
     return _group(tensor, FORWARD, held, [(p,) for p in places], wanted, users, pairs, joins)
 
 
@@ -141,15 +141,15 @@ def _backward(
     edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads, joins: bool
 ) -> list[Transfer]:
     wanted, places = _made(edges, tensor, source, home)
-    users = [Place(UPDATE if home else BACKWARD, p.segment, p.key, p.number) for p in places]
+    users = [p._replace(kind=UPDATE if home else BACKWARD) for p in places]
     routes = source is not None and edges.rows[source[0].outputs[source[1]].op.name].routes
     found: list[Transfer] = []
-    maker = home or edges.producers[tensor][0]
-    wanted = replace(wanted, turns=edges.turns("U" if home else "B", maker))
+    wanted = replace(wanted, turns=edges.turns("U" if home else "B", edges.maker(tensor)[0]))
     for group in _merge(edges, readers):
         held = _gradient(edges, group)
         pairs = _routed(edges, tensor, source, group, wanted) if routes else join(held, wanted)
-        found += _group(tensor, BACKWARD, held, _sources(group), wanted, users, pairs, joins)
+        sources = [tuple(Place(BACKWARD, s.number, key, n) for s, n, _ in group) for key in group[0][0].keys]
+        found += _group(tensor, BACKWARD, held, sources, wanted, users, pairs, joins)
     return found
 
 
@@ -164,40 +164,20 @@ def _merge(edges: Edges, readers: Reads) -> list[Reads]:
     return list(found.values())
 
 
-def _sources(group: Reads) -> list[tuple[Place, ...]]:
-    keys = group[0][0].keys
-    return [tuple(Place(BACKWARD, s.number, key, n) for s, n, _ in group) for key in keys]
-
-
 def _gradient(edges: Edges, group: Reads) -> Held:
     """Return the gradient rows of aliases that are alike, by key of their segments."""
     segment, _, alias = group[0]
-    if not (alias.rows.regular or (alias.rows.routes and not alias.rows.has_shares)):
-        return _irregular(edges, alias)
-    wanted = _alias_wanted(segment, alias)
-    turns = edges.turns("B", alias.uses[0][0])
-    mine = [turns[row] for row in alias.keys_at] if turns else ()
-    return Held(wanted.lo, wanted.hi, wanted.device, wanted.microbatch, alias.labels or (), turns=mine, fold=edges.fold)
-
-
-def _irregular(edges: Edges, alias: Alias) -> Held:
-    """Return the gradient rows of an alias of an irregular op, with its tree over the segment's keys."""
-    op, k = alias.uses[0]
-    held = edges.held(alias.rows, op.inputs[k], edges.labels(op, k), k)
-    order = {int(row): key for key, row in enumerate(alias.keys_at)}
-    assert held.tree is not None
-    at = alias.keys_at
-    labels = tuple(held.labels[row] for row in at)
-    tree = _renumber(held.tree, order)
-    arrays = held.lo[at], held.hi[at], held.device[at], held.microbatch[at]
+    (op, k), at = alias.uses[0], alias.keys_at
     turns = edges.turns("B", op)
     mine = [turns[row] for row in at] if turns else ()
-    return replace(
-        Held(*arrays, labels, tree, turns=mine, fold=edges.fold),
-        all_routes=True,
-        operand=k,
-        all_replicas=held.all_replicas,
-    )
+    if alias.rows.regular or (alias.rows.routes and not alias.rows.has_shares):
+        return Held(*_alias_wanted(segment, alias).columns(), alias.labels or (), turns=mine, fold=edges.fold)
+    # That of an irregular op has its tree, over the segment's keys.
+    held = edges.held(alias.rows, op.inputs[k], edges.labels(op, k), k)
+    assert held.tree is not None
+    tree = _renumber(held.tree, {int(row): key for key, row in enumerate(at)})
+    labels = tuple(held.labels[row] for row in at)
+    return Held(*held.columns(at), labels, tree, held.all_routes, k, held.all_replicas, edges.fold, turns=mine)
 
 
 def _renumber(tree: Tree, order: dict[int, int]) -> Tree:
@@ -217,11 +197,10 @@ def _routed(edges: Edges, tensor: str, source: Source, group: Reads, wanted: Wan
     pairs: list[list[int]] = []
     for row, served in enumerate(edges.served(output.op)):
         mine = {(output.slot, number, label) for label in labels} & served
-        near = (int(wanted.device[row]), int(wanted.microbatch[row]))
         chosen: dict[Hashable, int] = {}
         for key, at in enumerate(alias.keys_at.tolist()):
             label = (output.slot, number, labels[at])
-            if label in mine and (label not in chosen or segment.keys[key][:2] == near):
+            if label in mine and (label not in chosen or segment.keys[key][:2] == wanted.at[row]):
                 chosen[label] = key
         pairs.append(list(chosen.values()))
     return pairs
@@ -230,11 +209,6 @@ def _routed(edges: Edges, tensor: str, source: Source, group: Reads, wanted: Wan
 def _alias_wanted(segment: Segment, alias: Alias) -> Wanted:
     keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
     return Wanted(alias.lo, alias.hi, keys[:, 0], keys[:, 1])
-
-
-def _stack(sides: Sequence[Wanted]) -> Wanted:
-    names = ("lo", "hi", "device", "microbatch")
-    return Wanted(*(np.concatenate([getattr(side, name) for side in sides]) for name in names))
 
 
 def _group(
@@ -250,18 +224,16 @@ def _group(
     """Merge what always travels together into pieces and readers, and return one transfer per connected component."""
     by_reader: dict[Hashable, list[int]] = {}
     for row, pair in enumerate(pairs):
-        key = (int(wanted.device[row]), wanted.lo[row].tobytes(), wanted.hi[row].tobytes(), tuple(sorted(pair)))
-        by_reader.setdefault(key, []).append(row)
+        by_reader.setdefault((wanted.at[row][0], *wanted.corners(row), tuple(sorted(pair))), []).append(row)
     readers_of: dict[int, list[int]] = {}
     for r, rows in enumerate(by_reader.values()):
         for source in pairs[rows[0]]:
             readers_of.setdefault(source, []).append(r)
     by_piece: dict[Hashable, list[int]] = {}
     for source, reading in sorted(readers_of.items()):
-        box = (held.lo[source].tobytes(), held.hi[source].tobytes())
-        by_piece.setdefault((int(held.device[source]), box, tuple(reading)), []).append(source)
-    pieces = [End(int(held.device[s[0]]), held.box(s[0]), _places(sources, s)) for s in by_piece.values()]
-    readers = [End(int(wanted.device[w[0]]), wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()]
+        by_piece.setdefault((held.at[source][0], *held.corners(source), tuple(reading)), []).append(source)
+    pieces = [End(held.at[s[0]][0], held.box(s[0]), tuple(p for r in s for p in sources[r])) for s in by_piece.values()]
+    readers = [End(wanted.at[w[0]][0], wanted.box(w[0]), tuple(users[x] for x in w)) for w in by_reader.values()]
     links = [(p, r) for p, s in enumerate(by_piece.values()) for r in readers_of[s[0]]]
     found = [Transfer(tensor, kind, *part) for part in _components(pieces, readers, links)]
     if not joins or held.tree is not None or len(found) < 2:
@@ -295,33 +267,23 @@ def _joined(transfers: Sequence[Transfer], class_of: Mapping[int, int]) -> list[
     return found
 
 
-def _places(sources: Sequence[tuple[Place, ...]], rows: Iterable[int]) -> tuple[Place, ...]:
-    return tuple(place for row in rows for place in sources[row])
-
-
 def _components(
     pieces: list[End], readers: list[End], links: list[tuple[int, int]]
 ) -> list[tuple[tuple[End, ...], tuple[End, ...], tuple[tuple[int, int], ...]]]:
-    parent = list(range(len(pieces) + len(readers)))
-
-    def root(x: int) -> int:
-        while parent[x] != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
+    # A reader is ~ its number.
+    parent = {n: n for n in (*range(len(pieces)), *(~r for r in range(len(readers))))}
     for p, r in links:
-        parent[root(len(pieces) + r)] = root(p)
-    found: dict[int, tuple[list[int], list[int], list[tuple[int, int]]]] = {}
-    for p in range(len(pieces)):
-        found.setdefault(root(p), ([], [], []))[0].append(p)
-    for r in range(len(readers)):
-        found.setdefault(root(len(pieces) + r), ([], [], []))[1].append(r)
+        parent[root(parent, ~r)] = root(parent, p)
+    found: dict[int, list[int]] = {}
+    for n in parent:
+        found.setdefault(root(parent, n), []).append(n)
+    own: dict[int, list[tuple[int, int]]] = {n: [] for n in found}
     for p, r in links:
-        found[root(p)][2].append((p, r))
+        own[root(parent, p)].append((p, r))
     result = []
-    for ps, rs, ls in found.values():
-        at_p, at_r = {p: k for k, p in enumerate(ps)}, {r: k for k, r in enumerate(rs)}
-        local = tuple((at_p[p], at_r[r]) for p, r in ls)
+    for n, members in found.items():
+        ps, rs = [p for p in members if p >= 0], [~r for r in members if r < 0]
+        at_p, at_r = ({end: k for k, end in enumerate(ends)} for ends in (ps, rs))
+        local = tuple((at_p[p], at_r[r]) for p, r in own[n])
         result.append((tuple(pieces[p] for p in ps), tuple(readers[r] for r in rs), local))
     return result

@@ -26,7 +26,7 @@ from superscaler.schedule.nodes import Node
 from superscaler.schedule.segments import Segment
 
 TOLERANCE = 1e-9
-# As in `verify`: noise of what is truly zero is measured against the largest of its kind.
+# Some true gradients are zero (the bias of a key projection); their noise is measured against the largest of its kind.
 FLOOR = 1e-3
 
 Values = Mapping[str, Tensor]
@@ -53,19 +53,14 @@ def model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
     model = exact.graph.model
     forward = exact.graph.forward_ops
     made = {o.tensor for op in forward for o in op.outputs}
-    read = dict.fromkeys(
-        (o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad)
-        for op in forward
-        for o in op.inputs
-        if o.tensor not in made
-    )
-    number = {use: n for n, use in enumerate(read)}
-    input_of = {
-        (op.name, k): number[o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad]
+    uses = {
+        (op.name, k): (o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad)
         for op in forward
         for k, o in enumerate(op.inputs)
         if o.tensor not in made
     }
+    read = {use: n for n, use in enumerate(dict.fromkeys(uses.values()))}
+    input_of = {place: read[use] for place, use in uses.items()}
     boxes = tuple(tuple((0, i.size) for i in op.indices) for op in forward)
     function = Function(tuple(forward), boxes, tuple(name for name, _ in read), input_of, tuple(made), "")
     leaves = {name: known[name].detach().clone().requires_grad_() for name, wants in read if wants}
@@ -146,12 +141,12 @@ class _Search:
     def _forward(self, node: Node, segment: Segment, event: Event) -> Iterator[str]:
         at = segment.keys.index(node.key)
         for alias, given in zip(segment.aliases, event.given, strict=True):
-            box = tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
+            box = alias.box(at)
             # What is shared out has a part of the value here, which only their sum shows.
             error = 0.0 if given is None or alias.shares is not None else self._error("F", alias.tensor, box, given)
             if not error <= TOLERANCE:
                 op, _ = alias.uses[0]
-                yield f"{self._shown(alias.tensor, box, node)} arrives {_off(error)} at {_told(op)}"
+                yield f"{_shown(alias.tensor, box, node)} arrives {_off(error)} at {_told(op)}"
         for output, made in zip(segment.outputs, event.made, strict=True):
             row = int(segment.row_of[output.op.name][at])
             wrong = self._output(output.op, output.slot, row, made)
@@ -161,8 +156,8 @@ class _Search:
     def _output(self, op: Op, j: int, row: int, made: Tensor) -> str:
         """Return what is wrong with an output of a part; with a part of a value, once all are there."""
         rows, operand = self.edges.rows[op.name], op.outputs[j]
-        box = ranges(operand, self.model.tensors[operand.tensor], self._box(op, row))
-        whole = all(self._box(op, row)[i] == (0, x.size) for i, x in enumerate(op.indices) if i not in operand.slots)
+        box = ranges(operand, self.model.tensors[operand.tensor], rows.box(row))
+        whole = all(rows.box(row)[i] == (0, x.size) for i, x in enumerate(op.indices) if i not in operand.slots)
         if whole and not rows.shares[row]:
             error = self._error("F", operand.tensor, box, made)
             return "" if error <= TOLERANCE else f"{Mask(operand.tensor, box)} is made {_off(error)} by {_told(op)}"
@@ -174,14 +169,12 @@ class _Search:
         tensor = self.model.tensors[operand.tensor]
         total = torch.zeros(tensor.extents, dtype=made.dtype)
         for r in branch:
-            place = ranges(operand, tensor, self._box(op, r))
+            place = ranges(operand, tensor, rows.box(r))
             total[tuple(slice(lo, hi) for lo, hi in place)] += parts[r].reshape(extents(place))
         everything: Box = tuple((0, e) for e in tensor.extents)
         error = self._error("F", operand.tensor, everything, total.reshape(tensor.shape))
-        text = (
-            f"{Mask(operand.tensor, everything)} is made {_off(error)} by {_told(op)}, in {len(branch)} parts, the last"
-        )
-        return "" if error <= TOLERANCE else text
+        text = f"{Mask(operand.tensor, everything)} is made {_off(error)} by {_told(op)}"
+        return "" if error <= TOLERANCE else f"{text}, in {len(branch)} parts, the last"
 
     def _inner(self, node: Node, segment: Segment, event: Event) -> str:
         """Return the first op inside a segment that goes wrong, on what the segment was given."""
@@ -206,23 +199,16 @@ class _Search:
         skipped = {operand.tensor for op in segment.ops for operand in op.inputs}
         for output, given in zip(saved, event.given, strict=True):
             row = int(segment.row_of[output.op.name][at])
-            if (
-                self.edges.rows[output.op.name].routes
-                or output.tensor in skipped
-                or output.tensor not in self.gradients
-            ):
+            rows = self.edges.rows[output.op.name]
+            if rows.routes or output.tensor in skipped or output.tensor not in self.gradients:
                 continue
-            operand = output.op.outputs[output.slot]
-            box = ranges(operand, self.model.tensors[output.tensor], self._box(output.op, row))
+            box = ranges(output.op.outputs[output.slot], self.model.tensors[output.tensor], rows.box(row))
             want = self._take(self.gradients[output.tensor], output.tensor, box)
             have = torch.zeros_like(want) if given is None else given
             error = self._error("B", output.tensor, box, have)
             if not error <= TOLERANCE:
-                yield f"the gradient of {self._shown(output.tensor, box, node)} arrives {_off(error)} at the backward of {_told(output.op)}"  # noqa: E501
-
-    def _box(self, op: Op, row: int) -> Box:
-        rows = self.edges.rows[op.name]
-        return tuple(zip(rows.lo[row].tolist(), rows.hi[row].tolist(), strict=True))
+                arrives = f"the gradient of {_shown(output.tensor, box, node)} arrives {_off(error)}"
+                yield f"{arrives} at the backward of {_told(output.op)}"
 
     def _take(self, whole: Tensor, tensor: str, box: Box) -> Tensor:
         return take(whole, slots_of(self.model, tensor), box)
@@ -241,8 +227,9 @@ class _Search:
         scale = max(float(largest[largest.isfinite()].max()) if largest.isfinite().any() else 0.0, self.floor[kind])
         return float(gap.max()) / max(scale, 1e-300)
 
-    def _shown(self, tensor: str, box: Box, node: Node) -> str:
-        return f"{Mask(tensor, box)} on {_where(node)}"
+
+def _shown(tensor: str, box: Box, node: Node) -> str:
+    return f"{Mask(tensor, box)} on {_where(node)}"
 
 
 def _off(error: float) -> str:

@@ -64,25 +64,15 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
     number = np.zeros(used[-1] + 1, dtype=np.int64)
     number[used] = np.arange(len(used))
     small = Graph(model, graph.captured)
-    small.grids = {
-        op.name: _refit(graph.grids[op.name], old, op, number) for old, op in zip(whole.ops, model.ops, strict=True)
-    }
+    pairs = zip(whole.ops, model.ops, strict=True)
+    small.grids = {op.name: _refit(graph.grids[op.name], old, op, number) for old, op in pairs}
     small.orders, small.journal = graph.orders, list(graph.journal)
-    shrunk = {f: (size, sizes[f]) for f, size in ((n, x.size) for n, x in whole.factors.items()) if sizes[f] != size}
+    shrunk = {name: (x.size, sizes[name]) for name, x in whole.factors.items() if sizes[name] != x.size}
     shrunk |= {"devices": (len(compiled.cluster.devices), len(used))}
-    captured = whole.captured
-    kept = {
-        n: _leading(whole.model, model, n, v)
-        for n, v in captured.values.items()
-        if model.tensors[n].kind != "parameter"
-    }
-    return Small(
-        small,
-        Cluster.local(len(used)),
-        initial_values(model, kept),
-        _batch(whole.model, model, batch or captured.batch),
-        shrunk,
-    )
+    given = {n: v for n, v in whole.captured.values.items() if model.tensors[n].kind != "parameter"}
+    values = initial_values(model, {n: _leading(whole.model, model, n, v) for n, v in given.items()})
+    few = _batch(whole.model, model, batch or whole.captured.batch)
+    return Small(small, Cluster.local(len(used)), values, few, shrunk)
 
 
 # Fewer microbatches.

@@ -25,16 +25,13 @@ from superscaler.runtime.launch import launch
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.threads import run_ranks
 from superscaler.verify.checks import CHECKS
-from superscaler.verify.locate import first_difference, model_step
+from superscaler.verify.locate import FLOOR, TOLERANCE, first_difference, model_step
 from superscaler.verify.oracle import Reference, reference_step
 from superscaler.verify.retype import retype
 from superscaler.verify.small import shrink
 
-TOLERANCE = 1e-9
 # A plan above any of these is verified at a small shape, unless it is asked for as it is.
 MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
-# Some true gradients are zero (the bias of a key projection); their rounding noise is measured against the model's.
-FLOOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +47,7 @@ class Result:
 
 
 def verify(
-    compiled: Compiled,
-    backend: str = "threads",
-    batch: Mapping[str, Tensor] | None = None,
-    shapes: str = "auto",
+    compiled: Compiled, backend: str = "threads", batch: Mapping[str, Tensor] | None = None, shapes: str = "auto"
 ) -> dict[str, Any]:
     """Run one step of the plan and of the model in float64, dropout off, and compare.
 

@@ -107,10 +107,7 @@ def _told_apart(side: list[Frame], place: Callable[[int], Hashable]) -> list[Fra
     if not is_clean or len(order) > _MOST_FAR:
         return side
     return [
-        replace(
-            frame,
-            codes=tuple(_code(r, order.index(far[d])) if d in far else r for d, r in enumerate(frame.codes)),
-        )
+        replace(frame, codes=tuple(_code(r, order.index(far[d])) if d in far else r for d, r in enumerate(frame.codes)))
         for frame, far in zip(side, known, strict=True)
     ]
 
