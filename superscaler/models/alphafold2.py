@@ -80,8 +80,7 @@ class OuterProductMean(nn.Module):
     def __init__(self, hidden: int, outer: int, pair: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        self.left = nn.Linear(hidden, outer)
-        self.right = nn.Linear(hidden, outer)
+        self.left, self.right = nn.Linear(hidden, outer), nn.Linear(hidden, outer)
         self.out = nn.Linear(outer * outer, pair)
 
     def forward(self, m: Tensor) -> Tensor:
@@ -97,11 +96,9 @@ class TriangleMultiplication(nn.Module):
         super().__init__()
         self.edges = edges
         self.norm = nn.LayerNorm(pair)
-        self.project = nn.Linear(pair, 2 * pair)
-        self.project_gate = nn.Linear(pair, 2 * pair)
+        self.project, self.project_gate = nn.Linear(pair, 2 * pair), nn.Linear(pair, 2 * pair)
         self.out_norm = nn.LayerNorm(pair)
-        self.out = nn.Linear(pair, pair)
-        self.gate = nn.Linear(pair, pair)
+        self.out, self.gate = nn.Linear(pair, pair), nn.Linear(pair, pair)
 
     def forward(self, z: Tensor) -> Tensor:
         z = self.norm(z)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError, unknown
 from superscaler.models import file
-from superscaler.specs.options import Options, read_pairs, settle
+from superscaler.specs.options import read_pairs, settle
 
 # Each is a file of this package, which has OPTIONS (by size), DEFAULT, build(options) and make_batch(options, step).
 NAMES = ("alphafold2", "bert", "gpt2", "gpt3", "llama", "mbart", "mixtral", "mlp", "swin", "t5", "vit")
@@ -55,24 +54,13 @@ def build(spec: str) -> BuiltModel:
     home = importlib.import_module(f"superscaler.models.{name}")
     options = settle(spec, read_pairs(spec, rest), home.OPTIONS, home.DEFAULT)
     try:
-        with _seeded(options):
+        # Weights are drawn on the device that was asked for, and the caller's generator stays as it was.
+        with torch.random.fork_rng(devices=[]), torch.device(options["device"]):
+            torch.manual_seed(options["seed"])
             module = home.build(options).train()
-        example = _example(home.make_batch, options)
+        example = {name: x.to(options["device"]) for name, x in home.make_batch(options, 0).items()}
     except RuntimeError as error:
         # The options were checked: what is left is the size of the memory, or of a 64-bit number.
         told = str(error).splitlines()[0].rstrip(".")
         raise InputError(f"'{spec}' is too large for this machine: {told}; choose smaller sizes.") from error
     return BuiltModel(spec, module, (), example, lambda step: home.make_batch(options, step))
-
-
-@contextmanager
-def _seeded(options: Options) -> Iterator[None]:
-    """Draw weights from the seed, on the device that was asked for, and leave the caller's generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options["seed"])
-        with torch.device(options["device"]):
-            yield
-
-
-def _example(make_batch: Callable[[Mapping[str, Any], int], dict[str, Tensor]], options: Options) -> dict[str, Any]:
-    return {name: tensor.to(options["device"]) for name, tensor in make_batch(options, 0).items()}

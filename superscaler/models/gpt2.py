@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from superscaler.models.huggingface import causal, check_sequence, make_batch
+from superscaler.models.huggingface import causal, check_sequence, make_batch, renamed
 from superscaler.specs.options import Options, check_divides
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 
 _FAMILY = {"seq": 1024, "batch": 8, "vocab": 50257, "dropout": 0.1}
+_NAMES = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "seq": "n_positions", "vocab": "vocab_size",
+          "dropout": "attn_pdrop embd_pdrop resid_pdrop"}  # fmt: skip
 DEFAULT = "small"
 OPTIONS = {
     "tiny": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "batch": 8, "vocab": 512, "dropout": 0.0},
@@ -29,19 +31,6 @@ def build(options: Options, name: str = "gpt2") -> nn.Module:
     """Return the module. Keys: size, layers, hidden, heads, seq, batch, vocab, dropout, seed, device."""
     check_divides(name, "hidden", "heads", options)
     check_sequence(name, options)
-    dropout, vocab = options["dropout"], options["vocab"]
-    return causal(
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        n_layer=options["layers"],
-        n_embd=options["hidden"],
-        n_head=options["heads"],
-        n_positions=options["seq"],
-        vocab_size=vocab,
-        attn_pdrop=dropout,
-        embd_pdrop=dropout,
-        resid_pdrop=dropout,
-        # The config's own number is a token of the full vocabulary.
-        bos_token_id=vocab - 1,
-        eos_token_id=vocab - 1,
-    )
+    # The config's own number is a token of the full vocabulary.
+    last = dict.fromkeys(("bos_token_id", "eos_token_id"), options["vocab"] - 1)
+    return causal("GPT2Config", "GPT2LMHeadModel", **renamed(options, _NAMES), **last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -39,10 +39,15 @@ _USUAL = {
 
 def usual(options: Options) -> dict[str, Any]:
     """Return the options by the names that most configs have for them."""
-    found = {name: options[key] for key, name in _USUAL.items() if key in options}
+    found = renamed(options, {key: name for key, name in _USUAL.items() if key in options})
     if "dropout" in options:
         found |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), options["dropout"])
     return found | ({"num_channels": CHANNELS, "problem_type": _CLASSES} if "image" in options else {})
+
+
+def renamed(options: Options, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options that stand in `names`, by the names that it gives them, separated by spaces."""
+    return {name: options[key] for key, words in names.items() for name in words.split()}
 
 
 def from_config(config: str, model: str, **values: Any) -> nn.Module:
@@ -67,10 +72,9 @@ def _quiet() -> Iterator[None]:
 
 def causal(config: str, model: str, **values: Any) -> nn.Module:
     """Return a model that predicts the next token, without the cache of generation."""
-    built: Any = from_config(config, model, use_cache=False, **values)
+    module = from_config(config, model, use_cache=False, **values)
     # Not every class of the library names its loss; it would say in the first step that it takes this one.
-    built.loss_type = "ForCausalLM"
-    module: nn.Module = built
+    module.loss_type = "ForCausalLM"  # type: ignore[assignment]
     return module
 
 

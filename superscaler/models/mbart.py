@@ -11,13 +11,15 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.errors import InputError
-from superscaler.models.huggingface import from_config, make_batch
+from superscaler.models.huggingface import from_config, make_batch, renamed
 from superscaler.specs.options import Options, check_divides
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 
 _FAMILY = {"seq": 1024, "target": 1024, "batch": 8, "vocab": 500_000, "dropout": 0.1}
 _TINY = {"seq": 20, "target": 12, "batch": 8, "vocab": 320, "dropout": 0.0}
+_NAMES = {"hidden": "d_model", "heads": "encoder_attention_heads decoder_attention_heads", "vocab": "vocab_size",
+          "mlp": "encoder_ffn_dim decoder_ffn_dim", "dropout": "dropout attention_dropout"}  # fmt: skip
 DEFAULT = "4.7b"
 OPTIONS = {
     "tiny": {"layers": 4, "hidden": 48, "heads": 4, "mlp": 160, **_TINY},
@@ -39,20 +41,6 @@ def build(options: Options) -> nn.Module:
         raise InputError(f"mbart: vocab={options['vocab']}, but its special tokens are numbers 0 to 2; give 3 or more.")
     if options["layers"] % 2:
         raise InputError(f"mbart: layers={options['layers']} cannot be halved; give an even number of layers.")
-    layers, heads, mlp, dropout = (options[key] for key in ("layers", "heads", "mlp", "dropout"))
-    return from_config(
-        "MBartConfig",
-        "MBartForConditionalGeneration",
-        use_cache=False,
-        d_model=options["hidden"],
-        encoder_layers=layers // 2,
-        decoder_layers=layers // 2,
-        encoder_attention_heads=heads,
-        decoder_attention_heads=heads,
-        encoder_ffn_dim=mlp,
-        decoder_ffn_dim=mlp,
-        max_position_embeddings=max(options["seq"], options["target"]),
-        vocab_size=options["vocab"],
-        dropout=dropout,
-        attention_dropout=dropout,
-    )
+    own = dict.fromkeys(("encoder_layers", "decoder_layers"), options["layers"] // 2)
+    own |= {"use_cache": False, "max_position_embeddings": max(options["seq"], options["target"])}
+    return from_config("MBartConfig", "MBartForConditionalGeneration", **renamed(options, _NAMES), **own)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.errors import InputError
-from superscaler.models.huggingface import causal, check_sequence, make_batch, rotary_head, usual
+from superscaler.models.huggingface import causal, check_sequence, make_batch, renamed, rotary_head, usual
 from superscaler.specs.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
@@ -37,14 +37,7 @@ def build(options: Options) -> nn.Module:
             f"mixtral: chosen={options['chosen']} experts of a token, but there are experts={options['experts']}; "
             "choose no more than there are."
         )
-    return causal(
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        head_dim=head,
-        num_local_experts=options["experts"],
-        num_experts_per_tok=options["chosen"],
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        output_router_logits=True,
-        router_aux_loss_coef=0.02,
-        **usual(options),
-    )
+    own = renamed(options, {"experts": "num_local_experts", "chosen": "num_experts_per_tok"}) | usual(options)
+    own |= {"head_dim": head, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+    router = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    return causal("MixtralConfig", "MixtralForCausalLM", **own, **router)

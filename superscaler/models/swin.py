@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import nn
 
 from superscaler.errors import InputError
-from superscaler.models.huggingface import from_config, usual
+from superscaler.models.huggingface import from_config, renamed, usual
 from superscaler.models.huggingface import make_images as make_batch
 from superscaler.specs.options import Options, check_divides
 
@@ -40,20 +40,14 @@ def build(options: Options) -> nn.Module:
     check_divides("swin", "hidden", "heads", options)
     check_divides("swin", "image", "patch", options)
     depths = _depths(options["depths"])
-    side = options["image"] // options["patch"]
-    if side % (options["window"] << (len(depths) - 1)):
+    side, multiple = options["image"] // options["patch"], options["window"] << (len(depths) - 1)
+    if side % multiple:
         raise InputError(
             f"swin: image={options['image']} with patch={options['patch']} makes {side} patches a side, but windows of "
-            f"{options['window']} in {len(depths)} stages, each half as wide, need a multiple of "
-            f"{options['window'] << (len(depths) - 1)}."
+            f"{options['window']} in {len(depths)} stages, each half as wide, need a multiple of {multiple}."
         )
-    own = {
-        "window_size": options["window"],
-        "embed_dim": options["hidden"],
-        "depths": depths,
-        "num_heads": [options["heads"] << stage for stage in range(len(depths))],
-        "drop_path_rate": options["drop_path"],
-    }
+    own = renamed(options, {"window": "window_size", "hidden": "embed_dim", "drop_path": "drop_path_rate"})
+    own |= {"depths": depths, "num_heads": [options["heads"] << stage for stage in range(len(depths))]}
     shared = usual({k: options[k] for k in ("image", "patch", "classes", "dropout")})
     return from_config("Swinv2Config", "Swinv2ForImageClassification", **shared, **own)
 

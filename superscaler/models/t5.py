@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from superscaler.models.huggingface import from_config, make_batch
+from superscaler.models.huggingface import from_config, make_batch, renamed
 from superscaler.specs.options import Options
 
 __all__ = ["DEFAULT", "OPTIONS", "build", "make_batch"]
 
 _FAMILY = {"seq": 512, "target": 512, "batch": 8, "vocab": 32128, "dropout": 0.1}
 _TINY = {"seq": 20, "target": 12, "batch": 8, "vocab": 320, "dropout": 0.0}
+_NAMES = {"layers": "num_layers", "hidden": "d_model", "heads": "num_heads", "channels": "d_kv", "mlp": "d_ff",
+          "vocab": "vocab_size", "dropout": "dropout_rate"}  # fmt: skip
 DEFAULT = "small"
 OPTIONS = {
     "tiny": {"layers": 2, "hidden": 40, "heads": 4, "channels": 6, "mlp": 96, **_TINY},
@@ -34,17 +36,6 @@ def build(options: Options) -> nn.Module:
     Keys: size, layers (of the encoder, and of the decoder), hidden, heads, channels (of a head), mlp, seq, target,
     batch, vocab, dropout, seed, device.
     """
-    return from_config(
-        "T5Config",
-        "T5ForConditionalGeneration",
-        use_cache=False,
-        num_layers=options["layers"],
-        d_model=options["hidden"],
-        num_heads=options["heads"],
-        d_kv=options["channels"],
-        d_ff=options["mlp"],
-        vocab_size=options["vocab"],
-        dropout_rate=options["dropout"],
-        # The token that a decoder starts from.
-        decoder_start_token_id=0,
-    )
+    # The token that a decoder starts from is number 0.
+    own = {"use_cache": False, "decoder_start_token_id": 0}
+    return from_config("T5Config", "T5ForConditionalGeneration", **renamed(options, _NAMES), **own)
