@@ -7,7 +7,7 @@ nothing can be cut. Sizes in the arguments of views, expansions and splits are c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -30,6 +30,11 @@ class Site:
     outs: tuple[Shape, ...]
     masks: frozenset[int] = frozenset()
 
+    @property
+    def letters(self) -> list[str]:
+        """Return a letter for each dim of the first operand."""
+        return letters(len(self.ins[0]))
+
     def dims(self, position: int, name: str, default: Any = None) -> list[int]:
         """Return an argument that names dims of the first operand, as non-negative numbers; None names all."""
         rank = len(self.ins[0])
@@ -39,8 +44,8 @@ class Site:
         return [d % max(rank, 1) for d in ([value] if isinstance(value, int) else value)]
 
 
-_LETTER = re.compile(r"\.\.\.|\w")
-Recipe = Callable[[Site], str | tuple[str, Mapping[str, int]] | None]
+Sized = tuple[str, Mapping[str, int]]
+Recipe = Callable[[Site], str | Sized | None]
 
 
 def letters(count: int) -> list[str]:
@@ -53,11 +58,21 @@ def whole(names: Sequence[str], dims: Iterable[int]) -> str:
     return " ".join("_" if d in chosen else name for d, name in enumerate(names))
 
 
+def alike(site: Site, operand: str, result: str | None = None) -> str:
+    """Return the notation of a call whose operands are all of one form, and whose results are: by default the same."""
+    results = [operand if result is None else result] * len(site.outs)
+    return f"{', '.join([operand] * len(site.ins))} -> {', '.join(results)}"
+
+
+def _marked(names: Sequence[str], dims: Collection[int], mark: str) -> str:
+    return " ".join(name + mark * (d in dims) for d, name in enumerate(names))
+
+
 def elementwise(site: Site) -> str:
-    return ", ".join(["d.."] * len(site.ins)) + " -> d.."
+    return alike(site, "d..")
 
 
-def view(site: Site) -> tuple[str, Mapping[str, int]]:
+def view(site: Site) -> Sized:
     """Refine both shapes where they group the same elements; what does not fit is frozen there only."""
     (before, *_), after = site.ins, site.outs[0]
     left = [[Span(s)] if s > 1 else [] for s in before]
@@ -113,66 +128,64 @@ def _reordered(order: Sequence[int]) -> str:
     return f"{' '.join(names)} -> {' '.join(names[d] for d in order)}"
 
 
-def expand(site: Site) -> str:
-    return "d.. -> d.." if len(site.ins) == 1 else "d.., d.. -> d.."
-
-
-def split(site: Site) -> tuple[str, Mapping[str, int]] | str:
+def split(site: Site) -> Sized | str:
     """Equal segments are (segment^ rest): the rest can be cut; unequal ones are whole."""
     dim = site.dims(2, "dim", 0)[0]
-    names = letters(len(site.ins[0]))
-    sizes = {shape[dim] for shape in site.outs}
-    if len(sizes) > 1:
-        out = whole(names, [dim])
-        return f"{out} -> {', '.join([out] * len(site.outs))}"
+    if len({shape[dim] for shape in site.outs}) > 1:
+        return alike(site, whole(site.letters, [dim]))
+    return _packed(site, dim, len(site.outs))
+
+
+def gated(site: Site) -> Sized:
+    """glu: the first half of a dim is gated by the second."""
+    return _packed(site, site.dims(1, "dim", -1)[0], 2)
+
+
+def _packed(site: Site, dim: int, count: int) -> Sized:
+    """Return the notation where a dim of the operand is `count` times that of the results."""
+    names = site.letters
     packed = [*names[:dim], f"(t^ {names[dim]})", *names[dim + 1 :]]
-    known = {"t": len(site.outs), names[dim]: sizes.pop()}
-    return f"{' '.join(packed)} -> {', '.join([' '.join(names)] * len(site.outs))}", known
+    return alike(site, " ".join(packed), " ".join(names)), {"t": count, names[dim]: site.outs[0][dim]}
 
 
 def along(position: int, name: str = "dim", default: Any = None) -> Recipe:
     """Return the recipe of operators that need some dims whole, as are those whose size differs between operands."""
 
     def recipe(site: Site) -> str | None:
-        names = letters(len(site.ins[0]))
+        names = site.letters
         if any(len(shape) != len(names) for shape in (*site.ins, *site.outs)):
             return None
         uneven = [d for d, sizes in enumerate(zip(*site.ins, *site.outs, strict=True)) if len(set(sizes)) > 1]
-        side = whole(names, [*site.dims(position, name, default), *uneven])
-        return f"{', '.join([side] * len(site.ins))} -> {', '.join([side] * len(site.outs))}"
+        return alike(site, whole(names, [*site.dims(position, name, default), *uneven]))
 
     return recipe
 
 
 def softmax(site: Site) -> str:
-    dims, names = site.dims(1, "dim"), letters(len(site.ins[0]))
-    marked = " ".join(name + "^" * (d in dims) for d, name in enumerate(names))
-    return f"{marked} -> {' '.join(names)}"
+    dims, names = site.dims(1, "dim"), site.letters
+    return f"{_marked(names, dims, '^')} -> {' '.join(names)}"
 
 
 def select(site: Site) -> str:
     """One place of a dim, or (unbind) each of them."""
-    dim, names = site.dims(1, "dim", 0)[0], letters(len(site.ins[0]))
+    dim, names = site.dims(1, "dim", 0)[0], site.letters
     rest = " ".join(names[:dim] + names[dim + 1 :])
     return f"{whole(names, [dim])} -> {', '.join([rest] * len(site.outs))}"
 
 
 def select_scatter(site: Site) -> str:
-    dim, names = site.dims(2, "dim")[0], letters(len(site.ins[0]))
+    dim, names = site.dims(2, "dim")[0], site.letters
     return f"{whole(names, [dim])}, {' '.join(names[:dim] + names[dim + 1 :])} -> {whole(names, [dim])}"
 
 
 def pad(site: Site) -> str:
-    names = letters(len(site.ins[0]))
-    padding = site.call.args[1]
-    touched = [len(names) - 1 - k // 2 for k, amount in enumerate(padding) if amount]
-    return f"{whole(names, touched)} -> {whole(names, touched)}"
+    touched = [len(site.ins[0]) - 1 - k // 2 for k, amount in enumerate(site.call.args[1]) if amount]
+    return alike(site, whole(site.letters, touched))
 
 
 def stack(site: Site) -> str:
-    dim = site.call.argument(1, "dim", 0) % len(site.outs[0])
-    names = letters(len(site.ins[0]))
-    return f"{', '.join([' '.join(names)] * len(site.ins))} -> {' '.join([*names[:dim], '_', *names[dim:]])}"
+    dim, names = site.call.argument(1, "dim", 0) % len(site.outs[0]), site.letters
+    return alike(site, " ".join(names), " ".join([*names[:dim], "_", *names[dim:]]))
 
 
 def reduction(position: int | None, mark: str = "^", default: Any = None) -> Recipe:
@@ -180,23 +193,21 @@ def reduction(position: int | None, mark: str = "^", default: Any = None) -> Rec
 
     def recipe(site: Site) -> str | None:
         dims = set(range(len(site.ins[0])) if position is None else site.dims(position, "dim", default))
-        names = letters(len(site.ins[0]))
+        names = site.letters
         if len(set(site.ins)) > 1:
             return None
-        marked = " ".join(name + mark * (d in dims) for d, name in enumerate(names))
         keeps = len(site.outs[0]) == len(names)
         rest = " ".join(("1" if d in dims else name) for d, name in enumerate(names) if keeps or d not in dims)
-        return f"{', '.join([marked] * len(site.ins))} -> {', '.join([rest] * len(site.outs))}"
+        return alike(site, _marked(names, dims, mark), rest)
 
     return recipe
 
 
 def reduced_loss(site: Site) -> str | None:
     """A loss of elements: none reduced, summed, or (mean squared error, whose mean the emitter divides) averaged."""
-    operands = ", ".join(["d..+"] * len(site.ins))
-    if site.outs[0] == ():
-        return f"{operands} -> " if len(set(site.ins)) == 1 else None
-    return elementwise(site)
+    if site.outs[0]:
+        return elementwise(site)
+    return alike(site, "d..+", "") if len(set(site.ins)) == 1 else None
 
 
 def cross_entropy(site: Site) -> str | None:
@@ -209,7 +220,7 @@ def cross_entropy(site: Site) -> str | None:
 
 def layer_norm(site: Site) -> str:
     count = len(site.call.args[1])
-    kept = letters(len(site.ins[0]))[: len(site.ins[0]) - count]
+    kept = site.letters[: len(site.ins[0]) - count]
     own = [f"n{k}^" for k in range(count)]
     operands = [" ".join(kept + own)] + [" ".join(own)] * (len(site.ins) - 1)
     return f"{', '.join(operands)} -> {' '.join(kept + own)}"
@@ -226,7 +237,7 @@ def embedding(site: Site) -> str | None:
     return None if site.call.argument(3, "scale_grad_by_freq", False) else "v+ h, i.. -> i.. h"
 
 
-def experts(site: Site) -> tuple[str, Mapping[str, int]]:
+def experts(site: Site) -> Sized:
     """Tokens; experts, their choices and width are summed, as the result is; outputs, but not inputs."""
     width = {"s": 2, "f": site.ins[4][2]}
     return "t a^, t k+, t k+, e+ (s^ f+) a^, e+ o f+ -> t o", width
@@ -238,7 +249,7 @@ def histogram(site: Site) -> str | None:
     return "d..+ -> _" if low < high else None
 
 
-def attention(site: Site) -> tuple[str, Mapping[str, int]] | str:
+def attention(site: Site) -> Sized | str:
     """Batch, heads and queries; never keys. Parts of the queries of causal attention get their rows of the mask."""
     keys = ["b.. s^ e^", "b.. s^ v"]
     if len(site.ins[0]) < 4 or site.ins[0][-3] == site.ins[1][-3]:
@@ -271,7 +282,7 @@ def _indexed(site: Site, count: int) -> tuple[str, list[str]] | None:
     at = [d for d, i in enumerate(indices) if i is not None]
     if site.masks.intersection(range(1, count)) or at != list(range(at[0], at[-1] + 1)):
         return None
-    names = letters(len(site.ins[0]))
+    names = site.letters
     rank = max(len(shape) for shape in site.ins[1:count])
     result = [*names[: at[0]], *(f"i{rank - k}" for k in range(rank)), *names[at[-1] + 1 :]]
     found = [" ".join(f"i{len(s) - k}" for k in range(len(s))) for s in site.ins[1:count]]
@@ -280,29 +291,26 @@ def _indexed(site: Site, count: int) -> tuple[str, list[str]] | None:
 
 def index_write(site: Site) -> str:
     """index_add and its like: only the other dims can be cut."""
-    dim = site.dims(1, "dim")[0]
-    names = letters(len(site.ins[0]))
+    dim, names = site.dims(1, "dim")[0], site.letters
     source = " ".join("i" if d == dim else name for d, name in enumerate(names)) if site.ins[-1] else ""
     return f"{whole(names, [dim])}, i, {source} -> {whole(names, [dim])}"
 
 
 def gather(site: Site) -> str:
     """The dims of the index tensor that are as large as the operand's can be cut, and the gathered one in it alone."""
-    dim = site.dims(1, "dim")[0]
-    names = letters(len(site.ins[0]))
+    dim, names = site.dims(1, "dim")[0], site.letters
     short = {d for d, (a, b) in enumerate(zip(site.ins[0], site.outs[0], strict=True)) if a != b} - {dim}
     own = whole(["i" if d == dim else name for d, name in enumerate(names)], short)
     return f"{whole(names, short | {dim})}, {own} -> {own}"
 
 
 def index_select(site: Site) -> str:
-    dim = site.dims(1, "dim")[0]
-    names = letters(len(site.ins[0]))
+    dim, names = site.dims(1, "dim")[0], site.letters
     own = ["i" if d == dim else name for d, name in enumerate(names)]
     return f"{whole(names, [dim])}, i -> {' '.join(own)}"
 
 
-def convolution(site: Site) -> tuple[str, Mapping[str, int]] | None:
+def convolution(site: Site) -> Sized | None:
     """Batch, groups, output channels; input channels are contracted where nothing is added; space is whole."""
     is_general = "convolution" in site.call.target
     groups = site.call.argument(8 if is_general else 6, "groups", 1)
@@ -323,32 +331,31 @@ def batch_norm(site: Site) -> str:
 def pool(site: Site) -> str:
     """All but the space, whose number of dims is in the operator's name."""
     rank, space = len(site.ins[0]), int("".join(re.findall(r"\dd", site.call.target))[0])
-    side = whole(letters(rank), range(rank - space, rank))
-    return f"{side} -> {', '.join([side] * len(site.outs))}"
+    return alike(site, whole(letters(rank), range(rank - space, rank)))
 
 
-def windows(site: Site) -> tuple[str, Mapping[str, int]]:
+def windows(site: Site) -> Sized:
     """im2col and col2im: channels and the places of a kernel are one dim."""
-    places = prod(site.call.args[1 if "im2col" in site.call.target else 2])
+    is_apart = "im2col" in site.call.target
+    places = prod(site.call.args[1 if is_apart else 2])
     sizes = {"k": places, "c": max(site.ins[0][1], site.outs[0][1]) // places}
-    return ("b c _ _ -> b (c k^) _" if "im2col" in site.call.target else "b (c k^) _ -> b c _ _"), sizes
+    return ("b c _ _ -> b (c k^) _" if is_apart else "b (c k^) _ -> b c _ _"), sizes
 
 
 def unfold(site: Site) -> str:
-    dim, names = site.dims(1, "dimension")[0], letters(len(site.ins[0]))
+    dim, names = site.dims(1, "dimension")[0], site.letters
     return f"{whole(names, [dim])} -> {whole(names, [dim])} _"
 
 
-def pixel_shuffle(site: Site) -> tuple[str, Mapping[str, int]]:
-    factor = site.call.args[1]
-    packed, spread = "b.. (c i^ j^) h w", "b.. c (h i^) (w j^)"
-    first, second = (spread, packed) if "unshuffle" in site.call.target else (packed, spread)
-    shape = site.outs[0] if "unshuffle" in site.call.target else site.ins[0]
-    sizes = {"i": factor, "j": factor, "c": shape[-3] // factor**2, "h": shape[-2], "w": shape[-1]}
-    return f"{first} -> {second}", sizes
+def pixel_shuffle(site: Site) -> Sized:
+    factor, is_reverse = site.call.args[1], "unshuffle" in site.call.target
+    sides = ["b.. (c i^ j^) h w", "b.. c (h i^) (w j^)"]
+    channels, h, w = (site.outs if is_reverse else site.ins)[0][-3:]
+    sizes = {"i": factor, "j": factor, "c": channels // factor**2, "h": h, "w": w}
+    return " -> ".join(reversed(sides) if is_reverse else sides), sizes
 
 
-def repeat(site: Site) -> tuple[str, Mapping[str, int]]:
+def repeat(site: Site) -> Sized:
     """Each dim of the result is (times dim)."""
     names = letters(len(site.outs[0]))
     before = (*(1 for _ in range(len(names) - len(site.ins[0]))), *site.ins[0])
@@ -358,9 +365,9 @@ def repeat(site: Site) -> tuple[str, Mapping[str, int]]:
     return f"{' '.join(own)} -> {' '.join(f'(t{n} {n})' for n in names)}", sizes
 
 
-def repeat_interleave(site: Site) -> tuple[str, Mapping[str, int]]:
+def repeat_interleave(site: Site) -> Sized:
     """The dim, or all dims as one, is (dim times) in the result."""
-    names, dim = letters(len(site.ins[0])), site.call.argument(2, "dim")
+    names, dim = site.letters, site.call.argument(2, "dim")
     sizes = {"t": site.call.args[1], **dict(zip(names, site.ins[0], strict=True))}
     if dim is None:
         return f"{' '.join(names)} -> ({' '.join(names)} t)", sizes
@@ -389,17 +396,10 @@ def tensordot(site: Site) -> str:
     return f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}"
 
 
-def gated(site: Site) -> tuple[str, Mapping[str, int]]:
-    """glu: the first half of a dim is gated by the second."""
-    dim, names = site.dims(1, "dim", -1)[0], letters(len(site.ins[0]))
-    packed = [f"(t^ {name})" if d == dim else name for d, name in enumerate(names)]
-    return f"{' '.join(packed)} -> {' '.join(names)}", {"t": 2, names[dim]: site.outs[0][dim]}
-
-
 def prelu(site: Site) -> str:
     return "b c r.., c -> b c r.." if len(site.ins[0]) > 1 else "d.., _ -> d.."
 
 
 def diagonal(site: Site) -> str:
-    names, dims = letters(len(site.ins[0])), {*site.dims(2, "dim1", 0), *site.dims(3, "dim2", 1)}
+    names, dims = site.letters, {*site.dims(2, "dim1", 0), *site.dims(3, "dim2", 1)}
     return f"{whole(names, dims)} -> {' '.join(n for d, n in enumerate(names) if d not in dims)} _"

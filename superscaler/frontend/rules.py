@@ -138,7 +138,7 @@ RULES: Mapping[str, str | Recipe] = {
     **aten(r.permute, "permute"),
     **aten(r.transpose, "transpose.int swapaxes swapdims"),
     **aten(r.reverse, "t numpy_T"),
-    **aten(r.expand, "expand broadcast_to expand_as"),
+    **aten(r.elementwise, "expand broadcast_to expand_as"),
     **aten(r.repeat, "repeat tile"),
     **aten(r.repeat_interleave, "repeat_interleave.self_int"),
     **aten(r.split, "split.Tensor split_with_sizes chunk split.sizes"),
