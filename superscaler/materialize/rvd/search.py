@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from math import gcd, inf, lcm, prod
 
@@ -77,9 +77,9 @@ class _Side:
         return self.codes[plain]
 
     def by_place(self, place: Callable[[int], Hashable]) -> list[list[int]]:
-        found: dict[Hashable, list[int]] = defaultdict(list)
+        found: dict[Hashable, list[int]] = {}
         for device in self.devices:
-            found[place(device)].append(device)
+            found.setdefault(place(device), []).append(device)
         return list(found.values())
 
     def layout_at(self, node: Node) -> Layout:
@@ -120,7 +120,8 @@ class _Search:
         self.cheapest = [Memo(partial(self._cheapest, number)) for number in (0, 1)]
         # Parts of a slot that are equal, of those that as many devices can have.
         self.limits = tuple(gcd(n, lcm(*(len(side.devices) for side in self.sides))) for n in sizes)
-        self.spread, self.uniform = cache(self._spread), cache(self._uniform)
+        self.spread: dict[tuple[str, int, int], float] = {}
+        self.joins: dict[tuple[str, Shape, Shape], float] = {}
         self.best = inf
         self.ends: tuple[Node, Node, Joined | None] | None = None
         self.queue: list[tuple[float, int, int, tuple[Node, ...], str]] = []
@@ -136,7 +137,10 @@ class _Search:
             starts.append(nodes[0])
             side.reached.update(dict.fromkeys(nodes, 0.0))
         self._try(table.LAST, starts[0], starts[1])
-        ends = [self._place(k, side.shape(starts[k])) for k, side in enumerate(self.sides)]
+        ends = [
+            (0 if self.is_merged else k, side.shape(start))
+            for k, side, start in zip((0, 1), self.sides, starts, strict=True)
+        ]
         back = Bounds(ends[1], partial(self._relaxed, 1))
         reach = min(self.best, back.at(ends[0], self.best))
         # Local steps may cost nothing: the cheapest other step is what to go by.
@@ -176,7 +180,7 @@ class _Search:
     def _join_bound(self, kind: str, before: Shape, after: Shape) -> float:
         """The least seconds of messages between two states of these shapes."""
         if self.is_uniform:
-            return self.uniform(kind, frames.plain(before), frames.plain(after))
+            return self._uniform(kind, frames.plain(before), frames.plain(after))
         if kind == table.LAST or (self.is_within and not self.is_same):
             return 0.0
         held, read = frames.parts(before), frames.parts(after)
@@ -184,7 +188,10 @@ class _Search:
             count = frames.arriving(before, after, len(self.source.devices))
         else:
             count = len(self.goal.devices) * max(1, held // read) * self.is_apart
-        return self.spread(kind, self.bytes // max(held, read), count) + _STEP
+        key = (kind, self.bytes // max(held, read), count)
+        if key not in self.spread:
+            self.spread[key] = self._spread(*key) + _STEP
+        return self.spread[key]
 
     def _spread(self, kind: str, size: int, count: int) -> float:
         """The seconds of messages between places, spread as evenly as may be; without any, of the cheapest message."""
@@ -203,8 +210,13 @@ class _Search:
         return self.costs.seconds(kind, table.stars(even) if kind == "broadcast" else even, size)
 
     def _uniform(self, kind: str, before: Shape, after: Shape) -> float:
-        source, goal = self.source.layout.devices, self.goal.layout.devices
-        return self._messages(kind, Layout(source.reshape(before)), Layout(goal.reshape(after)))[1] + _STEP
+        key = (kind, before, after)
+        if key not in self.joins:
+            source, goal = self.source.layout.devices, self.goal.layout.devices
+            self.joins[key] = (
+                self._messages(kind, Layout(source.reshape(before)), Layout(goal.reshape(after)))[1] + _STEP
+            )
+        return self.joins[key]
 
     def _free(self) -> tuple[set[tuple[int, int]], bool]:
         """Return (D parts, V parts) where a state of the source may be one of the goal, up to the orders of R and V.
@@ -347,7 +359,17 @@ class _Search:
             seconds = self.costs.seconds(kind, groups, size) if groups else 0.0
             steps.append(Step(kind, groups, -1, -1, 1, self.goal.layout_at(after), size, seconds, kept))
         elif steps:
-            steps[-1] = replace(steps[-1], layout=self.goal.layout_at(after))
+            last = steps[-1]
+            steps[-1] = Step(
+                last.kind,
+                last.groups,
+                last.take,
+                last.give,
+                last.factor,
+                self.goal.layout_at(after),
+                last.size,
+                last.seconds,
+            )
         steps += self._steps(1, self.goal.chain(after))
         seconds = sum(step.seconds for step in steps)
         return Path(source, goal, tuple(steps), seconds, seconds if least >= self.best else least, self.expanded)
@@ -357,6 +379,8 @@ class _Search:
         for (at, state), (_, into), kind, take, give, digits in chain:
             frame = side.frames[at]
             size = self.size(frame.coded(state))
-            groups, taken, given = frame.groups(digits), max(take - D, -1), max(give - D, -1)
+            groups = frame.groups(digits)
             seconds = self.costs.seconds(kind, groups, size)
-            yield Step(kind, groups, taken, given, frame.radix(digits), frame.layout(into), size, seconds)
+            factor = prod(frame.devices.shape[d] for d in digits)
+            yield Step(kind, groups, take - D if take >= D else -1, give - D if give >= D else -1,
+                       factor, frame.layout(into), size, seconds)  # fmt: skip
