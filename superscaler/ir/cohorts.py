@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.ir.parts import Ints
-from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Role, Weight
+from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Recv, Role, Send, Weight
 from superscaler.ir.spmd import Fold, Folded
 
 _COMMUNICATION = (Role.GROUP, Role.PEER)
@@ -115,7 +115,14 @@ def cohorts(program: Program) -> list[Cohort]:
 def _alike(devices: Sequence[Device]) -> list[Cohort]:
     """Refine the classes of devices with equal code until the members and peers of each are of equal classes."""
     number: dict[Hashable, int] = {}
-    color = {d.rank: number.setdefault(form(d), len(number)) for d in devices}
+    messages = [_messages(device) for device in devices]
+    # Where the other end of each message stands in the code of its device.
+    other = {(peer, rank, message, not is_send): at for some in messages for rank, at, peer, message, is_send in some}
+    meets = {
+        device.rank: tuple(other.get((rank, peer, message, is_send), -1) for rank, _, peer, message, is_send in some)
+        for device, some in zip(devices, messages, strict=True)
+    }
+    color = {d.rank: number.setdefault((form(d), meets[d.rank]), len(number)) for d in devices}
     links = {d.rank: list(_links(d)) for d in devices}
     while True:
         number = {}
@@ -132,6 +139,12 @@ def _alike(devices: Sequence[Device]) -> list[Cohort]:
     for device in devices:
         members.setdefault(color[device.rank], []).append(device)
     return [Cohort(n, np.array([d.rank for d in some]), some) for n, some in enumerate(members.values())]
+
+
+def _messages(device: Device) -> list[tuple[int, int, int, int, bool]]:
+    """Return the messages of a device: its rank, where in the code, the peer, the number, and whether it sends."""
+    code = enumerate(device.instructions)
+    return [(device.rank, at, i.peer, i.message, isinstance(i, Send)) for at, i in code if isinstance(i, Send | Recv)]
 
 
 def _links(device: Device) -> Iterator[tuple[int, ...]]:
