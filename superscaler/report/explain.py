@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from superscaler.errors import InputError
-from superscaler.specs.files import EXPLAIN_FILE, digest, read_plan
+from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE, digest
 
 # Of explain.json; another one is not read.
 VERSION = 4
@@ -22,7 +22,7 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
-_HASHES = ("model", "plan", "cluster", "weights", "sources", "code", "data", "explain")
+_HASHES = ("model", "plan", "cluster", "weights", "sources", "code", "data")
 _VERSIONS = ("superscaler", "torch", "python")
 
 
@@ -113,8 +113,14 @@ def read(directory: Path) -> dict[str, Any]:
     Raises InputError for anything but a whole plan directory of this version.
     """
     again = "write it again with superscaler compile --out."
-    plan = read_plan(directory)
     try:
+        if not (directory / PLAN_FILE).is_file():
+            raise InputError(
+                f"{directory} is not a plan directory (it has no {PLAN_FILE}); write one by superscaler compile --out."
+            )
+        plan = json.loads((directory / PLAN_FILE).read_text())
+        if plan.get("manifest") is None or not (directory / EXPLAIN_FILE).exists():
+            raise InputError(f"{directory} was written by an older version, which kept nothing to explain; {again}")
         kept = {key: str(plan["manifest"][key]) for key in (*_HASHES, *_VERSIONS)}
         text = (directory / EXPLAIN_FILE).read_text()
         found = json.loads(text)

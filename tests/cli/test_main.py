@@ -61,7 +61,7 @@ def test_the_options_of_every_command() -> None:
     assert found == {
         "capture": ["--autocast", "--json", "--lr", "--no-cache", "--optimizer", "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
-        "validate": [*compiling, "--no-manifest", "model"],
+        "validate": sorted([*compiling, "--no-manifest", "model"]),
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
         "train": sorted([*compiling, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
         "explain": ["--json", "--svg", "plan"],

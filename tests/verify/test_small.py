@@ -39,7 +39,6 @@ def test_a_plan_equals_the_model_at_a_small_shape(spec: str, plan: str, devices:
     result = plan_of(spec, plan, devices).verify(shapes="small")
     assert result["equal"], result
     assert result["conservation"]
-    assert result["complete"]
     assert result["deadlock_free"]
     assert result["gradient_error"] < 1e-9
     assert result["shrunk"]["batch"][1] < result["shrunk"]["batch"][0]
@@ -73,7 +72,6 @@ def test_a_wrong_plan_is_not_equal_at_a_small_shape(monkeypatch: pytest.MonkeyPa
     result = plan.verify(shapes="small")
     assert not result["equal"]
     assert result["conservation"]
-    assert result["complete"]
     assert "gradient" in result["first_difference"]
 
 
