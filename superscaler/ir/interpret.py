@@ -275,7 +275,9 @@ class _Interpreter(Generic[V]):
             assert isinstance(theirs, Collective)
             if (theirs.kind, len(theirs.ways), theirs.dtype, theirs.bytes) != (i.kind, len(i.ways), i.dtype, i.bytes):
                 raise Refusal(f"meets {theirs.kind} of {theirs.bytes} bytes ({theirs.dtype}) on device {device}.")
-            value = posts[post.count].read[part] if i.kind != "broadcast" or k == 0 else members[0][0]
+            if i.kind == "broadcast" and k > 0:
+                continue
+            value = posts[post.count].read[part]
             if value is None:
                 raise Refusal(f"is given nothing on device {device}.")
             members.append((value, rows))
