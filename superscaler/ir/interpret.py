@@ -6,6 +6,7 @@ that the work grows with the number of distinct programs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -26,6 +27,7 @@ from superscaler.ir.program import (
     Recv,
     Role,
     Send,
+    Update,
     Value,
     Wait,
     names,
@@ -50,8 +52,8 @@ class Domain(Protocol[V]):
     def run(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V]:
         """Return what an instruction writes, given what it reads, in the order of its fields (None: nothing there)."""
 
-    def start(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> None:
-        """Look at what a communication is given."""
+    def start(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V | None]:
+        """Return what a communication is given as it is when it starts, whatever becomes of it afterwards."""
 
     def take(self, value: V, rows: Ints) -> V:
         """Return some rows of a value."""
@@ -75,6 +77,7 @@ class _Post(Generic[V]):
     peers: Ints
     message: Ints
     count: int = 0
+    is_awaited: bool = False
 
 
 @dataclass(eq=False)
@@ -161,6 +164,8 @@ class _Interpreter(Generic[V]):
                 return True
             case Wait():
                 return self._wait(run, i)
+            case Update():
+                self._check_awaited(run)
         read = self._read(run, i)
         if isinstance(i, Send | Recv | Collective):
             self._start(run, i, read)
@@ -191,9 +196,9 @@ class _Interpreter(Generic[V]):
 
     # Communication.
 
-    def _start(self, run: _Run[V], i: Instruction, read: list[V | None]) -> None:
+    def _start(self, run: _Run[V], i: Instruction, read: Sequence[V | None]) -> None:
         cohort, at = run.cohort, run.at
-        self.domain.start(cohort, at, read)
+        read = self.domain.start(cohort, at, read)
         if isinstance(i, Collective):
             group = np.ascontiguousarray(cohort.data(at, "group"))
             self._check_group(cohort, group)
@@ -213,6 +218,13 @@ class _Interpreter(Generic[V]):
             if name in run.handles:
                 raise Refusal(f"makes {name}, which is there already.")
             run.handles[name] = post, part
+
+    def _check_awaited(self, run: _Run[V]) -> None:
+        """Sends and broadcasts are waited for before weights change, other collectives need a Wait before."""
+        for post in itertools.chain.from_iterable(run.collectives.values()):
+            i = run.cohort.code[post.at]
+            if not post.is_awaited and not (isinstance(i, Collective) and i.kind == "broadcast"):
+                raise Refusal(f"comes while {describe(self.program, i)} may still read what it changes.")
 
     def _check_devices(self, devices: Ints) -> None:
         wrong = (devices < 0) | (devices >= self.program.world)
@@ -240,6 +252,7 @@ class _Interpreter(Generic[V]):
         value = self._message(run, post) if isinstance(started, Recv) else self._collective(run, post, part)
         if value is None:
             return False
+        post.is_awaited = True
         self._write(run, i, [self.domain.arrive(run.cohort, run.at, started, value)])
         return True
 

@@ -47,8 +47,8 @@ class Later:
 class Communicator(ABC):
     """Asynchronous messages between `world` ranks. Every rank of a group calls the same operation in the same order.
 
-    No operation changes its input. The input of a collective may be written again after `wait`; that of `send` at
-    once, unless it is `owned`. In a group of one rank the result may be the input itself.
+    No operation changes its input. The input of a collective may be written again after `wait`, that of a broadcast
+    after `flush`, that of `send` at once, unless it is `owned`. In a group of one rank the result may be the input itself.
 
     `moved` are the bytes of the plan that this rank put on links since the start, `apart` those of sums that no plan
     has: of the loss, the norm of the gradients, and whether they are finite. Errors start with `prefix`.
@@ -120,7 +120,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until all sends of this rank are done, and free their buffers."""
+        """Wait until all sends and broadcasts of this rank are done, and free their buffers."""
 
     @abstractmethod
     def close(self) -> None:

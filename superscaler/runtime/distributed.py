@@ -214,7 +214,11 @@ class DistributedCommunicator(c.Communicator):
         self, what: str, group: Group, mine: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
     ) -> Work:
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self.device) if mine is None else mine
-        return self._start(what, group, dist.broadcast, lambda: buffer, _bytes(buffer), source)
+        handle = self._begin(what, group, dist.broadcast, _bytes(buffer), source)
+        if mine is not None:
+            # The source has what it sends, and need not wait for it.
+            self._sends.add(handle, buffer, what)
+        return c.Later(partial(_complete, handle, lambda: buffer, what, buffer))
 
     def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None:
         buffer = x.detach().clone() if x.is_contiguous() and not owned else x.detach().contiguous()
@@ -269,11 +273,13 @@ class DistributedCommunicator(c.Communicator):
     def _start(
         self, what: str, group: Group, function: Callable[..., Any], finish: Callable[[], Tensor], *args: Any
     ) -> Work:
+        return c.Later(partial(_complete, self._begin(what, group, function, *args), finish, what, *args))
+
+    def _begin(self, what: str, group: Group, function: Callable[..., Any], *args: Any) -> Any:
         members = tuple(sorted(group))
         if members not in self._groups:
             raise RuntimeFailure(f"{what}: the group is not prepared; pass it to prepare() before the first step.")
-        handle = self._call(what, function, *args, async_op=True, group=self._groups[members])
-        return c.Later(partial(_complete, handle, finish, what, *args))
+        return self._call(what, function, *args, async_op=True, group=self._groups[members])
 
     def _call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -170,7 +170,7 @@ class Rank:
 
     def send(self, x: Tensor, message: int) -> None:
         peer, tag = self.tables["messages"][message]
-        # Emitted code never changes a tensor in place once it was sent.
+        # Emitted code never changes a tensor in place once it was sent, and updates of weights wait for what is sent.
         self.communicator.send(x, peer, tag, owned=True)
 
     def recv(self, message: int, shape: Sequence[int], dtype: str) -> Work:
@@ -187,6 +187,7 @@ class Rank:
 
         With a scaler they are divided by the loss scale first; where one is not finite, no rank changes a weight.
         """
+        self.communicator.flush()
         gradients = {name: gradient.reshape(self.weights[name].shape) for name, gradient in pairs}
         is_finite = self.scaler is None or self._unscale(self.scaler, gradients)
         if self.clip is not None:
@@ -201,6 +202,7 @@ class Rank:
 
     def write(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
         """Set buffers to their new values."""
+        self.communicator.flush()
         for name, value in pairs:
             self.weights[name].copy_(value.reshape(self.weights[name].shape))
 

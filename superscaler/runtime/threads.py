@@ -125,7 +125,9 @@ class _Hub:
 
 
 class ThreadCommunicator(c.Communicator):
-    """A rank of `run_ranks`. Everything sent is copied, so that ranks share no memory."""
+    """A rank of `run_ranks`. What is sent is copied, so that ranks share no memory: at once, or when it is received
+    where it is `owned`, the latest moment that a network may read it.
+    """
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         self.rank = rank
@@ -163,7 +165,7 @@ class ThreadCommunicator(c.Communicator):
         number = self._sent[peer]
         self._sent[peer] += 1
         with self._hub.changed:
-            self._hub.letters[self.rank, peer, number] = tag, _copy(x)
+            self._hub.letters[self.rank, peer, number] = tag, x.detach() if owned else _copy(x)
             self._hub.changed.notify_all()
 
     def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Work:
@@ -178,7 +180,10 @@ class ThreadCommunicator(c.Communicator):
         self._exchange(f"barrier over ranks {self._everyone()}", self._everyone(), None)()
 
     def flush(self) -> None:
-        """Sends are done when they are started."""
+        """Wait until all that this rank sent is received."""
+        letters = self._hub.letters
+        with self._hub.changed:
+            self._hub.wait(self.rank, lambda: all(key[0] != self.rank for key in letters), f"{self.prefix}its sends")
 
     def close(self) -> None:
         """Nothing is held."""
@@ -192,6 +197,8 @@ class ThreadCommunicator(c.Communicator):
         with self._hub.changed:
             self._hub.wait(self.rank, lambda: key in self._hub.letters, what)
             sent_tag, x = self._hub.letters.pop(key)
+            x = _copy(x)
+            self._hub.changed.notify_all()
         if sent_tag != tag or tuple(x.shape) != shape or x.dtype != dtype:
             came = f"{tuple(x.shape)} {x.dtype} with tag {sent_tag}"
             raise RuntimeFailure(f"{what}: expected {shape} {dtype}, but {came} came.")

@@ -87,7 +87,7 @@ class Masks:
         found: Sequence[Content] = getattr(self, f"_{type(i).__name__.lower()}")(cohort, at, i, read)
         return found
 
-    def start(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> None:
+    def start(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> Sequence[Content | None]:
         i = cohort.code[at]
         self._hold(read)
         if isinstance(i, Send):
@@ -96,6 +96,8 @@ class Masks:
             self._check_bytes(i.bytes, [prod(source.lengths.tolist())], source.dtype)
         elif isinstance(i, Collective):
             self._check_collective(cohort, at, i, read)
+        # An update of weights waits for what is on its way.
+        return [content and replace(content) for content in read]
 
     def _hold(self, read: Sequence[Content | None]) -> None:
         for content in read:

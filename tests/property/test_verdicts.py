@@ -24,6 +24,7 @@ from superscaler.ir.transformed import Graph, Group, Order, rows_under
 from superscaler.materialize.build import materialize
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import complete
+from superscaler.verify.certificate import check_program
 from superscaler.verify.rendezvous import meetings
 
 Work = tuple[str, str, tuple[int, int, int]]  # kind F, B or U, op, key
@@ -245,6 +246,7 @@ def check_accepted(schedule: Schedule, needs: Needs, draw: random.Random) -> Non
     for after, sources in needs.some:
         assert after[0] == "U" or any(all(at[s] <= at[after] for s in few) for few in sources), after
     program = materialize(schedule, 4, Cluster.local(4))
+    check_program(program)
     for _ in range(100):
         assert not interleave(program, draw)
 

@@ -27,6 +27,12 @@ class Crossed(nn.Module):
         return (q * c).sum() + a.sum()
 
 
+def captured() -> ss.Graph:
+    torch.manual_seed(0)
+    module = Crossed()
+    return ss.capture(module, (torch.randn(4, 4),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+
+
 def ops_of(graph: ss.Graph, module: str) -> list[ss.Op]:
     return [op for op in graph.forward_ops if op.module == module]
 
@@ -76,8 +82,7 @@ def others(graph: ss.Graph, cluster: ss.Cluster) -> None:
 def test_what_is_given_up_is_needed_and_told(
     sprogram: Callable[..., None], name: str, relax: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    graph = ss.capture(Crossed(), (torch.randn(4, 4),))
+    graph = captured()
     plan = ss.compile(graph, sprogram, ss.Cluster.local(4))
     assert [r.name for r in plan.compiled.relaxations] == [name]
     assert f"because of a cycle, {name}: " in plan.explain()
@@ -88,6 +93,6 @@ def test_what_is_given_up_is_needed_and_told(
 
 
 def test_nothing_is_given_up_without_need() -> None:
-    plan = ss.compile(ss.capture(Crossed(), (torch.randn(4, 4),)), "data_parallel", ss.Cluster.local(4))
+    plan = ss.compile(captured(), "data_parallel", ss.Cluster.local(4))
     assert not plan.compiled.relaxations
     assert "cycle" not in plan.explain()

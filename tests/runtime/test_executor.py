@@ -1,0 +1,49 @@
+"""What a rank does at the end of a step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.runtime.threads import ThreadCommunicator
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)).sum()
+
+
+@ss.sprogram
+def lent(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """All runs on device 1, whose loss counts, and on device 0, where the weights rest and are sent from."""
+    for op in graph.forward_ops:
+        ss.op_assign(graph, ss.op_trans(graph, op, ss.Replicate(2)), [1, 0])
+    for op in [op for op in graph.ops if not op.is_forward]:
+        ss.op_assign(graph, op, 0)
+
+
+def test_an_update_waits_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = Net()
+    graph = ss.capture(module, (torch.randn(3, 4),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    plan = ss.compile(graph, lent, ss.Cluster.local(2))
+    opened = []
+
+    def late(self: ThreadCommunicator, *args: Any) -> Tensor:
+        opened.append(self.rank)
+        time.sleep(0.1)
+        return receive(self, *args)
+
+    receive = ThreadCommunicator._open
+    monkeypatch.setattr(ThreadCommunicator, "_open", late)
+    assert plan.verify()["equal"]
+    assert set(opened) == {1}
