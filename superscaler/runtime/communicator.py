@@ -48,7 +48,7 @@ class Communicator(ABC):
     """Asynchronous messages between `world` ranks. Every rank of a group calls the same operation in the same order.
 
     No operation changes its input. The input of a collective may be written again after `wait`, that of a broadcast
-    after `flush`, that of `send` at once, unless it is `owned`. In a group of one rank the result may be the input itself.
+    after `flush`, that of `send` at once, unless it is `owned`. In a group of one rank the result may be the input.
 
     `moved` are the bytes of the plan that this rank put on links since the start, `apart` those of sums that no plan
     has: of the loss, the norm of the gradients, and whether they are finite. Errors start with `prefix`.
