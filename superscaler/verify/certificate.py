@@ -9,7 +9,7 @@ from superscaler.ir.interpret import interpret
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Program
 from superscaler.verify.content import Content
-from superscaler.verify.coverage import is_tiled
+from superscaler.verify.coverage import Boxes, is_tiled
 from superscaler.verify.masks import Masks
 
 
@@ -58,9 +58,9 @@ def _check_weights(program: Program, masks: Masks) -> None:
         whole = np.array([(0, e) for e in model.tensors[tensor].extents], dtype=np.int64).reshape(1, -1, 2)
         if not held[tensor]:
             raise ScheduleError(f"{tensor} is at rest on no device.")
-        if not op.is_write and not is_tiled(np.concatenate(counted[tensor])[None], whole).all():
+        if not op.is_write and not is_tiled(Boxes.of(np.concatenate(counted[tensor])[None]), whole).all():
             raise ScheduleError(f"the elements of {tensor} are not counted once each by the devices that hold them.")
-        if op.is_write and not is_tiled(np.unique(np.concatenate(held[tensor]), axis=0)[None], whole).all():
+        if op.is_write and not is_tiled(Boxes.of(np.unique(np.concatenate(held[tensor]), axis=0)[None]), whole).all():
             raise ScheduleError(f"the parts of {tensor} at rest are not the whole tensor.")
 
 
@@ -71,9 +71,9 @@ def _check_loss(program: Program, masks: Masks) -> None:
     for parts in masks.losses.values():
         for content, counts in parts:
             for chain, boxes in masks.sums.told(content).items():
-                kept = boxes[counts]
+                kept = boxes.rows(counts).whole
                 found.setdefault(chain, []).append(kept.reshape(kept.shape[0] * kept.shape[1], *kept.shape[2:]))
-    addends = {chain: np.concatenate(boxes)[None] for chain, boxes in found.items()}
+    addends = {chain: Boxes.of(np.concatenate(boxes)[None]) for chain, boxes in found.items()}
     box = np.array([(0, e) for e in program.model.tensors[loss].extents], dtype=np.int64).reshape(1, -1, 2)
     total = Content(loss, False, box, addends, "")  # type: ignore[arg-type]
     if masks.sums.settled(total, deep=True).addends is not None:

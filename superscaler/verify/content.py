@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import Ints
-from superscaler.verify.coverage import SEED, Addends, Chain, Kinds, clipped, first_fault, is_tiled, merged
+from superscaler.verify.coverage import SEED, Addends, Boxes, Chain, Kinds, clipped, first_fault, is_tiled, joined
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Content:
     @property
     def told(self) -> Addends:
         """Return the addends of a value, a whole one as a chain of its own."""
-        return {(): self.box[:, None]} if self.addends is None else self.addends
+        return {(): Boxes.of(self.box[:, None])} if self.addends is None else self.addends
 
 
 class Sums:
@@ -54,7 +54,7 @@ class Sums:
             return content.addends
         found = {}
         for chain in self.kinds.heads(content.tensor, content.is_gradient):
-            found[chain] = self.region(content.box, chain, content.tensor)[:, None]
+            found[chain] = Boxes.of(self.region(content.box, chain, content.tensor)[:, None])
         return found
 
     def region(self, box: Ints, chain: Chain, tensor: str) -> Ints:
@@ -64,14 +64,11 @@ class Sums:
         return np.concatenate([box, rest], axis=1)
 
     def total(self, parts: Sequence[Addends]) -> Addends:
-        found: dict[Chain, list[Ints]] = {}
+        found: dict[Chain, list[Boxes]] = {}
         for part in parts:
             for chain, boxes in part.items():
                 found.setdefault(chain, []).append(boxes)
-        return {
-            chain: boxes[0] if len(boxes) == 1 else merged(np.concatenate(boxes, axis=1))
-            for chain, boxes in found.items()
-        }
+        return {chain: joined(boxes) for chain, boxes in found.items()}
 
     def sum(self, like: Content, box: Ints, parts: Sequence[Content]) -> Content:
         if len(parts) == 1 and parts[0].addends is None and np.array_equal(box, parts[0].box):
@@ -79,8 +76,8 @@ class Sums:
         total = self.total([self.told(part) for part in parts])
         return self.settled(Content(like.tensor, like.is_gradient, box, total, like.dtype))
 
-    def is_tiled(self, content: Content, chain: Chain, boxes: Ints) -> NDArray[np.bool_]:
-        return np.asarray(is_tiled(boxes, self.region(content.box, chain, content.tensor)))
+    def is_tiled(self, content: Content, chain: Chain, boxes: Boxes) -> NDArray[np.bool_]:
+        return is_tiled(boxes, self.region(content.box, chain, content.tensor))
 
     def settled(self, content: Content, deep: bool = False) -> Content:
         """Return the same value; without its addends, where they are the whole value. Unless `deep`, only where they
@@ -96,14 +93,12 @@ class Sums:
             addends is not None
             and len(heads) == len(addends)
             and all(
-                chain in addends
-                and addends[chain].shape[1] == 1
-                and np.array_equal(addends[chain][:, 0], self.region(content.box, chain, content.tensor))
+                chain in addends and len(addends[chain]) == 1 and self.is_tiled(content, chain, addends[chain]).all()
                 for chain in heads
             )
         )
 
-    def missing(self, content: Content) -> tuple[Chain, Ints | None] | None:
+    def missing(self, content: Content) -> tuple[Chain, Boxes | None] | None:
         """Return the first chain of which a value lacks or repeats addends, with the boxes it has; None if none."""
         assert content.addends is not None
         goals = self.kinds.complete(content.tensor, content.is_gradient, tuple(content.addends))
@@ -115,8 +110,8 @@ class Sums:
                 if spread is not None:
                     found.append(spread)
                     covered.add(chain)
-            if not found or not self.is_tiled(content, goal, np.concatenate(found, axis=1)).all():
-                return goal, np.concatenate(found, axis=1) if found else None
+            if not found or not self.is_tiled(content, goal, joined(found)).all():
+                return goal, joined(found) if found else None
         extra = next((chain for chain in content.addends if chain not in covered), None)
         return None if extra is None else (extra, content.addends[extra])
 
@@ -133,7 +128,7 @@ class Sums:
         row = self.faulty(content)
         slots = content.box.shape[1]
         region = self.region(content.box, goal, content.tensor)[row]
-        cell, count = (region, 0) if boxes is None else first_fault(boxes[row], region)
+        cell, count = (region, 0) if boxes is None else first_fault(boxes.whole[row], region)
         names = self.kinds.columns(goal, content.tensor)
         pairs = zip(names.items(), cell[slots:].tolist(), strict=True)
         rest = [f"{self._column(column)} {lo}:{hi} of {size}" for (column, size), (lo, hi) in pairs]
@@ -163,7 +158,7 @@ class Sums:
 def rows_of(content: Content, rows: Ints) -> Content:
     addends = content.addends
     if addends is not None:
-        addends = {chain: boxes[rows] for chain, boxes in addends.items()}
+        addends = {chain: boxes.rows(rows) for chain, boxes in addends.items()}
     return replace(content, box=content.box[rows], addends=addends)
 
 
@@ -171,13 +166,7 @@ def cut_of(content: Content, box: Ints) -> Content:
     """Return what a value has of a box inside its own."""
     addends = content.addends
     if addends is not None:
-        cut = {}
-        for chain, boxes in addends.items():
-            region = boxes[:, 0].copy() if boxes.shape[1] else np.zeros((len(box), boxes.shape[2], 2), dtype=np.int64)
-            region[..., 0], region[..., 1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-            region[:, : box.shape[1]] = box
-            cut[chain] = clipped(boxes, region)
-        addends = cut
+        addends = {chain: clipped(boxes, box) for chain, boxes in addends.items()}
     return replace(content, box=box, addends=addends)
 
 

@@ -21,6 +21,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from superscaler.ir.graph import Model, Op, Operand
 from superscaler.ir.parts import Ints
@@ -28,8 +29,8 @@ from superscaler.ir.parts import Ints
 # ("rest",), ("made", op, sides), ("use", op, input, mirror, sides); an empty chain inside stands for the whole value.
 Chain = tuple[Any, ...]
 Column = tuple[Any, ...]
-# Per chain, boxes [devices, boxes, columns, 2]: first the slots of the tensor, then the columns of the chain.
-Addends = Mapping[Chain, Ints]
+# Per chain, boxes whose columns are first the slots of the tensor, then the columns of the chain.
+Addends = Mapping[Chain, "Boxes"]
 SEED: Chain = ("use", "", 0, (), ())
 
 
@@ -143,7 +144,7 @@ class Kinds:
         inner = [c for c in chains if c]
         return self.complete(operand.tensor, is_gradient, inner) if inner else [()]
 
-    def spread(self, tensor: str, chain: Chain, boxes: Ints, goal: Chain) -> Ints | None:
+    def spread(self, tensor: str, chain: Chain, boxes: Boxes, goal: Chain) -> Boxes | None:
         """Return boxes of a chain as boxes of one that tells more finely, or None if it is no part of that one."""
         if chain == goal:
             return boxes
@@ -152,14 +153,16 @@ class Kinds:
         slots = len(self.model.tensors[tensor].extents)
         mine = {column: slots + n for n, column in enumerate(self.columns(chain, tensor))}
         wanted = self.columns(goal, tensor)
-        found = np.zeros((*boxes.shape[:2], slots + len(wanted), 2), dtype=np.int64)
-        found[:, :, :slots] = boxes[:, :, :slots]
+        shapes, at = boxes.shapes, boxes.at
+        found = np.zeros((*shapes.shape[:2], slots + len(wanted), 2), dtype=np.int64)
+        moved = np.zeros((len(at), slots + len(wanted)), dtype=np.int64)
+        found[:, :, :slots], moved[:, :slots] = shapes[:, :, :slots], at[:, :slots]
         for n, (column, size) in enumerate(wanted.items(), slots):
             if column in mine:
-                found[:, :, n] = boxes[:, :, mine[column]]
+                found[:, :, n], moved[:, n] = shapes[:, :, mine[column]], at[:, mine[column]]
             else:
                 found[:, :, n, 1] = size
-        return found
+        return Boxes(moved, found)
 
 
 def _is_within(chain: Chain, goal: Chain) -> bool:
@@ -183,8 +186,63 @@ def _is_within(chain: Chain, goal: Chain) -> bool:
 # Boxes.
 
 
-def merged(boxes: Ints) -> Ints:
-    """Return boxes [devices, boxes, columns, 2] with those joined that make one box: alike on all devices."""
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """Boxes of each device of a cohort: `shapes` [1 or devices, boxes, columns, 2], on device n moved by `at[n]` of
+    `at` [devices, columns]. One row of shapes for all devices is the rule: then work does not grow with these.
+    """
+
+    at: Ints
+    shapes: Ints
+
+    @classmethod
+    def of(cls, boxes: Ints) -> Boxes:
+        """Return boxes [devices, boxes, columns, 2]."""
+        at = boxes[:, 0, :, 0] if boxes.shape[1] else np.zeros((len(boxes), boxes.shape[2]), dtype=np.int64)
+        shapes = boxes - at[:, None, :, None]
+        return cls(at, shapes[:1] if (shapes == shapes[:1]).all() else shapes)
+
+    def __len__(self) -> int:
+        return int(self.shapes.shape[1])
+
+    @property
+    def whole(self) -> Ints:
+        return self.shapes + self.at[:, None, :, None]
+
+    def rows(self, rows: NDArray[Any]) -> Boxes:
+        return Boxes(self.at[rows], self.shapes if len(self.shapes) == 1 else self.shapes[rows])
+
+    def near(self, region: Ints) -> Ints:
+        """Return a box [devices, columns, 2] in the coordinates of the shapes: [1 or devices, columns, 2]."""
+        found: Ints = region - self.at[:, : region.shape[1], None]
+        return found[:1] if len(self.shapes) == 1 and (found == found[:1]).all() else found
+
+
+def joined(parts: Sequence[Boxes]) -> Boxes:
+    """Return the boxes of all parts, with those joined that make one box: alike on all devices."""
+    if len(parts) == 1:
+        return parts[0]
+    at, shapes = parts[0].at, [parts[0].shapes]
+    for part in parts[1:]:
+        moved = part.at - at
+        if len(part.shapes) == 1 and (moved == moved[:1]).all():
+            moved = moved[:1]
+        shapes.append(part.shapes + moved[:, None, :, None])
+    return _packed(at, _merged(np.concatenate(_alike(shapes), axis=1)))
+
+
+def _alike(rows: Sequence[Ints]) -> list[Ints]:
+    """Return arrays with as many rows as the longest has."""
+    count = max(map(len, rows))
+    return [np.broadcast_to(some, (count, *some.shape[1:])) for some in rows]
+
+
+def _packed(at: Ints, shapes: Ints) -> Boxes:
+    found = Boxes(at, shapes)
+    return found if len(shapes) == 1 else Boxes.of(found.whole)
+
+
+def _merged(boxes: Ints) -> Ints:
     while boxes.shape[1] > 1:
         before = boxes.shape[1]
         for axis in np.flatnonzero((boxes[0] != boxes[0, :1]).any(axis=(0, 2))).tolist():
@@ -218,25 +276,31 @@ def _without_empty(boxes: Ints) -> Ints:
     return boxes if kept.all() else boxes[:, kept]
 
 
-def clipped(boxes: Ints, region: Ints) -> Ints:
-    """Return what boxes have of a region [devices, columns, 2]; those that have nothing of it anywhere are dropped."""
-    lo = np.maximum(boxes[..., 0], region[:, None, :, 0])
-    hi = np.maximum(lo, np.minimum(boxes[..., 1], region[:, None, :, 1]))
-    return _without_empty(np.stack([lo, hi], axis=-1))
+def clipped(boxes: Boxes, box: Ints) -> Boxes:
+    """Return what boxes have of a box [devices, columns, 2] of their first columns; what is empty on all devices is
+    dropped.
+    """
+    shapes, region = _alike([boxes.shapes, boxes.near(box)[:, None]])
+    found, count = shapes.copy(), region.shape[2]
+    found[:, :, :count, 0] = np.maximum(found[:, :, :count, 0], region[..., 0])
+    found[:, :, :count, 1] = np.minimum(found[:, :, :count, 1], region[..., 1])
+    found[..., 1] = found.max(axis=-1)
+    return _packed(boxes.at, _without_empty(found))
 
 
-def is_tiled(boxes: Ints, region: Ints) -> Ints:
+def is_tiled(boxes: Boxes, region: Ints) -> NDArray[np.bool_]:
     """Tell for each device whether boxes inside a region [devices, columns, 2] cover each point of it once."""
-    boxes = merged(boxes)
-    if boxes.shape[1] == 1:
-        found: Ints = (boxes[:, 0] == region).all(axis=(1, 2))
-        return found
-    return np.array([_tiles(boxes[n], region[n]) for n in range(len(region))])
+    shapes, near = _alike([_merged(boxes.shapes), boxes.near(region)])
+    if shapes.shape[1] == 1:
+        found = (shapes[:, 0] == near).all(axis=(1, 2))
+    else:
+        found = np.array([_tiles(*each) for each in zip(shapes, near, strict=True)])
+    return np.broadcast_to(found, len(region))
 
 
 def _tiles(boxes: Ints, region: Ints) -> bool:
     boxes = boxes[(boxes[..., 0] < boxes[..., 1]).all(axis=1)]
-    boxes = merged(boxes[None])[0] if len(boxes) else boxes
+    boxes = _merged(boxes[None])[0] if len(boxes) else boxes
     if (region[:, 0] >= region[:, 1]).any():
         return not len(boxes)
     if len(boxes) < 2:

@@ -40,12 +40,12 @@ from superscaler.ir.program import (
     Way,
 )  # fmt: skip
 from superscaler.verify.content import Content, Sums, box_of, chunk_of, cut_of, kind_of, rows_of, text_of
-from superscaler.verify.coverage import SEED, Addends, Chain, Kinds, merged
+from superscaler.verify.coverage import SEED, Addends, Boxes, Chain, Kinds, joined
 from superscaler.verify.segment import Segment, padded
 
 Passed = Mapping[int, Mapping[int, Content]]
 # One of the addends of an operand: (group, input, chain) or (output, chain), and its boxes.
-Link = tuple[Chain, Ints]
+Link = tuple[Chain, Boxes]
 
 
 @dataclass(eq=False)
@@ -228,7 +228,7 @@ class Masks:
         dtype = self.model.tensors[tensor].dtype
         if columns is None:
             return Content(tensor, False, box, None, dtype, is_shared=True)
-        addends = {("made", op, ()): np.concatenate([box, columns], axis=1)[:, None]}
+        addends = {("made", op, ()): Boxes.of(np.concatenate([box, columns], axis=1)[:, None])}
         return Content(tensor, False, box, addends, dtype, is_shared=True)
 
     def _op_by_op(
@@ -275,7 +275,7 @@ class Masks:
 
     def _passed(self, segment: Segment, n: int, output: Operand, passed: Passed, starts: Ints) -> Addends:
         op = segment.function.ops[n]
-        found: dict[Chain, Ints] = {}
+        found: dict[Chain, Boxes] = {}
         for links in self._links(passed):
             key = ("made", op.name, tuple(link for link, _ in links))
             inner = [("i", k, chain, boxes) for (_, k, chain), boxes in links]
@@ -325,7 +325,7 @@ class Masks:
         if tensor != self.model.loss:
             raise Refusal(f"starts the gradient of {tensor} from one, which is not the loss.")
         heads = self.kinds.heads(tensor, True)
-        addends = None if heads == (SEED,) else {SEED: box[:, None]}
+        addends = None if heads == (SEED,) else {SEED: Boxes.of(box[:, None])}
         return Content(tensor, True, box, addends, self.model.tensors[tensor].dtype)
 
     def _plain_gradients(self, tape: _Tape, given: Mapping[str, Content]) -> Mapping[int, Addends] | None:
@@ -353,7 +353,7 @@ class Masks:
         """Return the addends by input, op by op in reverse order."""
         segment, function = tape.function, tape.function.function
         inner: dict[str, list[Addends]] = {}
-        found: dict[int, dict[Chain, list[Ints]]] = {}
+        found: dict[int, dict[Chain, list[Boxes]]] = {}
         for n in reversed(range(len(function.ops))):
             op = function.ops[n]
             if not op.has_mirror:
@@ -370,13 +370,13 @@ class Masks:
                 else:
                     for chain, boxes in addends.items():
                         found.setdefault(number, {}).setdefault(chain, []).append(boxes)
-        return {n: {c: merged(np.concatenate(b, axis=1)) for c, b in some.items()} for n, some in found.items()}
+        return {n: {c: joined(b) for c, b in some.items()} for n, some in found.items()}
 
     def _output_gradients(
         self, segment: Segment, n: int, given: Mapping[str, Content], inner: Mapping[str, list[Addends]], at: Ints
-    ) -> list[Link]:
-        """Return the addends of the gradients of an op's outputs; an empty link where all of these are whole."""
-        mirrors: list[Link] = []
+    ) -> list[tuple[Link, ...]]:
+        """Return the addends of the gradients of an op's outputs, or no link where all of these are whole."""
+        mirrors: list[tuple[Link, ...]] = []
         is_whole = True
         for j, output in enumerate(segment.function.ops[n].outputs):
             box = segment.operand(n, output, at)
@@ -387,21 +387,22 @@ class Masks:
             total = self.sums.settled(Content(output.tensor, True, box, self.sums.total(parts), ""), deep=True)
             is_whole &= total.addends is None
             if total.addends is not None or self.kinds.heads(output.tensor, True):
-                mirrors += [((j, chain), boxes) for chain, boxes in total.told.items()]
-        return [((), at)] if is_whole else mirrors
+                mirrors += [(((j, chain), boxes),) for chain, boxes in total.told.items()]
+        return [()] if is_whole else mirrors
 
     def _of_use(
-        self, segment: Segment, n: int, k: int, mirrors: Sequence[Link], sides: Sequence[tuple[Link, ...]], at: Ints
+        self, segment: Segment, n: int, k: int, mirrors: Sequence[tuple[Link, ...]], sides: Sequence[tuple[Link, ...]],
+        at: Ints,
     ) -> Addends:  # fmt: skip
         op = segment.function.ops[n]
-        found: dict[Chain, list[Ints]] = {}
-        for mirror, boxes in mirrors:
+        found: dict[Chain, list[Boxes]] = {}
+        for mirror in mirrors:
             for links in sides:
-                inner = [("o", *mirror, boxes)] if mirror else []
+                inner = [("o", *link, boxes) for link, boxes in mirror]
                 inner += [("i", j, chain, some) for (_, j, chain), some in links]
-                key: Chain = ("use", op.name, k, mirror, tuple(link for link, _ in links))
+                key: Chain = ("use", op.name, k, mirror[0][0] if mirror else (), tuple(link for link, _ in links))
                 found.setdefault(key, []).append(segment.carried(n, key, op.inputs[k], inner, at))
-        return {chain: merged(np.concatenate(some, axis=1)) for chain, some in found.items()}
+        return {chain: joined(some) for chain, some in found.items()}
 
     # Communication.
 

@@ -12,7 +12,7 @@ from superscaler.ir.graph import Op, Operand
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import Forward, Function
-from superscaler.verify.coverage import Addends, Chain, Kinds
+from superscaler.verify.coverage import Addends, Boxes, Chain, Kinds
 
 T = TypeVar("T")
 
@@ -122,8 +122,8 @@ class Segment:
         return op.name, self.operand(n, output, starts), None if found is None else spans(starts, *found)
 
     def carried(
-        self, n: int, chain: Chain, own: Operand, inner: Sequence[tuple[str, int, Chain, Ints]], starts: Ints
-    ) -> Ints:
+        self, n: int, chain: Chain, own: Operand, inner: Sequence[tuple[str, int, Chain, Boxes]], starts: Ints
+    ) -> Boxes:
         """Return the boxes of the addends that an op's parts make of those of its operands: `inner` has per operand the
         side, its number, and boxes; those of several operands in all combinations.
         """
@@ -133,10 +133,10 @@ class Segment:
         rest: dict[Any, Ints] = {}
         for side, number, sub, boxes in inner:
             operand = (op.outputs if side == "o" else op.inputs)[number]
-            before, more = combined.shape[1], boxes.shape[1]
+            before, more = combined.shape[1], len(boxes)
             combined = np.repeat(combined, more, axis=1)
             rest = {column: np.repeat(found, more, axis=1) for column, found in rest.items()}
-            tiled = np.tile(boxes, (1, before, 1, 1))
+            tiled = np.tile(boxes.whole, (1, before, 1, 1))
             for slot, index in enumerate(operand.slots):
                 if index is None:
                     rest[op.name, side, number, slot] = tiled[:, :, slot]
@@ -154,7 +154,8 @@ class Segment:
         ]
         for column in self.kinds.columns(chain, own.tensor):
             columns.append(rest[column] if column in rest else combined[:, :, column[1]])
-        return np.stack(columns, axis=2) if columns else np.zeros((count, combined.shape[1], 0, 2), dtype=np.int64)
+        none = np.zeros((count, combined.shape[1], 0, 2), dtype=np.int64)
+        return Boxes.of(np.stack(columns, axis=2) if columns else none)
 
     # What is plain: all values inside are whole, and made on the boxes that they are read on.
 
@@ -203,7 +204,7 @@ class Segment:
 
     def gradients(self, starts: Ints) -> Mapping[int, Addends]:
         """Return the addends of the gradient of each input where the gradients of all outputs are whole."""
-        found: dict[int, dict[Chain, Ints]] = {}
+        found: dict[int, dict[Chain, Boxes]] = {}
         for number, uses in enumerate(self.uses_of):
             for op, k in uses:
                 operand = op.inputs[k]
@@ -220,7 +221,8 @@ class Segment:
                     )
 
                 columns, sizes = self._spot(("use", op.name, k), spot)
-                found.setdefault(number, {})["use", op.name, k, (), ()] = spans(starts, columns, sizes)[:, None]
+                boxes = np.stack([np.zeros_like(sizes), sizes], axis=-1)[None, None]
+                found.setdefault(number, {})["use", op.name, k, (), ()] = Boxes(starts[:, columns], boxes)
         return found
 
 
