@@ -20,7 +20,7 @@ from superscaler.ir.program import FIELDS, Device, Instruction, Role, Weight
 # How many places along a fold axis are compiled: a part's own, and one other.
 KEPT = 2
 T = TypeVar("T")
-Place = tuple[int, ...]
+Coordinate = tuple[int, ...]
 
 
 class Unfoldable(Exception):
@@ -42,7 +42,7 @@ class Fold:
         return self.devices.shape[1:]
 
     @cached_property
-    def places(self) -> Mapping[int, Place]:
+    def places(self) -> Mapping[int, Coordinate]:
         """Return for each device its base and its place along each fold axis."""
         where = np.indices(self.devices.shape).reshape(self.devices.ndim, -1).T.tolist()
         return dict(zip(self.devices.reshape(-1).tolist(), map(tuple, where), strict=True))
@@ -51,7 +51,7 @@ class Fold:
         """Return which program a device runs."""
         return self.places[device][0]
 
-    def place(self, device: int) -> Place:
+    def place(self, device: int) -> Coordinate:
         """Return a device's place along each fold axis."""
         return self.places[device][1:]
 
@@ -99,7 +99,7 @@ class Fold:
         others = [axis for axis in range(len(self.widths)) if axis not in spanned]
         return 0 if any(first[axis] for axis in others) else int(np.prod([self.widths[a] for a in others], dtype=int))
 
-    def move(self, devices: Sequence[int], place: Place) -> tuple[int, ...]:
+    def move(self, devices: Sequence[int], place: Coordinate) -> tuple[int, ...]:
         """Return whom a device at `place` means where the one at place 0 means `devices`."""
         spanned = self.spanned(devices)
         found = []
@@ -154,7 +154,7 @@ class Fold:
         return boxes
 
 
-def evenly(samples: Sequence[T], place: Place) -> T:
+def evenly(samples: Sequence[T], place: Coordinate) -> T:
     """Return numbers in any nesting at a place, given those at place 0 and at place 1 of each axis.
 
     >>> evenly([(("x", (0, 4)),), (("x", (4, 8)),)], (3,))
@@ -221,7 +221,7 @@ class Folded(Sequence[Device]):
             replace(w[0], box=evenly([x.box for x in w], at), counted=evenly([x.counted for x in w], at)) for w in same
         )
 
-    def _move(self, samples: Sequence[Instruction], at: Place) -> Instruction:
+    def _move(self, samples: Sequence[Instruction], at: Coordinate) -> Instruction:
         first: Any = samples[0]
         kind, moved = type(first), dict[str, Any]()
         for name in FIELDS[kind, Role.EVEN]:

@@ -16,7 +16,7 @@ from superscaler.ir.graph import Factor, Model, Op, renamed
 from superscaler.ir.parts import Grid, Ints, Rows, expand
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
-Path = tuple[tuple[int, int], ...]
+Address = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Parts:
 
     op: Op
     grid: Grid = field(repr=False)
-    prefix: Path
+    prefix: Address
     cells: Ints
     level: int
 
@@ -47,7 +47,7 @@ class Parts:
     def origin(self) -> Op:
         return self.op
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[Address]:
         """Return the address of each part, which stays valid when the part is transformed further."""
         return [(*self.prefix, (self.level, int(cell))) for cell in self.cells.reshape(-1)]
 
@@ -71,7 +71,7 @@ class Group:
     """
 
     kind: str
-    members: tuple[tuple[str, tuple[Path, ...]], ...]
+    members: tuple[tuple[str, tuple[Address, ...]], ...]
     microbatch: int | None = None
     label: str = ""
 
@@ -215,7 +215,7 @@ class Graph:
         return Group(kind, tuple((o.name, ()) for o in chosen), microbatch, name)
 
 
-def rows_under(grid: Grid, path: Path) -> tuple[int, int]:
+def rows_under(grid: Grid, path: Address) -> tuple[int, int]:
     """Return the range of rows that a part became."""
     if not path:
         return 0, len(grid)

@@ -8,7 +8,7 @@ from superscaler.ir.program import Value
 from superscaler.materialize.writer import Writer
 from superscaler.schedule.transfers import BACKWARD, Place
 
-Address = tuple[int, int]
+EndOf = tuple[int, int]
 
 
 class Values:
@@ -16,16 +16,16 @@ class Values:
 
     def __init__(self, writer: Writer) -> None:
         self.writer, self.code, self.transfers = writer, writer.code, writer.transfers
-        self.piece_of: dict[Place, Address] = {}
-        self.readers_of: dict[Place, list[Address]] = {}
+        self.piece_of: dict[Place, EndOf] = {}
+        self.readers_of: dict[Place, list[EndOf]] = {}
         for number, transfer in enumerate(self.transfers):
             for p, piece in enumerate(transfer.pieces):
                 self.piece_of.update(dict.fromkeys(piece.places, (number, p)))
             for r, reader in enumerate(transfer.readers):
                 for place in reader.places:
                     self.readers_of.setdefault(place, []).append((number, r))
-        self._read: dict[Address, Value | None] = {}
-        self._totals: dict[tuple[Address, ...], Value] = {}
+        self._read: dict[EndOf, Value | None] = {}
+        self._totals: dict[tuple[EndOf, ...], Value] = {}
 
     def made(self, place: Place, name: Value, rank: int) -> None:
         """Record that a value exists; add it to the sum that it belongs to."""
@@ -49,7 +49,7 @@ class Values:
         self._totals[owners] = self.code.join(reader.device, like, transfer.tensor, parts, reader.box, dtype)
         return self._totals[owners]
 
-    def _of(self, owner: Address) -> Value | None:
+    def _of(self, owner: EndOf) -> Value | None:
         """Return the name of a reader's value, joining what came for it at the first call."""
         if owner not in self._read:
             self._read[owner] = self.writer.read(*owner)

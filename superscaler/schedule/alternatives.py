@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from superscaler.ir.graph import Op
 from superscaler.ir.transformed import Group, rows_under
 from superscaler.schedule.cover import alternatives
-from superscaler.schedule.edges import Edges, Work
+from superscaler.schedule.edges import Edges, Unit
 
 
-def members(edges: Edges, group: Group) -> Iterator[Work]:
+def members(edges: Edges, group: Group) -> Iterator[Unit]:
     """Yield the work of the parts in a group; an optimizer op's is U, whatever the group's kind."""
     for name, paths in group.members:
         op, keys = edges.graph.op(name), edges.rows[name].keys
@@ -27,12 +27,12 @@ def members(edges: Edges, group: Group) -> Iterator[Work]:
                     yield group.kind, name, keys[row]
 
 
-def find_turns(edges: Edges) -> Mapping[Work, int]:
+def find_turns(edges: Edges) -> Mapping[Unit, int]:
     """Return when each work can run, in an order that keeps to the nearest replicas where these are no hindrance.
 
     Work that no choice of replicas lets run has no turn.
     """
-    waits: list[tuple[Work, list[Work]]] = list(_needs(edges))
+    waits: list[tuple[Unit, list[Unit]]] = list(_needs(edges))
     number = {work: n for n, work in enumerate(dict.fromkeys(w for work, some in waits for w in (work, *some)))}
     left, least = [0] * len(number), [0] * len(number)
     readers: list[list[tuple[int, int, bool]]] = [[] for _ in number]
@@ -41,7 +41,7 @@ def find_turns(edges: Edges) -> Mapping[Work, int]:
             readers[number[source]].append((at, number[work], k == 0))
         left[number[work]] += bool(some)
         least[number[work]] += bool(some)
-    works, found = list(number), dict[Work, int]()
+    works, found = list(number), dict[Unit, int]()
     met = [False] * len(waits)
     ready = [(left[n] > 0, n) for n in range(len(works)) if least[n] == 0]
     heapq.heapify(ready)
@@ -59,7 +59,7 @@ def find_turns(edges: Edges) -> Mapping[Work, int]:
     return found
 
 
-def _needs(edges: Edges) -> Iterator[tuple[Work, list[Work]]]:
+def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
     """Yield what waits for any one of what, the nearest first; work that waits for nothing with an empty list."""
     graph = edges.graph
     for op in graph.ops:
@@ -78,7 +78,7 @@ def _needs(edges: Edges) -> Iterator[tuple[Work, list[Work]]]:
             if (op, k) in edges.gradient_uses(operand.tensor):
                 yield from _backward(edges, op, k)
     for number, order in enumerate(graph.orders):
-        hub: Work = ("O", "", (number, -1, -1))
+        hub: Unit = ("O", "", (number, -1, -1))
         exists = {
             (kind, op.name) for op in graph.ops for kind in ("FB" if op.has_mirror else "F" if op.is_forward else "U")
         }
@@ -86,7 +86,7 @@ def _needs(edges: Edges) -> Iterator[tuple[Work, list[Work]]]:
         yield from ((work, [hub]) for work in members(edges, order.after) if work[:2] in exists)
 
 
-def _forward(edges: Edges, reader: Op, k: int) -> Iterator[tuple[Work, list[Work]]]:
+def _forward(edges: Edges, reader: Op, k: int) -> Iterator[tuple[Unit, list[Unit]]]:
     producer, j = edges.producers[reader.inputs[k].tensor]
     made, read = edges.rows[producer.name], edges.rows[reader.name]
     if edges.is_free(producer, reader, k):
@@ -98,7 +98,7 @@ def _forward(edges: Edges, reader: Op, k: int) -> Iterator[tuple[Work, list[Work
         yield from ((("F", reader.name, key), [("F", producer.name, made.keys[s]) for s in some]) for some in groups)
 
 
-def _backward(edges: Edges, reader: Op, k: int) -> Iterator[tuple[Work, list[Work]]]:
+def _backward(edges: Edges, reader: Op, k: int) -> Iterator[tuple[Unit, list[Unit]]]:
     """The mirror of what `reader` reads waits for that of `reader`."""
     operand, rows = reader.inputs[k], edges.rows[reader.name]
     if operand.tensor not in edges.homes and operand.tensor not in edges.producers:

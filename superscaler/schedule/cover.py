@@ -17,7 +17,7 @@ import numpy as np
 
 from superscaler.ir.graph import Operand
 from superscaler.ir.parts import Ints, Rows, Tree
-from superscaler.ir.spmd import Fold, Place
+from superscaler.ir.spmd import Coordinate, Fold
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _positions(held: Held, members: list[list[int]]) -> dict[int, int]:
     fold = held.fold
     for rows in members:
         devices = list(dict.fromkeys(held.device[rows].tolist()))
-        count: dict[Place, int] = {}
+        count: dict[Coordinate, int] = {}
         for device in devices if fold is None else sorted(devices, key=fold.base):
             at = () if fold is None else fold.place(device)
             position.setdefault(device, count.get(at, 0))

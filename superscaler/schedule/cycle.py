@@ -9,8 +9,8 @@ import numpy as np
 
 from superscaler.ir.mask import Mask
 from superscaler.ir.work import Work
-from superscaler.schedule.grid import Row, draw
 from superscaler.schedule.nodes import Node, Nodes
+from superscaler.schedule.timetable import Row, timetable
 from superscaler.schedule.transfers import FORWARD, Transfer
 
 
@@ -58,7 +58,7 @@ def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
         at = ring.index(node)
         why, previous = _why(nodes, ring, at)
         lines.append(f"  {nodes.describe(node)} needs {nodes.describe(previous)}  ({why})")
-    lines += ["", "What each device does until it is stuck:", *draw(_rows(nodes, work, done)), ""]
+    lines += ["", "What each device does until it is stuck:", *timetable(_rows(nodes, work, done)), ""]
     transfers = [nodes.schedule.transfers[n.number] for n in ring if n.kind == "C"]
     coupled = next(((t.tensor, reader) for t in transfers if (reader := _coupled(nodes, t))), None)
     if coupled:

@@ -19,7 +19,7 @@ from superscaler.schedule.cover import Held, Wanted, branch, join, project, shar
 
 Labels = tuple[Hashable, ...]
 Key = tuple[int, int, int]
-Work = tuple[str, str, Key]
+Unit = tuple[str, str, Key]
 
 
 class Edges:
@@ -29,7 +29,7 @@ class Edges:
     key) can run: readers take replicas that are made in time.
     """
 
-    def __init__(self, graph: Graph, fold: Fold | None = None, turns: Mapping[Work, int] | None = None) -> None:
+    def __init__(self, graph: Graph, fold: Fold | None = None, turns: Mapping[Unit, int] | None = None) -> None:
         self.graph = graph
         self.fold = fold
         self._turns = turns or {}

@@ -12,13 +12,13 @@ from superscaler.ir.parts import Axis, Grid, expand
 from superscaler.ir.transformed import Graph
 from superscaler.schedule.cover import project
 
-Place = tuple[int, Box]
+Located = tuple[int, Box]
 
 
 def place_updates(graph: Graph) -> None:
-    """Place the optimizer ops that no op_assign placed: where their weight is read, or else made."""
+    """Located the optimizer ops that no op_assign placed: where their weight is read, or else made."""
     producers, uses = graph.model.producers(), graph.model.uses()
-    places: dict[Hashable, frozenset[Place]] = {}
+    places: dict[Hashable, frozenset[Located]] = {}
     grids: dict[Hashable, Grid] = {}
     for op in graph.ops:
         grid = graph.grids[op.name]
@@ -30,14 +30,14 @@ def place_updates(graph: Graph) -> None:
             # A buffer that is set, but never read.
             maker, j = producers[op.inputs[-1].tensor]
             ends = [(maker, maker.outputs[j])]
-        found = frozenset[Place]().union(*(_places(graph, reader, operand, places) for reader, operand in ends))
+        found = frozenset[Located]().union(*(_places(graph, reader, operand, places) for reader, operand in ends))
         key = found, tensor.extents, op.outputs[0].slots
         if key not in grids:
             grids[key] = follow(op, tensor, found)
         graph.grids[op.name] = grids[key].copy()
 
 
-def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozenset[Place]]) -> frozenset[Place]:
+def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozenset[Located]]) -> frozenset[Located]:
     """Return on which devices which boxes of an operand are; axes that change neither are left out."""
     grid, whole = graph.grids[op.name], graph.model.tensors[operand.tensor].extents
     if not grid.children:
@@ -53,14 +53,14 @@ def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozen
     return known[key]
 
 
-def follow(op: Op, tensor: PTensor, readers: Collection[Place]) -> Grid:
+def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:
     """Return the grid of an optimizer op that lives where its weight is read, as (device, box) pairs.
 
     A device keeps the largest boxes that it reads: devices with boxes of one size share the weight out between them.
     Where these do not tile the weight evenly, every reading device keeps all of it, which is always right.
     """
     kept = _maximal(readers)
-    by_size: dict[tuple[int, ...], list[Place]] = {}
+    by_size: dict[tuple[int, ...], list[Located]] = {}
     for device, box in kept:
         by_size.setdefault(extents(box), []).append((device, box))
     grids = [_regular(op, tensor, places) for places in by_size.values()]
@@ -73,7 +73,7 @@ def follow(op: Op, tensor: PTensor, readers: Collection[Place]) -> Grid:
     return Grid((Axis(None, (1,) * len(found)),), np.full(len(found), -1), dict(enumerate(found)))
 
 
-def _maximal(readers: Iterable[Place]) -> list[Place]:
+def _maximal(readers: Iterable[Located]) -> list[Located]:
     by_device: dict[int, set[Box]] = {}
     for device, box in readers:
         by_device.setdefault(device, set()).add(box)
@@ -85,7 +85,7 @@ def _maximal(readers: Iterable[Place]) -> list[Place]:
     )
 
 
-def _regular(op: Op, tensor: PTensor, kept: list[Place]) -> Grid | None:
+def _regular(op: Op, tensor: PTensor, kept: list[Located]) -> Grid | None:
     """Return a grid of splits, then one replica axis, if the boxes are a product of ranges held equally often."""
     owners: dict[Box, list[int]] = {}
     for device, box in kept:

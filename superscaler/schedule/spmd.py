@@ -114,7 +114,7 @@ class _Line:
         self, graph: Graph, signatures: Mapping[str, Hashable], found_in: Mapping[Hashable, Sequence[Leaf]]
     ) -> bool:
         """Tell whether every op follows the line, and all data depends only on being at the same place along it."""
-        cuts: dict[Hashable, list[list[Cut]]] = {}
+        cuts: dict[Hashable, list[list[Slicing]]] = {}
         for signature, found in found_in.items():
             for outer, grid in found:
                 along = self.along(grid)
@@ -136,10 +136,10 @@ class _Line:
 
 
 # The index that an axis cuts, into which sizes, and whether it follows the line.
-Cut = tuple[int | None, tuple[int, ...], bool]
+Slicing = tuple[int | None, tuple[int, ...], bool]
 
 
-def _of(cuts: Sequence[Cut], index: int | None) -> list[tuple[tuple[int, ...], bool]]:
+def _of(cuts: Sequence[Slicing], index: int | None) -> list[tuple[tuple[int, ...], bool]]:
     return [] if index is None else [(sizes, follows) for own, sizes, follows in cuts if own == index]
 
 

@@ -13,8 +13,8 @@ from superscaler.materialize.rvd import transitions as table
 from superscaler.materialize.rvd.transitions import D, Shape, V
 
 # A side and a shape.
-Place = tuple[int, Shape]
-Follow = Callable[[Place], Iterable[tuple[Place, float]]]
+Vertex = tuple[int, Shape]
+Follow = Callable[[Vertex], Iterable[tuple[Vertex, float]]]
 Related = dict[Shape, list[tuple[str, Shape]]]
 
 
@@ -24,13 +24,13 @@ class Bounds:
     `guide` are the bounds from the other layout, settled up to `reach`.
     """
 
-    def __init__(self, start: Place, follow: Follow, guide: Bounds | None = None, reach: float = 0.0) -> None:
+    def __init__(self, start: Vertex, follow: Follow, guide: Bounds | None = None, reach: float = 0.0) -> None:
         self.follow, self.guide, self.reach = follow, guide, reach
         self.known = {start: 0.0}
         self.queue = [(self._rest(start), 0.0, start)]
-        self.done: dict[Place, float] = {}
+        self.done: dict[Vertex, float] = {}
 
-    def at(self, place: Place, most: float) -> float:
+    def at(self, place: Vertex, most: float) -> float:
         """Return the seconds of a shape; infinity from `most` on."""
         found = self.done.get(place)
         if found is None:
@@ -42,17 +42,17 @@ class Bounds:
                     found = self.done.get(place)
         return inf if found is None else found
 
-    def least(self, place: Place) -> float:
+    def least(self, place: Vertex) -> float:
         """Return what is known of the seconds of a shape without a further search."""
         found = self.done.get(place)
         if found is not None:
             return found
         return self.queue[0][0] - self._rest(place) if self.queue else inf
 
-    def _rest(self, place: Place) -> float:
+    def _rest(self, place: Vertex) -> float:
         return min(self.guide.done.get(place, inf), self.reach) if self.guide else 0.0
 
-    def _settle(self, here: Place, cost: float) -> None:
+    def _settle(self, here: Vertex, cost: float) -> None:
         self.done[here] = cost
         known = self.known
         for place, more in self.follow(here):

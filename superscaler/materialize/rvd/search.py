@@ -13,7 +13,7 @@ from math import gcd, inf, lcm, prod
 from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd import frames
 from superscaler.materialize.rvd import transitions as table
-from superscaler.materialize.rvd.bounds import Bounds, Memo, Place, changed, near, related
+from superscaler.materialize.rvd.bounds import Bounds, Memo, Vertex, changed, near, related
 from superscaler.materialize.rvd.frames import Frame
 from superscaler.materialize.rvd.transitions import Costs, D, Digits, Groups, R, Shape, State, Step, Symmetric, V
 
@@ -231,7 +231,7 @@ class _Search:
     def _is_free(self, shape: Shape) -> bool:
         return self.is_same and (frames.parts(shape), frames.plain(shape)[V]) in self.free
 
-    def _relaxed(self, start: int, here: Place) -> Iterator[tuple[Place, float]]:
+    def _relaxed(self, start: int, here: Vertex) -> Iterator[tuple[Vertex, float]]:
         """Yield what may follow a shape, away from the layout of side `start`, with the least seconds of it."""
         layer, shape = here
         prices = self.cheapest[layer]
@@ -246,7 +246,7 @@ class _Search:
         if self._is_free(shape):
             yield (other, shape), 0.0
 
-    def _place(self, number: int, shape: Shape) -> Place:
+    def _place(self, number: int, shape: Shape) -> Vertex:
         return (0 if self.is_merged else number), shape
 
     def _fits(self, shape: Shape, axis: int) -> bool:

@@ -17,13 +17,13 @@ class Row:
     waits: str
 
 
-def draw(rows: Sequence[Row]) -> list[str]:
+def timetable(rows: Sequence[Row]) -> list[str]:
     """Return the lines of at most `ROWS` rows, at most `WIDTH` wide, without the steps in which no row does anything.
 
     Where they would be wider, steps in the middle are left out.
 
     >>> rows = Row(0, {0: "F0", 1: "F1"}, "B0 waits for B0 on device 1"), Row(1, {1: "F0"}, "F1 waits")
-    >>> print(*draw(rows), sep="\\n")
+    >>> print(*timetable(rows), sep="\\n")
       step      0  1
       device 0  F0 F1 ? B0 waits for B0 on device 1
       device 1  .  F0 ? F1 waits
