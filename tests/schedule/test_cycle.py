@@ -1,4 +1,7 @@
-"""What is said of schedules with a cycle, word for word. After a wanted change: pytest tests/golden --update-golden."""
+"""What is said of schedules with a cycle, word for word.
+
+After a wanted change: pytest tests/schedule --update-golden.
+"""
 
 from __future__ import annotations
 

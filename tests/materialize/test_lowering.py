@@ -1,4 +1,4 @@
-"""The steps of a dozen transfers, word for word. After a wanted change: pytest tests/golden --update-golden."""
+"""The steps of a dozen transfers, word for word. After a wanted change: pytest tests/materialize --update-golden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written for a small model, word for word. After a wanted change: pytest tests/golden --update-golden."""
+"""What is written for a small model, word for word. After a wanted change: pytest tests/emit --update-golden."""
 
 from __future__ import annotations
 

@@ -1,0 +1,66 @@
+"""What several plans need: stages, the 1F1B order, tensor-parallel splits, counts that use all devices."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from chains import chain
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.plans import names, resolve
+from superscaler.plans.shared import schedule_1f1b, stages, tensor_splits
+
+
+def test_stages_are_contiguous_balanced_and_whole() -> None:
+    graph = chain(7)
+    found = stages(graph, 3)
+    assert [op for part in found for op in part] == list(graph.forward_ops)
+    # Seven blocks of one FLOP each, and a sum of none.
+    assert sorted(sum(op.flops for op in part) for part in found) == [2, 2, 3]
+
+
+@pytest.mark.parametrize("count", [0, -1, 9])
+def test_stages_that_do_not_fit_are_refused_with_both_numbers(count: int) -> None:
+    with pytest.raises(InputError, match=f"{count} stages do not fit a model of 8 .*choose 1 to 8"):
+        stages(chain(7), count)
+
+
+@pytest.mark.parametrize(("count", "microbatches"), [(1, 1), (3, 2), (4, 8)])
+def test_1f1b_keeps_as_many_microbatches_as_stages_follow(count: int, microbatches: int) -> None:
+    for stage, row in enumerate(schedule_1f1b(count, microbatches)):
+        assert sorted((w.kind, w.microbatch) for w in row) == sorted(
+            (kind, m) for kind in "FB" for m in range(microbatches)
+        )
+        alive, most = 0, 0
+        for work in row:
+            alive += 1 if work.kind == "F" else -1
+            most = max(most, alive)
+            assert work.stage == stage
+        assert most == min(count - stage, microbatches)
+
+
+def test_tensor_splits_that_divide_nothing_are_refused() -> None:
+    with pytest.raises(InputError, match="tensor parallelism into 5 parts divides no factor of this model"):
+        tensor_splits(chain(3), 5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("hybrid:dp=2,tp=2,pp=2", "hybrid:dp=2,tp=2,pp=2 needs 8 devices, but the cluster has 4"),
+        ("hybrid:dp=0,tp=2,pp=2", "every number must be at least 1"),
+        ("hybrid:dq=2", "dq"),
+        ("hybird", "did you mean 'hybrid'"),
+    ],
+)
+def test_a_wrong_plan_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        resolve(spec)(chain(), ss.Cluster.local(4))
+
+
+def test_every_plan_of_the_library_has_a_name_and_a_text() -> None:
+    assert {"single", "data_parallel", "tensor_parallel", "pipeline_1f1b", "hybrid"} <= set(names())
+    for name in names():
+        assert callable(resolve(name))

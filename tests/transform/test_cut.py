@@ -1,0 +1,118 @@
+"""What `op_trans` makes of grids, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from chains import chain
+from random_graphs import random_model
+
+from superscaler.errors import InputError, TransformError
+from superscaler.ir.graph import Index, Op
+from superscaler.ir.parts import Axis
+from superscaler.ir.transformed import Graph
+from superscaler.verbs import Microbatch, Replicate, Split, op_assign, op_trans
+
+
+def test_algorithms_nest_and_boxes_follow() -> None:
+    graph = chain()
+    op = graph.op("mul0")
+    parts = op_trans(graph, op_trans(graph, op_trans(graph, op, Microbatch(2)), Split("batch", 2)), Split("hidden", 3))
+    assert parts.cells.shape == (2, 2, 3)
+    rows = graph.rows(op)
+    assert rows.lo[5].tolist() == [2, 4]
+    assert rows.hi[5].tolist() == [4, 6]
+    assert rows.microbatch.tolist() == [0] * 6 + [1] * 6
+
+
+def test_a_part_can_be_cut_apart_from_its_neighbours() -> None:
+    graph = chain()
+    op = graph.op("mul0")
+    first, second = op_trans(graph, op, Split("batch", sizes=(3, 5)))
+    op_trans(graph, second, Split("batch", 5))
+    rows = graph.rows(op)
+    assert [row[0] for row in rows.lo.tolist()] == [0, 3, 4, 5, 6, 7]
+    op_assign(graph, first, 3)
+    assert graph.rows(op).device.tolist() == [3, -1, -1, -1, -1, -1]
+
+
+def test_a_replaced_part_says_where_it_was_replaced() -> None:
+    graph = chain()
+    parts = op_trans(graph, graph.op("mul0"), Split("batch", 2))
+    op_trans(graph, parts, Split("hidden", 2))
+    with pytest.raises(TransformError, match=r"replaced by the op_trans at .*test_cut.py:\d+"):
+        op_assign(graph, parts, 0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (Split("batch", 3), "8 % 3 = 2"),
+        (Split("batch", sizes=(3, 4)), "covers 7 elements, but mul0 .* has 8"),
+        (Split("bach", 2), "unknown factor 'bach'; did you mean 'batch'"),
+        (Replicate(0), "at least 1"),
+        (Split("batch", 2.0), "2.0 parts; the number of parts must be an integer"),
+        (Split("batch", sizes=(4.0, 4.0)), "must be an integer of at least 1"),
+        (Split("batch", 3, sizes=(4, 4)), "asks for 3 parts, but gives 2 sizes"),
+        (Replicate(2, "rout"), "unknown mirror 'rout'; did you mean 'route'"),
+    ],
+)
+def test_a_wrong_algorithm_is_refused_with_both_numbers(algorithm, message: str) -> None:  # type: ignore[no-untyped-def]
+    graph = chain()
+    with pytest.raises(InputError, match=message):
+        op_trans(graph, graph.op("mul0"), algorithm)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A user's own algorithm, which makes any axis."""
+
+    made: object
+
+    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+        return self.made  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (Axis(0, (3, 4)), r"cuts index 0 \(batch\) into \(3, 4\), 7 elements, but the part has 8; cover 8"),
+        (Axis(0, (8, 0)), r"makes parts of sizes \(8, 0\); give one or more, each an integer of at least 1"),
+        (Axis(0, (9, -1)), r"sizes \(9, -1\)"),
+        (Axis(0, (4.0, 4.0)), r"sizes \(4.0, 4.0\)"),
+        (Axis(None, ()), r"sizes \(\)"),
+        (Axis(None, 2), "makes parts of sizes 2; give one or more"),  # type: ignore[arg-type]
+        (Axis(2, (4, 4)), "cuts index 2, but the op has 2, numbered from 0"),
+        (Axis(-1, (3, 3)), "cuts index -1, but the op has 2"),
+        (Axis(1, (3, 3)), r"cuts index 1 \(hidden\), which the op needs whole"),
+        (Axis(None, (1, 1), value=(0,)), r"addends of inputs \(0,\); the op is linear in: none"),
+        (Axis(0, (4, 4), value=(0,)), "cuts index 0 .* do one after the other"),
+        (Axis(None, (1, 1), "rout"), "unknown mirror 'rout'"),
+        ((0, (4, 4)), "gives .*; its method axis must return an Axis"),
+    ],
+)
+def test_what_an_own_algorithm_makes_is_checked(made: object, message: str) -> None:
+    graph = chain()
+    op = replace(graph.op("mul0"), indices=(Index(8, "batch", "spatial"), Index(6, "hidden", "frozen")))
+    graph = Graph(replace(graph.model, ops=(op, *graph.ops[1:])))
+    with pytest.raises(TransformError, match=rf"op_trans at .*test_cut.py:\d+: Own of mul0 \(aten.*{message}"):
+        op_trans(graph, op, Own(made))
+
+
+def test_an_own_algorithm_may_give_numbers_of_numpy() -> None:
+    graph = chain()
+    first, _ = op_trans(graph, graph.op("mul0"), Own(Axis(np.int64(0), [np.int64(3), np.int64(5)])))  # type: ignore[arg-type]
+    op_trans(graph, first, Own(Axis(0, (1, 2))))
+    assert graph.rows(graph.op("mul0")).lo.tolist() == [[0, 0], [1, 0], [3, 0]]
+
+
+def test_a_missing_factor_replicates_unless_required() -> None:
+    graph, _ = Graph(random_model(0, 4)[0]), None
+    op = graph.ops[0]
+    factor = next(f for f in graph.factors if not f.startswith(op.name))
+    assert len(op_trans(graph, op, Split(factor, 2))) == 2
+    assert "replicated" in str(graph.journal[-1])
+    with pytest.raises(TransformError, match="required"):
+        op_trans(graph, graph.ops[1], Split(next(f for f in graph.factors if f.startswith("w0")), 2, required=True))
