@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from superscaler.ir.graph import width
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import Ints
@@ -193,3 +194,26 @@ def text_of(box: Ints) -> str:
 
 def kind_of(content: Content) -> str:
     return f"the gradient of {content.tensor}" if content.is_gradient else content.tensor or "zeros"
+
+
+def check_view(content: Content, view: Sequence[int]) -> None:
+    if content.lengths.tolist() != list(view):
+        raise Refusal(f"views {kind_of(content)} of {content.lengths.tolist()} as {list(view)}.")
+
+
+def check_bytes(count: int, sizes: Sequence[int], dtype: str) -> None:
+    if count != sum(sizes) * width(dtype):
+        raise Refusal(f"is said to weigh {count} bytes, but has {sum(sizes) * width(dtype)}.")
+
+
+def must_be_alike(a: Content, b: Content) -> None:
+    if (a.tensor, a.is_gradient, a.dtype) != (b.tensor, b.is_gradient, b.dtype):
+        raise Refusal(f"adds {kind_of(b)} ({b.dtype}) to {kind_of(a)} ({a.dtype}).")
+
+
+def must_equal(found: Ints, wanted: Ints, what: str, swap: bool = False) -> None:
+    if found.shape == wanted.shape and np.array_equal(found, wanted):
+        return
+    row = 0 if found.shape != wanted.shape else int(np.argmax((found != wanted).any(axis=(1, 2))))
+    a, b = (wanted, found) if swap else (found, wanted)
+    raise Refusal(f"{what} [{text_of(a[row])}], but it has [{text_of(b[row])}].", row)
