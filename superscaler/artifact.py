@@ -64,9 +64,8 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
         "seed": seed,
         "programs": list(emitted.programs),
         "devices": [asdict(t) for t in emitted.tables],
-        "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
+        **reads(model),
         "slots": {name: slots_of(model, name) for name in sorted(resident)},
-        "bounds": bounds(model),
         "loss_dtype": model.tensors[model.loss].wide_dtype,
         "optimizer": {
             "name": model.optimizer.name,
@@ -77,24 +76,35 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
     }
 
 
+def reads(model: Model) -> dict[str, Any]:
+    """Return of the inputs of a step what a batch is checked by."""
+    return {
+        "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
+        "bounds": bounds(model),
+        "rows": sorted(bounds(model, _ROWS)),
+    }
+
+
 def _operators(model: Model) -> dict[str, tuple[str, str] | None]:
     """Return for each operator that is neither torch's nor ours the module and the file that register it, if known."""
     own = {op.target: REGISTERED.get(op.target) for op in model.ops if op.target.split(".")[0] not in ("aten", "ss")}
     return {target: (rule.module, rule.file) if rule else None for target, rule in sorted(own.items())}
 
 
-def bounds(model: Model) -> dict[str, int]:
+# The ops that select by an integer input, and the dim of their first operand that they select along.
+_ROWS = {"aten.embedding.default": 0}
+_SELECTING = {**_ROWS, "ss.cross_entropy": 1, "aten.cross_entropy_loss.default": 1}
+
+
+def bounds(model: Model, selecting: Mapping[str, int] = _SELECTING) -> dict[str, int]:
     """Return for each integer input below which number its values must be: the rows or classes that they select."""
     producers = model.producers()
     found: dict[str, int] = {}
     for op in model.ops:
-        if op.target == "aten.embedding.default":
-            selecting, bound = op.inputs[1].tensor, model.tensors[op.inputs[0].tensor].shape[0]
-        elif op.target in ("ss.cross_entropy", "aten.cross_entropy_loss.default"):
-            selecting, bound = op.inputs[1].tensor, model.tensors[op.inputs[0].tensor].shape[1]
-        else:
+        if op.target not in selecting:
             continue
-        left = [selecting]
+        bound = model.tensors[op.inputs[0].tensor].shape[selecting[op.target]]
+        left = [op.inputs[1].tensor]
         while left:
             name = left.pop()
             if name in model.inputs:

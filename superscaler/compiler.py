@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,9 +86,24 @@ def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph
     seconds = {"plan": 0.0}
     with without_garbage_collection(), timed(seconds, "plan"):
         planned = graph.copy()
-        sprogram(planned, cluster)
+        _run(sprogram, planned, cluster)
         place(planned, cluster)
     return planned, seconds
+
+
+def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
+    name = getattr(sprogram, "__name__", "the sProgram")
+    try:
+        inspect.signature(sprogram).bind(graph, cluster)
+    except TypeError as error:
+        raise InputError(f"{name} is called as {name}(graph, cluster): {error}.") from None
+    except ValueError:
+        # Of what is written in C nothing is known.
+        pass
+    returned = sprogram(graph, cluster)
+    if inspect.isgenerator(returned) or inspect.isawaitable(returned) or inspect.isasyncgen(returned):
+        returned.close() if inspect.iscoroutine(returned) else None
+        raise InputError(f"{name} is a generator or async, of which nothing has run; make it a plain function.")
 
 
 def place(planned: Graph, cluster: Cluster) -> Graph:

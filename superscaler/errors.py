@@ -34,14 +34,14 @@ class RuntimeFailure(PlanError):
     """A rank failed while it was running."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     """Return one sentence that says `name` is unknown, gives the nearest spelling and the known names.
 
     >>> unknown("plan", "singel", ["single", "hybrid"])
     "unknown plan 'singel'; did you mean 'single'? Known: hybrid, single."
     """
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else "."
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     return f"unknown {kind} '{name}'{hint} Known: {shown}."

@@ -20,6 +20,7 @@ from superscaler.report import explain
 from superscaler.report.account import account, manifest, summary
 from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
+from superscaler.specs.files import named_path
 from superscaler.timing import timed
 from superscaler.verify import verify
 from superscaler.verify.checks import CHECKS
@@ -66,12 +67,11 @@ class Plan:
         Returns False where the directory holds the same plan already: nothing is written then. Raises InputError for a
         directory that holds something else than a plan.
         """
-        if not str(directory):
-            raise InputError("save needs the name of a directory, not an empty one; '.' is the current directory.")
+        folder = named_path("save", directory)
         self.validate()
         model = self.compiled.graph.model
         values = initial_values(model, self.compiled.graph.captured.values, seed)
-        return write(self.compiled, Path(directory), values, seed)
+        return write(self.compiled, folder, values, seed)
 
     def explain(self) -> str:
         """Return the plan in words: per block its splits, weights and communication; the order; the totals."""
@@ -79,7 +79,7 @@ class Plan:
 
     def draw(self, path: str | Path) -> None:
         """Draw the exchanges that take several steps into an SVG file. Raises InputError for a plan without them."""
-        save(self._account, Path(path))
+        save(self._account, named_path("draw", path))
 
     def diff(self, other: Plan) -> str:
         """Return what differs between this plan and another, nothing when they are equal."""
@@ -137,6 +137,8 @@ def capture(
             "capture needs the optimizer of the training step, of which there is no default; "
             "pass optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3), or an SGD or Adam."
         )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(f"capture takes a torch.amp.GradScaler as scaler, not {scaler!r}.")
     captured = capture_model(module, args, kwargs, optimizer, autocast, scaler, cache)
     return Graph(captured.model, captured)
 
@@ -148,6 +150,8 @@ def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, clust
     """
     program = resolve(sprogram) if isinstance(sprogram, str) else sprogram
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(graph, Graph):
+        raise InputError(f"compile needs the graph that ss.capture returns, not {type(graph).__name__}; capture it.")
     if not callable(program) or not isinstance(devices, Cluster):
         raise InputError(f"compile needs an sProgram and a Cluster, not {program!r} and {devices!r}.")
     return Plan(compile_graph(graph, program, devices))

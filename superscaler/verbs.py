@@ -50,7 +50,7 @@ def op_trans(graph: Graph, target: Target, algorithm: Algorithm) -> Parts | list
     Returns for one op or part its new parts; for several a flat list, in order. Raises TransformError (section 3.2 of
     the paper) when a split does not divide, a required factor is missing, or a part was already replaced.
     """
-    where = caller()
+    where = _where(graph)
     if not callable(getattr(algorithm, "axis", None)):
         raise InputError(f"op_trans at {where} needs an algorithm such as Split('batch', 2), not {algorithm!r}.")
     if isinstance(target, Parts | Op):
@@ -67,7 +67,7 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
 
     Backward and optimizer ops follow their forward ops unless they are assigned themselves.
     """
-    where = caller()
+    where = _where(graph)
     devices = _device_ids(where, device)
     for item in _items(target, where):
         parts = graph.parts(item) if isinstance(item, Op) else item
@@ -101,7 +101,7 @@ def _device_ids(where: str, devices: Any) -> Ints:
 def _device_id(where: str, device: Any) -> int:
     if isinstance(device, Device):
         return device.id
-    if not isinstance(device, int | np.integer) or device < 0:
+    if not isinstance(device, int | np.integer) or not 0 <= device < 2**31:
         raise InputError(f"op_assign at {where} needs devices of the cluster or their numbers from 0, not {device!r}.")
     return int(device)
 
@@ -111,7 +111,7 @@ def op_order(graph: Graph, before: Target | Group, after: Target | Group) -> Non
 
     Updates (optimizer ops) run at the end of a step, so they come before other updates only.
     """
-    where = caller()
+    where = _where(graph)
     graph.orders.append(Order(_group(graph, before), _group(graph, after), where))
 
 
@@ -124,6 +124,14 @@ def _group(graph: Graph, target: Target | Group) -> Group:
         raise InputError(f"op_order at {caller()}: an empty group has no order.")
     names = list(dict.fromkeys(name for name, _ in members))
     return Group("F", members, None, ", ".join(names[:3]) + ("..." if len(names) > 3 else ""))
+
+
+def _where(graph: object) -> str:
+    """Return where a verb is called. Raises InputError for another graph than the one that a plan is given."""
+    where = caller()
+    if not isinstance(graph, Graph):
+        raise InputError(f"{where}: a verb takes the graph first, not {type(graph).__name__}.")
+    return where
 
 
 def caller() -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,7 @@ class Graph:
         return tuple(Block(path, tuple(ops)) for path, ops in found.items())
 
     def op(self, name: str) -> Op:
-        if name not in self._by_name:
+        if not isinstance(name, str) or name not in self._by_name:
             raise InputError(unknown("op", name, self._by_name))
         return self._by_name[name]
 
@@ -203,6 +204,8 @@ class Graph:
         """
         if kind not in ("F", "B"):
             raise InputError(unknown("kind of work", kind, ["F", "B"]))
+        if microbatch is not None and not isinstance(microbatch, Integral):
+            raise InputError(f"microbatch {microbatch!r} is no number; give 0 for the first, or None for all.")
         chosen = self.forward_ops if ops is None else tuple(ops)
         if module is not None:
             chosen = tuple(o for o in chosen if o.module == module or o.module.startswith(module + "."))

@@ -7,8 +7,8 @@ from superscaler.verbs import Cluster, Graph, Microbatch, op_assign, op_trans, s
 
 
 @sprogram
-def pipeline_1f1b(graph: Graph, cluster: Cluster, stages: int = 0, microbatches: int = 4) -> None:
-    count = stages or len(cluster.devices)
+def pipeline_1f1b(graph: Graph, cluster: Cluster, stages: int | None = None, microbatches: int = 4) -> None:
+    count = len(cluster.devices) if stages is None else stages
     shared.check_uses_all(cluster, "pipeline_1f1b", stages=count)
     parts = shared.stages(graph, count)
     for device, ops in zip(cluster.devices, parts, strict=True):

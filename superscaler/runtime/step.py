@@ -20,7 +20,7 @@ from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.operators import import_operators
 from superscaler.runtime.scaler import Scaler
-from superscaler.specs.files import PLAN_FILE, WEIGHTS_FILE
+from superscaler.specs.files import PLAN_FILE, WEIGHTS_FILE, named_path
 
 
 class Step:
@@ -45,7 +45,11 @@ class Step:
         self._lr = [float(group["lr"]) for group in plan["optimizer"]["groups"]]
 
     def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None) -> Tensor:
-        self._check(batch)
+        check_batch(batch, self.plan)
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            raise InputError("step() trains: call it outside of torch.no_grad() and torch.inference_mode().")
+        if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0):
+            raise InputError(f"clip cannot be {clip!r}; it is the largest norm of the gradients, a number above 0.")
         self.state.batch, self.state.clip = batch, clip
         # What autocast casts is in the plan.
         with torch.autocast(self.state.device.type, enabled=False):
@@ -68,6 +72,9 @@ class Step:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned on the same rank of the same plan. Raises InputError for another."""
         state = self.state
+        is_whole = isinstance(saved, Mapping) and {"weights", "optimizer", "steps"} <= saved.keys()
+        if not is_whole or not isinstance(saved["steps"], int) or (saved["optimizer"] is None) != (not state.optimizer):
+            raise InputError("load_state_dict takes what state_dict of the same rank of the same plan returned.")
         theirs, ours = ({n: tuple(w.shape) for n, w in x.items()} for x in (saved["weights"], state.weights))
         if theirs != ours:
             name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
@@ -135,18 +142,39 @@ class Step:
     def close(self) -> None:
         self.state.communicator.close()
 
-    def _check(self, batch: Mapping[str, Tensor]) -> None:
-        for name, (shape, dtype) in self.inputs.items():
-            if name not in batch:
-                raise InputError(f"the batch has no '{name}'; this plan reads {', '.join(self.inputs)}.")
-            if not isinstance(batch[name], Tensor) or batch[name].dtype != getattr(torch, dtype):
-                given = getattr(batch[name], "dtype", type(batch[name]).__name__)
-                raise InputError(f"'{name}' is of {given}, but this plan was compiled for torch.{dtype} tensors.")
-            if tuple(batch[name].shape) != shape:
-                raise InputError(
-                    f"'{name}' has shape {tuple(batch[name].shape)}, but this plan was compiled for {shape}; "
-                    "give the global batch of that shape, or compile again."
-                )
+
+def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
+    """Raise InputError unless a batch has the inputs of a plan, of their shapes, dtypes and rows."""
+    inputs = plan["inputs"]
+    if not isinstance(batch, Mapping):
+        raise InputError(f"a batch is a dict of tensors by name, not {type(batch).__name__}.")
+    if unread := [name for name in batch if name not in inputs]:
+        raise InputError(f"the batch has '{unread[0]}'; this plan reads {', '.join(inputs)} only.")
+    for name, (shape, dtype) in inputs.items():
+        if name not in batch:
+            raise InputError(f"the batch has no '{name}'; this plan reads {', '.join(inputs)}.")
+        if not isinstance(batch[name], Tensor) or batch[name].dtype != getattr(torch, dtype):
+            given = getattr(batch[name], "dtype", type(batch[name]).__name__)
+            raise InputError(f"'{name}' is of {given}, but this plan was compiled for torch.{dtype} tensors.")
+        if tuple(batch[name].shape) != tuple(shape):
+            raise InputError(
+                f"'{name}' has shape {tuple(batch[name].shape)}, but this plan was compiled for {tuple(shape)}; "
+                "give the global batch of that shape, or compile again."
+            )
+        if batch[name].is_meta or batch[name].layout != torch.strided:
+            kind = "meta" if batch[name].is_meta else batch[name].layout
+            raise InputError(f"'{name}' is a {kind} tensor; give a dense one with data.")
+        _check_rows(name, batch[name], plan)
+
+
+def _check_rows(name: str, values: Tensor, plan: Mapping[str, Any]) -> None:
+    # Values on a GPU are not read: that would wait for it. A label below zero may be one that does not count.
+    if name not in plan["bounds"] or values.is_cuda or not values.numel():
+        return
+    least, most, rows = int(values.min()), int(values.max()), plan["bounds"][name]
+    if most >= rows or (least < 0 and name in plan["rows"]):
+        wrong = most if most >= rows else least
+        raise InputError(f"'{name}' has {wrong}, but the model has {rows} rows for it, from 0 on.")
 
 
 def build_step(
@@ -189,7 +217,7 @@ def load(directory: str | Path) -> Step:
     """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1)."""
     from superscaler.runtime.distributed import connect
 
-    path = Path(directory)
+    path = named_path("load", directory)
     if not (path / PLAN_FILE).is_file():
         raise InputError(
             f"{path} is not a plan directory (it has no {PLAN_FILE}); write one with superscaler compile --out."

@@ -14,6 +14,13 @@ MODEL_FILE, PROGRAM_FILE, RUN_FILE = "model.txt", "program.txt", "run.py"
 WEIGHTS_FILE = "initial.safetensors"
 
 
+def named_path(verb: str, name: object) -> Path:
+    """Return the path that a caller names. Raises InputError for what is no name of a file."""
+    if not isinstance(name, str | Path) or not str(name) or "\0" in str(name):
+        raise InputError(f"{verb} needs the name of a file or directory, not {name!r}; '.' is the current directory.")
+    return Path(name)
+
+
 def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 

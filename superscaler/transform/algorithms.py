@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Protocol
 
 from superscaler.errors import TransformError, unknown
@@ -15,6 +15,10 @@ class Algorithm(Protocol):
     """What `op_trans` applies: a name for the journal, and the axis that it adds to a part with `sizes` (per index)."""
 
     def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis: ...
+
+
+# Parts of one op: more than any cluster has devices and any step has microbatches.
+MOST_PARTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,9 @@ class Split:
         if self.sizes:
             whole = all(isinstance(size, Integral) and size >= 1 for size in self.sizes)
             if not whole or sum(self.sizes) != extent:
+                covers = sum(self.sizes) if all(isinstance(size, Real) for size in self.sizes) else "no"
                 raise TransformError(
-                    f"Split('{self.factor}', sizes={self.sizes}) covers {sum(self.sizes)} elements, but {where} has "
+                    f"Split('{self.factor}', sizes={self.sizes}) covers {covers} elements, but {where} has "
                     f"{extent} there; every size must be an integer of at least 1 and their sum {extent}."
                 )
             return tuple(int(size) for size in self.sizes)
@@ -122,3 +127,5 @@ def check_parts(parts: int, op: Op) -> None:
         raise TransformError(
             f"{op.name} cannot be made into {parts!r} parts; the number of parts must be an integer of at least 1."
         )
+    if parts > MOST_PARTS:
+        raise TransformError(f"{op.name} cannot be made into {parts} parts; choose at most {MOST_PARTS}.")

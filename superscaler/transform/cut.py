@@ -23,7 +23,7 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     if not parts.cells.size:
         raise TransformError(f"op_trans at {where} selects none of the parts of {op.name}; select at least one.")
     factor = getattr(algorithm, "factor", None)
-    if factor is not None:
+    if hasattr(algorithm, "factor"):
         graph.check_factor(str(factor))
     sizes = _sizes(graph, op, parts)
     made = {some: _axis(op, algorithm, some, where) for some in sizes}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superscaler.artifact import describe, initial_values, slots_of, write
+from superscaler.artifact import describe, initial_values, reads, slots_of, write
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
 from superscaler.ir.graph import Model
@@ -22,7 +22,7 @@ from superscaler.ir.program import Weight
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.launch import launch
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.step import Step, build_step, check_batch, modules
 from superscaler.runtime.threads import run_ranks
 from superscaler.verify.checks import CHECKS
 from superscaler.verify.locate import FLOOR, TOLERANCE, first_difference, model_step
@@ -65,6 +65,8 @@ def verify(
     """
     if shapes not in ("auto", "model", "small"):
         raise InputError(unknown("shapes", shapes, ["auto", "model", "small"]))
+    if batch is not None:
+        check_batch(batch, reads(compiled.graph.model))
     if shapes == "model" or (shapes == "auto" and not _is_large(compiled)):
         exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
         return {**certify(exact, backend, batch), "shapes": "model", "shrunk": {}}

@@ -52,6 +52,7 @@ def scattered(graph: ss.Graph, cluster: ss.Cluster) -> None:
 @pytest.mark.parametrize("plan", ["data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2", scattered])
 @pytest.mark.parametrize("module", [Taken(("one",)), Taken(("rt",)), Taken(("segments",)), Taken(TAKEN), Given()])
 def test_names_of_a_model_do_not_meet_those_of_its_code(plan: str, module: nn.Module) -> None:
+    torch.manual_seed(0)
     inputs = torch.randn(8, 8), torch.randn(8, 8)
     graph = ss.capture(module, inputs, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
     result = ss.compile(graph, plan, "local:2").verify()

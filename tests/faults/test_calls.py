@@ -1,0 +1,192 @@
+"""Calls of a careless user: each is refused in one short message that says what is wrong, and nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.errors import InputError, PlanError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.embedding(input_ids)).flatten(0, 1), labels.flatten())
+
+
+def batch(**other: Any) -> dict[str, Any]:
+    return {"input_ids": torch.arange(24).reshape(4, 6) % 16, "labels": torch.arange(24).reshape(4, 6) % 16, **other}
+
+
+def capture(**options: Any) -> ss.Graph:
+    net = Net()
+    return ss.capture(net, kwargs=batch(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), **options)
+
+
+class Context(NamedTuple):
+    graph: ss.Graph
+    plan: ss.Plan
+    step: Any
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    graph, folder = capture(), tmp_path_factory.mktemp("calls")
+    plan = ss.compile(graph, "single", "local:1")
+    plan.save(folder / "plan")
+    (folder / "file").write_text("x")
+    return Context(graph, plan, ss.load(folder / "plan"), folder)
+
+
+def quiet(c: Context, guard: Any) -> None:
+    with guard:
+        c.step(batch())
+
+
+def cut(c: Context, algorithm: Any) -> None:
+    graph = c.graph.copy()
+    ss.op_trans(graph, graph.forward_ops[0], algorithm)
+
+
+def assign(c: Context, device: Any) -> None:
+    graph = c.graph.copy()
+    ss.op_assign(graph, graph.ops, device)
+
+
+def generator(graph: ss.Graph, cluster: ss.Cluster) -> Iterator[int]:
+    yield 1
+
+
+async def coroutine(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    return None
+
+
+def no_argument() -> None:
+    return None
+
+
+def foreign() -> None:
+    ss.capture(Net(), kwargs=batch(), optimizer=torch.optim.SGD(Net().parameters(), lr=0.1))
+
+
+IDS = batch()["input_ids"]
+# What is called -> what is said.
+CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
+    "step in no_grad": (lambda c: quiet(c, torch.no_grad()), "outside of torch.no_grad"),
+    "step in inference mode": (lambda c: quiet(c, torch.inference_mode()), "outside of torch.no_grad"),
+    "a name too many": (lambda c: c.step(batch(x=IDS)), "the batch has .x.; this plan reads"),
+    "a name missing": (lambda c: c.step({"labels": IDS}), "the batch has no 'input_ids'"),
+    "an id too large": (lambda c: c.step(batch(input_ids=IDS + 1)), "'input_ids' has 16, but the model has 16 rows"),
+    "an id below zero": (lambda c: c.step(batch(input_ids=IDS - 1)), "'input_ids' has -1, but the model has 16 rows"),
+    "a label too large": (lambda c: c.step(batch(labels=IDS + 9)), "'labels' has 24, but the model has 16 rows"),
+    "a list": (lambda c: c.step([1]), "a batch is a dict of tensors by name, not list"),
+    "no batch": (lambda c: c.step(None), "a batch is a dict of tensors by name, not NoneType"),
+    "a tensor": (lambda c: c.step(IDS), "a batch is a dict of tensors by name, not Tensor"),
+    "text": (lambda c: c.step(batch(labels="x")), "'labels' is of str"),
+    "floats": (lambda c: c.step(batch(labels=IDS.float())), "'labels' is of torch.float32"),
+    "another shape": (lambda c: c.step(batch(labels=IDS[:2])), r"has shape \(2, 6\), but .* for \(4, 6\)"),
+    "a meta tensor": (lambda c: c.step(batch(labels=IDS.to("meta"))), "'labels' is a meta tensor"),
+    "a sparse tensor": (lambda c: c.step(batch(labels=IDS.to_sparse())), "'labels' is a torch.sparse_coo tensor"),
+    "clip nan": (lambda c: c.step(batch(), clip=float("nan")), "clip cannot be nan"),
+    "clip below zero": (lambda c: c.step(batch(), clip=-1), "clip cannot be -1"),
+    "clip zero": (lambda c: c.step(batch(), clip=0), "clip cannot be 0"),
+    "clip text": (lambda c: c.step(batch(), clip="1"), "clip cannot be '1'"),
+    "clip bool": (lambda c: c.step(batch(), clip=True), "clip cannot be True"),
+    "rate nan": (lambda c: setattr(c.step, "lr", float("nan")), "step.lr cannot be nan"),
+    "rates too many": (lambda c: setattr(c.step, "lr", [1, 2]), "2 learning rates .* has 1 parameter groups"),
+    "an empty state": (lambda c: c.step.load_state_dict({}), "takes what state_dict .* returned"),
+    "no state": (lambda c: c.step.load_state_dict(None), "takes what state_dict .* returned"),
+    "steps of text": (lambda c: c.step.load_state_dict({**c.step.state_dict(), "steps": "1"}), "takes what state_dict"),
+    "a state without weights": (
+        lambda c: c.step.load_state_dict({**c.step.state_dict(), "weights": {}}), "weight .* has shape None in this"),
+    "compile a module": (lambda c: ss.compile(Net(), "single", "local:1"), "graph that ss.capture returns, not Net"),
+    "compile without a plan": (lambda c: ss.compile(c.graph, None, "local:1"), "needs an sProgram and a Cluster"),
+    "compile for a number": (lambda c: ss.compile(c.graph, "single", 4), "needs an sProgram and a Cluster"),
+    "a billion devices": (lambda c: ss.compile(c.graph, "data_parallel", "local:1000000000"), "1000000000"),
+    "no devices": (lambda c: ss.compile(c.graph, "single", "local:0"), "1 servers with 0 devices each"),
+    "fewer devices": (lambda c: ss.compile(c.graph, "single", "local:-1"), "local:-1"),
+    "devices of text": (lambda c: ss.compile(c.graph, "single", "local:x"), "local:x"),
+    "no cluster": (lambda c: ss.compile(c.graph, "single", ""), "cluster"),
+    "no servers": (lambda c: ss.compile(c.graph, "single", "v100:0x8"), "0 servers with 8 devices each"),
+    "too many servers": (lambda c: ss.compile(c.graph, "single", "v100:1000000x1000000"), "1000000"),
+    "no plan": (lambda c: ss.compile(c.graph, "", "local:1"), "unknown plan ''"),
+    "an unknown key": (lambda c: ss.compile(c.graph, "single:x=1", "local:1"), "takes no keys|unknown key 'x'"),
+    "no stages": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=0", "local:2"), "at least 1"),
+    "fewer stages": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=-1", "local:2"), "at least 1"),
+    "stages of text": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=x", "local:2"), "stages is 'x'"),
+    "no microbatches": (
+        lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=0", "local:2"), "0 parts"),
+    "microbatches that do not divide": (
+        lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=3", "local:2"), "4 % 3 = 1"),
+    "more copies than devices": (lambda c: ss.compile(c.graph, f"hybrid:dp={10**20}", "local:2"), f"{10**20}"),
+    "a generator": (lambda c: ss.compile(c.graph, generator, "local:1"), "generator is a generator or async"),
+    "a coroutine": (lambda c: ss.compile(c.graph, coroutine, "local:1"), "coroutine is a generator or async"),
+    "a plan without arguments": (lambda c: ss.compile(c.graph, no_argument, "local:1"), "too many positional"),
+    "a plan that does nothing": (lambda c: ss.compile(c.graph, lambda graph, cluster: None, "local:1"), "on no device"),
+    "autocast of a dtype": (lambda c: capture(autocast=torch.bfloat16), "unknown autocast 'torch.bfloat16'"),
+    "autocast of int8": (lambda c: capture(autocast="int8"), "unknown autocast 'int8'"),
+    "a scaler of a number": (lambda c: capture(scaler=1), "takes a torch.amp.GradScaler as scaler, not 1"),
+    "a cache of a number": (lambda c: capture(cache=3), "cache"),
+    "capture of nothing": (lambda c: ss.capture(None), "capture needs a torch.nn.Module"),
+    "no optimizer": (lambda c: ss.capture(Net(), kwargs=batch()), "needs the optimizer of the training step"),
+    "an optimizer of another module": (lambda c: foreign(), "optimizer"),
+    "a billion copies": (lambda c: cut(c, ss.Replicate(10**9)), "into 1000000000 parts; choose at most 16777216"),
+    "fewer copies": (lambda c: cut(c, ss.Replicate(-1)), "-1 parts"),
+    "a billion parts": (lambda c: cut(c, ss.Split("batch", 10**9)), "into 1000000000 parts; choose at most 16777216"),
+    "no parts": (lambda c: cut(c, ss.Split("batch", 0)), "0 parts"),
+    "nan parts": (lambda c: cut(c, ss.Split("batch", float("nan"))), "nan parts"),
+    "None parts": (lambda c: cut(c, ss.Split("batch", None)), "parts"),
+    "sizes of text": (lambda c: cut(c, ss.Split("batch", sizes="ab")), "covers no elements"),
+    "no factor": (lambda c: cut(c, ss.Split(None, 2)), "unknown factor 'None'"),
+    "no algorithm": (lambda c: cut(c, "batch"), "needs an algorithm such as Split"),
+    "no graph": (lambda c: ss.op_trans(None, c.graph.ops, ss.Split("batch", 2)), "takes the graph first, not NoneType"),
+    "assign nothing": (lambda c: assign(c, None), "needs devices of the cluster"),
+    "assign text": (lambda c: assign(c, "0"), "needs devices of the cluster"),
+    "assign below zero": (lambda c: assign(c, -1), "needs devices of the cluster"),
+    "assign half": (lambda c: assign(c, 0.5), "needs devices of the cluster"),
+    "assign nan": (lambda c: assign(c, float("nan")), "needs devices of the cluster"),
+    "assign too far": (lambda c: assign(c, 10**30), "needs devices of the cluster"),
+    "assign to a number": (lambda c: ss.op_assign(c.graph.copy(), 1, 2), "a verb takes ops, parts"),
+    "order numbers": (lambda c: ss.op_order(c.graph.copy(), 1, 2), "a verb takes ops, parts"),
+    "select Q": (lambda c: c.graph.select(kind="Q"), "unknown kind of work 'Q'"),
+    "select a microbatch of text": (lambda c: c.graph.select(kind="F", microbatch="x"), "microbatch 'x' is no number"),
+    "an unknown op": (lambda c: c.graph.op("nope"), "unknown op 'nope'"),
+    "an op of a number": (lambda c: c.graph.op(3), "unknown op '3'"),
+    "a cluster of text": (lambda c: ss.Cluster.local("4"), "4"),
+    "an empty cluster": (lambda c: ss.Cluster.local(0), "0"),
+    "save to nothing": (lambda c: c.plan.save(None), "save needs the name of a file or directory, not None"),
+    "save to no name": (lambda c: c.plan.save(""), "save needs the name of a file or directory, not ''"),
+    "save to a file": (lambda c: c.plan.save(c.folder / "file"), "is a file; choose a directory"),
+    "save to a long name": (lambda c: c.plan.save(c.folder / ("x" * 300)), "cannot be"),
+    "save to a zero byte": (lambda c: c.plan.save("a\0b"), "save needs the name of a file or directory"),
+    "save where nobody may": (lambda c: c.plan.save("/proc/superscaler"), "cannot be written"),
+    "load what is not there": (lambda c: ss.load(c.folder / "none"), "is not a plan directory"),
+    "load nothing": (lambda c: ss.load(None), "load needs the name of a file or directory, not None"),
+    "load a number": (lambda c: ss.load(3), "load needs the name of a file or directory, not 3"),
+    "draw nothing": (lambda c: c.plan.draw(None), "draw needs the name of a file or directory, not None"),
+    "verify elsewhere": (lambda c: c.plan.verify(backend="mpi"), "unknown backend 'mpi'"),
+    "verify another batch": (lambda c: c.plan.verify(batch={"x": IDS}), "the batch has .x.; this plan reads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_careless_call_is_refused_in_a_short_message(name: str, context: Context) -> None:
+    call, message = CALLS[name]
+    before = {file.name: file.read_bytes() for file in context.folder.rglob("*") if file.is_file()}
+    with pytest.raises(PlanError, match=message) as error:
+        call(context)
+    assert isinstance(error.value, InputError) or error.value.exit_code in (1, 2)
+    assert len(str(error.value)) < 1500
+    assert before == {file.name: file.read_bytes() for file in context.folder.rglob("*") if file.is_file()}
+    # What was refused changed nothing: the step still trains.
+    assert float(context.step(batch()).detach()) > 0
