@@ -61,7 +61,7 @@ def _options(plans: list[str]) -> argparse.Namespace:
 
 
 def _line(kind: str, row: Any) -> str:
-    refused = row.caught["certificate"], row.caught["rendezvous"]
+    refused = row.caught["certificate"], row.caught["deadlock"]
     counts = (row.mutants, *refused, row.survived, row.ran, row.equal, len(row.failed))
     shown = "".join(f"{count:{width},}" for count, (_, width) in zip(counts, COUNTS, strict=True))
     raised = f"   {len(row.raised)} raised no ScheduleError" if row.raised else ""

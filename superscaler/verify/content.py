@@ -21,7 +21,7 @@ class Content:
     """What a name holds on each device of a cohort: `box` [devices, slots, 2] of a tensor or of its gradient, and the
     addends in it; None: all of each, once. Zeros that stand anywhere have no tensor.
 
-    `is_shared`: something else holds it too; `is_stale`: a weight that was updated since.
+    `is_shared`: something else holds it too; `is_stale`: a weight that was updated since; `shape`: that of such zeros.
     """
 
     tensor: str
@@ -31,6 +31,7 @@ class Content:
     dtype: str
     is_shared: bool = False
     is_stale: bool = False
+    shape: tuple[int, ...] = ()
 
     @property
     def lengths(self) -> Ints:

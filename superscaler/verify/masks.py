@@ -142,7 +142,7 @@ class Masks:
         whole = np.zeros((n, slots, 2), dtype=np.int64)
         whole[..., 1] = i.view
         if not read:
-            return [Content("", False, whole, {}, i.dtype)]
+            return [Content("", False, whole, {}, i.dtype, shape=i.shape)]
         boxes = cohort.data(at, "boxes").reshape(n, len(read), slots, 2)
         first = read[0]
         if first.box.shape[1] != slots or len(i.boxes) != len(i.pieces):

@@ -73,8 +73,11 @@ class Passes:
         """Return input `n` as what it is read as: all that the part needs, or some of its addends."""
         tensor, box = segment.function.inputs[n], segment.face(n, starts)
         if content.tensor == "" and not content.is_gradient:
-            if content.lengths.tolist() != (box[0, :, 1] - box[0, :, 0]).tolist():
-                raise Refusal(f"reads zeros of {content.lengths.tolist()} as {Mask(tensor, box_of(box[0]))}.")
+            lengths, spec = (box[0, :, 1] - box[0, :, 0]).tolist(), self.model.tensors[tensor]
+            wanted = lengths, spec.local_shape(tuple(lengths)), spec.dtype
+            if (content.lengths.tolist(), content.shape, content.dtype) != wanted:
+                zeros = f"{content.dtype} zeros of shape {content.shape}"
+                raise Refusal(f"reads {zeros} as {spec.dtype} {Mask(tensor, box_of(box[0]))}.")
             return Content(tensor, False, box, {}, content.dtype)
         if (content.tensor, content.is_gradient) != (tensor, False):
             raise Refusal(f"reads {kind_of(content)} as {tensor}.")

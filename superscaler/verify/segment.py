@@ -26,9 +26,17 @@ class Segment:
         self.columns = [np.array(where, dtype=np.int64) for where in function.coordinates]
         self.sizes = [np.array([hi - lo for lo, hi in box], dtype=np.int64) for box in function.boxes]
         self.maker = {o.tensor: (n, o) for n, op in enumerate(function.ops) for o in op.outputs}
+        made: set[str] = set()
         for op in function.ops:
             if kinds.op.get(op.name) != op:
                 raise Refusal(f"runs {op.name} as something else than what the model has.")
+            for k, operand in enumerate(op.inputs):
+                number = function.input_of.get((op.name, k))
+                if number is None and operand.tensor not in made:
+                    raise Refusal(f"runs {op.name} without {operand.tensor}.")
+                if number is not None and function.inputs[number] != operand.tensor:
+                    raise Refusal(f"gives {op.name} {function.inputs[number]} as {operand.tensor}.")
+            made |= {output.tensor for output in op.outputs}
 
     # Checks.
 

@@ -104,13 +104,13 @@ def drawn(found: Iterable[Mutant], most: int | None, seed: str) -> Iterator[Muta
 
 def judge(program: Program) -> tuple[str, str]:
     """Return which check refuses a program, if any does, and what it raised where that is no ScheduleError."""
-    for check in (check_program, rendezvous):
+    for name, check in (("certificate", check_program), ("deadlock", rendezvous)):
         try:
             check(program)
         except ScheduleError:
-            return check.__name__, ""
+            return name, ""
         except Exception as error:
-            return check.__name__, f"{check.__name__} raises {type(error).__name__}: {error}"
+            return name, f"the {name} raises {type(error).__name__}: {error}"
     return "", ""
 
 
