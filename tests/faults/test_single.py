@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
+import torch
 from outcome import SCOPES, differs, judge, sweep
 from single import mutants, without_frees
 from small_plans import PLANS, exact
 
-from superscaler.ir.program import Program
+import superscaler as ss
+from superscaler.errors import ScheduleError
+from superscaler.ir.program import Accumulate, Backward, Collective, Forward, Program, Recv
+from superscaler.models import build
+from superscaler.verify.certificate import check_program
 
 SWEEPS = [(name, scope) for name in PLANS for scope in SCOPES.get(name, ("one device",))]
 
@@ -54,3 +60,21 @@ def _check(name: str, scope: str, most: int | None, numbers: int) -> None:
     assert rows
     for field in ("missed", "failed", "raised"):
         assert not [text for row in rows.values() for text in getattr(row, field)], field
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Collective, Recv, Accumulate, Forward, Backward])
+def test_a_bug_in_one_device_of_1024_is_found(large: Program, kind: type) -> None:
+    devices, device = list(large.devices), large.devices[777]
+    at = next(n for n, i in enumerate(device.instructions) if isinstance(i, kind))
+    devices[777] = replace(device, instructions=device.instructions[:at] + device.instructions[at + 1 :])
+    with pytest.raises(ScheduleError, match=r"device 777, instruction \d+: "):
+        check_program(replace(large, devices=tuple(devices)))
+
+
+@pytest.fixture(scope="module")
+def large() -> Program:
+    built = build("gpt2:layers=8,hidden=64,heads=8,seq=64,vocab=512,batch=64,dropout=0,device=meta")
+    optimizer = torch.optim.SGD(built.module.parameters(), lr=0.1)
+    graph = ss.capture(built.module, built.args, built.kwargs, optimizer=optimizer)
+    return ss.compile(graph, "hybrid:dp=16,tp=8,pp=8,microbatches=4", "local:1024").compiled.program
