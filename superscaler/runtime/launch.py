@@ -85,8 +85,9 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     def order(rank: int) -> tuple[int, int]:
         failure = failures[rank]
         text = _exception(failure)
-        is_consequence = 1 if text.startswith(_LOST) else 2 if not text and failure.exitcode == -signal.SIGTERM else 0
-        return is_consequence, failure.timestamp
+        is_ended = not text and failure.exitcode == -signal.SIGTERM
+        # Who says why comes before who was killed: by a rank that found it stopped, maybe.
+        return 3 if is_ended else 2 if text.startswith(_LOST) else int(not text), failure.timestamp
 
     rank = min(failures, key=order)
     return rank, failures[rank]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,9 @@ from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.operators import import_operators
 from superscaler.runtime.scaler import Scaler
 from superscaler.specs.files import PLAN_FILE, WEIGHTS_FILE, named_path
+
+if TYPE_CHECKING:
+    from superscaler.runtime.watch import Watch
 
 
 class Step:
@@ -40,6 +43,7 @@ class Step:
             name: (tuple(shape), dtype) for name, (shape, dtype) in plan["inputs"].items()
         }
         self.bounds: dict[str, int] = dict(plan["bounds"])
+        self.watch: Watch | None = None
         self._function = programs[plan["programs"][self.rank]].step
         # Of all parameter groups, those without a weight here too: what is equal or not must be so on all ranks.
         self._lr = [float(group["lr"]) for group in plan["optimizer"]["groups"]]
@@ -140,6 +144,8 @@ class Step:
         return [float(here[number]["lr"]) if number in here else rate for number, rate in enumerate(self._lr)]
 
     def close(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
         self.state.communicator.close()
 
 
@@ -216,6 +222,7 @@ def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]
 def load(directory: str | Path) -> Step:
     """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1)."""
     from superscaler.runtime.distributed import connect
+    from superscaler.runtime.watch import watch
 
     path = named_path("load", directory)
     if not (path / PLAN_FILE).is_file():
@@ -240,4 +247,6 @@ def load(directory: str | Path) -> Step:
     with stored:
         tensors = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}
         weights = {name: stored.get_tensor(name) for name in sorted(tensors)}
-    return build_step(plan, modules(files, f"{path}/"), weights, communicator)
+    step = build_step(plan, modules(files, f"{path}/"), weights, communicator)
+    step.watch = watch(step.rank, step.world, f"{path}/", lambda: step.state.steps)
+    return step
