@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superscaler.errors import InputError
-from superscaler.models import batch
+from superscaler.models import family
 from superscaler.specs.options import Options, check_divides
 
 _FAMILY = {"sequences": 128, "residues": 256, "batch": 128, "passes": 3, "dropout": 0.15, "pair_dropout": 0.25}
@@ -34,8 +34,7 @@ _LARGE = {"hidden": 1024, "heads": 32, "pair": 384, "pair_heads": 16, "outer": 6
 _MIDDLE = {"hidden": 512, "heads": 16, "pair": 512, "pair_heads": 16, "outer": 64, **_FAMILY}
 _SMALL = {"hidden": 256, "heads": 8, "pair": 128, "pair_heads": 4, "outer": 32, **_FAMILY}
 _TINY = {"hidden": 40, "heads": 4, "pair": 24, "pair_heads": 4, "outer": 8, "sequences": 6, "residues": 12, "batch": 8}
-DEFAULT = "87m"
-OPTIONS = {
+_SIZES = {
     "tiny": {"layers": 2, **_TINY, "passes": 3, "dropout": 0.0, "pair_dropout": 0.0},
     "87m": {"layers": 48, **_SMALL},
     "930m": {"layers": 64, **_MIDDLE},
@@ -203,22 +202,18 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def build(options: Options) -> nn.Module:
-    """Return the module.
-
-    Keys: size, layers, hidden, heads, pair, pair_heads, outer, sequences, residues, batch, passes, dropout,
-    pair_dropout, seed, device.
-    """
-    check_divides("alphafold2", "hidden", "heads", options)
-    check_divides("alphafold2", "pair", "pair_heads", options)
+def build(name: str, options: Options) -> nn.Module:
+    """Return the module. Raises InputError for widths that heads do not divide, and for a rate of dropout above 1."""
+    check_divides(name, "hidden", "heads", options)
+    check_divides(name, "pair", "pair_heads", options)
     if not 0 <= options["pair_dropout"] < 1:
-        raise InputError(f"alphafold2: pair_dropout is {options['pair_dropout']}, but it must be at least 0, below 1.")
+        raise InputError(f"{name}: pair_dropout is {options['pair_dropout']}, but it must be at least 0, below 1.")
     return AlphaFold2(options)
 
 
 def make_batch(options: Options, step: int) -> dict[str, Tensor]:
     """Return random tokens, of which each chain masks more than the one before and knows fewer distances."""
-    draw = batch.generator(options["seed"], step)
+    draw = family.generator(options["seed"], step)
     chains, sequences, residues = options["batch"], options["sequences"], options["residues"]
     count = torch.arange(1, chains + 1, device="cpu")
     tokens = torch.randint(_MASK, (chains, sequences, residues), generator=draw, device="cpu")
@@ -229,6 +224,9 @@ def make_batch(options: Options, step: int) -> dict[str, Tensor]:
     return {
         "target": tokens[:, 0].clone(),
         "msa": tokens.masked_fill(masked, _MASK),
-        "labels": tokens.masked_fill(~masked, batch.IGNORED),
-        "distances": distances.masked_fill(unknown[:, None] | unknown[:, :, None], batch.IGNORED),
+        "labels": tokens.masked_fill(~masked, family.IGNORED),
+        "distances": distances.masked_fill(unknown[:, None] | unknown[:, :, None], family.IGNORED),
     }
+
+
+FAMILY = family.Family("87m", _SIZES, build, make_batch)
