@@ -30,7 +30,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and o
 
 
 @command
-def compile_model(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed = 0) -> None:
+def compile(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed = 0) -> None:
     """Compile MODEL under a plan for a cluster, and write what each device runs."""
     check_out(out)
     sprogram, devices = request.read()

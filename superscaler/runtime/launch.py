@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from superscaler.errors import InputError, RuntimeFailure
+from superscaler.timing import cores
 
 # Lines of a failed rank's standard error that are shown, of the ranks that do not write to the terminal.
 _TAIL = 40
@@ -46,7 +47,7 @@ def launch(program: Path, options: list[str], world: int, folder: Path | None = 
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
-        with _agent_environment(max(1, _cores() // world)):
+        with _agent_environment(max(1, cores() // world)):
             elastic_launch(config, sys.executable)(str(program), *options)
     except ChildFailedError as error:
         _end_line()
@@ -115,10 +116,6 @@ def _standard_error(folder: Path, rank: int) -> str:
     """Return the last lines that a rank wrote, if they did not go to the terminal."""
     file = folder / f"rank{rank}"
     return "\n".join(file.read_text(errors="replace").splitlines()[-_TAIL:]) if file.is_file() else ""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
