@@ -118,10 +118,11 @@ def _cuda() -> Iterator[Check]:
 
 def _probe(backend: str, world: int, check: Check) -> Check:
     """Run an all_reduce on `world` processes; return the check when it works, else with what went wrong."""
+    from superscaler.runtime.launch import call
     from superscaler.runtime.measure import probe
 
     try:
-        probe(backend, world)
+        call(probe, world, backend)
     except RuntimeFailure as error:
         return replace(check, ok=False, found=str(error))
     return check

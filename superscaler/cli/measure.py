@@ -37,9 +37,10 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     count = _count(spec)
     from superscaler.cluster import LINKS, LOCAL, Cluster
     from superscaler.cluster.fit import Sample, error, fit, predict
+    from superscaler.runtime.launch import call
     from superscaler.runtime.measure import measure as measure_links
 
-    samples = [Sample(f["kind"], tuple(f["group"]), f["size"], f["seconds"]) for f in measure_links(count)]
+    samples = [Sample(**found) for found in call(measure_links, count)[0]]
     samples.sort(key=lambda s: (s.link, s.kind, s.size))
     cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, LINKS[LOCAL]))
     largest = max(error(cluster.links, s) for s in samples)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -22,6 +23,24 @@ from superscaler.timing import cores
 
 # Lines of a failed rank's standard error that are shown, of the ranks that do not write to the terminal.
 _TAIL = 40
+T = TypeVar("T")
+
+_CALL = """from pathlib import Path
+
+from superscaler.runtime.process import answer
+
+answer(Path(__file__).parent)
+"""
+
+
+def call(function: Callable[..., T], world: int, *arguments: Any) -> list[T]:
+    """Return what `function(*arguments)`, of a module, gives on each of `world` ranks. Raises as `launch`."""
+    with tempfile.TemporaryDirectory(prefix="superscaler-") as name:
+        folder = Path(name)
+        (folder / "call.py").write_text(_CALL)
+        (folder / "call").write_bytes(pickle.dumps((function, arguments)))
+        launch(folder / "call.py", [], world, folder)
+        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
 
 def launch(program: Path, options: list[str], world: int, folder: Path | None = None) -> None:
@@ -136,11 +155,7 @@ def _agent_environment(threads: int) -> Iterator[None]:
         for name, value in variables.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
-        _restore(handlers)
-
-
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    for number, handler in handlers.items():
-        # Unchanged where this is not the main thread, which alone may set one; None was not set by Python.
-        if handler is not None and signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+        for number, handler in handlers.items():
+            # Unchanged where this is not the main thread, which alone may set one; None was not set by Python.
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
