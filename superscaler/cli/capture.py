@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from superscaler.cli.common import ModelRequest, Printer, command, table
-from superscaler.report.explain import group, scaled, some
-from superscaler.report.model import collapse, describe
+from superscaler.report.explain import scaled, some
+from superscaler.report.model import collapse, describe, group
 
 # Places and factors that a cell of the tables names; --json has all.
 _PLACES = 4

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from superscaler.errors import InputError
+from superscaler.report.model import group
 from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE, digest
 
 # Of explain.json; another one is not read.
 VERSION = 4
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
 _HASHES = ("model", "plan", "cluster", "weights", "sources", "code", "data")
@@ -97,14 +96,6 @@ class Block:
 def rows() -> TypeAdapter[list[Block]]:
     """Return what makes blocks of the plain data of explain.json, and back; what is as usual stays out of that."""
     return TypeAdapter(list[Block])
-
-
-def group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return the items by their key, in the order in which keys came."""
-    found: dict[K, list[T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
 
 
 def read(directory: Path) -> dict[str, Any]:
