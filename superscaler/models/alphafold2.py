@@ -5,18 +5,10 @@ pair representation (batch, residues, residues, pair). `layers` Evoformer blocks
 passes but the last run without gradients, and each starts from the results of the one before (recycling). The loss is
 2.0 times the cross entropy of the masked tokens and 0.3 times that of the distances between residues (distogram).
 
-Sizes: those of the paper's table, 128 sequences of 256 residues, batch 128, dropout 0.15 (MSA) and 0.25 (pair), three
-passes. The table gives layers, hidden and heads; pair, pair_heads and outer (the width of the outer product mean) are
-chosen to meet its parameter counts, and are AlphaFold2's own for 87m. Transitions are 4 times as wide.
-
-    size  layers  hidden  heads  pair  pair_heads  outer  parameters
-    87m       48     256      8   128           4     32  87.9 million (the default)
-    930m      64     512     16   512          16     64  947 million
-    2.4b      96    1024     32   384          16     64  2.41 billion
-    3.2b     128    1024     32   384          16     64  3.21 billion
-
-tiny: 2 layers, 6 sequences of 12 residues, batch 8, and dropout 0, so that runs can be compared. What the Evoformer of
-AlphaFold2 has beside this (templates, extra MSA, structure module, recycled positions) is left out.
+Sizes are those of the paper's table, which gives layers, hidden and heads; pair, pair_heads and outer (the width of the
+outer product mean) are chosen to meet its parameter counts (87.9 and 947 million, 2.41 and 3.21 billion), and are
+AlphaFold2's own for 87m. Transitions are 4 times as wide. What the Evoformer of AlphaFold2 has beside this (templates,
+extra MSA, structure module, recycled positions) is left out.
 """
 
 from __future__ import annotations
