@@ -6,43 +6,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from superscaler.cluster import Cluster
-    from superscaler.errors import PlanError
-    from superscaler.frontend.register import register
-    from superscaler.plan import Plan, capture, compile, load
-    from superscaler.verbs import (
-        Graph,
-        Microbatch,
-        Replicate,
-        Split,
-        ValueSplit,
-        op_assign,
-        op_order,
-        op_trans,
-        sprogram,
-    )
+    # As themselves: what a package has for others, to those who read types.
+    from superscaler.cluster import Cluster as Cluster
+    from superscaler.errors import PlanError as PlanError
+    from superscaler.frontend.register import register as register
+    from superscaler.plan import Plan as Plan
+    from superscaler.plan import capture as capture
+    from superscaler.plan import compile as compile
+    from superscaler.plan import load as load
+    from superscaler.verbs import Graph as Graph
+    from superscaler.verbs import Microbatch as Microbatch
+    from superscaler.verbs import Replicate as Replicate
+    from superscaler.verbs import Split as Split
+    from superscaler.verbs import ValueSplit as ValueSplit
+    from superscaler.verbs import op_assign as op_assign
+    from superscaler.verbs import op_order as op_order
+    from superscaler.verbs import op_trans as op_trans
+    from superscaler.verbs import sprogram as sprogram
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Cluster",
-    "Graph",
-    "Microbatch",
-    "Plan",
-    "PlanError",
-    "Replicate",
-    "Split",
-    "ValueSplit",
-    "__version__",
-    "capture",
-    "compile",
-    "load",
-    "op_assign",
-    "op_order",
-    "op_trans",
-    "register",
-    "sprogram",
-]
 
 _VERBS = ("Graph", "Microbatch", "Replicate", "Split", "ValueSplit", "op_assign", "op_order", "op_trans", "sprogram")
 _HOMES = {
@@ -52,6 +34,7 @@ _HOMES = {
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),
     **dict.fromkeys(_VERBS, "superscaler.verbs"),
 }
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,18 +24,7 @@ from superscaler.ir.program import Program
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph
 from superscaler.report.account import account, hash_values, manifest, origin
-from superscaler.specs.files import (
-    EXPLAIN_FILE,
-    JOURNAL_FILE,
-    MODEL_FILE,
-    PLAN_FILE,
-    PROGRAM_FILE,
-    RUN_FILE,
-    WEIGHTS_FILE,
-    digest,
-    plan_files,
-    read_plan,
-)  # fmt: skip
+from superscaler.specs import files as disk
 
 RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
 
@@ -137,7 +126,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     Returns False where the same plan is there already, which stays as it is. Files that are not of the older plan stay.
     Raises InputError for a directory that cannot be written, or where a file of that kind would be replaced.
     """
-    older = check_directory(directory)
+    older = disk.plan_files(directory)
     for target, home in _operators(compiled.graph.model).items():
         if home == ("", ""):
             raise InputError(
@@ -154,7 +143,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         if theirs:
             raise InputError(f"{directory / theirs[0]} is not of the plan there; move it, or choose another --out.")
         # First what says that the plan is whole; what a user keeps beside a plan is not ours to remove.
-        for name in (PLAN_FILE, *sorted(older)):
+        for name in (disk.PLAN_FILE, *sorted(older)):
             (directory / name).unlink(missing_ok=True)
         _write_files(directory, files, kept)
         return True
@@ -163,25 +152,13 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         raise InputError(f"{directory} cannot be written: {reason}; choose another directory.") from error
 
 
-def check_directory(directory: Path) -> frozenset[str]:
-    """Return the files of the plan in a directory. Raises InputError for a file, and for a directory that holds
-    something else than a plan.
-    """
-    try:
-        if directory.exists() and not directory.is_dir():
-            raise InputError(f"{directory} is a file; choose a directory.")
-        return plan_files(directory)
-    except OSError as error:
-        raise InputError(f"{directory} cannot be read: {error.strerror}; choose another directory.") from error
-
-
 def texts(program: Program, emitted: Emitted) -> dict[str, str]:
     """Return the files that follow from a program: the code, the model, the program itself, what starts it."""
     return {
         **emitted.files,
-        MODEL_FILE: print_model(without_sources(program.model)),
-        PROGRAM_FILE: print_program(program),
-        RUN_FILE: RUN.format(world=program.world),
+        disk.MODEL_FILE: print_model(without_sources(program.model)),
+        disk.PROGRAM_FILE: print_program(program),
+        disk.RUN_FILE: RUN.format(world=program.world),
     }
 
 
@@ -190,40 +167,40 @@ def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[
     data = describe(compiled, seed)
     files = {
         **texts(compiled.program, compiled.emitted),
-        JOURNAL_FILE: "".join(f"{entry}\n" for entry in compiled.graph.journal),
-        EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
+        disk.JOURNAL_FILE: "".join(f"{entry}\n" for entry in compiled.graph.journal),
+        disk.EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
     }
-    hashes = {name: digest(text) for name, text in files.items()}
+    hashes = {name: disk.digest(text) for name, text in files.items()}
     kept = {**manifest(compiled, values), "data": data_hash(data), "files": hashes}
     kept["self"] = _own_hash(kept)
-    return {**files, PLAN_FILE: json.dumps({**data, "manifest": kept}, indent=1) + "\n"}
+    return {**files, disk.PLAN_FILE: json.dumps({**data, "manifest": kept}, indent=1) + "\n"}
 
 
 def data_hash(plan: Mapping[str, Any]) -> str:
     """Return the hash of plan.json without its manifest."""
-    return digest(json.dumps({k: v for k, v in plan.items() if k != "manifest"}, sort_keys=True))
+    return disk.digest(json.dumps({k: v for k, v in plan.items() if k != "manifest"}, sort_keys=True))
 
 
 def _own_hash(kept: Mapping[str, Any]) -> str:
-    return digest(json.dumps({k: v for k, v in kept.items() if k != "self"}, sort_keys=True))
+    return disk.digest(json.dumps({k: v for k, v in kept.items() if k != "self"}, sort_keys=True))
 
 
 def damaged(directory: Path, plan: Mapping[str, Any]) -> str:
     """Return which file of a plan directory is not what the manifest of plan.json says; empty where all are."""
     kept = plan["manifest"]
     if data_hash(plan) != kept.get("data") or _own_hash(kept) != kept.get("self"):
-        return PLAN_FILE
+        return disk.PLAN_FILE
     for name, shown in kept["files"].items():
         try:
-            if digest((directory / name).read_text()) != shown:
+            if disk.digest((directory / name).read_text()) != shown:
                 return str(name)
         except (OSError, UnicodeDecodeError):
             return str(name)
     try:
-        stored = hash_values(load_file(directory / WEIGHTS_FILE))
+        stored = hash_values(load_file(directory / disk.WEIGHTS_FILE))
     except (OSError, SafetensorError):
-        return WEIGHTS_FILE
-    return "" if stored == kept.get("weights") else WEIGHTS_FILE
+        return disk.WEIGHTS_FILE
+    return "" if stored == kept.get("weights") else disk.WEIGHTS_FILE
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:
@@ -231,10 +208,10 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
     None where it holds another one, or none.
     """
     try:
-        plan = read_plan(directory)
+        plan = disk.read_plan(directory)
         if plan["seed"] != seed or not origin(graph, cluster, values).items() <= plan["manifest"].items():
             return None
-        return None if damaged(directory, plan) else json.loads((directory / EXPLAIN_FILE).read_text())
+        return None if damaged(directory, plan) else json.loads((directory / disk.EXPLAIN_FILE).read_text())
     except (InputError, OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -242,18 +219,20 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
 def _is_there(directory: Path, files: Mapping[str, str]) -> bool:
     """Tell whether a directory holds these files, and weights of the hash in its manifest."""
     try:
-        plan, other = read_plan(directory), json.loads(files[PLAN_FILE])
+        plan, other = disk.read_plan(directory), json.loads(files[disk.PLAN_FILE])
         # The journal says where the plan was written, which may have moved.
         is_whole = not damaged(directory, plan)
         for one in (plan, other):
-            del one["manifest"]["files"][JOURNAL_FILE], one["manifest"]["self"]
+            del one["manifest"]["files"][disk.JOURNAL_FILE], one["manifest"]["self"]
         return bool(is_whole and plan == other)
     except (InputError, KeyError, OSError):
         return False
 
 
 def _write_files(directory: Path, files: Mapping[str, str], values: Mapping[str, Tensor]) -> None:
-    save_file({name: value.detach().clone().contiguous() for name, value in values.items()}, directory / WEIGHTS_FILE)
+    save_file(
+        {name: value.detach().clone().contiguous() for name, value in values.items()}, directory / disk.WEIGHTS_FILE
+    )
     # plan.json is written last: a directory that has one is whole.
     for name, text in files.items():
         (directory / name).write_text(text)

@@ -17,7 +17,7 @@ from superscaler.ir.spmd import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
 from superscaler.schedule.homes import place_updates
-from superscaler.schedule.nodes import Relaxation, Schedule
+from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.spmd import find_fold, restrict
 from superscaler.timing import timed, without_garbage_collection
@@ -54,11 +54,6 @@ class Compiled:
     def moves(self) -> list[Move]:
         """Return what is moved how, and why."""
         return moves(self.program)
-
-    @property
-    def relaxations(self) -> tuple[Relaxation, ...]:
-        """Return what was given up because there was no order otherwise: such a plan may be slower than it looks."""
-        return self.schedule.relaxations
 
     @property
     def counts(self) -> dict[str, int]:
@@ -108,7 +103,11 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
 
 def place(planned: Graph, cluster: Cluster) -> Graph:
     """Place the updates that no op_assign placed. Raises PlanError if any other part is on no device of the cluster."""
-    check_devices(planned, cluster)
+    last = len(cluster.devices) - 1
+    for op in planned.ops:
+        device = max(planned.grids[op.name].used())
+        if device > last:
+            raise InputError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {last}.")
     check_assigned(planned)
     place_updates(planned)
     return planned
@@ -140,12 +139,3 @@ def _folded(planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[s
         except Unfoldable as error:
             assert fold is not None
             fold = fold.without(error.axis)
-
-
-def check_devices(graph: Graph, cluster: Cluster) -> None:
-    """Raise PlanError if a part is placed on a device that the cluster does not have."""
-    last = len(cluster.devices) - 1
-    for op in graph.ops:
-        device = max(graph.grids[op.name].used())
-        if device > last:
-            raise InputError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {last}.")

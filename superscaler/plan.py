@@ -51,7 +51,7 @@ class Plan:
             seconds = {"certify": 0.0}
             with timed(seconds, "certify"):
                 for check in CHECKS.values():
-                    check(self.compiled)
+                    check(self.compiled.program)
             self._certified = seconds
         return {**dict.fromkeys(CHECKS, True), **self.counts}
 
@@ -96,22 +96,24 @@ class Plan:
 
 
 def compile_to(
-    graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path, seed: int = 0
+    graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path | None, seed: int = 0
 ) -> tuple[str, dict[str, int], dict[str, float], bool]:
-    """Compile a plan into a directory, and certify it. One that holds the same plan stays; only the sProgram runs then.
+    """Compile a plan, certify it, and write it into a directory. One that holds the same plan stays; only the sProgram
+    runs then.
 
     Returns the plan's summary and counts, the seconds per phase, and whether it was written.
     """
     planned, phases = transform(graph, sprogram, cluster)
     captured = graph.captured
-    values = initial_values(graph.model, captured.values, seed)
-    kept = reuse(planned, cluster, directory, values, seed)
+    values = {} if directory is None else initial_values(graph.model, captured.values, seed)
+    kept = None if directory is None else reuse(planned, cluster, directory, values, seed)
     if kept is not None:
         seconds = {**captured.seconds, **phases}
         return kept["summary"], kept["counts"], {**seconds, "total": sum(seconds.values())}, False
     plan = Plan(finish(planned, cluster, phases))
     plan.validate()
-    return plan.summary(), plan.counts, plan.seconds, write(plan.compiled, directory, values, seed)
+    is_new = directory is None or write(plan.compiled, directory, values, seed)
+    return plan.summary(), plan.counts, plan.seconds, is_new
 
 
 def capture(

@@ -1,11 +1,17 @@
-"""How long things take, and Python's garbage collector held back where it costs more than it frees."""
+"""How long things take, on how many cores, and garbage collection held back where it costs more than it frees."""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -2,71 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from superscaler.cli.common import ModelRequest, Printer, command
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from superscaler.cli.common import ModelRequest, Printer, command, table
+from superscaler.report.explain import scaled, some
+from superscaler.report.model import collapse, describe, group
 
 # Places and factors that a cell of the tables names; --json has all.
 _PLACES = 4
+_MARKS = ("spatial", "summed", "frozen")
 
 
 @command
 def capture(printer: Printer, request: ModelRequest) -> None:
     """Capture MODEL and list its operators, its factors (what a plan can split) and what cannot be cut, and why."""
     graph, built = request.capture()
-    from superscaler.report.model import describe
-
     found = describe(graph.model)
-    printer.show(_op_table(found), _factor_table(found), _summary(built.name, found), *_frozen(found))
+    ops = table(("operator", "count", "one of them", "frozen on"), _ops(found), ("count",), "Forward operators")
+    numbers = ("size", "count", *_MARKS)
+    factors = table(("factor", *numbers, "where"), _factors(found), numbers, "Factors")
+    printer.show(ops, factors, _summary(built.name, found), *_frozen(found))
     printer.result = {"model": built.name, **found, "seconds": dict(graph.captured.seconds)}
 
 
-def _op_table(found: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table("operator", "count", "one of them", "frozen on", title="Forward operators")
-    table.columns[1].justify = "right"
+def _ops(found: dict[str, Any]) -> Iterator[Sequence[str]]:
     for row in found["operators"]:
         notation = " ".join(map(_collapse_word, row["notation"].partition(": ")[2].split()))
         frozen = [f"{factor} ({count})" for factor, count in row["frozen"].items()]
-        table.add_row(row["operator"], str(row["count"]), notation, _some(frozen))
-    return table
+        yield row["operator"], str(row["count"]), notation, some(frozen, _PLACES)
 
 
 def _collapse_word(word: str) -> str:
-    from superscaler.report.model import collapse
-
     name = word.rstrip("+^,")
     return collapse(name) + word[len(name) :]
 
 
-def _factor_table(found: dict[str, Any]) -> Table:
-    """Return the table of factors; those of one size that differ only in the numbers of their blocks share a row."""
-    from rich.table import Table
-
-    from superscaler.report.model import collapse
-
-    table = Table("factor", "size", "count", "spatial", "summed", "frozen", "where", title="Factors")
-    for column in table.columns[1:6]:
-        column.justify = "right"
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for factor in found["factors"]:
-        groups.setdefault((collapse(factor["name"]), factor["size"]), []).append(factor)
-    for (name, size), rows in groups.items():
-        counts = [str(sum(row[mark] for row in rows)) for mark in ("spatial", "summed", "frozen")]
-        where = dict.fromkeys(collapse(place) for row in rows for place in row["where"])
-        table.add_row(name, str(size), str(len(rows)), *counts, _some(where))
-    return table
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _PLACES} more" if len(names) > _PLACES else ""
-    return ", ".join(names[:_PLACES]) + more
+def _factors(found: dict[str, Any]) -> Iterator[Sequence[str]]:
+    """Yield the rows of factors; those of one size that differ only in the numbers of their blocks share a row."""
+    for (name, size), rows in group(found["factors"], lambda f: (collapse(f["name"]), f["size"])).items():
+        counts = [str(sum(row[mark] for row in rows)) for mark in _MARKS]
+        where = list(dict.fromkeys(collapse(place) for row in rows for place in row["where"]))
+        yield name, str(size), str(len(rows)), *counts, some(where, _PLACES)
 
 
 def _summary(name: str, found: dict[str, Any]) -> str:
@@ -89,7 +66,7 @@ def _frozen(found: dict[str, Any]) -> list[str]:
     rows = [row for row in found["frozen"] if row["reason"] != "no rule"]
     if rows:
         lines.append("frozen indices, which their ops read or make whole on every device:")
-    lines += [f"  {r['operator']} ({r['count']}) {r['reason']}: {_some(r['factors'])}" for r in rows]
+    lines += [f"  {r['operator']} ({r['count']}) {r['reason']}: {some(r['factors'], _PLACES)}" for r in rows]
     return lines
 
 
@@ -99,7 +76,4 @@ def _bytes(count: int) -> str:
     >>> _bytes(1500), _bytes(2_500_000_000)
     ('1.5 kB', '2.5 GB')
     """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count} B"
+    return scaled(count, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")), ".4g") or f"{count} B"

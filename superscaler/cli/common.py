@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from superscaler.specs.options import AUTOCASTS, OPTIMIZERS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from superscaler.cluster import Cluster
     from superscaler.models import BuiltModel
@@ -29,12 +30,10 @@ if TYPE_CHECKING:
 def printing(as_json: bool) -> Iterator[Printer]:
     """Give a printer. With JSON, whatever else is printed meanwhile goes to standard error."""
     printer = Printer(as_json)
-    if not as_json:
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
         yield printer
-    else:
-        with redirect_stdout(sys.stderr):
-            yield printer
-    printer.finish()
+    if as_json and printer.result is not None:
+        print(json.dumps(plain(printer.result), allow_nan=False), flush=True)
 
 
 @dataclass
@@ -52,10 +51,6 @@ class Printer:
         for thing in things:
             console.print(thing)
 
-    def finish(self) -> None:
-        if self.as_json and self.result is not None:
-            print(json.dumps(plain(self.result), allow_nan=False), flush=True)
-
 
 def plain(value: Any) -> Any:
     """Return the value as JSON has it: numbers that are not finite become null."""
@@ -66,6 +61,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     return value
+
+
+def table(
+    names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), title: str | None = None
+) -> Table:
+    """Return a table for people, whose columns `right` have numbers."""
+    from rich.table import Column, Table
+
+    made = Table(*(Column(name, justify="right" if name in right else "left") for name in names), title=title)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def option(name: str, told: str, metavar: str | None = None) -> Any:

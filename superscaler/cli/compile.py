@@ -30,20 +30,14 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and o
 
 
 @command
-def compile_model(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed = 0) -> None:
+def compile(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed = 0) -> None:
     """Compile MODEL under a plan for a cluster, and write what each device runs."""
     check_out(out)
     sprogram, devices = request.read()
-    from superscaler.plan import compile as compile_graph
     from superscaler.plan import compile_to
 
     graph, built = request.capture()
-    if out is None:
-        compiled, is_new = compile_graph(graph, sprogram, devices), True
-        compiled.validate()
-        summary, counts, seconds = compiled.summary(), compiled.counts, compiled.seconds
-    else:
-        summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
+    summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
     printer.show(summary, told(seconds, counts), *saved(out, len(devices.devices), is_new))
     printer.result = {
         "model": built.name,

@@ -7,16 +7,15 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated
 
 from superscaler import cache
 from superscaler.cli import measure as links
-from superscaler.cli.common import Printer, command
+from superscaler.cli.common import Printer, command, option, table
 from superscaler.errors import RuntimeFailure
+from superscaler.timing import cores
 
 # The supported versions of torch: from the first, below the second. The package's own requirement says the same.
 TORCH = ((2, 11), (2, 14))
@@ -37,16 +36,11 @@ class Check:
 @command
 def doctor(
     printer: Printer,
-    measure: Annotated[bool, typer.Option("--measure", help="Time collectives instead, and fit the links.")] = False,
+    measure: Annotated[bool, option("--measure", "Time collectives instead, and fit the links.")] = False,
     cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster", metavar="CLUSTER", help="With --measure: local:N; default: one process a GPU or core."
-        ),
+        str | None, option("--cluster", "With --measure: local:N; default: one process a GPU or core.", "CLUSTER")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="With --measure: the cluster file to write, for --cluster.")
-    ] = None,
+    out: Annotated[Path | None, option("--out", "With --measure: the cluster file to write, for --cluster.")] = None,
 ) -> bool:
     """Try out what SuperScaler needs on this machine. Exit code 1 when something required is missing."""
     if measure:
@@ -55,7 +49,10 @@ def doctor(
     links.check_alone(cluster, out)
     checks = list(examine())
     ready = all(c.ok for c in checks if c.required)
-    printer.show(_table(checks), "ready to train" if ready else "not ready: see the rows that are missing")
+    printer.show(
+        table(("check", "", "found", "what to do"), map(_row, checks)),
+        "ready to train" if ready else "not ready: see the rows that are missing",
+    )
     printer.result = {"ready": ready, "checks": [asdict(c) for c in checks]}
     return ready
 
@@ -85,9 +82,8 @@ def _torch() -> Check:
     low, high = (".".join(map(str, v)) for v in TORCH)
     advice = f"pip install 'torch>={low},<{high}'"
     version = _version("torch")
-    if version is None:
-        return Check("torch", False, "not installed", advice, True)
-    return Check("torch", TORCH[0] <= parse_version(version) < TORCH[1], version, advice, True)
+    is_supported = version is not None and TORCH[0] <= parse_version(version) < TORCH[1]
+    return Check("torch", is_supported, version or "not installed", advice, True)
 
 
 def parse_version(version: str) -> tuple[int, int]:
@@ -102,9 +98,8 @@ def parse_version(version: str) -> tuple[int, int]:
 
 def gloo() -> Check:
     """Run two processes that add their numbers up."""
-    trouble = _probe("gloo", 2)
     advice = "allow processes to connect on this machine: check the firewall and that 'localhost' resolves"
-    return Check("gloo (CPU)", not trouble, trouble or "2 processes, all_reduce", advice, True)
+    return _probe("gloo", 2, Check("gloo (CPU)", True, "2 processes, all_reduce", advice, True))
 
 
 def _cuda() -> Iterator[Check]:
@@ -117,19 +112,20 @@ def _cuda() -> Iterator[Check]:
         return
     yield Check("CUDA", True, f"{count} x {torch.cuda.get_device_name(0)}")
     world = min(count, 2)
-    trouble = _probe("nccl", world)
-    yield Check("nccl (GPU)", not trouble, trouble or f"{world} processes, all_reduce", "run with NCCL_DEBUG=INFO")
+    check = Check("nccl (GPU)", True, f"{world} processes, all_reduce", "run with NCCL_DEBUG=INFO")
+    yield _probe("nccl", world, check)
 
 
-def _probe(backend: str, world: int) -> str:
-    """Run an all_reduce on `world` processes; return nothing when it works, else what went wrong."""
+def _probe(backend: str, world: int, check: Check) -> Check:
+    """Run an all_reduce on `world` processes; return the check when it works, else with what went wrong."""
+    from superscaler.runtime.launch import call
     from superscaler.runtime.measure import probe
 
     try:
-        probe(backend, world)
+        call(probe, world, backend)
     except RuntimeFailure as error:
-        return str(error)
-    return ""
+        return replace(check, ok=False, found=str(error))
+    return check
 
 
 def _transformers() -> Check:
@@ -146,25 +142,20 @@ def _version(package: str) -> str | None:
 
 
 def _cores() -> Check:
-    count = links.cores()
-    return Check("cores", count > 1, str(count), "more processes than cores take turns: use small models and local:2")
+    return Check(
+        "cores", cores() > 1, str(cores()), "more processes than cores take turns: use small models and local:2"
+    )
 
 
 def _memory() -> Check:
-    free = _free_memory()
-    if free is None:
+    """Look at what a new process may take without swapping, where the system tells."""
+    told = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", told.read_text()) if told.is_file() else None
+    if found is None:
         return Check("memory", True, "unknown on this system")
+    free = int(found[1]) * 1024
     advice = "training needs about 16 bytes a parameter beside the activations: take a smaller model"
     return Check("memory", free > 2 * 10**9, f"{free / 10**9:.1f} GB free", advice)
-
-
-def _free_memory() -> int | None:
-    """Return the bytes that a new process may take without swapping, where the system tells."""
-    told = Path("/proc/meminfo")
-    if not told.is_file():
-        return None
-    found = re.search(r"MemAvailable:\s+(\d+) kB", told.read_text())
-    return int(found[1]) * 1024 if found else None
 
 
 def _cache() -> Check:
@@ -176,11 +167,6 @@ def _cache() -> Check:
     return Check("cache", True, f"{home}: {count} captures, {size / 10**6:.1f} MB")
 
 
-def _table(checks: list[Check]) -> Any:
-    from rich.table import Table
-
-    table = Table("check", "", "found", "what to do")
-    for check in checks:
-        state = "ok" if check.ok else "MISSING" if check.required else "missing"
-        table.add_row(check.name, state, check.found, "" if check.ok else check.advice)
-    return table
+def _row(check: Check) -> tuple[str, ...]:
+    state = "ok" if check.ok else "MISSING" if check.required else "missing"
+    return check.name, state, check.found, "" if check.ok else check.advice

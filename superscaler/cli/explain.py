@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from superscaler.cli.common import Printer, command
+from superscaler.cli.common import Printer, command, option
 from superscaler.report.explain import difference, read, words
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan directory that compile --out wrote.")]
@@ -19,7 +19,7 @@ def explain(
     plan: Directory,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw instead: exchanges of several steps, with layouts, bytes and seconds."),
+        option("--svg", "Draw instead: exchanges of several steps, with layouts, bytes and seconds.", "FILE"),
     ] = None,
 ) -> None:
     """Say what a plan does: per block its splits, weights and communication; the order; the totals of a step."""

@@ -10,7 +10,7 @@ import typer
 
 import superscaler
 from superscaler.cli.capture import capture
-from superscaler.cli.compile import compile_model
+from superscaler.cli.compile import compile
 from superscaler.cli.doctor import doctor
 from superscaler.cli.explain import diff, explain
 from superscaler.cli.train import train
@@ -25,14 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("capture")(capture)
-app.command("compile")(compile_model)
-app.command("validate")(validate)
-app.command("verify")(verify)
-app.command("train")(train)
-app.command("explain")(explain)
-app.command("diff")(diff)
-app.command("doctor")(doctor)
+for verb in (capture, compile, validate, verify, train, explain, diff, doctor):
+    app.command(verb.__name__)(verb)
 
 
 def _version(wanted: bool) -> None:

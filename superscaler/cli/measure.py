@@ -6,10 +6,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from superscaler.cli.common import Printer
+from superscaler.cli.common import Printer, table
 from superscaler.errors import InputError
+from superscaler.timing import cores
 
 if TYPE_CHECKING:
     from superscaler.cluster import Cluster
@@ -19,6 +20,7 @@ _ENDINGS = (".yaml", ".yml")
 # Without --cluster: more than this take long on a CPU and tell little more.
 _USUAL = 4
 _MOST = 64
+_NUMBERS = ("bytes", "measured us", "fitted us", "error")
 
 
 def check_alone(spec: str | None, out: Path | None) -> None:
@@ -34,14 +36,17 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
         _check_out(out)
     count = _count(spec)
     from superscaler.cluster import LINKS, LOCAL, Cluster
-    from superscaler.cluster.fit import Sample, error, fit
+    from superscaler.cluster.fit import Sample, error, fit, predict
+    from superscaler.runtime.launch import call
     from superscaler.runtime.measure import measure as measure_links
 
-    samples = [Sample(f["kind"], tuple(f["group"]), f["size"], f["seconds"]) for f in measure_links(count)]
+    samples = [Sample(**found) for found in call(measure_links, count)[0]]
     samples.sort(key=lambda s: (s.link, s.kind, s.size))
     cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, LINKS[LOCAL]))
     largest = max(error(cluster.links, s) for s in samples)
-    printer.show(_table(cluster, samples), f"largest error {largest:.0%}, {count} processes", *_links(cluster))
+    fitted = [predict(cluster.links, s) for s in samples]
+    shown = table(("collective", *_NUMBERS), map(_row, samples, fitted), _NUMBERS)
+    printer.show(shown, f"largest error {largest:.0%}, {count} processes", *_links(cluster))
     if out is not None:
         _write(out, cluster)
         printer.show(f"wrote {out}; use it as --cluster {out}")
@@ -49,7 +54,7 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
         "cluster": str(cluster),
         "links": asdict(cluster.links),
         "largest_error": largest,
-        "samples": [{**asdict(s), "fitted": _fitted(cluster, s)} for s in samples],
+        "samples": [{**asdict(s), "fitted": f} for s, f in zip(samples, fitted, strict=True)],
     }
 
 
@@ -81,10 +86,6 @@ def _count(spec: str | None) -> int:
     return count
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _write(out: Path, cluster: Cluster) -> None:
     import yaml
 
@@ -95,28 +96,10 @@ def _write(out: Path, cluster: Cluster) -> None:
         raise InputError(f"--out {out} cannot be written: {error.strerror}.") from None
 
 
-def _fitted(cluster: Cluster, sample: Sample) -> float:
-    return cluster.seconds(sample.kind, [sample.group], sample.size)
-
-
-def _table(cluster: Cluster, samples: Sequence[Sample]) -> Any:
-    from rich.table import Table
-
-    table = Table("collective", *(_column(name) for name in ("bytes", "measured us", "fitted us", "error")))
-    for sample in samples:
-        fitted = _fitted(cluster, sample)
-        row = (f"{sample.size:,}", f"{sample.seconds * 1e6:.1f}", f"{fitted * 1e6:.1f}")
-        table.add_row(_NAMES.get(sample.link, sample.kind), *row, f"{fitted / sample.seconds - 1:+.0%}")
-    return table
-
-
-def _column(name: str) -> Any:
-    from rich.table import Column
-
-    return Column(name, justify="right")
-
-
-_NAMES = {"device": "copy", "pair": "send"}
+def _row(sample: Sample, fitted: float) -> Sequence[str]:
+    seconds = (f"{value * 1e6:.1f}" for value in (sample.seconds, fitted))
+    name = {"device": "copy", "pair": "send"}.get(sample.link, sample.kind)
+    return name, f"{sample.size:,}", *seconds, f"{fitted / sample.seconds - 1:+.0%}"
 
 
 def _links(cluster: Cluster) -> list[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import PlanRequest, Printer, command
+from superscaler.cli.common import PlanRequest, Printer, command, option
 from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.errors import InputError
 
@@ -20,9 +20,9 @@ def train(
     printer: Printer,
     request: PlanRequest,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to train.")] = 20,
-    clip: Annotated[float | None, typer.Option("--clip", help="Largest global norm of the gradients.")] = None,
+    clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", metavar="FILE", help="Text to learn, byte by byte; default: Python's own.")
+        Path | None, option("--data", "Text to learn, byte by byte; default: Python's own.", "FILE")
     ] = None,
     out: Out = None,
     seed: Seed = 0,
@@ -32,10 +32,11 @@ def train(
     compiled, built = request.compile()
     from superscaler.train.launch import train as launch
 
-    with _directory(out) as directory:
-        compiled.save(directory, seed)
+    # The directory that was asked for, or one that is removed afterwards.
+    with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
+        compiled.save(folder, seed)
         world = compiled.compiled.program.world
-        result = launch(directory, world=world, steps=steps, data=data, clip=clip, seed=seed)
+        result = launch(Path(folder), world=world, steps=steps, data=data, clip=clip, seed=seed)
     printer.show(_told(result))
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
 
@@ -53,16 +54,6 @@ def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path
         raise InputError(f"--clip is {clip}, but a norm to clip to is a number above 0.")
     if data is not None and not data.is_file():
         raise InputError(f"--data {data} is not a file; give a text, or leave it out.")
-
-
-@contextmanager
-def _directory(out: Path | None) -> Iterator[Path]:
-    """Give the directory that was asked for, or one that is removed afterwards."""
-    if out is not None:
-        yield out
-    else:
-        with tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
-            yield Path(folder)
 
 
 def _told(result: Mapping[str, Any]) -> str:

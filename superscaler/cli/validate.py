@@ -26,7 +26,7 @@ def validate(
     printer: Printer,
     request: Request,
     no_manifest: Annotated[
-        bool, typer.Option("--no-manifest", help="Of a directory: leave its hashes out, ask the certificate alone.")
+        bool, option("--no-manifest", "Of a directory: leave its hashes out, ask the certificate alone.")
     ] = False,
 ) -> None:
     """Certify the program of a plan: every read finds its elements with their whole value, no device waits forever.

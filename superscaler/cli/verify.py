@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from superscaler.cli.common import PlanRequest, Printer, command
+from superscaler.cli.common import PlanRequest, Printer, command, option
+from superscaler.report.model import collapse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,12 +18,10 @@ if TYPE_CHECKING:
 def verify(
     printer: Printer,
     request: PlanRequest,
-    processes: Annotated[
-        bool, typer.Option("--processes", help="Run each device as a process instead of a thread.")
-    ] = False,
+    processes: Annotated[bool, option("--processes", "Run each device as a process instead of a thread.")] = False,
     shapes: Annotated[
         str,
-        typer.Option(help="Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
+        option("--shapes", "Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
     ] = "auto",
 ) -> bool:
     """Run one step of the plan and of the model in float64 and compare. Exit code 1 when they are not equal."""
@@ -53,8 +50,6 @@ def _certificate(result: Mapping[str, Any]) -> str:
 
 
 def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:
-    from superscaler.report.model import collapse
-
     return ", ".join(dict.fromkeys(f"{collapse(name)} {before} -> {after}" for name, (before, after) in sizes.items()))
 
 

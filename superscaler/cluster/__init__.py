@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from superscaler.cluster.cluster import Cluster, Device
-from superscaler.cluster.links import LINKS, Link, Links
-from superscaler.cluster.presets import LOCAL, PRESETS, DeviceKind
+from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Link, Links
 
 __all__ = ["LINKS", "LOCAL", "PRESETS", "Cluster", "Device", "DeviceKind", "Link", "Links"]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from superscaler.cluster.links import LINKS, Links
-from superscaler.cluster.presets import LOCAL, PRESETS, DeviceKind
+from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Links
 from superscaler.cluster.seconds import Wiring, least, lines
 from superscaler.errors import InputError, unknown
 

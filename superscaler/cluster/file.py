@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, StrictStr, ValidationError
 
-from superscaler.cluster.links import LINKS, Link, Links
-from superscaler.cluster.presets import LOCAL, PRESETS, DeviceKind
+from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Link, Links
 from superscaler.errors import InputError, unknown
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from superscaler.cluster.cluster import Cluster
-from superscaler.cluster.links import Link, Links
-from superscaler.cluster.presets import LOCAL
+from superscaler.cluster.links import LOCAL, Link, Links
 
 _FREE = Link(0.0, math.inf)
 

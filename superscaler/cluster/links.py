@@ -1,9 +1,9 @@
-"""The links of a cluster by class, and what is known about those of the presets."""
+"""The kinds of device and the links of a cluster by class, and what is known about those of the presets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,19 @@ class Links:
         return server * per_server + place * nics // per_server, self.network.bandwidth
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A model of device. `memory` in bytes; `flops` per second at the dense peak, by dtype of the matrix products."""
+
+    name: str
+    memory: int
+    flops: Mapping[str, float] = field(hash=False)
+
+
+# Processes on the machine at hand, on whatever device torch finds there: nothing is known about it beforehand.
+LOCAL = "local"
+GB = 10**9
+
 # Seconds and bytes per second. What NCCL's own cost model says is from src/graph/topo.h and src/graph/tuning.cc of
 # NVIDIA/nccl: an NVLink carries 20.0 GB/s of data one way on V100 and A100 and 20.6 on H100 (25 on the data sheets),
 # 100 Gbit/s of network 12 GB/s (12.5 on the wire); a step of a ring takes 1.9 us over NVLink and 4.0 us over a network
@@ -46,6 +59,8 @@ class Links:
 # half of the memory's. The 2 us of a copy are an estimate of a kernel launch.
 _NVLINK, _NETWORK, _COPY = 1.9e-6, 5.0e-6, 2.0e-6
 _HOPPER = 18 * 20.6e9  # 450 GB/s on the data sheet; 370 is what rings reach (NVIDIA/nccl-tests issue 212).
+_NVSWITCH = Link(_NVLINK, _HOPPER)
+_H100 = Links(Link(_COPY, 3350e9 / 2), _NVSWITCH, _NVSWITCH, Link(_NETWORK, 48e9), None)
 
 LINKS: Mapping[str, Links] = {
     # Memory 900 GB/s, 6 NVLinks (300 GB/s both ways): V100 data sheet, SXM2. A pair is joined by 2 of the 6 (derived:
@@ -69,21 +84,9 @@ LINKS: Mapping[str, Links] = {
     ),
     # Memory 3,350 GB/s, 18 NVLinks (900 GB/s both ways) to a switch: H100 data sheet, SXM. NDR 400 Gbit/s per GPU: DGX
     # H100 data sheet; 46 to 48 GB/s are expected of it (NVIDIA/nccl-tests issue 290).
-    "h100": Links(
-        device=Link(_COPY, 3350e9 / 2),
-        pair=Link(_NVLINK, _HOPPER),
-        intra=Link(_NVLINK, _HOPPER),
-        network=Link(_NETWORK, 48e9),
-        nics=None,
-    ),
+    "h100": _H100,
     # As H100, but for the memory: 4,800 GB/s on the data sheet, of which a copy reaches 4,300 (measured).
-    "h200": Links(
-        device=Link(_COPY, 4300e9 / 2),
-        pair=Link(_NVLINK, _HOPPER),
-        intra=Link(_NVLINK, _HOPPER),
-        network=Link(_NETWORK, 48e9),
-        nics=None,
-    ),
+    "h200": replace(_H100, device=Link(_COPY, 4300e9 / 2)),
     # Two processes over gloo on two cores of a server CPU, measured by `superscaler doctor --measure` and rounded. The
     # network is an estimate: 10 Gbit/s Ethernet.
     "local": Links(
@@ -93,4 +96,17 @@ LINKS: Mapping[str, Links] = {
         network=Link(200e-6, 1.25e9),
         nics=1,
     ),
+}
+
+# Memory is the decimal size on the data sheet, which is a little less than what the driver reports. Peaks are dense,
+# without sparsity; float32 is the plain unit, not TF32.
+PRESETS: Mapping[str, DeviceKind] = {
+    # NVIDIA V100 Tensor Core GPU data sheet, SXM2, 32 GB. It has no bfloat16 unit.
+    "v100": DeviceKind("v100", 32 * GB, {"float16": 125e12, "float32": 15.7e12}),
+    # NVIDIA A100 Tensor Core GPU data sheet, SXM, 80 GB.
+    "a100": DeviceKind("a100", 80 * GB, {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}),
+    # NVIDIA H100 Tensor Core GPU data sheet, SXM, 80 GB; it prints the peak with sparsity, which is twice this.
+    "h100": DeviceKind("h100", 80 * GB, {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 67e12}),
+    # NVIDIA H200 Tensor Core GPU data sheet, SXM, 141 GB; same chip as the H100.
+    "h200": DeviceKind("h200", 141 * GB, {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 67e12}),
 }

@@ -87,9 +87,8 @@ def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[tuple[float,
 
     Raises InputError for an unknown kind or device.
     """
-    _check(wiring, kind, groups)
-    busy = [group for group in groups if len(group) > 1]
-    if kind in LOCAL_KINDS or not busy:
+    busy = _busy(wiring, kind, groups)
+    if not busy:
         return ((),)
     if kind in MESSAGES:
         return ((_messages(wiring, kind, busy),),)
@@ -103,9 +102,8 @@ def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[tuple[float,
 @lru_cache(maxsize=1 << 16)
 def least(wiring: Wiring, kind: str, groups: Groups) -> float:
     """Return the seconds per byte of the source that no way of doing it can beat."""
-    _check(wiring, kind, groups)
-    busy = [group for group in groups if len(group) > 1]
-    if kind in LOCAL_KINDS or not busy:
+    busy = _busy(wiring, kind, groups)
+    if not busy:
         return 0.0
     if kind in MESSAGES:
         return _messages(wiring, kind, busy)[1]
@@ -129,7 +127,8 @@ def _needs(wiring: Wiring, kind: str, spread: list[dict[int, list[int]]]) -> flo
     return max([*found, *(amount / sum(nics[server].values()) for (_, server), amount in loads.items())])
 
 
-def _check(wiring: Wiring, kind: str, groups: Groups) -> None:
+def _busy(wiring: Wiring, kind: str, groups: Groups) -> Groups:
+    """Return the groups that use links. Raises InputError for an unknown kind or device."""
     if kind not in COLLECTIVES and kind not in MESSAGES and kind not in LOCAL_KINDS:
         raise InputError(unknown("collective", kind, [*COLLECTIVES, *MESSAGES, *LOCAL_KINDS]))
     for group in groups:
@@ -138,6 +137,7 @@ def _check(wiring: Wiring, kind: str, groups: Groups) -> None:
             raise InputError(f"{kind}: there is no device {strange[0]} among the {wiring.count} of the cluster.")
         if kind in _PAIRS and len(group) != 2:
             raise InputError(f"{kind}: {group} has {len(group)} devices; write pairs (sender, receiver).")
+    return () if kind in LOCAL_KINDS else tuple(group for group in groups if len(group) > 1)
 
 
 def _by_server(wiring: Wiring, group: Iterable[int]) -> dict[int, list[int]]:

@@ -1,7 +1,79 @@
-"""Models by name, from their configs with random weights, and models from a user's own file."""
+"""A model's spec -> the module, the example inputs of one training step, and a maker of batches."""
 
 from __future__ import annotations
 
-from superscaler.models.build import BuiltModel, build, names
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-__all__ = ["BuiltModel", "build", "names"]
+import torch
+from torch import Tensor, nn
+
+from superscaler.errors import InputError, unknown
+from superscaler.models.families import FAMILIES
+from superscaler.specs.options import read_pairs, settle
+from superscaler.specs.user_file import from_file
+
+_SHAPE = "(module, args) or (module, args, kwargs)"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A module in training mode whose `module(*args, **kwargs)` gives a scalar loss or an object with `.loss`.
+
+    `make_batch(step)` gives real tensors for the inputs by name, equal for equal steps, also when the module is on
+    the meta device; it is None for a model from a file, whose inputs only their author knows.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    make_batch: Callable[[int], dict[str, Tensor]] | None
+
+
+def names() -> list[str]:
+    """Return the names of the models that need no file."""
+    return sorted(FAMILIES)
+
+
+def build(spec: str) -> BuiltModel:
+    """Return the model that `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]` describes.
+
+    Common keys of the named models: size, layers (of swin: depths), hidden, batch, seed (default 0) and device (cpu or
+    meta: shapes only, no memory). Weights are random and depend on the seed only. Raises InputError for an unknown
+    model, key, file or function, and for a value of the wrong type.
+    """
+    name, _, rest = spec.partition(":")
+    if name.endswith(".py"):
+        return _from_file(spec)
+    if name not in FAMILIES:
+        raise InputError(f"{unknown('model', name, FAMILIES)} Or give a file: path/to/file.py:function.")
+    family = FAMILIES[name]
+    options = settle(spec, read_pairs(spec, rest), family.sizes, family.default)
+    try:
+        # Weights are drawn on the device that was asked for, and the caller's generator stays as it was.
+        with torch.random.fork_rng(devices=[]), torch.device(options["device"]):
+            torch.manual_seed(options["seed"])
+            module = family.build(name, options).train()
+        example = {name: x.to(options["device"]) for name, x in family.make_batch(options, 0).items()}
+    except RuntimeError as error:
+        # The options were checked: what is left is the size of the memory, or of a 64-bit number.
+        told = str(error).splitlines()[0].rstrip(".")
+        raise InputError(f"'{spec}' is too large for this machine: {told}; choose smaller sizes.") from error
+    return BuiltModel(spec, module, (), example, partial(family.make_batch, options))
+
+
+def _from_file(spec: str) -> BuiltModel:
+    """Call the function of the file. Raises InputError for one that fails, and for a result of another shape."""
+    where, made = ":".join(spec.split(":")[:2]), from_file(spec, "model")()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        told = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise InputError(f"{where} returned {told}; return {_SHAPE}.")
+    module, args, kwargs = made if len(made) == 3 else (*made, {})
+    for name, value, kind in (("module", module, nn.Module), ("args", args, (tuple, list)), ("kwargs", kwargs, dict)):
+        if not isinstance(value, kind):
+            hint = "; write (x,) for one argument" if name == "args" else ""
+            raise InputError(f"{where} returned a {type(value).__name__} as {name}; return {_SHAPE}{hint}.")
+    return BuiltModel(spec, module, tuple(args), dict(kwargs), None)

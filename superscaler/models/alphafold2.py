@@ -5,18 +5,10 @@ pair representation (batch, residues, residues, pair). `layers` Evoformer blocks
 passes but the last run without gradients, and each starts from the results of the one before (recycling). The loss is
 2.0 times the cross entropy of the masked tokens and 0.3 times that of the distances between residues (distogram).
 
-Sizes: those of the paper's table, 128 sequences of 256 residues, batch 128, dropout 0.15 (MSA) and 0.25 (pair), three
-passes. The table gives layers, hidden and heads; pair, pair_heads and outer (the width of the outer product mean) are
-chosen to meet its parameter counts, and are AlphaFold2's own for 87m. Transitions are 4 times as wide.
-
-    size  layers  hidden  heads  pair  pair_heads  outer  parameters
-    87m       48     256      8   128           4     32  87.9 million (the default)
-    930m      64     512     16   512          16     64  947 million
-    2.4b      96    1024     32   384          16     64  2.41 billion
-    3.2b     128    1024     32   384          16     64  3.21 billion
-
-tiny: 2 layers, 6 sequences of 12 residues, batch 8, and dropout 0, so that runs can be compared. What the Evoformer of
-AlphaFold2 has beside this (templates, extra MSA, structure module, recycled positions) is left out.
+Sizes are those of the paper's table, which gives layers, hidden and heads; pair, pair_heads and outer (the width of the
+outer product mean) are chosen to meet its parameter counts (87.9 and 947 million, 2.41 and 3.21 billion), and are
+AlphaFold2's own for 87m. Transitions are 4 times as wide. What the Evoformer of AlphaFold2 has beside this (templates,
+extra MSA, structure module, recycled positions) is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superscaler.errors import InputError
-from superscaler.models import batch
+from superscaler.models import family
 from superscaler.specs.options import Options, check_divides
 
 _FAMILY = {"sequences": 128, "residues": 256, "batch": 128, "passes": 3, "dropout": 0.15, "pair_dropout": 0.25}
@@ -34,8 +26,7 @@ _LARGE = {"hidden": 1024, "heads": 32, "pair": 384, "pair_heads": 16, "outer": 6
 _MIDDLE = {"hidden": 512, "heads": 16, "pair": 512, "pair_heads": 16, "outer": 64, **_FAMILY}
 _SMALL = {"hidden": 256, "heads": 8, "pair": 128, "pair_heads": 4, "outer": 32, **_FAMILY}
 _TINY = {"hidden": 40, "heads": 4, "pair": 24, "pair_heads": 4, "outer": 8, "sequences": 6, "residues": 12, "batch": 8}
-DEFAULT = "87m"
-OPTIONS = {
+_SIZES = {
     "tiny": {"layers": 2, **_TINY, "passes": 3, "dropout": 0.0, "pair_dropout": 0.0},
     "87m": {"layers": 48, **_SMALL},
     "930m": {"layers": 64, **_MIDDLE},
@@ -203,22 +194,18 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def build(options: Options) -> nn.Module:
-    """Return the module.
-
-    Keys: size, layers, hidden, heads, pair, pair_heads, outer, sequences, residues, batch, passes, dropout,
-    pair_dropout, seed, device.
-    """
-    check_divides("alphafold2", "hidden", "heads", options)
-    check_divides("alphafold2", "pair", "pair_heads", options)
+def build(name: str, options: Options) -> nn.Module:
+    """Return the module. Raises InputError for widths that heads do not divide, and for a rate of dropout above 1."""
+    check_divides(name, "hidden", "heads", options)
+    check_divides(name, "pair", "pair_heads", options)
     if not 0 <= options["pair_dropout"] < 1:
-        raise InputError(f"alphafold2: pair_dropout is {options['pair_dropout']}, but it must be at least 0, below 1.")
+        raise InputError(f"{name}: pair_dropout is {options['pair_dropout']}, but it must be at least 0, below 1.")
     return AlphaFold2(options)
 
 
 def make_batch(options: Options, step: int) -> dict[str, Tensor]:
     """Return random tokens, of which each chain masks more than the one before and knows fewer distances."""
-    draw = batch.generator(options["seed"], step)
+    draw = family.generator(options["seed"], step)
     chains, sequences, residues = options["batch"], options["sequences"], options["residues"]
     count = torch.arange(1, chains + 1, device="cpu")
     tokens = torch.randint(_MASK, (chains, sequences, residues), generator=draw, device="cpu")
@@ -229,6 +216,9 @@ def make_batch(options: Options, step: int) -> dict[str, Tensor]:
     return {
         "target": tokens[:, 0].clone(),
         "msa": tokens.masked_fill(masked, _MASK),
-        "labels": tokens.masked_fill(~masked, batch.IGNORED),
-        "distances": distances.masked_fill(unknown[:, None] | unknown[:, :, None], batch.IGNORED),
+        "labels": tokens.masked_fill(~masked, family.IGNORED),
+        "distances": distances.masked_fill(unknown[:, None] | unknown[:, :, None], family.IGNORED),
     }
+
+
+FAMILY = family.Family("87m", _SIZES, build, make_batch)

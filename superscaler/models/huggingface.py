@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -11,10 +11,53 @@ from typing import Any
 from torch import Tensor, nn
 
 from superscaler.errors import InputError
-from superscaler.models import batch
-from superscaler.specs.options import Options, check_divides
+from superscaler.models import family
+from superscaler.models.family import Family
+from superscaler.specs.options import Options
 
-CHANNELS, _CLASSES = 3, "single_label_classification"
+Values = dict[str, Any]
+
+_CHANNELS = 3
+# option -> what most configs of the library call it, each name by itself; what stands in no table is not of the config
+_USUAL = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "mlp": "intermediate_size",
+    "kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "seq": "max_position_embeddings",
+    "vocab": "vocab_size", "image": "image_size", "patch": "patch_size", "classes": "num_labels",
+    "dropout": "hidden_dropout_prob attention_probs_dropout_prob",
+}  # fmt: skip
+_IMAGES: Values = {"num_channels": _CHANNELS, "problem_type": "single_label_classification"}
+
+
+def from_library(
+    config: str,
+    model: str,
+    default: str,
+    sizes: Mapping[str, Options],
+    own: Callable[[str, Options], Values],
+    names: Mapping[str, str] | None = None,
+) -> Family:
+    """Return a family of the library: a config and a model class, and what the config calls options in other words.
+
+    `own(name, options)` gives further values of the config; it raises InputError for options that do not fit together.
+    """
+    renamed = {**_USUAL, **(names or {})}
+
+    def build(name: str, options: Options) -> nn.Module:
+        values = {word: value for key, value in options.items() for word in renamed.get(key, "").split()}
+        return _from_config(config, model, values | (_IMAGES if "image" in options else {}) | own(name, options))
+
+    return Family(default, sizes, build, _images if "image" in sizes[default] else _tokens)
+
+
+def _from_config(config: str, model: str, values: Values) -> nn.Module:
+    """Return the model class of the library with random weights, for its config class with these values."""
+    transformers = library()
+    with _quiet():
+        module: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**values))
+    if model.endswith(("ForCausalLM", "LMHeadModel")):
+        # Not every class of the library names its loss; it would say in the first step that it takes this one.
+        module.loss_type = "ForCausalLM"  # type: ignore[assignment]
+    return module
 
 
 def library() -> ModuleType:
@@ -29,35 +72,6 @@ def library() -> ModuleType:
     return transformers
 
 
-# option -> what most configs of the library call it
-_USUAL = {
-    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "mlp": "intermediate_size",
-    "kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "seq": "max_position_embeddings",
-    "vocab": "vocab_size", "image": "image_size", "patch": "patch_size", "classes": "num_labels",
-}  # fmt: skip
-
-
-def usual(options: Options) -> dict[str, Any]:
-    """Return the options by the names that most configs have for them."""
-    found = renamed(options, {key: name for key, name in _USUAL.items() if key in options})
-    if "dropout" in options:
-        found |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), options["dropout"])
-    return found | ({"num_channels": CHANNELS, "problem_type": _CLASSES} if "image" in options else {})
-
-
-def renamed(options: Options, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options that stand in `names`, by the names that it gives them, separated by spaces."""
-    return {name: options[key] for key, words in names.items() for name in words.split()}
-
-
-def from_config(config: str, model: str, **values: Any) -> nn.Module:
-    """Return the model class of the library with random weights, for its config class with these values."""
-    transformers = library()
-    with _quiet():
-        module: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**values))
-    return module
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hold back the library's advice about configs, which is for those who load trained weights."""
@@ -70,40 +84,13 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def causal(config: str, model: str, **values: Any) -> nn.Module:
-    """Return a model that predicts the next token, without the cache of generation."""
-    module = from_config(config, model, use_cache=False, **values)
-    # Not every class of the library names its loss; it would say in the first step that it takes this one.
-    module.loss_type = "ForCausalLM"  # type: ignore[assignment]
-    return module
-
-
-def make_batch(options: Options, step: int) -> dict[str, Tensor]:
+def _tokens(options: Options, step: int) -> dict[str, Tensor]:
     """Return `input_ids` of shape (batch, seq) and `labels` of the same shape, or (batch, target) where it is given."""
     sequences = (options["seq"], options.get("target", options["seq"]))
-    return batch.tokens(options["seed"], step, options["batch"], sequences, options["vocab"])
+    return family.tokens(options["seed"], step, options["batch"], sequences, options["vocab"])
 
 
-def make_images(options: Options, step: int) -> dict[str, Tensor]:
+def _images(options: Options, step: int) -> dict[str, Tensor]:
     """Return `pixel_values` of shape (batch, 3, image, image) and `labels` of shape (batch,)."""
-    shape = (options["batch"], CHANNELS, options["image"], options["image"])
-    return batch.classes(options["seed"], step, "pixel_values", shape, options["classes"])
-
-
-def check_sequence(model: str, options: Options) -> None:
-    """Raise InputError for sequences that leave nothing to predict after the shift of the labels."""
-    if options["seq"] < 2:
-        raise InputError(f"{model}: seq={options['seq']}, but predicting a next token needs a sequence of 2 or more.")
-
-
-def rotary_head(model: str, options: Options) -> int:
-    """Return the channels of a head of grouped attention. Raises InputError where they cannot be rotated in pairs."""
-    check_divides(model, "hidden", "heads", options)
-    check_divides(model, "heads", "kv_heads", options)
-    head: int = options["hidden"] // options["heads"]
-    if head % 2:
-        raise InputError(
-            f"{model}: hidden={options['hidden']} with heads={options['heads']} makes heads of {head} channels, but "
-            "its rotary embedding turns pairs of them; give numbers that make heads of an even size."
-        )
-    return head
+    shape = (options["batch"], _CHANNELS, options["image"], options["image"])
+    return family.classes(options["seed"], step, "pixel_values", shape, options["classes"])

@@ -7,11 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from superscaler.models import batch
-from superscaler.specs.options import Options
-
-DEFAULT = ""
-OPTIONS = {"": {"layers": 2, "hidden": 64, "inputs": 32, "classes": 10, "batch": 16}}
+from superscaler.models.family import Family, classes
 
 
 class MLP(nn.Module):
@@ -30,10 +26,9 @@ class MLP(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
-def build(options: Options) -> nn.Module:
-    """Return the module. Keys: layers, hidden, inputs, classes, batch, seed, device."""
-    return MLP(options["layers"], options["hidden"], options["inputs"], options["classes"])
-
-
-def make_batch(options: Options, step: int) -> dict[str, Tensor]:
-    return batch.classes(options["seed"], step, "x", (options["batch"], options["inputs"]), options["classes"])
+FAMILY = Family(
+    "",
+    {"": {"layers": 2, "hidden": 64, "inputs": 32, "classes": 10, "batch": 16}},
+    lambda _, o: MLP(o["layers"], o["hidden"], o["inputs"], o["classes"]),
+    lambda o, step: classes(o["seed"], step, "x", (o["batch"], o["inputs"]), o["classes"]),
+)

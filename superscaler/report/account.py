@@ -8,7 +8,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, groupby
 from math import prod
 from typing import Any
@@ -30,8 +30,8 @@ from superscaler.ir.parts import Grid
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
-from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, group, rows
-from superscaler.report.model import collapse, describe
+from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, rows
+from superscaler.report.model import collapse, describe, group
 from superscaler.specs.files import digest
 
 # Devices or groups that a list names; beyond, only how many there are.
@@ -58,7 +58,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
         },
         "blocks": rows().dump_python(blocks, mode="json", exclude_defaults=True),
         "schedule": told.schedule(),
-        "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.relaxations],
+        "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.schedule.relaxations],
         "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],
         "summary": summary(compiled),
         "counts": compiled.counts,
@@ -129,14 +129,10 @@ def summary(compiled: Compiled) -> str:
         modules = list(dict.fromkeys(f.module for f in functions if f.module))
         shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
         order = microbatches(code)
-        lines.append(f"  {name}: devices {_ranges(ranks)}: {work}; {told}; {shown}")
+        devices = ", ".join(map(str, ranks[:16])) + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
+        lines.append(f"  {name}: devices {devices}: {work}; {told}; {shown}")
         lines += [f"    {order}"] if order else []
     return "\n".join(lines)
-
-
-def _ranges(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return shown + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
 
 
 def microbatches(code: Sequence[Instruction]) -> str:
@@ -207,24 +203,11 @@ def _direction(move: Move | Path) -> str:
     return "backward" if move.is_backward else "forward"
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The names inside a block, without the block's own path, so that equal blocks read alike."""
-
-    prefixes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, path: str) -> _Names:
-        words = path.split(".")
-        return cls(tuple(".".join(words[k:]) for k in range(len(words))) if words[-1].isdigit() else ())
-
-    def short(self, name: str) -> str:
-        prefix = next((p for p in self.prefixes if name.startswith(p + ".")), None)
-        return name if prefix is None else name[len(prefix) + 1 :]
-
-    def within(self, text: str) -> str:
-        """Return a call with the names that it quotes shortened."""
-        return re.sub(r"'([^']*)'", lambda found: f"'{self.short(found[1])}'", text)
+def _short(block: str, name: str) -> str:
+    """Return a name in a numbered block without the block's own path, so that equal blocks read alike."""
+    words = block.split(".")
+    prefixes = (".".join((*words[k:], "")) for k in range(len(words))) if words[-1].isdigit() else ()
+    return next((name[len(prefix) :] for prefix in prefixes if name.startswith(prefix)), name)
 
 
 class _Blocks:
@@ -270,10 +253,12 @@ class _Blocks:
         return _NONE if len(blocks) > 1 and self.model.tensors[tensor].kind != "parameter" else _block(ops[0])
 
     def describe(self, name: str) -> Block:
-        names, ops = _Names.of(name), self.ops[name]
-        asked = Counter(f"{e.verb} {names.within(e.what)}" for e in self.journal.get(name, ()))
-        splits, weights = tuple(self._splits(ops, names)), tuple(self._weights(name, names))
-        return Block((name,), len(ops), ranges(self.devices(name)), splits, weights, self._moves(name, names), asked)
+        def within(call: str) -> str:
+            return re.sub(r"'([^']*)'", lambda quoted: f"'{_short(name, quoted[1])}'", call)
+
+        asked = Counter(f"{e.verb} {within(e.what)}" for e in self.journal.get(name, ()))
+        splits, weights, devices = tuple(self._splits(name)), tuple(self._weights(name)), ranges(self.devices(name))
+        return Block((name,), len(self.ops[name]), devices, splits, weights, self._moves(name), asked)
 
     def devices(self, name: str) -> set[int]:
         return set[int]().union(*(self.graph.grids[op.name].used() for op in self.ops[name]))
@@ -290,15 +275,15 @@ class _Blocks:
         found = group(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
         return [{"devices": ranges(d), "blocks": list(b), "order": text} for (b, text), d in found.items()]
 
-    def _splits(self, ops: Sequence[Op], names: _Names) -> Iterator[Split]:
+    def _splits(self, name: str) -> Iterator[Split]:
         def key(op: Op) -> tuple[tuple[Axis, ...], str]:
             grid = self.graph.grids[op.name]
-            return _axes(op, grid, names), ranges(grid.used())
+            return _axes(op, grid, name), ranges(grid.used())
 
-        for (axes, devices), some in group(ops, key).items():
-            yield Split(axes, devices, len(some), tuple(dict.fromkeys(_label(op, names) for op in some)))
+        for (axes, devices), some in group(self.ops[name], key).items():
+            yield Split(axes, devices, len(some), tuple(dict.fromkeys(_label(op, name) for op in some)))
 
-    def _weights(self, name: str, names: _Names) -> Iterator[Weights]:
+    def _weights(self, name: str) -> Iterator[Weights]:
         def key(tensor: str) -> Weights:
             spec, places = self.model.tensors[tensor], self.places[tensor]
             elements = [prod(extents(box)) for box in places]
@@ -313,16 +298,16 @@ class _Blocks:
                 row,
                 bytes=sum(prod(self.model.tensors[t].shape) * w for t, w in widths.items()),
                 held_bytes=sum(held[t] * w for t, w in widths.items()),
-                of=tuple(collapse(t) if row.kind == "constant" else names.short(t) for t in tensors),
+                of=tuple(collapse(t) if row.kind == "constant" else _short(name, t) for t in tensors),
             )
 
-    def _moves(self, name: str, names: _Names) -> tuple[Sent, ...]:
+    def _moves(self, name: str) -> tuple[Sent, ...]:
         def key(move: Move) -> Sent:
             row = Sent(_direction(move), move.way, move.reason)
             if move.way == "local":
                 return row
             layouts = self._layouts(move.tensor, move.is_backward)
-            return replace(row, kind=move.kind, tensor=self._tensor(move.tensor, names), layouts=layouts)
+            return replace(row, kind=move.kind, tensor=self._tensor(move.tensor, name), layouts=layouts)
 
         # How many stay on a device depends on where segments end, in which equal blocks may differ.
         found = (
@@ -362,7 +347,7 @@ class _Blocks:
         ]
         return {
             "direction": _direction(path),
-            "tensors": list(dict.fromkeys(self._tensor(tensor, _Names(())) for tensor in path.tensors)),
+            "tensors": list(dict.fromkeys(self._tensor(tensor) for tensor in path.tensors)),
             "count": path.count,
             "sizes": list(path.sizes),
             "dtype": path.dtype,
@@ -370,21 +355,21 @@ class _Blocks:
             "steps": steps,
         }
 
-    def _tensor(self, tensor: str, names: _Names) -> str:
-        return _label(self.producers[tensor][0], names) if tensor in self.producers else names.short(tensor)
+    def _tensor(self, tensor: str, block: str = "") -> str:
+        return _label(self.producers[tensor][0], block) if tensor in self.producers else _short(block, tensor)
 
 
 def _block(op: Op) -> str:
     return block_of(op.module) or op.module or _NONE
 
 
-def _label(op: Op, names: _Names) -> str:
+def _label(op: Op, block: str) -> str:
     """Return an op by its module in the block and the name of its operator, as `attn.c_proj mm`."""
-    module = names.short(op.module + ".").rstrip(".")
+    module = _short(block, op.module + ".").rstrip(".")
     return f"{module} {op.target.split('.')[1]}".strip()
 
 
-def _axes(op: Op, grid: Grid, names: _Names) -> tuple[Axis, ...]:
+def _axes(op: Op, grid: Grid, block: str) -> tuple[Axis, ...]:
     """Return what the axes of an op's grid do; `devices` where its parts go to different ones."""
     found: list[Axis] = []
     for level, axis in enumerate(grid.axes):
@@ -392,12 +377,12 @@ def _axes(op: Op, grid: Grid, names: _Names) -> tuple[Axis, ...]:
             continue
         places = range(grid.once.shape[level])
         groups = [sorted(set(grid.once.take(k, axis=level).reshape(-1).tolist())) for k in places]
-        factor = "" if axis.index is None else names.short(op.indices[axis.index].factor)
+        factor = "" if axis.index is None else _short(block, op.indices[axis.index].factor)
         sizes = axis.sizes if len(set(axis.sizes)) > 1 else ()
         devices = _told(groups) if len(set(map(tuple, groups))) > 1 else ()
         found.append(Axis(_how(axis), len(axis.sizes), factor, sizes, devices))
     if grid.children:
-        inner = [_axes(op, child, names) for child in grid.children.values()]
+        inner = [_axes(op, child, block) for child in grid.children.values()]
         found.append(Axis("nested", len(inner), axes=tuple(dict.fromkeys(inner))))
     return tuple(found)
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from superscaler.errors import InputError
+from superscaler.report.model import group
 from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE, digest
 
 # Of explain.json; another one is not read.
 VERSION = 4
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
 _HASHES = ("model", "plan", "cluster", "weights", "sources", "code", "data")
@@ -99,14 +98,6 @@ def rows() -> TypeAdapter[list[Block]]:
     return TypeAdapter(list[Block])
 
 
-def group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return the items by their key, in the order in which keys came."""
-    found: dict[K, list[T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
-
-
 def read(directory: Path) -> dict[str, Any]:
     """Return what a plan directory says about itself: explain.json with the manifest and the seed of plan.json.
 
@@ -166,16 +157,18 @@ def _follows(before: str, name: str) -> bool:
     return a is not None and b is not None and a[1] == b[1] and int(a[2]) + 1 == int(b[2])
 
 
+def scaled(value: float, units: Iterable[tuple[float, str]], digits: str) -> str:
+    """Return a value in the first unit that it reaches; nothing where it reaches none."""
+    return next((f"{value / unit:{digits}} {name}" for unit, name in units if value >= unit), "")
+
+
 def size(count: int) -> str:
     """Return bytes in words.
 
     >>> size(12), size(34_567), size(8_000_000)
     ('12 B', '34.6 KB', '8.0 MB')
     """
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} B"
+    return scaled(count, ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")), ".1f") or f"{count} B"
 
 
 def duration(seconds: float) -> str:
@@ -184,10 +177,7 @@ def duration(seconds: float) -> str:
     >>> duration(0.0000123), duration(0.0123), duration(2.5)
     ('12.3 us', '12.3 ms', '2.5 s')
     """
-    for unit, name in ((1, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e6:.3g} us"
+    return scaled(seconds, ((1, "s"), (1e-3, "ms")), ".3g") or f"{seconds * 1e6:.3g} us"
 
 
 def _block(block: Block) -> Iterator[str]:
@@ -265,10 +255,11 @@ def _axis(axis: Axis) -> str:
 
 
 def _ops(row: Split) -> str:
-    return f"{row.ops} op{'s' if row.ops > 1 else ''}: {_some(row.of)}"
+    return f"{row.ops} op{'s' if row.ops > 1 else ''}: {some(row.of)}"
 
 
-def _some(names: Sequence[str], most: int = 6) -> str:
+def some(names: Sequence[str], most: int = 6) -> str:
+    """Return the first of many names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -279,7 +270,7 @@ def _on(devices: str) -> str:
 
 def _weights(row: Weights) -> str:
     kind = row.kind if row.is_trained or row.kind != "parameter" else "frozen parameter"
-    names = f"{len(row.of)} {kind}{'s' if len(row.of) > 1 else ''} ({_some(row.of, 3)})"
+    names = f"{len(row.of)} {kind}{'s' if len(row.of) > 1 else ''} ({some(row.of, 3)})"
     pieces = f"in {row.pieces} pieces" if row.pieces > 1 else "whole"
     places = row.devices
     if row.percent:
@@ -299,7 +290,7 @@ def _schedule(found: Mapping[str, Any]) -> Iterator[str]:
         order = row["order"] or "forward, backward, update"
         yield f"{_on(row['devices'])} ({heading(row['blocks']) or 'nothing'}): {order}"
     for row in found.get("relaxations", ()):
-        yield f"because of a cycle, {row['name']}: {_some(row['ops'])}"
+        yield f"because of a cycle, {row['name']}: {some(row['ops'])}"
 
 
 def _totals(found: Mapping[str, Any]) -> Iterator[str]:

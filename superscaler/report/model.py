@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from superscaler.ir.graph import Model, Op, PTensor, width
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
@@ -37,6 +39,14 @@ def describe(model: Model) -> dict[str, Any]:
         "flops": sum(op.flops for op in forward),
         "unsupported": dict(model.unsupported),
     }
+
+
+def group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by their key, in the order in which keys came."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def collapse(name: str) -> str:
@@ -67,11 +77,8 @@ def _read_factors(model: Model, op: Op) -> Iterator[str]:
 
 def _operators(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
     """Return per operator its count, the notation of its first op, and how many of its ops are frozen on what."""
-    groups: dict[str, list[Op]] = defaultdict(list)
-    for op in forward:
-        groups[op.target].append(op)
     rows = []
-    for target, ops in sorted(groups.items(), key=lambda item: -len(item[1])):
+    for target, ops in sorted(group(forward, lambda op: op.target).items(), key=lambda item: -len(item[1])):
         frozen = Counter(f for op in ops for f in {collapse(f) for f, _ in frozen_indices(model, op)})
         rows.append({"operator": target, "count": len(ops), "notation": ops[0].notation(), "frozen": dict(frozen)})
     return rows
@@ -102,17 +109,13 @@ def _factors(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
 
 def _frozen(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
     """Return what cannot be cut: per operator and reason how many ops, and on which factors."""
-    counts: Counter[tuple[str, str]] = Counter()
-    factors: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-    for op in forward:
-        found = frozen_indices(model, op)
-        counts.update({(op.target, reason) for _, reason in found})
-        for factor, reason in found:
-            factors[op.target, reason][collapse(factor)] = None
-    ordered = sorted(counts.items(), key=lambda item: (item[0][1] != "no rule", -item[1], item[0]))
-    return [
-        {"operator": key[0], "reason": key[1], "count": count, "factors": list(factors[key])} for key, count in ordered
-    ]
+    found = [(op, factor, reason) for op in forward for factor, reason in frozen_indices(model, op)]
+    rows = [
+        {"operator": target, "reason": reason, "count": len({op.name for op, *_ in some}),
+         "factors": list(dict.fromkeys(collapse(factor) for _, factor, _ in some))}
+        for (target, reason), some in group(found, lambda row: (row[0].target, row[2])).items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: (row["reason"] != "no rule", -row["count"], row["operator"], row["reason"]))
 
 
 def _kept(model: Model, forward: list[Op]) -> list[str]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from superscaler.runtime.communicator import Communicator, Group, Work
+from superscaler.runtime.communicator import Communicator, Group, Later, Work
 
 
 def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], group: Group) -> tuple[Work, ...]:
@@ -23,9 +23,9 @@ def all_gather(
 ) -> tuple[Work, ...]:
     """Gather several tensors as one, each along its own dim."""
     work = communicator.all_gather(torch.cat([x.reshape(-1) for x in tensors]), group, 0)
-    rows = _Then(work, lambda gathered: gathered.reshape(len(group), -1))
+    rows = _then(work, lambda gathered: gathered.reshape(len(group), -1))
     pieces = _views(rows, [x.numel() for x in tensors])
-    return tuple(_Then(p, partial(_gathered, x.shape, d)) for p, x, d in zip(pieces, tensors, dims, strict=True))
+    return tuple(_then(p, partial(_gathered, x.shape, d)) for p, x, d in zip(pieces, tensors, dims, strict=True))
 
 
 def reduce_scatter(
@@ -37,20 +37,15 @@ def reduce_scatter(
     return _views(work, [some.shape[1] for some in chunks])
 
 
-class _Then:
-    """What is made of the result of another operation."""
-
-    def __init__(self, work: Work, function: Callable[[Tensor], Tensor]) -> None:
-        self._work, self._function = work, function
-
-    def wait(self) -> Tensor:
-        return self._function(self._work.wait())
+def _then(work: Work, function: Callable[[Tensor], Tensor]) -> Work:
+    """Return what is made of the result of another operation."""
+    return Later(lambda: function(work.wait()))
 
 
 def _views(work: Work, sizes: Sequence[int]) -> tuple[Work, ...]:
     """Return ranges of the last dim of a result, one after the other."""
     return tuple(
-        _Then(work, partial(torch.narrow, dim=-1, start=end - size, length=size))
+        _then(work, partial(torch.narrow, dim=-1, start=end - size, length=size))
         for size, end in zip(sizes, accumulate(sizes), strict=True)
     )
 

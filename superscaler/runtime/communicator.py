@@ -91,10 +91,20 @@ class Communicator(ABC):
 
     def broadcast(self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype) -> Work:
         """Give all ranks of the group the x of rank `source`; the others pass None."""
-        mine = given(x, self.rank, source, group, shape, dtype)
-        if len(group) == 1 and mine is not None:
-            return Later(lambda: mine)
-        return self._spread(self._enter("broadcast", group, shape, dtype), group, mine, source, shape, dtype)
+        position(source, group, f"broadcast over ranks {group}")
+        if self.rank != source:
+            buffer = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        elif x is not None and tuple(x.shape) == tuple(shape) and x.dtype == dtype:
+            buffer = x.detach().contiguous()
+        else:
+            found = "nothing" if x is None else f"{tuple(x.shape)} {x.dtype}"
+            raise RuntimeFailure(
+                f"broadcast over ranks {group}: its source, rank {source}, must give {tuple(shape)} {dtype}, not "
+                f"{found}."
+            )
+        if len(group) == 1 and self.rank == source:
+            return Later(lambda: buffer)
+        return self._spread(self._enter("broadcast", group, shape, dtype), group, buffer, source)
 
     def send(self, x: Tensor, peer: int, tag: int, *, owned: bool = False) -> None:
         """Start to send. Messages match in order per pair of ranks; `owned`: x stays unchanged until `flush`."""
@@ -142,9 +152,8 @@ class Communicator(ABC):
         return self._swap(what, group, chunks, sum_in_order)
 
     @abstractmethod
-    def _spread(
-        self, what: str, group: Group, mine: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Work: ...
+    def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Work:
+        """Give all ranks what the buffer of the source holds."""
 
     @abstractmethod
     def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None: ...
@@ -185,21 +194,6 @@ def position(rank: int, group: Group, what: str) -> int:
     if len(set(group)) != len(group) or rank not in group:
         raise RuntimeFailure(f"{what}: rank {rank} must be in the group, and every rank once.")
     return group.index(rank)
-
-
-def given(
-    x: Tensor | None, rank: int, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype
-) -> Tensor | None:
-    """Return what the source of a broadcast sends, None on the other ranks."""
-    position(source, group, f"broadcast over ranks {group}")
-    if rank != source:
-        return None
-    if x is None or tuple(x.shape) != tuple(shape) or x.dtype != dtype:
-        found = "nothing" if x is None else f"{tuple(x.shape)} {x.dtype}"
-        raise RuntimeFailure(
-            f"broadcast over ranks {group}: its source, rank {source}, must give {tuple(shape)} {dtype}, not {found}."
-        )
-    return x.detach().contiguous()
 
 
 def split(x: Tensor, parts: int, dim: int, what: str) -> list[Tensor]:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from queue import Queue
 from threading import Thread
 from typing import Any, NoReturn
@@ -38,12 +37,9 @@ def connect(timeout: float = 1800.0) -> DistributedCommunicator:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        limit = timedelta(seconds=timeout)
-        if _is_launched():
-            dist.init_process_group(backend, timeout=limit, device_id=bound)
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, timeout=limit, device_id=bound, store=store, rank=0, world_size=1)
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        given = {} if _is_launched() else alone
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound, **given)
     return DistributedCommunicator(device)
 
 
@@ -66,27 +62,26 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-def _complete(handle: Any, finish: Callable[[], Tensor], what: str, *buffers: Any) -> Tensor:
-    """Wait for an operation, and return how its buffers become the result: what holds this call keeps them alive."""
-    _finish(handle, what)
-    return finish()
+class _Operation:
+    """An operation that holds its buffers. The work of a message comes when its batch starts."""
 
-
-class _Started:
-    """The work of a message, from when its batch starts."""
-
-    def start(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, what: str, *buffers: Any, work: Any = None) -> None:
+        self.what, self.buffers, self.work = what, buffers, work
 
     def wait(self) -> None:
-        self._work.wait()
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            _fail(self.what, error)
 
+    def giving(self, finish: Callable[[], Tensor]) -> Work:
+        """Return what waits, and then makes the result of the buffers."""
 
-def _finish(handle: Any, what: str) -> None:
-    try:
-        handle.wait()
-    except RuntimeError as error:
-        _fail(what, error)
+        def get() -> Tensor:
+            self.wait()
+            return finish()
+
+        return c.Later(get)
 
 
 def _fail(what: str, error: RuntimeError) -> NoReturn:
@@ -105,8 +100,8 @@ class _Sends:
 
     def __init__(self, *, can_poll: bool) -> None:
         self._can_poll = can_poll
-        self._queue: Queue[tuple[Any, Tensor, str] | None] = Queue()
-        self._polled: list[tuple[Any, Tensor, str]] = []
+        self._queue: Queue[_Operation | None] = Queue()
+        self._polled: list[_Operation] = []
         self._thread: Thread | None = None
         self._error: RuntimeFailure | None = None
 
@@ -114,21 +109,20 @@ class _Sends:
     def pending(self) -> int:
         return self._queue.unfinished_tasks + len(self._polled)
 
-    def add(self, handle: Any, buffer: Tensor, what: str) -> None:
+    def add(self, operation: _Operation) -> None:
         self._raise()
         if self._can_poll:
-            self._polled = [entry for entry in self._polled if not entry[0].is_completed()]
-            self._polled.append((handle, buffer, what))
+            self._polled = [*(o for o in self._polled if not o.work.is_completed()), operation]
             return
         if self._thread is None:
             self._thread = Thread(target=self._drain, name="sends", daemon=True)
             self._thread.start()
-        self._queue.put((handle, buffer, what))
+        self._queue.put(operation)
 
     def flush(self) -> None:
         self._queue.join()
-        for handle, _, what in self._polled:
-            _finish(handle, what)
+        for operation in self._polled:
+            operation.wait()
         self._polled.clear()
         self._raise()
 
@@ -140,14 +134,14 @@ class _Sends:
             self._thread = None
 
     def _drain(self) -> None:
-        while (entry := self._queue.get()) is not None:
+        while (operation := self._queue.get()) is not None:
             try:
-                _finish(entry[0], entry[2])
+                operation.wait()
             except RuntimeFailure as error:
                 self._error = self._error or error
             finally:
                 # Before the buffer counts as sent, so that it is not held while this waits for the next one.
-                del entry
+                del operation
                 self._queue.task_done()
         self._queue.task_done()
 
@@ -172,8 +166,8 @@ class DistributedCommunicator(c.Communicator):
         self._is_gloo = dist.get_backend() == "gloo"
         self._groups: dict[Group, Any] = {tuple(range(self.world)): dist.group.WORLD}
         self._sends = _Sends(can_poll=not self._is_gloo)
-        # The messages of a batch, and what takes the work of each.
-        self._together: list[tuple[dist.P2POp, Callable[[Any], None]]] | None = None
+        # The messages of a batch.
+        self._together: list[tuple[dist.P2POp, _Operation]] | None = None
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Make a process group for each set of ranks that has none; the whole world is the default group."""
@@ -210,25 +204,22 @@ class DistributedCommunicator(c.Communicator):
         outgoing, chunk = c.from_plan_order(chunks, group), torch.empty_like(chunks[0])
         return self._start(what, group, _reduce_scatter, lambda: chunk, chunk.view(-1), outgoing.view(-1))
 
-    def _spread(
-        self, what: str, group: Group, mine: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Work:
-        buffer = torch.empty(tuple(shape), dtype=dtype, device=self.device) if mine is None else mine
-        handle = self._begin(what, group, dist.broadcast, _bytes(buffer), source)
-        if mine is not None:
+    def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Work:
+        operation = self._begin(what, group, dist.broadcast, _bytes(buffer), source)
+        if source == self.rank:
             # The source has what it sends, and need not wait for it.
-            self._sends.add(handle, buffer, what)
-        return c.Later(partial(_complete, handle, lambda: buffer, what, buffer))
+            self._sends.add(operation)
+        return operation.giving(lambda: buffer)
 
     def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None:
         buffer = x.detach().clone() if x.is_contiguous() and not owned else x.detach().contiguous()
-        self._post(dist.isend, buffer, peer, tag, lambda work: self._sends.add(work, buffer, what))
+        self._post(dist.isend, _Operation(what, buffer), peer, tag)
 
     def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Work:
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        work = _Started()
-        self._post(dist.irecv, buffer, peer, tag, work.start)
-        return c.Later(partial(_complete, work, lambda: buffer, what))
+        operation = _Operation(what, buffer)
+        self._post(dist.irecv, operation, peer, tag)
+        return operation.giving(lambda: buffer)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -239,22 +230,23 @@ class DistributedCommunicator(c.Communicator):
         finally:
             self._together = None
 
-    def _post(
-        self, function: Callable[..., Any], buffer: Tensor, peer: int, tag: int, started: Callable[[Any], None]
-    ) -> None:
-        entry = dist.P2POp(function, _bytes(buffer), peer, tag=tag if self._is_gloo else 0), started
+    def _post(self, function: Callable[..., Any], operation: _Operation, peer: int, tag: int) -> None:
+        message = dist.P2POp(function, _bytes(operation.buffers[0]), peer, tag=tag if self._is_gloo else 0)
+        entry = message, operation
         if self._together is None:
             self._launch([entry])
         else:
             self._together.append(entry)
 
-    def _launch(self, batch: Sequence[tuple[dist.P2POp, Callable[[Any], None]]]) -> None:
+    def _launch(self, batch: Sequence[tuple[dist.P2POp, _Operation]]) -> None:
         """Start messages. NCCL has one work for all, and other connections for messages that are in no batch."""
         if batch:
             what = f"{self.prefix}messages with ranks {sorted({op.peer for op, _ in batch})}"
             works = self._call(what, dist.batch_isend_irecv, [op for op, _ in batch])
-            for (_, started), work in zip(batch, works * (len(batch) // len(works)), strict=True):
-                started(work)
+            for (op, operation), work in zip(batch, works * (len(batch) // len(works)), strict=True):
+                operation.work = work
+                if op.op is dist.isend:
+                    self._sends.add(operation)
 
     def barrier(self) -> None:
         self._call(f"{self.prefix}barrier", dist.barrier)
@@ -273,13 +265,14 @@ class DistributedCommunicator(c.Communicator):
     def _start(
         self, what: str, group: Group, function: Callable[..., Any], finish: Callable[[], Tensor], *args: Any
     ) -> Work:
-        return c.Later(partial(_complete, self._begin(what, group, function, *args), finish, what, *args))
+        return self._begin(what, group, function, *args).giving(finish)
 
-    def _begin(self, what: str, group: Group, function: Callable[..., Any], *args: Any) -> Any:
+    def _begin(self, what: str, group: Group, function: Callable[..., Any], *args: Any) -> _Operation:
         members = tuple(sorted(group))
         if members not in self._groups:
             raise RuntimeFailure(f"{what}: the group is not prepared; pass it to prepare() before the first step.")
-        return self._call(what, function, *args, async_op=True, group=self._groups[members])
+        work = self._call(what, function, *args, async_op=True, group=self._groups[members])
+        return _Operation(what, *args, work=work)
 
     def _call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -18,40 +19,35 @@ Box = Sequence[Sequence[int]]
 Segment = Callable[..., tuple[Tensor, ...]]
 
 
+@dataclass(eq=False, repr=False)
 class Rank:
     """One device of a plan while it runs: its weights, the tapes of its segments, its communicator.
 
-    `tables` are the device's in plan.json; `weights` its slices by local name; `seed` that of all random numbers.
+    `tables` are the device's in plan.json; `weights` its slices by local name; `chosen` the name of the optimizer and
+    the options of its groups; `seed` that of all random numbers.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        tables: Mapping[str, Any],
-        weights: dict[str, Tensor],
-        optimizer: tuple[str, Sequence[Mapping[str, Any]]],
-        dtype: torch.dtype,
-        seed: int = 0,
-        scaler: Scaler | None = None,
-    ) -> None:
-        self.communicator = communicator
-        self.device = communicator.device
-        self.tables = tables
-        self.weights = weights
-        self.seed = seed
-        self.steps = 0
-        self.dtype = dtype
-        self.scaler = scaler
-        self.batch: Mapping[str, Tensor] = {}
-        self.clip: float | None = None
-        self.last_norm: float | None = None
-        self.keep_gradients = False
-        # Is told what each segment is given and makes: kind (F, B), tag, inputs, outputs.
-        self.watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
-        self.gradients: dict[str, Tensor] = {}
+    communicator: Communicator
+    tables: Mapping[str, Any]
+    weights: dict[str, Tensor]
+    chosen: InitVar[tuple[str, Sequence[Mapping[str, Any]]]]
+    dtype: torch.dtype
+    seed: int = 0
+    scaler: Scaler | None = None
+    steps: int = 0
+    batch: Mapping[str, Tensor] = field(default_factory=dict)
+    clip: float | None = None
+    last_norm: float | None = None
+    keep_gradients: bool = False
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    # Is told what each segment is given and makes: kind (F, B), tag, inputs, outputs.
+    watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
+
+    def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]]]) -> None:
+        self.device = self.communicator.device
+        self.optimizer = _optimizer(self.tables["weights"], self.weights, *chosen)
+        self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
         self._tapes: dict[str, tuple[list[GradientEdge | None], list[Tensor]]] = {}
-        self.optimizer = _optimizer(tables["weights"], weights, *optimizer)
-        self._counted = [w["name"] for w in tables["weights"] if w["counted"]]
 
     @property
     def one(self) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -18,9 +19,28 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from superscaler.errors import InputError, RuntimeFailure
+from superscaler.timing import cores
 
 # Lines of a failed rank's standard error that are shown, of the ranks that do not write to the terminal.
 _TAIL = 40
+T = TypeVar("T")
+
+_CALL = """from pathlib import Path
+
+from superscaler.runtime.process import answer
+
+answer(Path(__file__).parent)
+"""
+
+
+def call(function: Callable[..., T], world: int, *arguments: Any) -> list[T]:
+    """Return what `function(*arguments)`, of a module, gives on each of `world` ranks. Raises as `launch`."""
+    with tempfile.TemporaryDirectory(prefix="superscaler-") as name:
+        folder = Path(name)
+        (folder / "call.py").write_text(_CALL)
+        (folder / "call").write_bytes(pickle.dumps((function, arguments)))
+        launch(folder / "call.py", [], world, folder)
+        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
 
 def launch(program: Path, options: list[str], world: int, folder: Path | None = None) -> None:
@@ -46,7 +66,7 @@ def launch(program: Path, options: list[str], world: int, folder: Path | None = 
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
-        with _agent_environment(max(1, _cores() // world)):
+        with _agent_environment(max(1, cores() // world)):
             elastic_launch(config, sys.executable)(str(program), *options)
     except ChildFailedError as error:
         _end_line()
@@ -118,10 +138,6 @@ def _standard_error(folder: Path, rank: int) -> str:
     return "\n".join(file.read_text(errors="replace").splitlines()[-_TAIL:]) if file.is_file() else ""
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextmanager
 def _agent_environment(threads: int) -> Iterator[None]:
     """Give the ranks their number of threads, and undo what the agent changes in this process: it is made to own it."""
@@ -140,11 +156,7 @@ def _agent_environment(threads: int) -> Iterator[None]:
         for name, value in variables.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
-        _restore(handlers)
-
-
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    for number, handler in handlers.items():
-        # Unchanged where this is not the main thread, which alone may set one; None was not set by Python.
-        if handler is not None and signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+        for number, handler in handlers.items():
+            # Unchanged where this is not the main thread, which alone may set one; None was not set by Python.
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

@@ -1,12 +1,10 @@
-"""Time the collectives that plans run, on the processes of this machine."""
+"""Time the collectives that plans run, as a rank on this machine."""
 
 from __future__ import annotations
 
-import json
-import tempfile
+import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,68 +13,32 @@ from torch import Tensor
 from superscaler.errors import RuntimeFailure
 from superscaler.runtime.communicator import Group
 from superscaler.runtime.distributed import DistributedCommunicator, connect
-from superscaler.runtime.launch import launch
 
 # Bytes of a device's source; what is moved in all is some times more.
 _SIZES = {"cpu": (2**10, 2**13, 2**16, 2**19, 2**22), "cuda": (2**12, 2**16, 2**20, 2**23, 2**26)}
 # The first ones make connections and buffers.
 _WARM, _REPEATS = 3, 21
 
-# A rank whose backend is gloo sees no GPU.
-_RUN = '''"""One rank of a measurement."""
 
-import os
-import sys
-from pathlib import Path
-
-if sys.argv[2] == "gloo":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-from superscaler.runtime import measure
-from superscaler.runtime.process import run_rank
-
-run_rank(lambda: getattr(measure, sys.argv[3])(Path(sys.argv[1])), log=Path(sys.argv[1]))
-'''
-
-
-def measure(world: int) -> list[dict[str, Any]]:
-    """Return `kind`, `group`, `size` (bytes of each source) and `seconds` of collectives of `world` processes.
-
-    Seconds are the first quartile over repetitions, each that of its slowest rank: other processes only add to them.
-    Raises RuntimeFailure if a rank fails.
-    """
-    return _run("", measure_rank, world)
-
-
-def probe(backend: str, world: int) -> None:
-    """Add numbers up over `world` processes with gloo or nccl. Raises RuntimeFailure where that does not work."""
-    _run(backend, probe_rank, world)
-
-
-def _run(backend: str, function: Callable[[Path], None], world: int) -> Any:
-    """Return what rank 0 of these processes writes."""
-    with tempfile.TemporaryDirectory(prefix="superscaler-measure-") as name:
-        program = Path(name) / "measure.py"
-        program.write_text(_RUN)
-        launch(program, [name, backend, function.__name__], world, Path(name))
-        return json.loads((Path(name) / "found.json").read_text())
-
-
-def probe_rank(folder: Path) -> None:
-    """Take part in a sum; rank 0 writes it into the folder."""
+def probe(backend: str) -> None:
+    """Add numbers up over all ranks with gloo or nccl. Raises RuntimeFailure where that does not work."""
+    if backend == "gloo":
+        # It sees no GPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     communicator = _connect()
     everyone = tuple(range(communicator.world))
     x = torch.full((1024,), communicator.rank + 1.0, device=communicator.device)
     total = float(communicator.all_reduce(x, everyone).wait()[0])
     if total != sum(k + 1 for k in everyone):
         raise RuntimeFailure(f"the sum of 1 to {len(everyone)} over all ranks came out as {total}.")
-    if communicator.rank == 0:
-        (folder / "found.json").write_text(json.dumps(total))
     communicator.close()
 
 
-def measure_rank(folder: Path) -> None:
-    """Take part in all measurements; rank 0 writes them into the folder."""
+def measure() -> list[dict[str, Any]]:
+    """Return `kind`, `group`, `size` (bytes of each source) and `seconds` of collectives of all ranks.
+
+    Seconds are the first quartile over repetitions, each that of its slowest rank: other processes only add to them.
+    """
     communicator = _connect()
     everyone = tuple(range(communicator.world))
     communicator.prepare([everyone])
@@ -88,9 +50,8 @@ def measure_rank(folder: Path) -> None:
         for kind, (group, run, source) in _runs(communicator, everyone, x, even).items():
             seconds = _time(communicator, run)
             found.append({"kind": kind.split()[0], "group": group, "size": source.nbytes, "seconds": seconds})
-    if communicator.rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
     communicator.close()
+    return found
 
 
 def _connect() -> DistributedCommunicator:
@@ -109,14 +70,14 @@ def _runs(
         "all_gather": (everyone, lambda: c.all_gather(x, everyone, 0).wait(), x),
         "reduce_scatter": (everyone, lambda: c.reduce_scatter(even, everyone, 0).wait(), even),
         "all_to_all": (everyone, lambda: c.all_to_all(even, everyone, 0, 0).wait(), even),
-        "broadcast": (everyone, lambda: _broadcast(c, everyone, x), x),
+        "broadcast": (
+            everyone,
+            lambda: c.broadcast(x if c.rank == 0 else None, 0, everyone, x.shape, x.dtype).wait(),
+            x,
+        ),
         "send": ((0, 1), lambda: _swap(c, x), x),
         "send inside": ((0, 0), lambda: x.clone(), x),
     }
-
-
-def _broadcast(c: DistributedCommunicator, everyone: Group, x: Tensor) -> None:
-    c.broadcast(x if c.rank == 0 else None, 0, everyone, x.shape, x.dtype).wait()
 
 
 def _swap(c: DistributedCommunicator, x: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import time
@@ -37,6 +38,17 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
     sys.excepthook = partial(_end, log is not None)
     record(lambda: _after_linger(function))()
     _exit(0)
+
+
+def answer(folder: Path) -> None:
+    """Do as a whole process what `launch.call` wrote into the folder, and write there what comes of it."""
+
+    def work() -> None:
+        function, arguments = pickle.loads((folder / "call").read_bytes())
+        found = function(*arguments)
+        (folder / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(found))
+
+    run_rank(work, log=folder)
 
 
 def _after_linger(function: Callable[[], None]) -> None:

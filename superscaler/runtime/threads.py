@@ -155,11 +155,9 @@ class ThreadCommunicator(c.Communicator):
         parts, mine = self._exchange(what, group, list(map(_copy, chunks))), group.index(self.rank)
         return c.Later(lambda: finish([chunks[mine] for chunks in parts()]))
 
-    def _spread(
-        self, what: str, group: Group, mine: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Work:
-        parts = self._exchange(f"{what} from rank {source}", group, None if mine is None else _copy(mine))
-        return c.Later(lambda: _copy(_present(parts()[group.index(source)])))
+    def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Work:
+        parts = self._exchange(f"{what} from rank {source}", group, _copy(buffer))
+        return c.Later(lambda: _copy(parts()[group.index(source)]))
 
     def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None:
         number = self._sent[peer]
@@ -228,8 +226,3 @@ class ThreadCommunicator(c.Communicator):
 
 def _copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _present(x: T | None) -> T:
-    assert x is not None
-    return x

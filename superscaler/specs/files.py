@@ -42,10 +42,16 @@ def read_plan(directory: Path) -> dict[str, Any]:
 
 def plan_files(directory: Path) -> frozenset[str]:
     """Return the names of the files in a directory that are of the plan which compile wrote there; none if it is empty
-    or not there. Raises InputError for a directory that holds something, but no plan of ours: nothing there is ours.
+    or not there. Raises InputError for a file, and for a directory that holds something, but no plan of ours: nothing
+    there is ours.
     """
-    if not directory.is_dir() or not any(directory.iterdir()):
-        return frozenset()
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise InputError(f"{directory} is a file; choose a directory.")
+        if not directory.exists() or not any(directory.iterdir()):
+            return frozenset()
+    except OSError as error:
+        raise InputError(f"{directory} cannot be read: {error.strerror}; choose another directory.") from error
     if not (directory / PLAN_FILE).is_file():
         raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
     try:

@@ -81,16 +81,14 @@ def check_text(path: Path | None, sequence: int) -> None:
 def library_text(limit: int = _DEFAULT_BYTES) -> bytes:
     """Return the .py files of Python's standard library, in a fixed order, cut to `limit` bytes."""
     root = Path(sysconfig.get_path("stdlib"))
-    pieces: list[bytes] = []
-    total = 0
+    found = bytearray()
     for file in _sources(root):
-        if total >= limit:
+        found += file.read_bytes()
+        if len(found) >= limit:
             break
-        pieces.append(file.read_bytes())
-        total += len(pieces[-1])
-    if not total:
+    if not found:
         raise InputError(f"the default text needs Python's .py files, but {root} has none; give a text with --data.")
-    return b"".join(pieces)[:limit]
+    return bytes(found[:limit])
 
 
 def _sources(root: Path) -> Iterator[Path]:

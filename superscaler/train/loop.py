@@ -24,10 +24,7 @@ from superscaler.train.data import Batch, TextBatches, synthetic_batch
 _INTERVAL = 1.0
 
 
-Load = Callable[[Path], Step]
-
-
-def main(argv: Sequence[str] | None = None, *, load: Load = load) -> None:
+def main(argv: Sequence[str] | None = None, *, load: Callable[[Path], Step] = load) -> None:
     """Train the plan in the directory that the options name (default: where this program is), as this whole process."""
     options = parser().parse_args(argv)
     directory = options.directory or Path(sys.argv[0]).resolve().parent
@@ -47,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def train_rank(options: argparse.Namespace, directory: Path, load: Load) -> None:
+def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Path], Step]) -> None:
     """Train on this rank; rank 0 reports."""
     check_options(options.steps, options.clip)
     step = load(directory)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from superscaler.verify.verify import certify, rank_main, verify
+from superscaler.verify.verify import certify, verify
 
-__all__ = ["certify", "rank_main", "verify"]
+__all__ = ["certify", "verify"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,13 +15,13 @@ from superscaler.compiler import Compiled
 from superscaler.emit.expressions import ranges
 from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import RuntimeFailure
-from superscaler.ir.graph import RANDOM, Op
+from superscaler.ir.graph import RANDOM, Model, Op
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.names import task
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
-from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.threads import run_ranks
 from superscaler.schedule.nodes import Node
 from superscaler.schedule.segments import Segment
@@ -30,6 +31,7 @@ TOLERANCE = 1e-9
 FLOOR = 1e-3
 
 Values = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ def model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
     boxes = tuple(tuple((0, i.size) for i in op.indices) for op in forward)
     function = Function(tuple(forward), boxes, tuple(name for name, _ in read), input_of, tuple(made), "")
     leaves = {name: known[name].detach().clone().requires_grad_() for name, wants in read if wants}
-    outputs = _call(exact.program, function, [leaves[n] if wants else known[n] for n, wants in read])
+    (run,) = callables(model, [function])
+    outputs = run(*(leaves[n] if wants else known[n] for n, wants in read))
     found = dict(zip(made, outputs, strict=True))
     wanted = {n: t for n, t in {**found, **leaves}.items() if t.requires_grad}
     grads = torch.autograd.grad(found[model.loss], list(wanted.values()), allow_unused=True)
@@ -72,30 +75,39 @@ def model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
     return {**known, **{n: t.detach() for n, t in found.items()}}, gradients
 
 
-def _call(program: Program, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    text, names = emit_segments(replace(program, functions=(function,)))
-    boxes = [box for op, box in zip(function.ops, function.boxes, strict=True) if op.target in RANDOM]
-    draws = draws_of(program.model, function, boxes)
+def callables(
+    model: Model, functions: Sequence[Function], device: str = "cpu"
+) -> list[Callable[..., Sequence[Tensor]]]:
+    """Return functions of a model as they are emitted, drawing the random numbers of a first step on a device."""
+    text, names = emit_segments(Program(model, tuple(functions), ()))
+    code = modules({"segments.py": text})["segments"]
 
-    def random(k: int) -> Tensor:
-        d = draws[k]
-        return functional.draw(0, 0, d.op, d.box, d.extents, torch.device("cpu")).reshape(d.shape)
+    def bound(function: Function, name: str) -> Callable[..., Sequence[Tensor]]:
+        boxes = [box for op, box in zip(function.ops, function.boxes, strict=True) if op.target in RANDOM]
+        draws = draws_of(model, function, boxes)
 
-    run = getattr(modules({"segments.py": text})["segments"], names[0])
-    made: tuple[Tensor, ...] = run(*inputs, *([random] if draws else []))
-    return made
+        def random(k: int) -> Tensor:
+            d = draws[k]
+            return functional.draw(0, 0, d.op, d.box, d.extents, device).reshape(d.shape)
+
+        return lambda *inputs: getattr(code, name)(*inputs, *([random] if draws else []))
+
+    return list(map(bound, functions, names))
+
+
+def on_threads(exact: Compiled, values: Values, run: Callable[[Step], T], timeout: float) -> list[T]:
+    """Return what `run` gives for the step of each rank, each a thread."""
+    plan, code = describe(exact), modules(exact.emitted.files)
+    return run_ranks(exact.program.world, lambda c: run(build_step(plan, code, values, c)), timeout)
 
 
 def _record(
     exact: Compiled, values: Values, batch: Values, timeout: float
 ) -> tuple[dict[tuple[int, str, str], Event], str]:
     """Return what each segment read and made, by device, tag and kind, and why the step did not end, if it did not."""
-    plan, code = describe(exact), modules(exact.emitted.files)
     events: dict[tuple[int, str, str], Event] = {}
 
-    def run(communicator: object) -> None:
-        step = build_step(plan, code, values, communicator)  # type: ignore[arg-type]
-
+    def run(step: Step) -> None:
         def watch(kind: str, name: str, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
             # Weights and sums change in place later.
             copies = [None if x is None else x.detach().clone() for x in given]
@@ -105,7 +117,7 @@ def _record(
         step(batch)
 
     try:
-        run_ranks(exact.program.world, run, timeout)
+        on_threads(exact, values, run, timeout)
     except RuntimeFailure as error:
         return events, str(error) + _line_of(error, exact.emitted.files)
     return events, ""
@@ -183,7 +195,8 @@ class _Search:
         function = self.exact.program.functions[ran.function]
         every = [(op, j) for op in function.ops for j in range(len(op.outputs))]
         shown = replace(function, outputs=tuple(op.outputs[j].tensor for op, j in every))
-        made = _call(self.exact.program, shown, [x for x in event.given if x is not None])
+        (run,) = callables(self.model, [shown])
+        made = run(*(x for x in event.given if x is not None))
         at = segment.keys.index(node.key)
         for (op, j), tensor in zip(every, made, strict=True):
             row = int(segment.row_of[op.name][at]) if op.name in segment.row_of else -1

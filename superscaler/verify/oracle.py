@@ -63,7 +63,7 @@ def reference_step(
     """
     model = captured.model
     trained = [t.name for t in model.parameters() if t.requires_grad]
-    leaves = {name: _retype(values[name].detach(), dtype).clone().requires_grad_() for name in trained}
+    leaves = {name: retyped(values[name].detach(), dtype).clone().requires_grad_() for name in trained}
     device = next(iter(leaves.values())).device
     known = {**values, **leaves, **batch}
     known.update(packed(model, known))
@@ -99,14 +99,14 @@ def _argument(
             return torch.empty(value.shape, dtype=value.dtype, device=device)
     name = captured.model.aliases.get(spec.target, spec.target) if spec.target else getattr(spec.arg, "name", "")
     value = known.get(name)
-    return getattr(spec.arg, "value", None) if value is None else _retype(value.to(device), dtype)
+    return getattr(spec.arg, "value", None) if value is None else retyped(value.to(device), dtype)
 
 
 def _is_constant(exported: ExportedProgram, spec: InputSpec) -> bool:
     return spec.kind in _CONSTANT and spec.target not in exported.graph_signature.buffers_to_mutate.values()
 
 
-def _retype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+def retyped(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype) if dtype is not None and value.dtype.is_floating_point else value
 
 
@@ -179,7 +179,7 @@ class _Retyped(Interpreter):
 
     def _convert(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return _retype(value, self.dtype)
+            return retyped(value, self.dtype)
         if isinstance(value, torch.device):
             return self.device
         if isinstance(value, torch.dtype):

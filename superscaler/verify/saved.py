@@ -18,8 +18,7 @@ from superscaler.ir.listing import parse_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import parse_model
 from superscaler.specs.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE, read_plan
-from superscaler.verify.certificate import check_program
-from superscaler.verify.rendezvous import check_rendezvous
+from superscaler.verify.checks import CHECKS
 
 # How the file of weights calls the dtypes.
 DTYPES = {
@@ -45,8 +44,8 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
             f"{directory / PLAN_FILE} is for {plan.get('world')} devices, its program for {program.world}."
         )
     with _told_of(f"{directory / PROGRAM_FILE} of {MODEL_FILE}"):
-        check_program(program)
-        check_rendezvous(program)
+        for check in CHECKS.values():
+            check(program)
     emitted = emit(program)
     for name, text in texts(program, emitted).items():
         _compare(directory / name, _text(directory, name), text)
@@ -58,7 +57,7 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     _check_weights(directory / WEIGHTS_FILE, program)
     if manifest and (name := damaged(directory, plan)):
         raise InputError(f"{directory / name} is not what compile wrote there; write the plan again.")
-    return {"conservation": True, "deadlock_free": True, "manifest": manifest, "world": program.world}
+    return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world}
 
 
 @contextmanager

@@ -17,15 +17,14 @@ from torch import Tensor
 from superscaler.artifact import bounds, initial_values, slots_of
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
-from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import InputError
-from superscaler.ir.graph import RANDOM, Model, Op
+from superscaler.ir.graph import Model, Op
 from superscaler.ir.parts import Grid, Ints
-from superscaler.ir.program import Function, Program
+from superscaler.ir.program import Function
 from superscaler.ir.transformed import Graph, Group, Order
 from superscaler.runtime.executor import take
-from superscaler.runtime.step import modules
 from superscaler.schedule.spmd import leaves, restrict
+from superscaler.verify.locate import callables
 
 # How many places along a fold axis (one more than are compiled, so that one is told by the others), and microbatches.
 PLACES, MICROBATCHES = 3, 4
@@ -92,21 +91,24 @@ def _drop_microbatches(graph: Graph) -> None:
             devices = grid.devices.take(range(len(axis.sizes)), at)
             graph.grids[name] = Grid((*grid.axes[:at], axis, *grid.axes[at + 1 :]), devices, {}, grid.replaced_at)
     after: dict[Group, dict[Group, str]] = {}
-    before: dict[Group, dict[Group, str]] = {}
     for order in graph.orders:
         after.setdefault(order.before, {})[order.after] = order.where
-        before.setdefault(order.after, {})[order.before] = order.where
-    for gone in [g for g in {**after, **before} if (g.microbatch or 0) >= MICROBATCHES]:
-        earlier, later = before.pop(gone, {}), after.pop(gone, {})
-        for group in earlier:
-            after[group].pop(gone)
-        for group in later:
-            before[group].pop(gone)
-        for first in earlier:
-            for second, where in later.items():
-                after.setdefault(first, {})[second] = where
-                before.setdefault(second, {})[first] = where
-    graph.orders = [Order(first, second, where) for first, found in after.items() for second, where in found.items()]
+    graph.orders = []
+    for first in after:
+        left, seen = [] if _is_gone(first) else list(after[first].items()), set[Group]()
+        while left:
+            second, where = left.pop(0)
+            if second in seen:
+                continue
+            seen.add(second)
+            if _is_gone(second):
+                left += after.get(second, {}).items()
+            else:
+                graph.orders.append(Order(first, second, where))
+
+
+def _is_gone(group: Group) -> bool:
+    return (group.microbatch or 0) >= MICROBATCHES
 
 
 # Smaller factors.
@@ -197,7 +199,7 @@ def _probe(model: Model, sizes: Mapping[str, int], free: Set[str]) -> tuple[dict
         own_size = {f: model.factors[f].size for f in (*touched, *(i.factor for i in op.indices))}
         kept = {f: n for f, n in own_size.items() if sizes[f] != n}
         for f in list(kept):
-            if _fits(model, op, {**sizes, **kept, f: sizes[f]}):
+            if not _run(model, [op], {**sizes, **kept, f: sizes[f]}):
                 kept.pop(f)
         return {}, dict.fromkeys(kept, f"{op.name} ({op.target}) cannot run smaller")
     return {}, {}
@@ -219,14 +221,6 @@ def _own(model: Model, op: Op, sizes: Mapping[str, int], shapes: Sequence[Shape]
     return found
 
 
-def _fits(model: Model, op: Op, sizes: Mapping[str, int]) -> bool:
-    small = _resized(model, sizes)
-    return all(
-        shapes is not None and all(small.tensors[o.tensor].shape == s for o, s in zip(op.outputs, shapes, strict=True))
-        for _, shapes in _run(model, [op], sizes)
-    )
-
-
 def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tuple[Op, list[Shape] | None]]:
     """Return forward ops that do not give the right shapes on tensors of the new sizes: those that they give, or None.
 
@@ -240,11 +234,9 @@ def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tupl
         names, made = tuple(o.tensor for o in op.inputs), tuple(o.tensor for o in op.outputs)
         box = tuple((0, i.size) for i in op.indices)
         functions.append(Function((op,), (box,), names, {(op.name, k): k for k in range(len(names))}, made, ""))
-    text, called = emit_segments(Program(small, tuple(functions), ()))
-    code = modules({"segments.py": text})["segments"]
     found: list[tuple[Op, list[Shape] | None]] = []
-    for op, function, name in zip(chosen, functions, called, strict=True):
-        shapes = _shapes(small, function, getattr(code, name))
+    for op, function, run in zip(chosen, functions, callables(small, functions, "meta"), strict=True):
+        shapes = _shapes(small, function, run)
         if shapes == [small.tensors[o.tensor].shape for o in op.outputs]:
             continue
         if shapes is None and sizes and any(s is None for _, s in _run(model, [op], {})):
@@ -253,20 +245,12 @@ def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tupl
     return found
 
 
-def _shapes(model: Model, function: Function, call: Callable[..., Sequence[Tensor]]) -> list[Shape] | None:
-    """Return the shapes of what a function of one op gives on tensors without data, None where it fails."""
-    op = function.ops[0]
-    boxes = [box for box in function.boxes if op.target in RANDOM]
-    draws = draws_of(model, function, boxes)
-
-    def random(k: int) -> Tensor:
-        return torch.zeros(draws[k].shape, device="meta")
-
-    def empty(name: str) -> Tensor:
-        return torch.empty(model.tensors[name].shape, dtype=getattr(torch, model.tensors[name].dtype), device="meta")
-
+def _shapes(model: Model, function: Function, run: Callable[..., Sequence[Tensor]]) -> list[Shape] | None:
+    """Return the shapes of what a function gives on tensors without data, None where it fails."""
+    tensors = (model.tensors[name] for name in function.inputs)
     try:
-        return [tuple(x.shape) for x in call(*map(empty, function.inputs), *([random] if draws else []))]
+        made = run(*(torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in tensors))
+        return [tuple(x.shape) for x in made]
     except Exception:
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superscaler.artifact import describe, initial_values, reads, slots_of, write
+from superscaler.artifact import initial_values, reads, slots_of, write
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
 from superscaler.ir.graph import Model
@@ -21,12 +21,11 @@ from superscaler.ir.mask import Mask
 from superscaler.ir.program import Weight
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
-from superscaler.runtime.launch import launch
-from superscaler.runtime.step import Step, build_step, check_batch, modules
-from superscaler.runtime.threads import run_ranks
+from superscaler.runtime.launch import call
+from superscaler.runtime.step import Step, check_batch, load
 from superscaler.verify.checks import CHECKS
-from superscaler.verify.locate import FLOOR, TOLERANCE, first_difference, model_step
-from superscaler.verify.oracle import Reference, reference_step
+from superscaler.verify.locate import FLOOR, TOLERANCE, Values, first_difference, model_step, on_threads
+from superscaler.verify.oracle import Reference, reference_step, retyped
 from superscaler.verify.retype import retype
 from superscaler.verify.small import shrink
 
@@ -42,12 +41,12 @@ class Result:
 
     loss: Tensor
     gradients: Mapping[str, Tensor | None]
-    weights: Mapping[str, Tensor]
+    weights: Values
     moved: int
 
 
 def verify(
-    compiled: Compiled, backend: str = "threads", batch: Mapping[str, Tensor] | None = None, shapes: str = "auto"
+    compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto"
 ) -> dict[str, Any]:
     """Run one step of the plan and of the model in float64, dropout off, and compare.
 
@@ -70,11 +69,11 @@ def verify(
     if shapes == "model" or (shapes == "auto" and not _is_large(compiled)):
         exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
         return {**certify(exact, backend, batch), "shapes": "model", "shrunk": {}}
-    refused = {name: _refusal(partial(check, compiled)) for name, check in CHECKS.items()}
+    refused = {name: _refusal(partial(check, compiled.program)) for name, check in CHECKS.items()}
     small = shrink(compiled, batch)
     exact = finish(retype(small.graph, "float64", dropout=False), small.cluster)
-    values = {k: _double(v) for k, v in small.values.items()}
-    inputs = {k: _double(v) for k, v in small.batch.items()}
+    values = {k: retyped(v, torch.float64) for k, v in small.values.items()}
+    inputs = {k: retyped(v, torch.float64) for k, v in small.batch.items()}
     found = _compare(exact, backend, 60.0, values, inputs, _graph_step(exact, {**values, **inputs}))
     first = next((text for text in refused.values() if text), "") or found["first_difference"]
     whole = {name: not text and found[name] for name, text in refused.items()}
@@ -82,7 +81,7 @@ def verify(
     return {**found, **whole, **told}
 
 
-def _graph_step(exact: Compiled, known: Mapping[str, Tensor]) -> Reference:
+def _graph_step(exact: Compiled, known: Values) -> Reference:
     """Return what one step of the graph gives on one device."""
     model = exact.graph.model
     made, gradients = model_step(exact, known)
@@ -99,65 +98,52 @@ def _is_large(compiled: Compiled) -> bool:
 
 
 def certify(
-    exact: Compiled, backend: str = "threads", batch: Mapping[str, Tensor] | None = None, timeout: float = 60.0
+    exact: Compiled, backend: str = "threads", batch: Values | None = None, timeout: float = 60.0
 ) -> dict[str, Any]:
     """Do what `verify` does with a plan that is in float64 already. `timeout`: of a message, in seconds.
 
     A plan that a check refuses is not run: its errors are infinite.
     """
     captured = exact.graph.captured
-    values = {k: _double(v) for k, v in initial_values(exact.graph.model, captured.values).items()}
-    inputs = {k: _double(v) for k, v in (batch or captured.batch).items()}
+    values = {k: retyped(v, torch.float64) for k, v in initial_values(exact.graph.model, captured.values).items()}
+    inputs = {k: retyped(v, torch.float64) for k, v in (batch or captured.batch).items()}
     expected = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
     return _compare(exact, backend, timeout, values, inputs, expected)
 
 
 def _compare(
-    exact: Compiled,
-    backend: str,
-    timeout: float,
-    values: Mapping[str, Tensor],
-    inputs: Mapping[str, Tensor],
-    expected: Reference,
+    exact: Compiled, backend: str, timeout: float, values: Values, inputs: Values, expected: Reference
 ) -> dict[str, Any]:
     if backend not in _BACKENDS:
         raise InputError(unknown("backend", backend, _BACKENDS))
     loss, gradients, buffers = expected
-    refused = {name: _refusal(partial(check, exact)) for name, check in CHECKS.items()}
+    refused = {name: _refusal(partial(check, exact.program)) for name, check in CHECKS.items()}
     first = next((text for text in refused.values() if text), "")
-    loss_error = gradient_error = parameter_error = 0.0 if not first else float("inf")
-    worst, moved = "", 0
-    of_gradients, of_weights = [], []
-    if not first:
-        try:
-            results = _BACKENDS[backend](exact, values, inputs, timeout)
-        except RuntimeFailure:
-            first = first_difference(exact, values, inputs, timeout)
-            if not first:
-                raise
-            loss_error = gradient_error = parameter_error = float("inf")
-        else:
-            moved = sum(r.moved for r in results)
-            updated = {**_reference_update(exact.graph.model, values, gradients), **buffers}
-            of_gradients = list(_errors(exact, [r.gradients for r in results], gradients))
-            of_weights = list(_errors(exact, [r.weights for r in results], updated))
-            gradient_error, worst_gradient = _largest(of_gradients)
-            parameter_error, worst = _largest(of_weights)
-            worst = worst_gradient if gradient_error >= parameter_error else worst
-            loss_error = max(float((r.loss - loss).abs() / loss.abs().clamp_min(1e-30)) for r in results)
-    is_equal = all(e <= TOLERANCE for e in (loss_error, gradient_error, parameter_error))
+    errors = dict.fromkeys(("loss_error", "gradient_error", "parameter_error"), float("inf"))
+    worst, moved, off = "", 0, ""
+    try:
+        results = [] if first else _BACKENDS[backend](exact, values, inputs, timeout)
+    except RuntimeFailure:
+        results, first = [], first_difference(exact, values, inputs, timeout)
+        if not first:
+            raise
+    if results:
+        moved = sum(r.moved for r in results)
+        updated = {**_reference_update(exact.graph.model, values, gradients), **buffers}
+        of_gradients = list(_errors(exact, [r.gradients for r in results], gradients))
+        of_weights = list(_errors(exact, [r.weights for r in results], updated))
+        found = [_largest(of_gradients), _largest(of_weights)]
+        loss_error = max(float((r.loss - loss).abs() / loss.abs().clamp_min(1e-30)) for r in results)
+        errors = dict(zip(errors, (loss_error, found[0][0], found[1][0]), strict=True))
+        worst = found[0 if errors["gradient_error"] >= errors["parameter_error"] else 1][1]
+        off = _first(of_gradients, "the gradient of ") or _first(of_weights, "after its update ")
+        off = off or f"{exact.graph.model.loss}, the loss of the step, is off by {loss_error:.2g}"
+    is_equal = all(error <= TOLERANCE for error in errors.values())
     if not is_equal and not first:
-        first = (
-            first_difference(exact, values, inputs, timeout)
-            or _first(of_gradients, "the gradient of ")
-            or _first(of_weights, "after its update ")
-            or f"{exact.graph.model.loss}, the loss of the step, is off by {loss_error:.2g}"
-        )
+        first = first_difference(exact, values, inputs, timeout) or off
     return {
         "equal": is_equal,
-        "loss_error": loss_error,
-        "gradient_error": gradient_error,
-        "parameter_error": parameter_error,
+        **errors,
         "worst_tensor": worst,
         "first_difference": first,
         **{name: not text for name, text in refused.items()},
@@ -179,10 +165,6 @@ def _draw(model: Model) -> Callable[[str, tuple[int, ...]], Tensor]:
     return draw
 
 
-def _double(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
-
-
 def _refusal(check: Callable[[], None]) -> str:
     try:
         check()
@@ -191,7 +173,7 @@ def _refusal(check: Callable[[], None]) -> str:
     return ""
 
 
-def _reference_update(model: Model, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _reference_update(model: Model, values: Values, gradients: Values) -> dict[str, Tensor]:
     """Return the trained weights after one step of the user's optimizer on the whole tensors."""
     members: list[list[Tensor]] = [[] for _ in model.optimizer.groups]
     updated = {}
@@ -208,7 +190,7 @@ def _reference_update(model: Model, values: Mapping[str, Tensor], gradients: Map
 
 
 def _errors(
-    compiled: Compiled, found: Sequence[Mapping[str, Tensor | None]], expected: Mapping[str, Tensor]
+    compiled: Compiled, found: Sequence[Mapping[str, Tensor | None]], expected: Values
 ) -> Iterator[tuple[float, Weight, int]]:
     """Return the error of each slice on each device."""
     model = compiled.graph.model
@@ -241,54 +223,29 @@ def _first(errors: Sequence[tuple[float, Weight, int]], what: str) -> str:
     return next((f"{what}{mask} on device {rank} is off by {error:.2g}" for mask, rank, error in found), "")
 
 
-def _run(step: Step, batch: Mapping[str, Tensor]) -> Result:
+def _run(step: Step, batch: Values) -> Result:
     step.state.keep_gradients = True
     loss = step(batch)
     weights = {name: w.detach() for name, w in step.state.weights.items()}
     return Result(loss.detach(), dict(step.state.gradients), weights, step.bytes_moved)
 
 
-def _threads(
-    compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[str, Tensor], timeout: float
-) -> list[Result]:
-    plan, code = describe(compiled), modules(compiled.emitted.files)
-    return run_ranks(
-        compiled.program.world, lambda communicator: _run(build_step(plan, code, values, communicator), batch), timeout
-    )
+def _threads(compiled: Compiled, values: Values, batch: Values, timeout: float) -> list[Result]:
+    return on_threads(compiled, values, lambda step: _run(step, batch), timeout)
 
 
-RUN = '''"""One step of a plan on one rank; writes what it found beside the plan."""
-
-import sys
-from math import prod
-from pathlib import Path
-
-from superscaler.runtime.process import run_rank
-from superscaler.verify import rank_main
-
-run_rank(lambda: rank_main(Path(sys.argv[1])))
-'''
-
-
-def _processes(compiled: Compiled, values: Mapping[str, Tensor], batch: Mapping[str, Tensor], _: float) -> list[Result]:
+def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as folder:
-        path = Path(folder)
-        write(compiled, path, values)
-        torch.save(dict(batch), path / "batch.pt")
-        (path / "verify.py").write_text(RUN)
-        launch(path / "verify.py", [folder], compiled.program.world)
-        found = [torch.load(path / f"rank_{r}.pt") for r in range(compiled.program.world)]
-    return [Result(**f) for f in found]
+        write(compiled, Path(folder), values)
+        return call(_rank, compiled.program.world, Path(folder), dict(batch))
 
 
-def rank_main(path: Path) -> None:
-    """Run one step of the plan in `path` on this rank, and save the result there."""
-    from superscaler.runtime.step import load
-
+def _rank(path: Path, batch: Values) -> Result:
+    """Run one step of the plan in `path` on this rank."""
     step = load(path)
-    result = _run(step, torch.load(path / "batch.pt"))
-    torch.save({f.name: getattr(result, f.name) for f in fields(result)}, path / f"rank_{step.rank}.pt")
+    result = _run(step, batch)
     step.close()
+    return result
 
 
 _BACKENDS = {"threads": _threads, "processes": _processes}

@@ -17,7 +17,7 @@ def check(seed: int, irregular: bool) -> None:
     model, values = random_model(seed, 6)
     compiled = random_plan(model, seed + 1, 1 + seed % 4, irregular)
     for check in CHECKS.values():
-        check(compiled)
+        check(compiled.program)
     error, where = largest_error(compiled, values)
     assert error < 1e-9, (seed, where)
 

@@ -158,7 +158,7 @@ def is_folded(found: Compiled) -> bool:
 def check_checks(found: Compiled) -> None:
     """Every part runs once, every element is read once, nobody waits forever."""
     for check in CHECKS.values():
-        check(found)
+        check(found.program)
     assert sum(move.moved for move in found.moves) == found.program.bytes_moved
 
 

@@ -1,12 +1,27 @@
-"""Batches of random numbers that depend on the seed and the step only."""
+"""What a named model is: sizes, and how it is built and fed. Batches are random, by the seed and the step only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from superscaler.specs.options import Options
 
 # What cross entropy leaves out, in torch and in Hugging Face models.
 IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`default` is one of `sizes`; a family of one size calls it "". `build` takes the name of the model for errors."""
+
+    default: str
+    sizes: Mapping[str, Options]
+    build: Callable[[str, Options], nn.Module]
+    make_batch: Callable[[Options, int], dict[str, Tensor]]
 
 
 def generator(seed: int, step: int) -> torch.Generator:
