@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from superscaler.errors import PlanError
     from superscaler.frontend.register import register
     from superscaler.plan import Plan, capture, compile, load
+    from superscaler.runtime.weights import load_weights
     from superscaler.verbs import (
         Graph,
         Microbatch,
@@ -37,6 +38,7 @@ __all__ = [
     "capture",
     "compile",
     "load",
+    "load_weights",
     "op_assign",
     "op_order",
     "op_trans",
@@ -48,6 +50,7 @@ _VERBS = ("Graph", "Microbatch", "Replicate", "Split", "ValueSplit", "op_assign"
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",
+    "load_weights": "superscaler.runtime.weights",
     "register": "superscaler.frontend.register",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),
     **dict.fromkeys(_VERBS, "superscaler.verbs"),

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import superscaler
+from superscaler.cli import checkpoint
 from superscaler.cli.capture import capture
 from superscaler.cli.compile import compile_model
 from superscaler.cli.doctor import doctor
@@ -32,6 +33,7 @@ app.command("verify")(verify)
 app.command("train")(train)
 app.command("explain")(explain)
 app.command("diff")(diff)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor)
 
 

@@ -76,7 +76,7 @@ class Saver:
     """Saves the state of a rank's step into a folder of checkpoints, in the background, one save at a time.
 
     All ranks call each method. `keep` is how many whole checkpoints stay (default: all). `failures` says of each save
-    that failed why; `tell` is told it on rank 0.
+    that failed why; `tell` is told it on rank 0. `last` is the last whole checkpoint of this object.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Saver:
         self.directory = Path(directory)
         self.keep = keep
         self.failures: list[str] = []
+        self.last: Path | None = None
         self._tell = tell
         self._owners = owners(step.plan)
         self._save: _Save | None = None
@@ -125,6 +126,8 @@ class Saver:
             if self.step.rank == 0:
                 shutil.rmtree(save.folder, ignore_errors=True)
             self._fail(save.steps, error)
+        else:
+            self.last = save.folder
 
     def _fail(self, steps: int, error: str) -> None:
         text = f"the checkpoint of step {steps} was not saved: {error}; the checkpoints before it are as they were."
@@ -289,7 +292,10 @@ def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[
             pieces.append({"shard": shard, "key": entry["key"], "ranges": entry["ranges"]})
     shards = {shard: {key: part[key] for key in ("bytes", "sha256")} for shard, part in parts.items()}
     made = {**head, "shards": shards, "tensors": tensors}
-    _write_text(folder / MANIFEST_FILE, json.dumps({**made, "sha256": manifest_hash(made)}, indent=1) + "\n")
+    first = json.dumps({**head, "shards": shards, "sha256": manifest_hash(made)}, indent=1).removesuffix("\n}")
+    # A line a tensor.
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
+    _write_text(folder / MANIFEST_FILE, f'{first},\n "tensors": {{\n{lines}\n }}\n}}\n')
     _sync(folder.parent)
 
 
@@ -309,8 +315,20 @@ def save(step: Step, directory: str | Path, keep: int | None = None) -> Path:
     """Save a step's state and wait until it is whole. Returns the checkpoint. Raises InputError where it cannot be."""
     saver = Saver(step, directory, keep)
     saver.save()
-    made = saver._save
     saver.finish()
-    if saver.failures or made is None:
+    if saver.last is None:
         raise InputError(saver.failures[0])
-    return made.folder
+    return saver.last
+
+
+def publish(directory: Path, tensors: dict[str, Tensor]) -> str:
+    """Write tensors that were trained elsewhere as a checkpoint of no step into an empty folder; return its name."""
+    folder = directory / _new_folder(directory, 0)
+    entries = [
+        _entry(n, list(t.shape), str(t.dtype).removeprefix("torch."), n, whole(t.shape)) for n, t in tensors.items()
+    ]
+    file = folder / shard_name(0)
+    _write_shard(file, {name: _copy(tensor) for name, tensor in tensors.items()}, entries)
+    nothing = dict.fromkeys(("plan", "world", "seed", "optimizer", "scaler", "training"))
+    _commit(folder, {"format": FORMAT, "version": VERSION, "step": 0, **nothing, "aliases": {}}, [0])
+    return folder.name

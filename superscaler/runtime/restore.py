@@ -12,7 +12,7 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.runtime.checkpoint import share
 from superscaler.runtime.pieces import located, whole
-from superscaler.runtime.stored import Stored, find, missing, open_checkpoint, open_stored
+from superscaler.runtime.stored import Stored, missing, open_checkpoint, open_stored, read_named
 
 if TYPE_CHECKING:
     from superscaler.runtime.step import Step
@@ -112,9 +112,9 @@ def _read(step: Step, stored: Stored) -> dict[str, Tensor]:
         if tensor is None:
             continue
         local, (name, ranges) = step.state.weights[entry["name"]], located(step.plan, entry)
-        key = find(stored, _called(step, name), tuple(tensor["shape"]), local.dtype)
-        if key:
-            found[entry["name"]] = stored.read(key, ranges).to(local.dtype).reshape(local.shape)
+        value = read_named(stored, _called(step, name), tuple(tensor["shape"]), local.dtype, ranges)
+        if value is not None:
+            found[entry["name"]] = value.reshape(local.shape)
         elif is_whole or tensor["kind"] == "parameter":
             raise missing(stored, name)
     return found | _read_fixed(step, stored)
@@ -128,10 +128,9 @@ def _called(step: Step, name: str) -> list[str]:
 def _read_fixed(step: Step, stored: Stored) -> dict[str, Tensor]:
     found = {}
     for name, value in step.fixed.items():
-        key = find(stored, _called(step, name), tuple(value.shape), value.dtype)
-        if not key:
+        read = read_named(stored, _called(step, name), tuple(value.shape), value.dtype, whole(value.shape))
+        if read is None:
             continue
-        read = stored.read(key, whole(value.shape)).to(value.dtype).reshape(value.shape)
         if name not in step.plan["tensors"] and not torch.equal(read, value):
             raise InputError(
                 f"{stored.directory} has other values of {name} than the module had at capture, and the plan is made "

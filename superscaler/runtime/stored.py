@@ -242,20 +242,28 @@ def _plain(directory: Path, files: Mapping[str, str]) -> Stored:
     return Stored(directory, tensors)
 
 
-def find(stored: Stored, names: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return which of the names of a tensor is stored; nothing where none is. Raises InputError for another shape, and
-    for a dtype that this one cannot hold exactly.
+def read_named(
+    stored: Stored, names: list[str], shape: tuple[int, ...], dtype: torch.dtype, ranges: Ranges
+) -> Tensor | None:
+    """Return a piece of the tensor that has all these names, tied; None where none is stored. Raises InputError for
+    another shape, a dtype that this one cannot hold exactly, and where what is tied here differs there.
     """
-    name = next((name for name in names if name in stored.tensors), "")
-    if not name:
-        return ""
-    entry = stored.tensors[name]
-    if entry.shape != shape or not _is_exact(getattr(torch, entry.dtype, None), dtype):
-        raise InputError(
-            f"{name} is {entry.dtype} of shape {entry.shape} in {stored.directory}, but "
-            f"{str(dtype).removeprefix('torch.')} of shape {shape} in this model; they are of different models."
-        )
-    return name
+    found: Tensor | None = None
+    first = ""
+    for name in names:
+        entry = stored.tensors.get(name)
+        if entry is None:
+            continue
+        if entry.shape != shape or not _is_exact(getattr(torch, entry.dtype, None), dtype):
+            raise InputError(
+                f"{name} is {entry.dtype} of shape {entry.shape} in {stored.directory}, but "
+                f"{str(dtype).removeprefix('torch.')} of shape {shape} in this model; they are of different models."
+            )
+        value = stored.read(name, ranges).to(dtype)
+        if found is not None and not torch.equal(found, value):
+            raise InputError(f"{first} and {name} differ in {stored.directory}, but this model ties them.")
+        found, first = (value, name) if found is None else (found, first)
+    return found
 
 
 def _is_exact(theirs: torch.dtype | None, ours: torch.dtype) -> bool:
