@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from superscaler.plan import capture as capture
     from superscaler.plan import compile as compile
     from superscaler.plan import load as load
+    from superscaler.runtime.weights import load_weights as load_weights
     from superscaler.verbs import Graph as Graph
     from superscaler.verbs import Microbatch as Microbatch
     from superscaler.verbs import Replicate as Replicate
@@ -30,6 +31,7 @@ _VERBS = ("Graph", "Microbatch", "Replicate", "Split", "ValueSplit", "op_assign"
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",
+    "load_weights": "superscaler.runtime.weights",
     "register": "superscaler.frontend.register",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),
     **dict.fromkeys(_VERBS, "superscaler.verbs"),

@@ -23,8 +23,9 @@ from superscaler.ir.listing import print_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph
-from superscaler.report.account import account, hash_values, manifest, origin
+from superscaler.report.account import account, hash_values, kept_values, manifest, origin
 from superscaler.specs import files as disk
+from superscaler.specs.files import data_hash
 
 RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
 
@@ -55,6 +56,8 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
         "devices": [asdict(t) for t in emitted.tables],
         **reads(model),
         "slots": {name: slots_of(model, name) for name in sorted(resident)},
+        "tensors": {name: owned(model, name) for name in sorted(model.tensors) if is_owned(model, name)},
+        "aliases": dict(model.aliases),
         "loss_dtype": model.tensors[model.loss].wide_dtype,
         "optimizer": {
             "name": model.optimizer.name,
@@ -109,6 +112,20 @@ def slots_of(model: Model, name: str) -> list[list[int]]:
     return [[next(sizes) for _ in dim] for dim in model.tensors[name].slots]
 
 
+def is_owned(model: Model, name: str) -> bool:
+    """Tell whether a tensor is a parameter or buffer of the user's module, or a segment of one."""
+    return model.tensors[name].kind in ("parameter", "buffer")
+
+
+def owned(model: Model, name: str) -> dict[str, Any]:
+    """Return which of the user's tensors this one is: its name, shape and dtype, and where this one starts on a dim."""
+    tensor, (packed, dim, start, _) = model.tensors[name], model.segments.get(name, (name, 0, 0, 0))
+    shape = list(tensor.shape)
+    if packed != name:
+        shape[dim] = max(end for whole, _, _, end in model.segments.values() if whole == packed)
+    return {"name": packed, "kind": tensor.kind, "shape": shape, "dtype": tensor.dtype, "dim": dim, "start": start}
+
+
 def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     """Return every weight, buffer and constant; those of a model captured on meta are drawn from the seed."""
     found = dict(values)
@@ -133,7 +150,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
                 f"{target} was registered outside of any file, where no process that runs the plan can find it; "
                 "put it into a .py file and import that."
             )
-    kept = {n: v for n, v in values.items() if n in compiled.graph.model.tensors}
+    kept = kept_values(compiled.graph, values)
     files = _texts(compiled, kept, seed)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -174,11 +191,6 @@ def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[
     kept = {**manifest(compiled, values), "data": data_hash(data), "files": hashes}
     kept["self"] = _own_hash(kept)
     return {**files, disk.PLAN_FILE: json.dumps({**data, "manifest": kept}, indent=1) + "\n"}
-
-
-def data_hash(plan: Mapping[str, Any]) -> str:
-    """Return the hash of plan.json without its manifest."""
-    return disk.digest(json.dumps({k: v for k, v in plan.items() if k != "manifest"}, sort_keys=True))
 
 
 def _own_hash(kept: Mapping[str, Any]) -> str:

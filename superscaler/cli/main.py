@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import superscaler
+from superscaler.cli import checkpoint
 from superscaler.cli.capture import capture
 from superscaler.cli.compile import compile
 from superscaler.cli.doctor import doctor
@@ -25,8 +26,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (capture, compile, validate, verify, train, explain, diff, doctor):
+for verb in (capture, compile, validate, verify, train, explain, diff):
     app.command(verb.__name__)(verb)
+app.add_typer(checkpoint.app, name="checkpoint")
+app.command("doctor")(doctor)
 
 
 def _version(wanted: bool) -> None:

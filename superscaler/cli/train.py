@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,17 @@ import typer
 from superscaler.cli.common import PlanRequest, Printer, command, option
 from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.errors import InputError
+
+
+def _path(name: str, metavar: str, told: str) -> Any:
+    return typer.Option(name, metavar=metavar, parser=partial(_named, name), help=told)
+
+
+def _named(name: str, text: str) -> Path:
+    # An empty path is the current directory to Python, and an unset variable to a shell.
+    if not text:
+        raise InputError(f"{name} is empty; name a file or folder ('.' is the current one).")
+    return Path(text)
 
 
 @command
@@ -26,19 +38,40 @@ def train(
     ] = None,
     out: Out = None,
     seed: Seed = 0,
-) -> None:
-    """Compile MODEL for local:N, start N processes and train; prints the losses."""
+    save: Annotated[
+        Path | None, _path("--save", "DIR", "Save checkpoints into this folder, one of them at the end or at SIGTERM.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", min=1, help="Steps between two checkpoints; default: one at the end.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option("--keep", min=1, help="How many checkpoints stay, the last ones; default: all.")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        _path("--resume", "DIR", "Go on from a checkpoint, or the last in a folder; --steps counts its steps too."),
+    ] = None,
+    weights: Annotated[
+        Path | None, _path("--weights", "PATH", "Start with these: a safetensors file, a folder of them, a checkpoint.")
+    ] = None,
+) -> bool:
+    """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     check(request, clip, data, out)
-    compiled, built = request.compile()
+    from superscaler.train.keep import ending
+    from superscaler.train.launch import Keeping
     from superscaler.train.launch import train as launch
 
+    keeping = Keeping(save=save, save_every=save_every, keep=keep, resume=resume, weights=weights, named=request.model)
+    keeping.check(steps, data)
+    compiled, built = request.compile()
     # The directory that was asked for, or one that is removed afterwards.
     with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
         compiled.save(folder, seed)
         world = compiled.compiled.program.world
-        result = launch(Path(folder), world=world, steps=steps, data=data, clip=clip, seed=seed)
-    printer.show(_told(result))
+        result = launch(Path(folder), world=world, steps=steps, data=data, clip=clip, seed=seed, keeping=keeping)
+    printer.show(_told(result), *([ending(result)] if "saved" in result else []))
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
+    return not result.get("failed_saves")
 
 
 def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +39,9 @@ from superscaler.timing import without_garbage_collection
 class Captured:
     """A captured step: the model; its initial values and example batch by pTensor name; the program it came from.
 
-    `values` lacks what was built on the meta device. `seconds` has `export` (torch) and `capture` (the rest).
+    `values` lacks what was built on the meta device. `fixed` has the buffers of the module's state that became
+    constants, or that nothing reads: with the model's own tensors they are that state, whole. `seconds` has `export`
+    (torch) and `capture` (the rest).
     """
 
     model: Model
@@ -47,6 +49,7 @@ class Captured:
     program: Callable[[], ExportedProgram]
     seconds: dict[str, float]
     batch: dict[str, Tensor]
+    fixed: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def exported(self) -> ExportedProgram:
@@ -105,7 +108,14 @@ def capture(
     model = replace(model, optimizer=training.optimizer)
     _warn_of_underflow(model)
     seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
-    return Captured(model, values, program, seconds, _batch(names, args, kwargs or {}))
+    return Captured(model, values, program, seconds, _batch(names, args, kwargs or {}), _fixed(module, model))
+
+
+def _fixed(module: nn.Module, model: Model) -> dict[str, Tensor]:
+    """Return what a module saves and the model has not, as far as it has data."""
+    known = {*model.tensors, *model.aliases, *(packed for packed, *_ in model.segments.values())}
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return {name: value.detach().clone() for name, value in state.items() if name not in known and not value.is_meta}
 
 
 def _read(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superscaler.errors import CaptureError, unknown
+from superscaler.errors import CaptureError, InputError, unknown
 from superscaler.ir.graph import Optimizer
 from superscaler.specs.options import OPTIMIZERS
 
@@ -41,6 +41,7 @@ def read_optimizer(
     kind = type(optimizer).__name__
     if _SUPPORTED.get(kind) is not type(optimizer):
         raise CaptureError(unknown("optimizer", kind, _SUPPORTED))
+    _require_new(optimizer, names)
     groups: dict[str, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -53,6 +54,17 @@ def read_optimizer(
                 groups[names[id(parameter)]] = number
     options = tuple(_options(type(optimizer), g) for g in optimizer.param_groups)
     return Training(Optimizer(kind, options, scaling), groups)
+
+
+def _require_new(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    """Raise InputError for an optimizer that has updated parameters: what it knows of them would be lost."""
+    used = [p for p, state in optimizer.state.items() if any(isinstance(v, Tensor) for v in state.values())]
+    if used:
+        kind = type(optimizer).__name__
+        raise InputError(
+            f"this {kind} has state of {len(used)} parameters already, {names.get(id(used[0]), 'one')} first, which a "
+            f"plan does not take over; capture with a new {kind} over the same parameters, or before its first step."
+        )
 
 
 def _options(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -79,17 +79,22 @@ def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict
     weights `values`, our own sources, and versions. Equal ones give equal plans.
     """
     model = without_sources(graph.model)
-    kept = {name: value for name, value in values.items() if name in model.tensors}
     return {
         "model": digest(print_model(model)),
         "plan": digest(_plan_text(graph)),
         "cluster": digest(f"{cluster} {cluster.device_kind} {cluster.links}"),
-        "weights": hash_values(kept),
+        "weights": hash_values(kept_values(graph, values)),
         "sources": sources(),
         "superscaler": superscaler.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def kept_values(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a plan directory has of these weights: the model's tensors, and the rest of the module's state."""
+    fixed = graph.captured.fixed if graph.captured else {}
+    return {**{name: value for name, value in values.items() if name in graph.model.tensors}, **fixed}
 
 
 def hash_values(values: Mapping[str, Tensor]) -> str:

@@ -10,7 +10,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -43,15 +45,17 @@ def call(function: Callable[..., T], world: int, *arguments: Any) -> list[T]:
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
 
-def launch(program: Path, options: list[str], world: int, folder: Path | None = None) -> None:
+def launch(program: Path, options: list[str], world: int, folder: Path | None = None, stop: Path | None = None) -> None:
     """Run a Python program once a rank under torchrun's agent, on a free port, and wait until all ended.
 
     `folder` takes the agent's files (default: a temporary one); a program may write a rank's standard error to
-    `rank<number>` there. Raises RuntimeFailure naming the first rank that failed, or InputError if it raised that.
+    `rank<number>` there. With `stop`, SIGTERM makes that file, by which the ranks learn that they are to end; a second
+    one ends them, as one does without. Raises RuntimeFailure naming the first rank that failed, or InputError if it
+    raised that.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="superscaler-") as made:
-            launch(program, options, world, Path(made))
+            launch(program, options, world, Path(made), stop)
         return
     config = LaunchConfig(
         min_nodes=1,
@@ -64,9 +68,12 @@ def launch(program: Path, options: list[str], world: int, folder: Path | None = 
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT" if stop is None else "SIGINT,SIGHUP,SIGQUIT",
     )
     try:
         with _agent_environment(max(1, cores() // world)):
+            if stop is not None and current_thread() is main_thread():
+                signal.signal(signal.SIGTERM, partial(_ask_to_stop, stop))
             elastic_launch(config, sys.executable)(str(program), *options)
     except ChildFailedError as error:
         _end_line()
@@ -83,6 +90,13 @@ def launch(program: Path, options: list[str], world: int, folder: Path | None = 
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise RuntimeFailure(f"training was stopped by {error.sigval.name}; all {world} ranks have ended.") from None
+
+
+def _ask_to_stop(stop: Path, number: int, frame: object) -> None:
+    """Make the file that asks the ranks to end, the second time end them."""
+    if stop.exists():
+        raise SignalException("a second SIGTERM came", signal.Signals(number))
+    stop.touch()
 
 
 def _end_line() -> None:

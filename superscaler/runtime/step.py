@@ -16,9 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.runtime.checkpoint import save
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.operators import import_operators
+from superscaler.runtime.restore import load_weights, restore
 from superscaler.runtime.scaler import Scaler
 from superscaler.specs.files import PLAN_FILE, WEIGHTS_FILE, named_path
 
@@ -34,8 +36,16 @@ class Step:
     `last_norm` is the norm before.
     """
 
-    def __init__(self, plan: Mapping[str, Any], programs: Mapping[str, ModuleType], rank: Rank) -> None:
+    def __init__(
+        self,
+        plan: Mapping[str, Any],
+        programs: Mapping[str, ModuleType],
+        rank: Rank,
+        fixed: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.plan = plan
+        # What the module has and no device: parameters that nothing reads, buffers that the plan has as constants.
+        self.fixed = dict(fixed or {})
         self.state = rank
         self.rank = rank.communicator.rank
         self.world = rank.communicator.world
@@ -68,7 +78,7 @@ class Step:
         return {
             "weights": {name: weight.detach() for name, weight in state.weights.items()},
             "optimizer": state.optimizer.state_dict() if state.optimizer else None,
-            "lr": self._rates(),
+            "lr": self.rates(),
             "steps": state.steps,
             "scaler": state.scaler.state_dict() if state.scaler else None,
         }
@@ -95,6 +105,29 @@ class Step:
         self._lr = list(saved.get("lr", self._lr))
         state.steps = saved["steps"]
 
+    def save(self, directory: str | Path, keep: int | None = None) -> Path:
+        """Save a checkpoint into a folder of checkpoints, and wait until it is whole; all ranks call this.
+
+        Returns the checkpoint. `keep`: how many whole ones stay, of which the oldest are removed (default: all). Raises
+        InputError where it cannot be saved; those before it stay as they were.
+        """
+        return save(self, directory, keep)
+
+    def restore(self, path: str | Path) -> int:
+        """Go on from a checkpoint, saved under any plan of the same model; all ranks call this.
+
+        `path`: a checkpoint, or a folder of them (the last whole one). Returns how many steps it was trained. Under the
+        same plan training goes on bit for bit. Raises InputError, on all ranks and with nothing changed on any, for one
+        that is damaged or of another model or optimizer.
+        """
+        return int(restore(self, path)["step"])
+
+    def load_weights(self, path: str | Path) -> list[str]:
+        """Set the weights to those of a checkpoint, of a safetensors file, or of a folder with `model.safetensors` or
+        its index; all ranks call this. Returns the names there that the model has not. Raises InputError as `restore`.
+        """
+        return load_weights(self, path)
+
     @property
     def last_norm(self) -> float | None:
         return self.state.last_norm
@@ -111,12 +144,12 @@ class Step:
         Assign a number where all groups have one rate, else one for each group: `step.lr = [r * 0.5 for r in step.lr]`.
         Raises InputError for a number that would make different rates equal, and for another number of rates.
         """
-        rates = self._rates()
+        rates = self.rates()
         return rates[0] if len(set(rates)) == 1 else tuple(rates)
 
     @lr.setter
     def lr(self, value: float | Sequence[float]) -> None:
-        now = self._rates()
+        now = self.rates()
         given: Sequence[Any] = value if isinstance(value, Sequence) else [value] * len(now)
         if given is not value and len(set(now)) > 1:
             raise InputError(
@@ -130,7 +163,11 @@ class Step:
             )
         if not all(isinstance(rate, Real) and 0 <= float(rate) < math.inf for rate in given):
             raise InputError(f"step.lr cannot be {value!r}; a learning rate is a finite number of 0 or more.")
-        self._lr = [float(rate) for rate in given]
+        self.set_rates(given)
+
+    def set_rates(self, rates: Sequence[Any]) -> None:
+        """Set the learning rate of each parameter group of the user's optimizer."""
+        self._lr = [float(rate) for rate in rates]
         for number, group in self._groups().items():
             group["lr"] = self._lr[number]
 
@@ -139,7 +176,8 @@ class Step:
         numbers = sorted({w["group"] for w in self.state.tables["weights"] if w["trained"]})
         return dict(zip(numbers, self.state.optimizer.param_groups if self.state.optimizer else [], strict=True))
 
-    def _rates(self) -> list[float]:
+    def rates(self) -> list[float]:
+        """Return the learning rate of each parameter group of the user's optimizer."""
         here = self._groups()
         return [float(here[number]["lr"]) if number in here else rate for number, rate in enumerate(self._lr)]
 
@@ -188,8 +226,11 @@ def build_step(
     programs: Mapping[str, ModuleType],
     weights: Mapping[str, Tensor],
     communicator: Communicator,
+    fixed: Mapping[str, Tensor] | None = None,
 ) -> Step:
-    """Return the step of a rank. `weights`: whole tensors by pTensor name; each rank keeps its own slices."""
+    """Return the step of a rank. `weights`: whole tensors by pTensor name; each rank keeps its own slices. `fixed`: on
+    rank 0 what the module has and no device.
+    """
     tables = {**plan["devices"][communicator.rank], "slots": plan["slots"]}
     local = {}
     for entry in tables["weights"]:
@@ -201,7 +242,7 @@ def build_step(
     communicator.prepare(
         sorted({tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))})
     )
-    return Step(plan, programs, Rank(communicator, tables, local, optimizer, dtype, plan["seed"], scaler))
+    return Step(plan, programs, Rank(communicator, tables, local, optimizer, dtype, plan["seed"], scaler), fixed)
 
 
 def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]:
@@ -247,6 +288,9 @@ def load(directory: str | Path) -> Step:
     with stored:
         tensors = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}
         weights = {name: stored.get_tensor(name) for name in sorted(tensors)}
-    step = build_step(plan, modules(files, f"{path}/"), weights, communicator)
+        placed = {w["tensor"] for device in plan["devices"] for w in device["weights"]}
+        left = sorted(set(stored.keys()) - placed) if communicator.rank == 0 else []
+        fixed = {name: stored.get_tensor(name) for name in left}
+    step = build_step(plan, modules(files, f"{path}/"), weights, communicator, fixed)
     step.watch = watch(step.rank, step.world, f"{path}/", lambda: step.state.steps)
     return step

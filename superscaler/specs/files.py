@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ def named_path(verb: str, name: object) -> Path:
 
 def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def data_hash(plan: Mapping[str, Any]) -> str:
+    """Return the hash of plan.json without its manifest."""
+    return digest(json.dumps({k: v for k, v in plan.items() if k != "manifest"}, sort_keys=True))
 
 
 def read_plan(directory: Path) -> dict[str, Any]:

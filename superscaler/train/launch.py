@@ -4,23 +4,64 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.runtime.launch import launch
+from superscaler.runtime.stored import open_stored
 from superscaler.train.data import check_text
+from superscaler.train.keep import OUTCOME_FILE, STOP_FILE, check_resume, check_saving, saving_folder
 from superscaler.train.loop import check_options
 
 
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What training starts from and what it saves; None for what it does not."""
+
+    save: Path | None = None
+    save_every: int | None = None
+    keep: int | None = None
+    resume: Path | None = None
+    weights: Path | None = None
+    named: str | None = None
+
+    def check(self, steps: int, data: Path | None) -> None:
+        """Raise InputError for what ranks would refuse, before there are any."""
+        check_saving(self, saving_folder(self.save, self.resume))
+        if self.resume is not None:
+            check_resume(self.resume, steps, data)
+        if self.weights is not None:
+            open_stored(self.weights)
+
+    def options(self) -> list[str]:
+        """Return the options of a rank that say the same; files by their whole paths."""
+        found: list[str] = []
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value is not None:
+                told = str(value.resolve()) if isinstance(value, Path) else str(value)
+                found += [f"--{entry.name.replace('_', '-')}", told]
+        return found
+
+
 def train(
-    directory: Path, *, world: int, steps: int, data: Path | None = None, clip: float | None = None, seed: int = 0
+    directory: Path,
+    *,
+    world: int,
+    steps: int,
+    data: Path | None = None,
+    clip: float | None = None,
+    seed: int = 0,
+    keeping: Keeping | None = None,
 ) -> dict[str, Any]:
     """Train a plan directory with `world` processes on this machine.
 
     Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which
-    warms up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`. Raises RuntimeFailure naming the
-    first rank that failed; all others have ended by then.
+    warms up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`; where checkpoints are saved also
+    `saved` (the last one), `failed_saves` (why), `stopped` (by SIGTERM), `start` and `steps` (of all runs). Raises
+    RuntimeFailure naming the first rank that failed; all others have ended by then.
     """
     program = directory / "run.py"
     if not program.is_file():
@@ -34,10 +75,16 @@ def train(
         options = ["--launched", str(folder), "--steps", str(steps), "--seed", str(seed), "--metrics", str(metrics)]
         options += [] if clip is None else ["--clip", str(clip)]
         options += [] if data is None else ["--data", str(data.resolve())]
-        launch(program, options, world, Path(folder))
+        keeping = keeping or Keeping()
+        is_saved = saving_folder(keeping.save, keeping.resume) is not None
+        launch(
+            program, options + keeping.options(), world, Path(folder), metrics.parent / STOP_FILE if is_saved else None
+        )
         if not metrics.is_file():
             raise RuntimeFailure(f"{program} ended without an error, but wrote no metrics; compile the plan again.")
-        return _summary([json.loads(line) for line in metrics.read_text().splitlines()], world)
+        outcome = metrics.with_name(OUTCOME_FILE)
+        told = json.loads(outcome.read_text()) if outcome.is_file() else {}
+        return _summary([json.loads(line) for line in metrics.read_text().splitlines()], world) | told
 
 
 def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:

@@ -16,9 +16,21 @@ from typing import TextIO
 import torch
 
 from superscaler.errors import InputError
+from superscaler.runtime.checkpoint import Saver
 from superscaler.runtime.process import run_rank
 from superscaler.runtime.step import Step, load
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
+from superscaler.train.keep import (
+    add_options,
+    check_saving,
+    data_of,
+    is_stopping,
+    report,
+    saving_folder,
+    start_of,
+    stop_requests,
+    warn,
+)
 
 # Seconds between two progress lines where they do not overwrite each other.
 _INTERVAL = 1.0
@@ -40,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--data", type=Path, help="a text file, read as bytes; default: Python's standard library")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
     made.add_argument("--metrics", type=Path, help="file for one JSON object a step")
+    add_options(made)
     made.add_argument("--launched", type=Path, help=argparse.SUPPRESS)
     return made
 
@@ -47,22 +60,39 @@ def parser() -> argparse.ArgumentParser:
 def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Path], Step]) -> None:
     """Train on this rank; rank 0 reports."""
     check_options(options.steps, options.clip)
+    folder = saving_folder(options.save, options.resume)
+    check_saving(options, folder)
     step = load(directory)
-    batches = choose_batches(step, options.data, options.seed)
+    start, seed = start_of(step, options)
+    batches = choose_batches(step, options.data, seed)
+    position = {"seed": seed, "data": data_of(options.data), "model": options.named}
+    saver = Saver(step, folder, options.keep, warn) if folder else None
+    is_stopped = False
     with ExitStack() as stack:
+        asked = stack.enter_context(stop_requests(options.launched)) if saver else None
         reporter = None
         if step.rank == 0:
             metrics = stack.enter_context(_writable(options.metrics)) if options.metrics else None
             reporter = Reporter(options.steps, metrics)
-        for number in range(options.steps):
+        for number in range(start, options.steps):
             batch = batches(number)
             started = time.perf_counter()
             loss = step(batch, clip=options.clip)
             if reporter is not None:
                 value = float(loss)
                 reporter.add(number, value, time.perf_counter() - started, _count_tokens(batch), step.last_norm)
+            if saver is not None and asked is not None:
+                is_stopped = is_stopping(step, asked)
+                if is_stopped or number + 1 == options.steps or (number + 1) % (options.save_every or math.inf) == 0:
+                    saver.save(position)
+            if is_stopped:
+                break
+        if saver is not None:
+            saver.finish()
     # Not after an error: closing waits for the other ranks.
     step.close()
+    if saver is not None and step.rank == 0:
+        report(saver, is_stopped, start, options.launched)
 
 
 def _writable(path: Path) -> TextIO:

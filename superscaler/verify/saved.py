@@ -17,14 +17,9 @@ from superscaler.errors import InputError, PlanError
 from superscaler.ir.listing import parse_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import parse_model
+from superscaler.runtime.stored import DTYPES
 from superscaler.specs.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE, read_plan
 from superscaler.verify.checks import CHECKS
-
-# How the file of weights calls the dtypes.
-DTYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"},
-    **{f"I{n}": f"int{n}" for n in (8, 16, 32, 64)},
-}
 
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:

@@ -56,14 +56,21 @@ def test_the_options_of_every_command() -> None:
     import typer
 
     command = typer.main.get_command(app)
-    found = {name: sorted(o for p in c.params for o in p.opts) for name, c in command.commands.items()}  # type: ignore[attr-defined]
+    commands = dict(command.commands)  # type: ignore[attr-defined]
+    commands |= {f"checkpoint {name}": c for name, c in commands["checkpoint"].commands.items()}
+    found = {name: sorted(o for p in c.params for o in p.opts) for name, c in commands.items()}
     compiling = ["--autocast", "--cluster", "--json", "--lr", "--no-cache", "--optimizer", "--plan"]
+    training = ["--keep", "--resume", "--save", "--save-every", "--weights"]
     assert found == {
         "capture": ["--autocast", "--json", "--lr", "--no-cache", "--optimizer", "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "model"]),
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
-        "train": sorted([*compiling, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
+        "train": sorted([*compiling, *training, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
+        "checkpoint": [],
+        "checkpoint export": ["--format", "--json", "--model", "--out", "checkpoint"],
+        "checkpoint import": ["--json", "--out", "--trust", "source"],
+        "checkpoint inspect": ["--json", "checkpoint"],
         "explain": ["--json", "--svg", "plan"],
         "diff": ["--json", "plan_a", "plan_b"],
         "doctor": ["--cluster", "--json", "--measure", "--out"],

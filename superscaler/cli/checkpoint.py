@@ -1,0 +1,111 @@
+"""`superscaler checkpoint`: what is in one, and checkpoints from and to other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from superscaler.cli.common import Printer, command
+from superscaler.errors import InputError, unknown
+
+app = typer.Typer(help="Look into a checkpoint, or exchange it with other programs.", no_args_is_help=True)
+
+FORMATS = ("safetensors", "distributed")
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of them: its last.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; it must be empty or not there.")]
+
+
+@command
+def inspect(printer: Printer, checkpoint: Checkpoint) -> None:
+    """Say what is in a checkpoint, after its shards were checked."""
+    from superscaler.train.exchange import inspect as look
+
+    printer.result = found = look(checkpoint)
+    printer.show(_told(found))
+
+
+def _told(found: Any) -> str:
+    tensors, shards, trained = found["tensors"], found["shards"], found["training"] or {}
+    optimizer = found["optimizer"]
+    states = sorted({state for tensor in tensors.values() for state in tensor["states"]})
+    lines = [
+        f"{found['path']}: step {found['step']}, {len(tensors)} tensors in {len(shards)} shards of "
+        f"{sum(shard['bytes'] for shard in shards.values()):,} bytes, all as they were saved",
+        f"model {trained.get('model') or 'not told'}; saved by {found['world'] or 'no'} devices",
+        f"optimizer {optimizer['name']}, lr {', '.join(map(str, optimizer['lr']))}; {' '.join(states) or 'no state'}"
+        if optimizer
+        else "weights only",
+    ]
+    for name, tensor in tensors.items():
+        lines.append(f"  {name} {tensor['dtype']} {list(tensor['shape'])}, pieces: {tensor['pieces']}")
+    return "\n".join([*lines, *(f"  {alias} is {kept}" for alias, kept in found["aliases"].items())])
+
+
+@command
+def export(
+    printer: Printer,
+    checkpoint: Checkpoint,
+    out: Out,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="What was trained; default: the model of the library that train wrote down."
+        ),
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help="safetensors (as Hugging Face's), or distributed.")] = FORMATS[
+        0
+    ],
+) -> None:
+    """Write model.safetensors by the model's own names, and its config.json if it is Hugging Face's."""
+    if form not in FORMATS:
+        raise InputError(unknown("format", form, FORMATS))
+    from superscaler.train.exchange import export_distributed, export_model
+
+    if form == "distributed":
+        files = export_distributed(checkpoint, out)
+    else:
+        from superscaler.models import build
+
+        # Weights need memory, also those that were captured without.
+        spec = (model or _trained(checkpoint)).replace("device=meta", "device=cpu")
+        files = export_model(checkpoint, build(spec).module, out)
+    printer.show(f"{out}: {', '.join(files)}")
+    printer.result = {"out": str(out), "files": files}
+
+
+def _trained(checkpoint: Path) -> str:
+    """Return the model of the library that was trained. What is in a user's file is run only if that is asked for."""
+    from superscaler.runtime.stored import open_checkpoint
+
+    manifest = open_checkpoint(checkpoint).manifest or {}
+    name = (manifest["training"] or {}).get("model")
+    if not name or name.partition(":")[0].endswith(".py"):
+        known = f"; {name} was trained" if name else ""
+        raise InputError(f"{checkpoint}: say with --model what to export{known}.")
+    return str(name)
+
+
+@command
+def import_(
+    printer: Printer,
+    source: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A safetensors file, or a folder of them, or of distributed ones.")
+    ],
+    out: Out,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Read torch.distributed.checkpoint, whose pickle can run any code.")
+    ] = False,
+) -> None:
+    """Write weights of another program as a checkpoint, for --resume and --weights."""
+    from superscaler.train.exchange import import_weights
+
+    made = import_weights(source, out, trust)
+    printer.show(f"imported as {made}")
+    printer.result = {"checkpoint": str(made)}
+
+
+app.command("inspect")(inspect)
+app.command("export")(export)
+app.command("import")(import_)

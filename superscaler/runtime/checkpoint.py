@@ -1,0 +1,334 @@
+"""Checkpoints: what training changed, in the user's own tensors, saved under one plan and loaded under any other.
+
+A folder of checkpoints has one folder a checkpoint and a file `latest` that names the last whole one. A checkpoint has
+a shard a rank, each with elements that no other has, and a manifest, which is written when all shards are there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from superscaler.errors import InputError
+from superscaler.runtime.communicator import Communicator
+from superscaler.runtime.pieces import located, owners, whole
+from superscaler.runtime.stored import (
+    FORMAT,
+    MANIFEST_FILE,
+    POINTER_FILE,
+    VERSION,
+    checkpoints,
+    file_hash,
+    manifest_hash,
+)
+from superscaler.specs.files import data_hash
+
+if TYPE_CHECKING:
+    from superscaler.runtime.step import Step
+
+# Seconds between two looks for the shards of other ranks.
+_POLL = 0.02
+
+
+def share(communicator: Communicator, text: str) -> str:
+    """Return the text of the first rank that has one, on all ranks; nothing where none has."""
+    ranks, device, data = tuple(range(communicator.world)), communicator.device, text.encode()
+    lengths = torch.zeros(len(ranks), dtype=torch.int64, device=device)
+    lengths[communicator.rank] = len(data)
+    found = communicator.all_reduce(lengths, ranks, planned=False).wait().tolist()
+    first = next((rank for rank, length in enumerate(found) if length), None)
+    if first is None:
+        return ""
+    letters = torch.zeros(found[first], dtype=torch.int64, device=device)
+    if first == communicator.rank:
+        letters += torch.tensor(list(data), device=device)
+    return bytes(communicator.all_reduce(letters, ranks, planned=False).wait().tolist()).decode()
+
+
+@dataclass
+class _Save:
+    """A save under way: `error` is what this rank could not do, `is_given_up` that another rank could not."""
+
+    folder: Path
+    steps: int
+    head: dict[str, Any]
+    entries: list[dict[str, Any]]
+    tensors: dict[str, Tensor]
+    error: str = ""
+    is_written: threading.Event = field(default_factory=threading.Event)
+    is_given_up: threading.Event = field(default_factory=threading.Event)
+
+
+class Saver:
+    """Saves the state of a rank's step into a folder of checkpoints, in the background, one save at a time.
+
+    All ranks call each method. `keep` is how many whole checkpoints stay (default: all). `failures` says of each save
+    that failed why; `tell` is told it on rank 0. `last` is the last whole checkpoint of this object.
+    """
+
+    def __init__(
+        self, step: Step, directory: str | Path, keep: int | None = None, tell: Callable[[str], None] | None = None
+    ) -> None:
+        if not str(directory):
+            raise InputError("checkpoints need the name of a folder, not an empty one; '.' is the current one.")
+        if keep is not None and keep < 1:
+            raise InputError(f"{keep} checkpoints cannot be kept; keep 1 or more.")
+        self.step = step
+        self.directory = Path(directory)
+        self.keep = keep
+        self.failures: list[str] = []
+        self.last: Path | None = None
+        self._tell = tell
+        self._owners = owners(step.plan)
+        self._save: _Save | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(self, training: Mapping[str, Any] | None = None) -> None:
+        """Copy the state and start to write it. An earlier save is waited for. `training` goes into the manifest."""
+        self.finish()
+        steps = self.step.state.steps
+        made = share(self.step.state.communicator, _new_folder(self.directory, steps) if self.step.rank == 0 else "")
+        if made.startswith("!"):
+            self._fail(steps, made[1:])
+            return
+        tensors, entries = snapshot(self.step, self._owners[self.step.rank])
+        save = _Save(self.directory / made, steps, _head(self.step, training), entries, tensors)
+        self._save, self._thread = save, threading.Thread(target=self._write, args=(save,), name="checkpoint")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the save under way is whole, or has failed."""
+        save, thread = self._save, self._thread
+        if save is None or thread is None:
+            return
+        communicator = self.step.state.communicator
+        save.is_written.wait()
+        error = share(communicator, save.error)
+        if error:
+            save.is_given_up.set()
+        thread.join()
+        error = error or share(communicator, save.error)
+        self._save = self._thread = None
+        if error:
+            if self.step.rank == 0:
+                shutil.rmtree(save.folder, ignore_errors=True)
+            self._fail(save.steps, error)
+        else:
+            self.last = save.folder
+
+    def _fail(self, steps: int, error: str) -> None:
+        text = f"the checkpoint of step {steps} was not saved: {error}; the checkpoints before it are as they were."
+        self.failures.append(text)
+        if self._tell is not None and self.step.rank == 0:
+            self._tell(text)
+
+    def _write(self, save: _Save) -> None:
+        """Write what this rank saves; on rank 0 then the manifest, once the shards of all ranks are there."""
+        file = save.folder / shard_name(self.step.rank)
+        # Whatever it was: a save that fails does not end the training.
+        try:
+            if save.tensors:
+                _write_shard(file, save.tensors, save.entries)
+            save.is_written.set()
+            if self.step.rank == 0:
+                file = save.folder
+                self._commit(save)
+        except Exception as error:
+            save.error = _reason(file, error)
+            save.is_written.set()
+
+    def _commit(self, save: _Save) -> None:
+        ranks = [rank for rank, own in enumerate(self._owners) if own or (rank == 0 and self.step.fixed)]
+        if _all_written(save, ranks):
+            _commit(save.folder, save.head, ranks)
+            _prune(self.directory, self.keep)
+
+
+def _reason(file: Path, error: Exception) -> str:
+    told = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    lost = "; is it on a disk that all ranks share?" if getattr(error, "errno", 0) == errno.ENOENT else ""
+    return f"{file} cannot be written: {told}{lost}"
+
+
+def _new_folder(directory: Path, steps: int) -> str:
+    """Make a new folder for a checkpoint and return its name; what went wrong after a `!`."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for number in count():
+            name = f"step-{steps:08d}" + (f".{number}" if number else "")
+            if not os.path.lexists(directory / name):
+                (directory / name).mkdir()
+                return name
+    except OSError as error:
+        return f"!{_reason(directory, error)}"
+    raise AssertionError
+
+
+def snapshot(step: Step, owned: list[Mapping[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return copies on the CPU of what a rank saves by key, and per weight what of which tensor it is."""
+    tensors, entries = {}, []
+    for entry in owned:
+        weight, key = step.state.weights[entry["name"]], entry["name"]
+        name, ranges = located(step.plan, entry)
+        states = _states(step, weight)
+        count = states.pop("step", None)
+        tensors[key] = _copy(weight)
+        tensors.update({f"{key}/{state}": _copy(value) for state, value in states.items()})
+        shape, dtype = step.plan["tensors"][entry["tensor"]]["shape"], step.plan["tensors"][entry["tensor"]]["dtype"]
+        steps = None if count is None else float(count)
+        entries.append(_entry(name, shape, dtype, key, ranges) | {"states": sorted(states), "steps": steps})
+    for name, value in step.fixed.items():
+        # No name of a weight on a device has a slash.
+        tensors[f"fixed/{name}"] = _copy(value)
+        dtype = str(value.dtype).removeprefix("torch.")
+        entries.append(_entry(name, list(value.shape), dtype, f"fixed/{name}", whole(value.shape)))
+    return tensors, entries
+
+
+def _entry(name: str, shape: list[int], dtype: str, key: str, ranges: Any) -> dict[str, Any]:
+    return {
+        **{"name": name, "shape": shape, "dtype": dtype, "key": key, "ranges": ranges},
+        **{"states": [], "steps": None},
+    }
+
+
+def _states(step: Step, weight: Tensor) -> dict[str, Any]:
+    """Return the optimizer's state of a weight: tensors of its shape, and `step`."""
+    found = step.state.optimizer.state.get(weight, {}) if step.state.optimizer else {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
+def _head(step: Step, training: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a manifest says beside its tensors."""
+    state = step.state
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "plan": data_hash(step.plan),
+        "world": step.world,
+        "step": state.steps,
+        "seed": state.seed,
+        "optimizer": {"name": step.plan["optimizer"]["name"], "lr": step.rates()},
+        "scaler": state.scaler.state_dict() if state.scaler else None,
+        "aliases": step.plan["aliases"],
+        "training": None if training is None else dict(training),
+    }
+
+
+def shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _write_shard(file: Path, tensors: dict[str, Tensor], entries: list[dict[str, Any]]) -> None:
+    """Write a shard, then what is in it and its checksum, each aside and then moved."""
+    aside = file.with_suffix(".part")
+    save_file(tensors, aside)
+    told = {"bytes": aside.stat().st_size, "sha256": file_hash(aside)}
+    _sync(aside)
+    os.replace(aside, file)
+    _write_text(file.with_suffix(".json"), json.dumps({**told, "entries": entries}))
+
+
+def _write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all, and make it last."""
+    aside = file.with_name(f".{file.name}.part")
+    aside.write_text(text)
+    _sync(aside)
+    os.replace(aside, file)
+    _sync(file.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _all_written(save: _Save, ranks: list[int]) -> bool:
+    """Wait until the shards of all ranks are there; False if one will not come."""
+    left = [(save.folder / shard_name(rank)).with_suffix(".json") for rank in ranks]
+    while left := [file for file in left if not file.is_file()]:
+        if save.is_given_up.is_set():
+            return False
+        time.sleep(_POLL)
+    return True
+
+
+def _commit(folder: Path, head: dict[str, Any], ranks: list[int]) -> None:
+    """Write the manifest of a checkpoint whose shards are all there, then let `latest` name it."""
+    files = {shard_name(rank): (folder / shard_name(rank)).with_suffix(".json") for rank in ranks}
+    write_manifest(folder, head, {shard: json.loads(file.read_text()) for shard, file in files.items()})
+    for file in files.values():
+        file.unlink()
+    _write_text(folder.parent / POINTER_FILE, f"{folder.name}\n")
+
+
+def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[str, Any]]) -> None:
+    """Write the manifest of shards, each with `bytes`, `sha256` and `entries`."""
+    tensors: dict[str, Any] = {}
+    for shard, part in parts.items():
+        for entry in part["entries"]:
+            told = {key: entry[key] for key in ("shape", "dtype", "states", "steps")}
+            pieces = tensors.setdefault(entry["name"], {**told, "pieces": []})["pieces"]
+            pieces.append({"shard": shard, "key": entry["key"], "ranges": entry["ranges"]})
+    shards = {shard: {key: part[key] for key in ("bytes", "sha256")} for shard, part in parts.items()}
+    made = {**head, "shards": shards, "tensors": tensors}
+    first = json.dumps({**head, "shards": shards, "sha256": manifest_hash(made)}, indent=1).removesuffix("\n}")
+    # A line a tensor.
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
+    _write_text(folder / MANIFEST_FILE, f'{first},\n "tensors": {{\n{lines}\n }}\n}}\n')
+    _sync(folder.parent)
+
+
+def _prune(directory: Path, keep: int | None) -> None:
+    """Remove the oldest whole checkpoints above `keep`, never the one that `latest` names."""
+    if keep is None:
+        return
+    named = (directory / POINTER_FILE).read_text().strip()
+    others = [folder for folder in checkpoints(directory) if folder.name != named]
+    for folder in others[: max(0, len(others) + 1 - keep)]:
+        # First what says that it is whole.
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def save(step: Step, directory: str | Path, keep: int | None = None) -> Path:
+    """Save a step's state and wait until it is whole. Returns the checkpoint. Raises InputError where it cannot be."""
+    saver = Saver(step, directory, keep)
+    saver.save()
+    saver.finish()
+    if saver.last is None:
+        raise InputError(saver.failures[0])
+    return saver.last
+
+
+def publish(directory: Path, tensors: dict[str, Tensor]) -> str:
+    """Write tensors that were trained elsewhere as a checkpoint of no step into an empty folder; return its name."""
+    folder = directory / _new_folder(directory, 0)
+    entries = [
+        _entry(n, list(t.shape), str(t.dtype).removeprefix("torch."), n, whole(t.shape)) for n, t in tensors.items()
+    ]
+    file = folder / shard_name(0)
+    _write_shard(file, {name: _copy(tensor) for name, tensor in tensors.items()}, entries)
+    nothing = dict.fromkeys(("plan", "world", "seed", "optimizer", "scaler", "training"))
+    _commit(folder, {"format": FORMAT, "version": VERSION, "step": 0, **nothing, "aliases": {}}, [0])
+    return folder.name

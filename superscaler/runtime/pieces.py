@@ -1,0 +1,78 @@
+"""Where the weights of a plan are in the user's own tensors, and which rank saves what; plan.json alone says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# Per dim of a tensor, the runs [start, end) of a piece of it, ascending.
+Ranges = list[list[tuple[int, int]]]
+
+
+def runs(sizes: Sequence[int], box: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return which elements of a dim are in a box of its slots.
+
+    >>> runs((3, 4, 16), ((0, 3), (0, 2), (0, 16)))
+    [(0, 32), (64, 96), (128, 160)]
+    """
+    found, unit = [(0, 1)], 1
+    for size, (low, high) in zip(reversed(sizes), reversed(box), strict=True):
+        if found == [(0, unit)]:
+            found = [(low * unit, high * unit)]
+        else:
+            found = [(k * unit + a, k * unit + b) for k in range(low, high) for a, b in found]
+        unit *= size
+    return found
+
+
+def located(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[str, Ranges]:
+    """Return the name of the user's tensor that a weight at rest is a piece of, and which piece."""
+    whole, box = plan["tensors"][entry["tensor"]], iter(entry["box"])
+    found = [runs(sizes, [next(box) for _ in sizes]) for sizes in plan["slots"][entry["tensor"]]]
+    if whole["start"]:
+        found[whole["dim"]] = [(a + whole["start"], b + whole["start"]) for a, b in found[whole["dim"]]]
+    return whole["name"], found
+
+
+def owners(plan: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+    """Return per rank the weights that it saves: all of the model once. Of what is trained those that count in norms,
+    of the rest each box on the first device that has it.
+    """
+    seen: set[tuple[str, str]] = set()
+    found: list[list[Mapping[str, Any]]] = []
+    for device in plan["devices"]:
+        found.append([])
+        for entry in device["weights"]:
+            box = entry["tensor"], str([tuple(pair) for pair in entry["box"]])
+            if entry["tensor"] in plan["tensors"] and (entry["counted"] if entry["trained"] else box not in seen):
+                found[-1].append(entry)
+            seen.add(box)
+    return found
+
+
+def sizes(ranges: Ranges) -> tuple[int, ...]:
+    """Return the shape of a piece."""
+    return tuple(sum(b - a for a, b in dim) for dim in ranges)
+
+
+def whole(shape: Sequence[int]) -> Ranges:
+    """Return the piece that is all of a tensor."""
+    return [[(0, size)] for size in shape]
+
+
+def overlap(one: Ranges, other: Ranges) -> list[tuple[np.ndarray, np.ndarray]] | None:
+    """Return per dim at which places of each of two pieces the elements of both are; None where they share none."""
+    found = []
+    for a, b in zip(one, other, strict=True):
+        places = _indices(a), _indices(b)
+        _, here, there = np.intersect1d(*places, assume_unique=True, return_indices=True)
+        if not here.size:
+            return None
+        found.append((here, there))
+    return found
+
+
+def _indices(found: Sequence[tuple[int, int]]) -> np.ndarray:
+    return np.concatenate([np.arange(a, b) for a, b in found]) if found else np.zeros(0, dtype=np.int64)

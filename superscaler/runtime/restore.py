@@ -1,0 +1,171 @@
+"""Load a checkpoint of any plan, or weights of another program, into the step of a rank: only the slices it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from superscaler.errors import InputError
+from superscaler.runtime.checkpoint import share
+from superscaler.runtime.pieces import located, whole
+from superscaler.runtime.stored import Stored, missing, open_checkpoint, open_stored, read_named
+
+if TYPE_CHECKING:
+    from superscaler.runtime.step import Step
+
+
+def restore(step: Step, path: str | Path) -> Mapping[str, Any]:
+    """Go on from a checkpoint of any plan of the same model, on any number of devices. Returns its manifest.
+
+    `path`: a checkpoint, or a folder of them (the last whole one). Nothing is changed on any rank before all ranks have
+    read and checked all they need; then an InputError is raised on all ranks.
+    """
+    stored: list[Stored] = []
+
+    def read() -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        stored.append(open_checkpoint(path))
+        _check_plan(step, stored[0])
+        weights, states = _read(step, stored[0]), _read_states(step, stored[0])
+        if step.rank == 0:
+            _check_names(step, stored[0])
+        return weights, states
+
+    weights, states = _agreed(step, read)
+    manifest = stored[0].manifest or {}
+    _set_weights(step, weights)
+    _set_states(step, states)
+    if step.state.scaler and manifest["scaler"]:
+        step.state.scaler.load_state_dict(manifest["scaler"])
+    if manifest["optimizer"]:
+        step.set_rates(manifest["optimizer"]["lr"])
+    step.state.steps = manifest["step"]
+    step.state.seed = step.state.seed if manifest["seed"] is None else manifest["seed"]
+    return manifest
+
+
+def load_weights(step: Step, path: str | Path) -> list[str]:
+    """Set parameters and buffers to those in a checkpoint, or in safetensors files of another program (one file, or a
+    folder with `model.safetensors` or its index); the optimizer starts anew. Returns the names that were not read.
+    """
+    stored: list[Stored] = []
+
+    def read() -> dict[str, Tensor]:
+        stored.append(open_stored(path))
+        return _read(step, stored[0])
+
+    _set_weights(step, _agreed(step, read))
+    return sorted(set(stored[0].tensors) - set(_names(step)))
+
+
+def _agreed(step: Step, read: Callable[[], Any]) -> Any:
+    """Return what `read` gives, where it does on all ranks; else raise on all what the first of them raised."""
+    error = ""
+    found = None
+    try:
+        found = read()
+    except InputError as caught:
+        error = str(caught)
+    first = share(step.state.communicator, error)
+    if first:
+        raise InputError(first)
+    return found
+
+
+def _check_plan(step: Step, stored: Stored) -> None:
+    """Raise InputError for a checkpoint of another optimizer."""
+    kept = (stored.manifest or {})["optimizer"]
+    ours = step.plan["optimizer"]
+    if kept is not None and (kept["name"], len(kept["lr"])) != (ours["name"], len(ours["groups"])):
+        raise InputError(
+            f"{stored.directory} was trained by {kept['name']} with {len(kept['lr'])} parameter groups, but this plan "
+            f"has {ours['name']} with {len(ours['groups'])}; take the same optimizer, or load the weights only."
+        )
+
+
+def _check_names(step: Step, stored: Stored) -> None:
+    """Raise InputError for a checkpoint that has more than the model."""
+    more = sorted(set(stored.tensors) - set(_names(step)))
+    if more:
+        raise InputError(
+            f"{stored.directory} has {len(more)} tensors that this model has not, {more[0]} first; "
+            "it is of a model of other options. Load the weights only, or compile that model."
+        )
+
+
+def _names(step: Step) -> Iterator[str]:
+    """Yield all names of the model's tensors, as far as this rank knows them."""
+    yield from (tensor["name"] for tensor in step.plan["tensors"].values())
+    yield from step.plan["aliases"]
+    yield from step.fixed
+
+
+def _read(step: Step, stored: Stored) -> dict[str, Tensor]:
+    """Return the weights of a rank by local name, and on rank 0 what is on no device, checked and not yet set."""
+    found = {}
+    is_whole = stored.manifest is not None and stored.manifest["optimizer"] is not None
+    for entry in step.state.tables["weights"]:
+        tensor = step.plan["tensors"].get(entry["tensor"])
+        if tensor is None:
+            continue
+        local, (name, ranges) = step.state.weights[entry["name"]], located(step.plan, entry)
+        value = read_named(stored, _called(step, name), tuple(tensor["shape"]), local.dtype, ranges)
+        if value is not None:
+            found[entry["name"]] = value.reshape(local.shape)
+        elif is_whole or tensor["kind"] == "parameter":
+            raise missing(stored, name)
+    return found | _read_fixed(step, stored)
+
+
+def _called(step: Step, name: str) -> list[str]:
+    """Return all names of a tied parameter, the one that is kept first."""
+    return [name, *(alias for alias, kept in step.plan["aliases"].items() if kept == name)]
+
+
+def _read_fixed(step: Step, stored: Stored) -> dict[str, Tensor]:
+    found = {}
+    for name, value in step.fixed.items():
+        read = read_named(stored, _called(step, name), tuple(value.shape), value.dtype, whole(value.shape))
+        if read is None:
+            continue
+        if name not in step.plan["tensors"] and not torch.equal(read, value):
+            raise InputError(
+                f"{stored.directory} has other values of {name} than the module had at capture, and the plan is made "
+                "with these; set the module's weights with ss.load_weights before ss.capture, and compile it again."
+            )
+        found[f"fixed/{name}"] = read
+    return found
+
+
+def _read_states(step: Step, stored: Stored) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's state of the trained weights of a rank by local name."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in step.state.tables["weights"]:
+        if entry["trained"]:
+            name, ranges = located(step.plan, entry)
+            key = next(n for n in _called(step, name) if n in stored.tensors)
+            kept, shape = stored.tensors[key], step.state.weights[entry["name"]].shape
+            states = {s: stored.read(key, ranges, s).reshape(shape) for s in kept.states}
+            counted = {} if kept.steps is None else {"step": torch.tensor(kept.steps, dtype=torch.float32)}
+            found[entry["name"]] = {**counted, **states}
+    return found
+
+
+def _set_weights(step: Step, weights: Mapping[str, Tensor]) -> None:
+    for name, value in weights.items():
+        target = step.fixed[name[len("fixed/") :]] if name.startswith("fixed/") else step.state.weights[name].detach()
+        target.copy_(value)
+
+
+def _set_states(step: Step, states: Mapping[str, dict[str, Any]]) -> None:
+    """Give the optimizer these states, through its own `load_state_dict`."""
+    optimizer = step.state.optimizer
+    if optimizer is None:
+        return
+    names = {id(weight): name for name, weight in step.state.weights.items()}
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = {number: states[names[id(p)]] for number, p in enumerate(ordered) if states[names[id(p)]]}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": kept})

@@ -1,0 +1,280 @@
+"""Tensors in safetensors files, by the user's names, read by slices: checkpoints, and weights of other programs."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from superscaler.errors import InputError
+from superscaler.runtime.pieces import Ranges, overlap, sizes, whole
+from superscaler.specs.files import digest
+
+MANIFEST_FILE, POINTER_FILE, VERSION = "manifest.json", "latest", 1
+FORMAT = "superscaler checkpoint"
+WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# How safetensors calls the dtypes.
+DTYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"},
+    **{f"I{n}": f"int{n}" for n in (8, 16, 32, 64)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a tensor, under a key of a file."""
+
+    file: str
+    key: str
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor: its pieces, the optimizer's `states` of it (stored under KEY/STATE), and its count of updates."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+    states: tuple[str, ...] = ()
+    steps: float | None = None
+
+
+@dataclass
+class Stored:
+    """A checkpoint (with a manifest), or weights of another program (without). A shard is checked before it is read."""
+
+    directory: Path
+    tensors: Mapping[str, Entry]
+    manifest: Mapping[str, Any] | None = None
+    _checked: set[str] = field(default_factory=set)
+
+    def read(self, name: str, ranges: Ranges, state: str = "") -> Tensor:
+        """Return a piece of a tensor, or of a state of it. Raises InputError naming the file that is damaged."""
+        entry = self.tensors[name]
+        out: Tensor | None = None
+        filled = 0
+        for piece in entry.pieces:
+            common = overlap(piece.ranges, ranges)
+            if common is None:
+                continue
+            found = self._slice(piece, f"/{state}" if state else "", [here for here, _ in common])
+            out = torch.zeros(sizes(ranges), dtype=found.dtype) if out is None else out
+            out[tuple(torch.from_numpy(i) for i in np.ix_(*(there for _, there in common)))] = found
+            filled += found.numel()
+        if out is None or filled < out.numel():
+            raise InputError(f"{self.directory} has {filled} of the {np.prod(sizes(ranges))} elements read of {name}.")
+        return out
+
+    def _slice(self, piece: Piece, suffix: str, places: list[np.ndarray]) -> Tensor:
+        file = self.directory / piece.file
+        self.check(piece.file)
+        with opened(file) as stored:
+            if not places:
+                return stored.get_tensor(piece.key + suffix)
+            view = stored.get_slice(piece.key + suffix)
+            if tuple(view.get_shape()) != sizes(piece.ranges):
+                raise InputError(
+                    f"{file} has {piece.key + suffix} of shape {tuple(view.get_shape())}, but it should be "
+                    f"{sizes(piece.ranges)}; the file is of another checkpoint."
+                )
+            found = view[tuple(slice(int(p[0]), int(p[-1]) + 1) for p in places)]
+        for dim, place in enumerate(places):
+            if len(place) != found.shape[dim]:
+                found = found.index_select(dim, torch.from_numpy(place - place[0]))
+        return found
+
+    def check(self, name: str) -> None:
+        """Raise InputError for a shard that is not the one which was saved."""
+        if self.manifest is None or name in self._checked:
+            return
+        file, kept = self.directory / name, self.manifest["shards"][name]
+        with told_of(file):
+            size, found = file.stat().st_size, "" if file.stat().st_size != kept["bytes"] else file_hash(file)
+        if found != kept["sha256"]:
+            differs = f"{size:,} bytes, not {kept['bytes']:,}" if not found else f"sha256 {found}, not {kept['sha256']}"
+            raise InputError(
+                f"{file} is damaged: it has {differs}. Nothing was loaded; take another checkpoint beside it."
+            )
+        self._checked.add(name)
+
+
+@contextmanager
+def told_of(file: Path) -> Iterator[None]:
+    """Say of errors of a file which one it is."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise InputError(f"{file} is no safetensors file, or is damaged ({error}); take another one.") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    with told_of(file), safe_open(file, framework="pt") as stored:
+        yield stored
+
+
+def file_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def open_stored(path: str | Path) -> Stored:
+    """Open a checkpoint, a folder of checkpoints (the one that `latest` names), a safetensors file, or a folder with
+    `model.safetensors` or its index. Raises InputError for anything else, and for what is damaged.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _plain(path.parent, dict.fromkeys(_keys(path), path.name))
+    kinds: dict[str, Callable[[Path], Stored]] = {
+        MANIFEST_FILE: _checkpoint,
+        POINTER_FILE: lambda path: _checkpoint(pointed(path)),
+        INDEX_FILE: lambda path: _plain(path, _index(path / INDEX_FILE)),
+        WHOLE_FILE: lambda path: _plain(path, dict.fromkeys(_keys(path / WHOLE_FILE), WHOLE_FILE)),
+    }
+    for name, read in kinds.items():
+        if (path / name).is_file():
+            return read(path)
+    if not path.exists():
+        raise InputError(f"{path} does not exist; give a checkpoint, or a safetensors file or folder.")
+    raise InputError(f"{path} has no checkpoint and no weights: none of {', '.join(kinds)} is there.")
+
+
+def open_checkpoint(path: str | Path) -> Stored:
+    """Open a checkpoint, or the one that `latest` of a folder names. Raises InputError for weights only."""
+    stored = open_stored(path)
+    if stored.manifest is None:
+        raise InputError(f"{path} holds weights but is no checkpoint; load it as weights, or import it first.")
+    return stored
+
+
+def pointed(directory: Path) -> Path:
+    """Return the checkpoint that `latest` names."""
+    file = directory / POINTER_FILE
+    with told_of(file):
+        name = file.read_bytes().decode(errors="replace").strip()
+    if not name or Path(name).name != name or not (directory / name / MANIFEST_FILE).is_file():
+        kept = ", ".join(str(found) for found in checkpoints(directory)) or "none"
+        raise InputError(f"{file} names '{name[:80]}', which is no whole checkpoint; whole ones there: {kept}.")
+    return directory / name
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Return the whole checkpoints in a folder, the one saved first first."""
+    found = directory.glob(f"step-*/{MANIFEST_FILE}")
+    return [file.parent for file in sorted(found, key=lambda file: (file.stat().st_mtime_ns, file))]
+
+
+def manifest_hash(manifest: Mapping[str, Any]) -> str:
+    """Return the hash of a manifest without the one in it."""
+    return digest(json.dumps({k: v for k, v in manifest.items() if k != "sha256"}, sort_keys=True))
+
+
+def _checkpoint(directory: Path) -> Stored:
+    file = directory / MANIFEST_FILE
+    with told_of(file):
+        text = file.read_bytes()
+    try:
+        manifest = json.loads(text)
+        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
+            raise InputError(
+                f"{file} is of a {manifest['format']} of version {manifest['version']}; "
+                f"this superscaler reads {FORMAT} of version {VERSION}."
+            )
+        if manifest["sha256"] != manifest_hash(manifest):
+            raise ValueError("its hash differs")
+        return Stored(directory, {n: _entry(manifest, **entry) for n, entry in manifest["tensors"].items()}, manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"{file} is damaged or is no manifest of a checkpoint ({error}); take another checkpoint."
+        ) from None
+
+
+def _entry(manifest: Mapping[str, Any], pieces: Any, shape: Any, dtype: str, states: Any, steps: Any) -> Entry:
+    made = tuple(Piece(p["shard"], p["key"], [[(a, b) for a, b in dim] for dim in p["ranges"]]) for p in pieces)
+    for piece in made:
+        if Path(piece.file).name != piece.file or not {"bytes", "sha256"} <= manifest["shards"][piece.file].keys():
+            raise ValueError(f"shard {piece.file}")
+    return Entry(tuple(shape), dtype, made, tuple(states), steps)
+
+
+def _keys(file: Path) -> list[str]:
+    with opened(file) as stored:
+        return list(stored.keys())
+
+
+def _index(file: Path) -> dict[str, str]:
+    with told_of(file):
+        text = file.read_bytes()
+    try:
+        found = dict(json.loads(text)["weight_map"])
+        if any(Path(name).name != name for name in found.values()):
+            raise ValueError("a file outside of the folder")
+        return found
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{file} is no index of safetensors files ({error}).") from None
+
+
+def _plain(directory: Path, files: Mapping[str, str]) -> Stored:
+    """Return the tensors of safetensors files, each whole."""
+    tensors = {}
+    for file in sorted(set(files.values())):
+        with opened(directory / file) as stored:
+            here = set(stored.keys())
+            for name in sorted(n for n, f in files.items() if f == file):
+                if name not in here:
+                    raise InputError(f"{directory / file} has no {name}, though {INDEX_FILE} says so.")
+                view = stored.get_slice(name)
+                shape, kind = tuple(view.get_shape()), view.get_dtype()
+                tensors[name] = Entry(shape, DTYPES.get(kind, kind), (Piece(file, name, whole(shape)),))
+    return Stored(directory, tensors)
+
+
+def read_named(
+    stored: Stored, names: list[str], shape: tuple[int, ...], dtype: torch.dtype, ranges: Ranges
+) -> Tensor | None:
+    """Return a piece of the tensor that has all these names, tied; None where none is stored. Raises InputError for
+    another shape, a dtype that this one cannot hold exactly, and where what is tied here differs there.
+    """
+    found: Tensor | None = None
+    first = ""
+    for name in names:
+        entry = stored.tensors.get(name)
+        if entry is None:
+            continue
+        if entry.shape != shape or not _is_exact(getattr(torch, entry.dtype, None), dtype):
+            raise InputError(
+                f"{name} is {entry.dtype} of shape {entry.shape} in {stored.directory}, but "
+                f"{str(dtype).removeprefix('torch.')} of shape {shape} in this model; they are of different models."
+            )
+        value = stored.read(name, ranges).to(dtype)
+        if found is not None and not torch.equal(found, value):
+            raise InputError(f"{first} and {name} differ in {stored.directory}, but this model ties them.")
+        found, first = (value, name) if found is None else (found, first)
+    return found
+
+
+def _is_exact(theirs: torch.dtype | None, ours: torch.dtype) -> bool:
+    """Tell whether every number of their dtype is one of ours."""
+    if theirs is None or theirs == ours:
+        return theirs == ours
+    return theirs.is_floating_point and ours.is_floating_point and torch.promote_types(theirs, ours) == ours
+
+
+def missing(stored: Stored, name: str) -> InputError:
+    """Return the error of a tensor that is not stored."""
+    near = difflib.get_close_matches(name, stored.tensors, n=1, cutoff=0.5)
+    hint = f"; it has {near[0]}" if near else ""
+    return InputError(f"{stored.directory} has no {name}, one of the model's own{hint}. They are of different models.")

@@ -1,0 +1,149 @@
+"""Checkpoints from and to other programs: Hugging Face's folders, plain safetensors, torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from superscaler.errors import InputError
+from superscaler.runtime.checkpoint import publish
+from superscaler.runtime.pieces import whole
+from superscaler.runtime.stored import WHOLE_FILE, Stored, open_checkpoint, open_stored, told_of
+from superscaler.runtime.weights import load_weights, named
+
+# What torch.distributed.checkpoint writes beside its shards.
+DISTRIBUTED_FILE = ".metadata"
+_TRUST = (
+    "its metadata is a pickle, and reading a pickle runs whatever code is in it; if you trust who wrote it, say --trust"
+)
+
+
+def export_model(path: Path, module: nn.Module, out: Path) -> list[str]:
+    """Write a folder as the module's own library saves it: `model.safetensors` by the user's names, of tied weights
+    one, and for a model of Hugging Face's library its `config.json`. Returns the files.
+    """
+    with _made(out) as folder:
+        load_weights(module, path)
+        own: Callable[..., Any] | None = getattr(module, "save_pretrained", None)
+        if own is not None:
+            own(folder)
+        else:
+            stored = set(module.state_dict())
+            tensors = {names[0]: t.detach().contiguous() for names, t in named(module) if names[0] in stored}
+            save_file(tensors, folder / WHOLE_FILE, metadata={"format": "pt"})
+    return sorted(file.name for file in out.iterdir())
+
+
+def export_distributed(path: Path, out: Path) -> list[str]:
+    """Write a folder of `torch.distributed.checkpoint`: `model` by the user's names, and `optimizer` where there is
+    one, as `torch.distributed.checkpoint.state_dict` has it.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    stored = open_checkpoint(path)
+    model = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
+    model |= {alias: model[kept] for alias, kept in (stored.manifest or {})["aliases"].items() if kept in model}
+    states = {name: _states(stored, name) for name, entry in stored.tensors.items() if entry.steps is not None}
+    state = {"model": model} | ({"optimizer": {"state": states}} if states else {})
+    with _made(out) as folder, _quiet():
+        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return sorted(file.name for file in out.iterdir())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back the library's remark that there is one process, which is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def _states(stored: Stored, name: str) -> dict[str, Tensor]:
+    entry = stored.tensors[name]
+    states = {state: stored.read(name, whole(entry.shape), state) for state in entry.states}
+    return {"step": torch.tensor(entry.steps, dtype=torch.float32), **states}
+
+
+def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
+    """Write the weights of a safetensors file or folder, or of `torch.distributed.checkpoint` with `trust`, as the
+    first checkpoint of a folder. Returns the checkpoint.
+    """
+    if (source / DISTRIBUTED_FILE).is_file():
+        if not trust:
+            raise InputError(f"{source} is of torch.distributed.checkpoint: {_TRUST}.")
+        tensors = _read_distributed(source)
+    else:
+        stored = open_stored(source)
+        if stored.manifest is not None:
+            raise InputError(f"{source} is a checkpoint of ours already; give it to --resume or --weights.")
+        tensors = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
+    with _made(out) as folder:
+        name = publish(folder, tensors)
+    return out / name
+
+
+def _read_distributed(source: Path) -> dict[str, Tensor]:
+    """Return the tensors under `model.`, or all where there are none."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with told_of(source / DISTRIBUTED_FILE):
+        try:
+            known = FileSystemReader(source).read_metadata().state_dict_metadata
+            kept = {n: t for n, t in known.items() if isinstance(t, TensorStorageMetadata)}
+            kept = {n: t for n, t in kept.items() if n.startswith("model.")} or kept
+            state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in kept.items()}
+            with _quiet():
+                load(state, storage_reader=FileSystemReader(source), no_dist=True)
+        except OSError:
+            raise
+        except Exception as error:
+            # A pickle can fail in any way.
+            told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise InputError(f"{source} cannot be read by torch.distributed.checkpoint: {told}.") from None
+    if not state:
+        raise InputError(f"{source} has no tensors.")
+    return {name.removeprefix("model."): value for name, value in state.items()}
+
+
+@contextmanager
+def _made(out: Path) -> Iterator[Path]:
+    """Give a folder aside, which takes the place of `out` when it is whole. Raises InputError if that is not empty."""
+    out = out.absolute()
+    aside = out.with_name(f".{out.name}.part")
+    with told_of(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"{out} is there already and is not empty; choose another folder.")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        aside.replace(out)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror or error}; choose another folder.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def inspect(path: Path) -> Mapping[str, Any]:
+    """Return what is in a checkpoint, every shard checked."""
+    stored = open_checkpoint(path)
+    manifest = stored.manifest or {}
+    for shard in manifest["shards"]:
+        stored.check(shard)
+    kept = {key: value for key, value in manifest.items() if key not in ("tensors", "sha256")}
+    tensors = {
+        name: {"shape": entry.shape, "dtype": entry.dtype, "states": entry.states, "pieces": len(entry.pieces)}
+        for name, entry in stored.tensors.items()
+    }
+    return {"path": str(stored.directory), **kept, "tensors": tensors}

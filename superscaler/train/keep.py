@@ -1,0 +1,160 @@
+"""What the training loop keeps: the options that say so, where training starts, and how it stops early."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superscaler.errors import InputError, RuntimeFailure
+from superscaler.runtime.checkpoint import Saver
+from superscaler.runtime.restore import restore
+from superscaler.runtime.step import Step
+from superscaler.runtime.stored import POINTER_FILE, open_checkpoint
+
+# Files in the folder of the launcher: that training is to stop, and how it ended.
+STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--save", type=Path, help="folder of checkpoints; one is saved at the end")
+    parser.add_argument("--save-every", type=int, help="steps between two checkpoints")
+    parser.add_argument("--keep", type=int, help="whole checkpoints that stay; default: all")
+    parser.add_argument("--resume", type=Path, help="checkpoint, or folder of them, to go on from")
+    parser.add_argument("--weights", type=Path, help="checkpoint, safetensors file or folder to start with")
+    parser.add_argument("--named", help=argparse.SUPPRESS)
+
+
+def saving_folder(save: Path | None, resume: Path | None) -> Path | None:
+    """Return where checkpoints go: a run that goes on from a folder of checkpoints saves there."""
+    return resume if save is None and resume is not None and (resume / POINTER_FILE).is_file() else save
+
+
+def check_saving(options: Any, folder: Path | None) -> None:
+    """Raise InputError for options that do not go together, and for the checkpoints of another run."""
+    for name, value in (("--save-every", options.save_every), ("--keep", options.keep)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}, but it must be 1 or more.")
+        if value is not None and folder is None:
+            raise InputError(f"{name} {value} needs --save DIR, the folder of the checkpoints.")
+    if options.resume is not None and options.weights is not None:
+        raise InputError(
+            "--resume goes on with the weights of a checkpoint, so --weights has no use; give one of both."
+        )
+    if folder is None:
+        return
+    theirs = [p.resolve() for p in (options.resume, *getattr(options.resume, "parents", ())[:1]) if p is not None]
+    if (folder / POINTER_FILE).exists() and folder.resolve() not in theirs:
+        raise InputError(
+            f"--save {folder} has the checkpoints of another run; go on from them with --resume {folder}, "
+            "or choose another folder."
+        )
+    above = next((p for p in (folder, *folder.parents) if p.exists()), Path())
+    if not above.is_dir():
+        raise InputError(f"--save {folder}: {above} is a file; choose a folder.")
+
+
+def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
+    """Return the manifest of a checkpoint. Raises InputError where `steps` leave nothing to train, or where it was
+    trained on other data.
+    """
+    stored = open_checkpoint(resume)
+    manifest = dict(stored.manifest or {})
+    if manifest["step"] >= steps:
+        raise InputError(
+            f"{stored.directory} was trained for {manifest['step']} steps, and --steps {steps} counts these; "
+            f"give more than {manifest['step']}."
+        )
+    kept, given = manifest["training"], data_of(data)
+    if kept is not None and kept["data"] != given:
+        raise InputError(
+            f"{stored.directory} was trained on {_data_text(kept['data'])}, but --data is {_data_text(given)}; "
+            "give the same text, or start anew on another one with --weights."
+        )
+    return manifest
+
+
+def data_of(data: Path | None) -> dict[str, Any] | None:
+    """Return what tells a text file from another one."""
+    return None if data is None else {"name": data.name, "bytes": data.stat().st_size}
+
+
+def _data_text(data: dict[str, Any] | None) -> str:
+    return "the default" if data is None else f"{data['name']} ({data['bytes']:,} bytes)"
+
+
+def start_of(step: Step, options: argparse.Namespace) -> tuple[int, int]:
+    """Load what the options say. Returns the number of the first step, and the seed of the batches."""
+    if options.weights is not None:
+        unread = step.load_weights(options.weights)
+        if unread and step.rank == 0:
+            print(f"note: {len(unread)} tensors of {options.weights} were not read: {_some(unread)}", file=sys.stderr)
+    if options.resume is None:
+        return 0, options.seed
+    check_resume(options.resume, options.steps, options.data)
+    planned = step.rates()
+    manifest = restore(step, options.resume)
+    if step.rates() != planned and step.rank == 0:
+        print(f"note: the learning rate is that of the checkpoint, {_some(step.rates())}", file=sys.stderr)
+    training = manifest["training"]
+    return manifest["step"], options.seed if training is None else training["seed"]
+
+
+def _some(things: list[Any]) -> str:
+    return ", ".join(map(str, things[:3])) + (", ..." if len(things) > 3 else "")
+
+
+@contextmanager
+def stop_requests(launched: Path | None) -> Iterator[Callable[[], bool]]:
+    """Give what tells whether this rank was asked to stop: by SIGTERM, or by a file in the launcher's folder."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield lambda: bool(came) or (launched is not None and (launched / STOP_FILE).exists())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def is_stopping(step: Step, asked: Callable[[], bool]) -> bool:
+    """Tell whether any rank was asked to stop, on all ranks alike."""
+    communicator = step.state.communicator
+    here = torch.tensor(float(asked()), device=communicator.device)
+    return bool(communicator.all_reduce(here, tuple(range(communicator.world)), planned=False).wait() > 0)
+
+
+def warn(text: str) -> None:
+    """Print a warning, in place of the progress line."""
+    print(f"{chr(13)}{chr(27)}[2K" * sys.stderr.isatty() + f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def report(saver: Saver, is_stopped: bool, start: int, launched: Path | None) -> None:
+    """Tell the launcher how training ended. Without one, print it, and raise RuntimeFailure if a save has failed."""
+    steps = saver.step.state.steps
+    outcome = {
+        **{"saved": None if saver.last is None else str(saver.last), "failed_saves": saver.failures},
+        **{"stopped": is_stopped, "start": start, "steps": steps},
+    }
+    if launched is not None:
+        (launched / OUTCOME_FILE).write_text(json.dumps(outcome))
+        return
+    print(ending(outcome), file=sys.stderr)
+    if saver.failures:
+        raise RuntimeFailure(f"{len(saver.failures)} checkpoints were not saved; the first: {saver.failures[0]}")
+
+
+def ending(outcome: dict[str, Any]) -> str:
+    """Return in words where a run was saved, and how it goes on if it was stopped."""
+    saved = Path(outcome["saved"]) if outcome["saved"] else None
+    told = f"saved in {saved}" if saved else "nothing was saved"
+    if outcome["stopped"]:
+        hint = f"; go on with --resume {saved.parent}" if saved else ""
+        told = f"stopped by SIGTERM after step {outcome['steps']}; {told}{hint}"
+    failed = len(outcome["failed_saves"])
+    return f"{told}; {failed} {'checkpoint was' if failed == 1 else 'checkpoints were'} not saved" if failed else told
