@@ -79,7 +79,7 @@ def _operators(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
     """Return per operator its count, the notation of its first op, and how many of its ops are frozen on what."""
     rows = []
     for target, ops in sorted(group(forward, lambda op: op.target).items(), key=lambda item: -len(item[1])):
-        frozen = Counter(f for op in ops for f in {collapse(f) for f, _ in frozen_indices(model, op)})
+        frozen = Counter(f for op in ops for f in dict.fromkeys(collapse(f) for f, _ in frozen_indices(model, op)))
         rows.append({"operator": target, "count": len(ops), "notation": ops[0].notation(), "frozen": dict(frozen)})
     return rows
 
@@ -90,7 +90,7 @@ def _factors(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
     for op in forward:
         for factor, mark in {(i.factor, i.mark) for i in op.indices}:
             marks[factor][mark] += 1
-    free = Counter(f for op in forward for f in {i.factor for i in op.indices if i.mark != "frozen"})
+    free = Counter(f for op in forward for f in dict.fromkeys(i.factor for i in op.indices if i.mark != "frozen"))
     places: dict[str, list[str]] = defaultdict(list)
     for tensor in model.tensors.values():
         if tensor.kind in ("input", "parameter"):

@@ -1,0 +1,149 @@
+"""Training that is killed at random moments and goes on from its last checkpoint, as a user would do it.
+
+    python tests/faults/kills.py [--trials 50] [--victim rank|launcher] [--seed 0]
+
+Every trial trains two ranks with a checkpoint a step, kills one process with SIGKILL, waits until all have ended, and
+resumes. It fails where a process lives on, the culprit is not named, the checkpoint is not the newest whole one, or a
+loss is not that of the run which nobody disturbed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+
+ROOT = Path(__file__).parents[2]
+STEPS, WORLD, LIMIT = 60, 2, 30.0
+TRAIN = """
+import json, sys
+from pathlib import Path
+from superscaler.train.launch import Keeping, train
+plan, out, steps, keeping = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+kept = Keeping(**{k: Path(v) if k in ("save", "resume") else v for k, v in keeping.items()})
+out.write_text(json.dumps(train(plan, world=2, steps=steps, keeping=kept)))
+"""
+
+
+class Noisy(nn.Module):
+    """Two layers with dropout between them, so that random numbers must go on, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(64, 512), nn.Dropout(0.2), nn.Linear(512, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.drop(self.first(x).tanh())).square().mean()
+
+
+def make_plan(folder: Path) -> Path:
+    torch.manual_seed(0)
+    module = Noisy()
+    graph = ss.capture(module, (torch.randn(32, 64),), optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3))
+    ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=4", f"local:{WORLD}").save(folder)
+    return folder
+
+
+def start(plan: Path, out: Path, **keeping: Any) -> subprocess.Popen[str]:
+    told = json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in keeping.items()})
+    command = [sys.executable, "-c", TRAIN, str(plan), str(out), str(STEPS), told]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def losses_of(plan: Path, folder: Path) -> list[float]:
+    """Return the losses of a run that nobody disturbs."""
+    out = folder / "whole.json"
+    text = start(plan, out).communicate(timeout=600)[1]
+    assert out.is_file(), text
+    found: list[float] = json.loads(out.read_text())["losses"]
+    return found
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Return the processes that a process started, by number."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = stat.read_text().rsplit(")", 1)
+        except OSError:
+            continue
+        state, parent = rest.split()[:2]
+        if int(parent) == launcher and state != "Z":
+            found.append(int(name.split()[0]))
+    return sorted(found)
+
+
+def trial(plan: Path, folder: Path, whole: list[float], victim: str, draw: random.Random) -> str:
+    """Disturb one run and let it go on. Returns what was done; raises AssertionError for what is not right."""
+    saved, out = folder / "checkpoints", folder / "out.json"
+    process = start(plan, out, save=saved, save_every=1, keep=3)
+    deadline = time.monotonic() + 120
+    while not (saved / "latest").is_file():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "no checkpoint came"
+        time.sleep(0.02)
+    time.sleep(draw.uniform(0.0, 2.0))
+    ranks = ranks_of(process.pid)
+    number = draw.randrange(WORLD)
+    dead = process.pid if victim == "launcher" or len(ranks) < WORLD else ranks[number]
+    killed = time.monotonic()
+    os.kill(dead, signal.SIGKILL)
+    text = process.communicate(timeout=LIMIT)[1]
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() - killed < LIMIT, f"a rank lives on after {victim} was killed"
+        time.sleep(0.1)
+    seconds = time.monotonic() - killed
+    if dead != process.pid and not out.is_file():
+        assert f"rank {number} of {WORLD} was killed by SIGKILL" in text, text[-2000:]
+    step = int((saved / "latest").read_text().strip().removeprefix("step-").split(".")[0])
+    done = f"{victim} {number}, ended in {seconds:.1f} s, goes on from step {step}"
+    if step == STEPS:
+        return done
+    out.unlink(missing_ok=True)
+    text = start(plan, out, resume=saved).communicate(timeout=600)[1]
+    assert out.is_file(), text[-2000:]
+    result = json.loads(out.read_text())
+    assert result["start"] == step, (result["start"], step)
+    assert result["losses"] == whole[step:], "other losses than those of the run that nobody disturbed"
+    return done
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--victim", choices=["rank", "launcher"], default="rank")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(Path(folder) / "plan")
+        whole = losses_of(plan, Path(folder))
+        for number in range(options.trials):
+            own = Path(folder) / f"trial{number}"
+            own.mkdir()
+            print(number, trial(plan, own, whole, options.victim, random.Random(options.seed + number)), flush=True)
+    print(f"{options.trials} trials, all resumed bit for bit")
+
+
+if __name__ == "__main__":
+    main()

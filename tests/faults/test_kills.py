@@ -1,0 +1,19 @@
+"""A sample of the trials of kills.py."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from kills import losses_of, make_plan, trial
+
+
+@pytest.mark.dist
+def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "plan")
+    whole = losses_of(plan, tmp_path)
+    for number, victim in enumerate(("rank", "launcher")):
+        folder = tmp_path / victim
+        folder.mkdir()
+        trial(plan, folder, whole, victim, random.Random(number))
