@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from superscaler.compiler import Compiled
 from superscaler.emit.steps import Emitted
 from superscaler.errors import InputError
 from superscaler.frontend.rules import REGISTERED
-from superscaler.ir.graph import Model, without_sources
+from superscaler.ir.graph import Model, Op, without_sources
 from superscaler.ir.listing import print_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import print_model
@@ -73,7 +73,7 @@ def reads(model: Model) -> dict[str, Any]:
     return {
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "bounds": bounds(model),
-        "rows": sorted(bounds(model, _ROWS)),
+        "limits": limits(model),
     }
 
 
@@ -86,10 +86,23 @@ def _operators(model: Model) -> dict[str, tuple[str, str] | None]:
 # The ops that select by an integer input, and the dim of their first operand that they select along.
 _ROWS = {"aten.embedding.default": 0}
 _SELECTING = {**_ROWS, "ss.cross_entropy": 1, "aten.cross_entropy_loss.default": 1}
+# What leaves the values of its operand as they are, but for some that a label does not count.
+_MOVES = ("view", "_unsafe_view", "reshape", "slice", "select", "squeeze", "unsqueeze", "expand", "clone", "detach",
+          "permute", "transpose", "_to_copy", "constant_pad_nd", "flatten")  # fmt: skip
 
 
-def bounds(model: Model, selecting: Mapping[str, int] = _SELECTING) -> dict[str, int]:
-    """Return for each integer input below which number its values must be: the rows or classes that they select."""
+def limits(model: Model) -> dict[str, tuple[int, int]]:
+    """Return for each input whose own values select rows or classes the least one, and the first that is too large."""
+    classes, rows = bounds(model, moves=_MOVES), bounds(model, _ROWS, _MOVES)
+    return {name: (0 if name in rows else -(2**63), bound) for name, bound in classes.items()}
+
+
+def bounds(
+    model: Model, selecting: Mapping[str, int] = _SELECTING, moves: Sequence[str] | None = None
+) -> dict[str, int]:
+    """Return for each integer input below which number its values must be: the rows or classes that they select, as
+    they are or after what is done to them (after `moves` only, if given).
+    """
     producers = model.producers()
     found: dict[str, int] = {}
     for op in model.ops:
@@ -101,9 +114,13 @@ def bounds(model: Model, selecting: Mapping[str, int] = _SELECTING) -> dict[str,
             name = left.pop()
             if name in model.inputs:
                 found[name] = min(bound, found.get(name, bound))
-            elif name in producers and producers[name][0].from_data:
+            elif name in producers and producers[name][0].from_data and _is_among(producers[name][0], moves):
                 left += [o.tensor for o in producers[name][0].inputs]
     return found
+
+
+def _is_among(op: Op, moves: Sequence[str] | None) -> bool:
+    return moves is None or op.target.split(".")[1] in moves
 
 
 def slots_of(model: Model, name: str) -> list[list[int]]:

@@ -212,13 +212,13 @@ def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
 
 
 def _check_rows(name: str, values: Tensor, plan: Mapping[str, Any]) -> None:
-    # Values on a GPU are not read: that would wait for it. A label below zero may be one that does not count.
-    if name not in plan["bounds"] or values.is_cuda or not values.numel():
+    # Values on a GPU are not read: that would wait for it.
+    if name not in plan["limits"] or values.is_cuda or not values.numel():
         return
-    least, most, rows = int(values.min()), int(values.max()), plan["bounds"][name]
-    if most >= rows or (least < 0 and name in plan["rows"]):
-        wrong = most if most >= rows else least
-        raise InputError(f"'{name}' has {wrong}, but the model has {rows} rows for it, from 0 on.")
+    (low, high), least, most = plan["limits"][name], int(values.min()), int(values.max())
+    if least < low or most >= high:
+        wrong = most if most >= high else least
+        raise InputError(f"'{name}' has {wrong}, but the model has {high} rows for it, from 0 on.")
 
 
 def build_step(
