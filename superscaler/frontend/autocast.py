@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._export.passes import replace_autocast_with_hop_pass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import InputError, unknown
@@ -19,7 +21,6 @@ from superscaler.specs.options import AUTOCASTS
 
 # The arguments of torch.autocast: device type and dtype.
 Autocast = tuple[str, torch.dtype]
-_REGION = torch.ops.higher_order.wrap_with_autocast
 _CAST = torch.ops.aten._to_copy.default
 
 
@@ -49,8 +50,27 @@ def cast_product(equation: Any, *operands: Any) -> tuple[Any, ...]:
     return (equation, *(x.to(dtype) if x.is_floating_point() else x for x in flat))
 
 
-def has_regions(exported: ExportedProgram) -> bool:
-    return bool(exported.graph.find_nodes(op="call_function", target=_REGION))
+def open_regions() -> AbstractContextManager[Any]:
+    """Keep the ops of autocast regions between an enter and an exit, so that decomposition casts them one by one.
+
+    As the call of a submodule, which torch.export makes of a region, they would lose their module and their line.
+    """
+    return patch.object(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given)
+
+
+def mark_regions(exported: ExportedProgram) -> bool:
+    """Write at each op the outermost autocast region that it is in; return whether there are any."""
+    entered: list[str] = []
+    has_any = False
+    for node in exported.graph.nodes:
+        if node.target is _enter_autocast:
+            entered.append(node.name)
+            has_any = True
+        elif node.target is _exit_autocast:
+            entered.pop()
+        elif entered and node.op == "call_function" and not str(node.target).startswith("aten.to."):
+            node.meta["custom"] = {**node.meta.get("custom", {}), "autocast": entered[0]}
+    return has_any
 
 
 @contextmanager
@@ -87,44 +107,6 @@ def forget_stand_ins(exported: ExportedProgram) -> None:
         for name, value in table.items():
             if isinstance(value, FakeTensor):
                 table[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-
-def open_regions(exported: ExportedProgram) -> None:
-    """Put the ops of autocast regions between an enter and an exit, so that decomposition casts them one by one.
-
-    As the call of a submodule, which torch.export makes of a region, they would lose their module and their line.
-    """
-    _open(exported.graph_module, "")
-    exported.graph_module.recompile()
-
-
-def _open(module: GraphModule, outermost: str) -> None:
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.target is _REGION:
-            _inline(module, node, outermost or node.name)
-        elif outermost and node.op == "call_function" and not str(node.target).startswith("aten.to."):
-            node.meta["custom"] = {**node.meta.get("custom", {}), "autocast": outermost}
-
-
-def _inline(module: GraphModule, node: Node, outermost: str) -> None:
-    arguments: tuple[Any, ...] = node.args
-    *mode, holder = arguments[:5]
-    region: Any = module.get_submodule(holder.target)
-    graph = module.graph
-    _open(region, outermost)
-    inner = dict(zip(region.graph.find_nodes(op="placeholder"), arguments[5:], strict=True))
-    with graph.inserting_before(node):
-        entered = graph.call_function(_enter_autocast, tuple(mode))
-        results: Any = graph.graph_copy(region.graph, inner)
-        graph.call_function(_exit_autocast, (entered,))
-    for user in list(node.users):
-        result, name = results[user.args[1]], user.name
-        user.replace_all_uses_with(result)
-        graph.erase_node(user)
-        result._rename(name)
-    graph.erase_node(node)
-    graph.erase_node(holder)
 
 
 def share_casts(exported: ExportedProgram) -> None:

@@ -31,14 +31,14 @@ def export(
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
     refuse_hooks(module)
-    with _only_loss(module, autocast), experts.chosen(module), warnings.catch_warnings():
+    with _only_loss(module, autocast), experts.chosen(module), casts.open_regions(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, args, dict(kwargs), strict=False)
-            if casts.has_regions(exported) and any(p.is_meta for p in module.parameters()):
+            if casts.mark_regions(exported) and any(p.is_meta for p in module.parameters()):
                 with casts.stand_ins(module, args, kwargs) as (own_args, own_kwargs):
                     exported = torch.export.export(module, own_args, own_kwargs, strict=False)
-            casts.open_regions(exported)
+                casts.mark_regions(exported)
             exported = exported.run_decompositions({})
             casts.share_casts(exported)
             casts.forget_stand_ins(exported)

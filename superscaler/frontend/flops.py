@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode
 
-from superscaler.frontend.trace import Call, Spec, overload, substitute, without_data
+from superscaler.frontend.trace import reads, target_of
 
-_COUNTED = ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "dot", "conv", "scaled_dot_product", "einsum")
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_COUNTED = ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "dot", "conv", "scaled_dot_product", "einsum",
+            "ss.attention_dropout", "ss.experts")  # fmt: skip
 
 
 class FlopCounter:
@@ -19,29 +20,21 @@ class FlopCounter:
     def __init__(self) -> None:
         self.known: dict[Any, int] = {}
 
-    def count(self, call: Call, specs: dict[str, Spec]) -> int:
-        if call.target == "ss.attention_dropout":
-            q, k, v, mask, _, causal, scale = call.args
-            options = {"scale": scale, "enable_gqa": specs[q.name].shape[:-2] != specs[k.name].shape[:-2]}
-            return self._cached(call, _ATTENTION, (q, k, v, mask, 0.0, causal), options, specs)
-        if call.target == "ss.experts":
-            (tokens, hidden), (_, chosen), *_, (_, outputs, width) = (specs[name].shape for name in call.reads())
-            return 2 * tokens * chosen * width * (2 * hidden + outputs)
-        if not call.target.startswith("aten.") or not any(word in call.target for word in _COUNTED):
+    def count(self, node: Node) -> int:
+        name = target_of(node)
+        if not name.startswith(("aten.", "ss.")) or not any(word in name for word in _COUNTED):
             return 0
-        return self._cached(call, overload(call.target), call.args, call.kwargs, specs)
-
-    def _cached(
-        self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[str, Spec]
-    ) -> int:
-        options = repr(substitute((args, kwargs), lambda _: None))
-        key = (call.target, tuple((specs[n].shape, specs[n].dtype) for n in call.reads()), options)
+        values = [x.meta["val"] for x in reads(node)]
+        options = repr(map_arg((node.args, node.kwargs), lambda _: None))
+        key = (name, tuple((v.shape, v.dtype) for v in values), options)
         if key not in self.known:
-            self.known[key] = _count(function, args, kwargs, specs)
+            self.known[key] = _count(node)
         return self.known[key]
 
 
-def _count(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[str, Spec]) -> int:
+def _count(node: Node) -> int:
+    function: Any = node.target
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     with FlopCounterMode(display=False) as counter:
-        function(*without_data(args, specs), **without_data(kwargs, specs))
+        function(*args, **kwargs)
     return int(counter.get_total_flops())

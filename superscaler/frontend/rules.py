@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
 
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
 from superscaler.errors import CaptureError
 from superscaler.frontend import recipes as r
 from superscaler.frontend.notation import Signature, frozen, misfit, resolve
 from superscaler.frontend.recipes import Recipe, Site
-from superscaler.frontend.trace import aten, variables
+from superscaler.frontend.trace import aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,9 @@ def signature(site: Site) -> tuple[Signature, bool]:
 
     Raises CaptureError where the notation that a user registered does not fit the call.
     """
-    if site.call.target in REGISTERED:
-        return _registered(site, REGISTERED[site.call.target]), True
-    rule = RULES.get(site.call.target)
+    if site.target in REGISTERED:
+        return _registered(site, REGISTERED[site.target]), True
+    rule = RULES.get(site.target)
     written = rule(site) if callable(rule) else rule
     notation, sizes = (written, {}) if isinstance(written, str) or written is None else written
     found = resolve(notation, site.ins, site.outs, sizes) if notation is not None else None
@@ -58,7 +61,7 @@ def _registered(site: Site, rule: Registered) -> Signature:
         left, right = rule.notation.split("->")
         kept = ",".join(text for k, text in enumerate(left.split(",")) if k in given)
         raise CaptureError(
-            f"{site.call.source or rule.place} calls {site.call.target}, whose notation is '{rule.notation}' "
+            f"{site.node.meta['source'] or rule.place} calls {site.target}, whose notation is '{rule.notation}' "
             f"({rule.place}), and it does not fit: {misfit(f'{kept}->{right}', site.ins, site.outs)}. "
             "Mend the notation or the call; a dim that broadcasts is expanded before the call."
         )
@@ -68,10 +71,10 @@ def _registered(site: Site, rule: Registered) -> Signature:
 def _given(site: Site) -> list[int]:
     """Return which of an operator's tensor operands a call has: optional ones may be None."""
     found: list[int] = []
-    number = 0
-    for position, parameter in enumerate(site.call.function._schema.arguments):
+    number, operator = 0, site.node.target
+    for position, parameter in enumerate(operator._schema.arguments):  # type: ignore[union-attr]
         if "Tensor" in str(parameter.type):
-            count = len(list(variables(site.call.argument(position, parameter.name))))
+            count = sum(isinstance(x, Node) for x in tree_leaves(site.argument(position, parameter.name)))
             found += range(number, number + count)
             number += max(count, 1)
     return found

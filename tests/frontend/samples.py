@@ -244,7 +244,7 @@ def _networks() -> list[Row]:
         ("ss.attention_dropout scaled_dot_product_attention", lambda d: _attention(d, 0.4)),
         ("ss.uniform rand", lambda d: call(d.sizes(1, 3))),
         ("ss.normal randn", lambda d: call(d.sizes(1, 3))),
-        ("ss.experts superscaler.experts.default", _experts),
+        ("ss.experts ss.experts.default", _experts),
         ("ss.histc histc", lambda d: call(d.unit(*d.sizes(1, 3)), d.size(), 0.0, 1.0)),
         ("ss.dropout dropout", lambda d: call(d.x(), 0.4, True)),
         ("ss.count_labels cross_entropy_loss", lambda d: _labelled(d, 1)),
@@ -519,13 +519,7 @@ FROZEN = frozenset(f"aten.{name}" for name in (
 
 
 def _name(word: str) -> str:
-    return (
-        word
-        if word.startswith(("ss.", "aten.", "superscaler."))
-        else f"aten.{word}"
-        if "." in word
-        else f"aten.{word}.default"
-    )
+    return word if word.startswith(("ss.", "aten.")) else f"aten.{word}" if "." in word else f"aten.{word}.default"
 
 
 def _table() -> dict[str, list[Sample]]:
