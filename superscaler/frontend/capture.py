@@ -24,7 +24,7 @@ from superscaler.frontend.autocast import read_autocast
 from superscaler.frontend.constants import fold
 from superscaler.frontend.entries import Inputs, inputs_of, key_of, load, save
 from superscaler.frontend.export import examples, export
-from superscaler.frontend.flops import FlopCounter
+from superscaler.frontend.flops import flops
 from superscaler.frontend.gradients import depends, remove_idle_detaches, with_gradient
 from superscaler.frontend.infer import Indexed, Inference, infer
 from superscaler.frontend.linear import with_linearity
@@ -210,7 +210,7 @@ class Builder:
         self.found = found
         self.needed = needed
         self.names = name_factors(trace, found)
-        self.flops = FlopCounter()
+        self.flops: dict[Any, int] = {}
         self.from_weights = depends(trace, "parameter")
         self.from_inputs = depends(trace, "input")
 
@@ -244,7 +244,7 @@ class Builder:
             has_mirror=not self.needed.isdisjoint(made),
             module=call.meta["module"],
             source=call.meta["source"],
-            flops=self.flops.count(call),
+            flops=flops(call, self.flops),
             from_data=self.from_weights.isdisjoint(made),
             from_weights=self.from_inputs.isdisjoint(made),
         )

@@ -65,8 +65,8 @@ def cross_entropy(
         count = _count(do, labels, ignore_index, wide)
         function = ours.cross_entropy if do.node.target is loss else ours.nll_loss
         found = do(function, logits, labels, count, ignore_index, word="wide")
-    if do.dtype != wide and do.node is not do.trace.loss:
-        return do(_ATEN._to_copy.default, found, dtype=do.dtype)
+    if dtype_of(do.node) != wide and do.node is not do.trace.loss:
+        return do(_ATEN._to_copy.default, found, dtype=dtype_of(do.node))
     return found
 
 
@@ -93,11 +93,11 @@ def strided(do: Steps, x: Node, dim: int = 0, start: int | None = None, end: int
     """x[k::n] -> x viewed as (..., n) and of that dim k only: the dim before it can be cut."""
     shape, first = shape_of(x), start or 0
     dim %= len(shape)
-    if step == 1 or shape[dim] % step or not 0 <= first < step or do.shape[dim] != shape[dim] // step:
+    if step == 1 or shape[dim] % step or not 0 <= first < step or shape_of(do.node)[dim] != shape[dim] // step:
         return None
     apart = do(_ATEN.view.default, x, (*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]))
     picked = do(_ATEN.slice.Tensor, apart, dim + 1, first, first + 1)
-    return do(_ATEN.view.default, picked, do.shape)
+    return do(_ATEN.view.default, picked, shape_of(do.node))
 
 
 def masked_put(do: Steps, x: Node, indices: Sequence[Any], values: Node, accumulate: bool = False) -> Node | None:
@@ -115,9 +115,9 @@ def masked_put(do: Steps, x: Node, indices: Sequence[Any], values: Node, accumul
 
 def bernoulli(do: Steps, x: Node, p: float | None = None, **_: Any) -> Node:
     """bernoulli(p) -> uniform < p, in the dtype of the result."""
-    drawn = do(ours.uniform, do.shape)
+    drawn = do(ours.uniform, shape_of(do.node))
     below = do(_ATEN.lt.Tensor, drawn, x) if p is None else do(_ATEN.lt.Scalar, drawn, p)
-    cast = do(_ATEN._to_copy.default, below, dtype=do.dtype)
+    cast = do(_ATEN._to_copy.default, below, dtype=dtype_of(do.node))
     # The numbers are drawn by the name of the call.
     drawn.meta["op"], cast.meta["op"] = do.node.name, drawn.name
     return cast

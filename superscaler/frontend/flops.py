@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -14,27 +14,16 @@ _COUNTED = ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "dot", "c
             "ss.attention_dropout", "ss.experts")  # fmt: skip
 
 
-class FlopCounter:
-    """Counts each operator and shape once; operators that are no contraction count nothing."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, int] = {}
-
-    def count(self, node: Node) -> int:
-        name = target_of(node)
-        if not name.startswith(("aten.", "ss.")) or not any(word in name for word in _COUNTED):
-            return 0
-        values = [x.meta["val"] for x in reads(node)]
-        options = repr(map_arg((node.args, node.kwargs), lambda _: None))
-        key = (name, tuple((v.shape, v.dtype) for v in values), options)
-        if key not in self.known:
-            self.known[key] = _count(node)
-        return self.known[key]
-
-
-def _count(node: Node) -> int:
-    function: Any = node.target
-    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-    with FlopCounterMode(display=False) as counter:
-        function(*args, **kwargs)
-    return int(counter.get_total_flops())
+def flops(node: Node, known: dict[Any, int]) -> int:
+    """Return 0 for what is no contraction. Each operator and shape is counted once, and then `known`."""
+    name, function = target_of(node), cast(Any, node.target)
+    if not name.startswith(("aten.", "ss.")) or not any(word in name for word in _COUNTED):
+        return 0
+    shapes = tuple((x.meta["val"].shape, x.meta["val"].dtype) for x in reads(node))
+    key = (name, shapes, repr(map_arg((node.args, node.kwargs), lambda _: None)))
+    if key not in known:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+        with FlopCounterMode(display=False) as counter:
+            function(*args, **kwargs)
+        known[key] = int(counter.get_total_flops())
+    return known[key]

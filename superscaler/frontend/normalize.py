@@ -35,9 +35,6 @@ def normalize(trace: Trace) -> None:
     """Apply the rewrites in order, then drop what no result depends on."""
     remove_dead(trace)
     for node in trace.calls():
-        if node.target is _ATEN.broadcast_tensors.default:
-            _spread(trace, node)
-    for node in trace.calls():
         rewrite, steps = TABLE.get(target_of(node)), Steps(trace, node)
         found = rewrite(steps, *node.args, **node.kwargs) if rewrite else None
         if found is not None:
@@ -46,13 +43,6 @@ def normalize(trace: Trace) -> None:
     _refuse_random(trace)
     _refuse_complex(trace)
     _refuse_mixed(trace)
-
-
-def _spread(trace: Trace, node: Node) -> None:
-    """Write one expansion per operand instead of `broadcast_tensors`."""
-    for result, operand in zip(outputs(node), node.args[0], strict=True):  # type: ignore[arg-type]
-        result.target, result.args = _ATEN.expand.default, (operand, shape_of(result))
-    trace.graph.erase_node(node)
 
 
 def remove_dead(trace: Trace) -> None:
@@ -113,33 +103,24 @@ def _alias(do: Steps, x: Node, *_: Any, **__: Any) -> Node:
 
 def _alias_if_equal(do: Steps, x: Node, *_: Any, **__: Any) -> Node | None:
     """Drop views and casts that change neither shape nor dtype."""
-    return x if shape_of(x) == do.shape and dtype_of(x) == do.dtype else None
+    return x if shape_of(x) == shape_of(do.node) and dtype_of(x) == dtype_of(do.node) else None
 
 
 def _slice(do: Steps, x: Node, *bounds: Any, **named: Any) -> Node | None:
     return _alias_if_equal(do, x) or decompose.strided(do, x, *bounds, **named)
 
 
-def _synonym(do: Steps, *_: Any, **__: Any) -> None:
-    """Call an operator that has two names by the one that has rules."""
-    _, name, kind = target_of(do.node).split(".")
-    do.node.target = getattr(getattr(_ATEN, _SYNONYMS[name]), kind)
-
-
-def _cast_like(do: Steps, x: Node, _: Node) -> Node:
-    """`type_as` reads nothing of the tensor whose dtype it takes."""
-    return _alias_if_equal(do, x) or do(_ATEN._to_copy.default, x, dtype=do.dtype)
-
-
 def _copy(do: Steps, old: Node, new: Node, non_blocking: bool = False) -> Node:
     """`copy(old, new)` is new, in the shape and dtype of old."""
-    cast = new if dtype_of(new) == do.dtype else do(_ATEN._to_copy.default, new, dtype=do.dtype, word="cast")
-    return cast if shape_of(new) == do.shape else do(_ATEN.expand.default, cast, do.shape)
+    wanted = do.node
+    if dtype_of(new) != dtype_of(wanted):
+        new = do(_ATEN._to_copy.default, new, dtype=dtype_of(wanted), word="cast")
+    return new if shape_of(new) == shape_of(wanted) else do(_ATEN.expand.default, new, shape_of(wanted))
 
 
 def _reshape(do: Steps, x: Node, *_: Any, **__: Any) -> Node:
     """`squeeze` and its like drop whatever has size 1, which in a part may be more: say the shape."""
-    return _alias_if_equal(do, x) or do(_ATEN.view.default, x, do.shape)
+    return _alias_if_equal(do, x) or do(_ATEN.view.default, x, shape_of(do.node))
 
 
 def _concatenate(do: Steps, operands: Sequence[Node], *dim: Any, **named: Any) -> Node | None:
@@ -157,9 +138,9 @@ def _where(do: Steps, condition: Node, *options: Any) -> Node | None:
     if known is None or compact(known).numel() != 1:
         return None
     chosen = options[0 if bool(compact(known)) else 1]
-    if not isinstance(chosen, Node) or dtype_of(chosen) != do.dtype:
+    if not isinstance(chosen, Node) or dtype_of(chosen) != dtype_of(do.node):
         return None
-    return _alias_if_equal(do, chosen) or do(_ATEN.expand.default, chosen, do.shape)
+    return _alias_if_equal(do, chosen) or do(_ATEN.expand.default, chosen, shape_of(do.node))
 
 
 def _lookup(do: Steps, x: Node, indices: Sequence[Node | None]) -> Node | None:
@@ -176,13 +157,13 @@ def _lookup(do: Steps, x: Node, indices: Sequence[Node | None]) -> Node | None:
             return do(_ATEN.slice.Tensor, x, dim, rows[0], rows[-1] + 1)
     if len(known) != len(shape) or len(indices) != len(shape):
         return None
-    last = -len(do.shape) - 1
+    last = -len(shape_of(do.node)) - 1
     for value, size in zip(known, shape, strict=True):
         at = next((d for d in range(-value.dim(), 0) if value.shape[d] > 1), last + 1)
         if value.numel() != size or at <= last or value.flatten().tolist() != list(range(size)):
             return None
         last = at
-    return do(_ATEN.view.default, x, do.shape)
+    return do(_ATEN.view.default, x, shape_of(do.node))
 
 
 def _dropout(do: Steps, x: Node, p: float, train: bool | None = True) -> Node:
@@ -205,16 +186,12 @@ def _attention(
     if not is_causal and (kind := _mask(do.trace, attn_mask)):
         is_causal, attn_mask = kind == "causal", None
     args = (query, key, value, attn_mask, float(dropout_p), bool(is_causal))
+    named = {"scale": scale, "enable_gqa": enable_gqa or None}
     if dropout_p:
         do.becomes(ours.attention_dropout, *args, scale)
     else:
-        scales = {} if scale is None else {"scale": scale}
-        do.becomes(
-            _ATEN.scaled_dot_product_attention.default,
-            *args,
-            **scales,
-            **({"enable_gqa": True} if enable_gqa else {}),
-        )
+        function = _ATEN.scaled_dot_product_attention.default
+        do.becomes(function, *args, **{n: v for n, v in named.items() if v is not None})
 
 
 def _mask(trace: Trace, mask: Node | None) -> str:
@@ -227,14 +204,13 @@ def _mask(trace: Trace, mask: Node | None) -> str:
     return str(mask.meta["mask"])
 
 
-def _histogram(do: Steps, *args: Any, **kwargs: Any) -> None:
-    """Not every device has it for every dtype: the runtime has its own."""
-    do.becomes(ours.histc, *args, **kwargs)
+def _becomes(function: Callable[..., Any]) -> Rewrite:
+    return lambda do, *args, **kwargs: do.becomes(function, *args, **kwargs)
 
 
-def _random(function: Callable[..., Any]) -> Rewrite:
+def _draws(function: Callable[..., Any]) -> Rewrite:
     """Return the rewrite of operators that draw a tensor of random numbers from nothing."""
-    return lambda do, *_, **__: do.becomes(function, do.shape)
+    return lambda do, *_, **__: do.becomes(function, shape_of(do.node))
 
 
 def _eval_norm(do: Steps, *args: Any) -> Node:
@@ -242,19 +218,11 @@ def _eval_norm(do: Steps, *args: Any) -> Node:
     return do(_ATEN.batch_norm.default, *args[:5], False, *args[5:], False)
 
 
-_SYNONYMS = {
-    "absolute": "abs", "clip": "clamp", "divide": "div", "greater": "gt", "greater_equal": "ge", "less": "lt",
-    "less_equal": "le", "multiply": "mul", "negative": "neg", "not_equal": "ne", "subtract": "sub",
-    "true_divide": "div",
-}  # fmt: skip
-
 TABLE: Mapping[str, Rewrite] = {
-    **{f"aten.{name}.{kind}": _synonym for name in _SYNONYMS for kind in ("default", "Tensor", "Scalar")},
-    "aten.type_as.default": _cast_like,
-    **aten(_alias, "alias clone contiguous lift_fresh_copy lift_fresh"),
-    **aten(_alias_if_equal, "_to_copy view reshape _unsafe_view expand unsqueeze"),
+    **aten(_alias, "alias clone lift_fresh_copy lift_fresh"),
+    **aten(_alias_if_equal, "_to_copy view _unsafe_view expand unsqueeze"),
     "aten.slice.Tensor": _slice,
-    **aten(_reshape, "squeeze squeeze.dim squeeze.dims flatten.using_ints unflatten.int view_as"),
+    **aten(_reshape, "squeeze squeeze.dim squeeze.dims"),
     "aten.copy.default": _copy,
     "aten.cat.default": _concatenate,
     "aten.index.Tensor": _lookup,
@@ -264,17 +232,17 @@ TABLE: Mapping[str, Rewrite] = {
     "aten.baddbmm.default": decompose.added(_ATEN.bmm.default),
     "aten.addmv.default": decompose.added(_ATEN.mv.default),
     "aten.addr.default": decompose.added(_ATEN.outer.default),
-    "aten.histc.default": _histogram,
+    # Not every device has it for every dtype: the runtime has its own.
+    "aten.histc.default": _becomes(ours.histc),
     **aten(decompose.batch_norm, "batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit.no_stats"),
-    **aten(_random(ours.uniform), "rand rand_like"),
-    **aten(_random(ours.normal), "randn randn_like"),
+    **aten(_draws(ours.uniform), "rand rand_like"),
+    **aten(_draws(ours.normal), "randn randn_like"),
     **aten(decompose.bernoulli, "bernoulli bernoulli.p"),
     **aten(_dropout, "dropout native_dropout"),
     "aten.scaled_dot_product_attention.default": _attention,
     **aten(decompose.cross_entropy, "cross_entropy_loss nll_loss_nd"),
     "aten._native_batch_norm_legit_no_training.default": _eval_norm,
     "aten.index_put.default": decompose.masked_put,
-    **aten(decompose.mean_of_losses, "l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss"),
+    **aten(decompose.mean_of_losses, "l1_loss smooth_l1_loss huber_loss soft_margin_loss"),
     **aten(decompose.mean_of_losses, "binary_cross_entropy binary_cross_entropy_with_logits"),
-    **aten(decompose.mean_of_losses, "hinge_embedding_loss margin_ranking_loss"),
 }

@@ -57,7 +57,7 @@ def count_labels(labels: Tensor, ignore: int) -> Tensor:
 
 
 def _drawn(shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, device="meta")
+    return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
 def _mean_loss(logits: Tensor, labels: Tensor, count: Tensor, ignore: int) -> Tensor:

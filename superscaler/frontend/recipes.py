@@ -29,6 +29,7 @@ class Site:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.args: Sequence[Any] = node.args
+        self.operator: Any = node.target
         self.target = target_of(node)
         self.ins = tuple(shape_of(x) for x in reads(node))
         self.outs = tuple(shape_of(x) for x in outputs(node))
@@ -372,16 +373,6 @@ def repeat(site: Site) -> Sized:
     return f"{' '.join(own)} -> {' '.join(f'(t{n} {n})' for n in names)}", sizes
 
 
-def repeat_interleave(site: Site) -> Sized:
-    """The dim, or all dims as one, is (dim times) in the result."""
-    names, dim = site.letters, site.argument(2, "dim")
-    sizes = {"t": site.args[1], **dict(zip(names, site.ins[0], strict=True))}
-    if dim is None:
-        return f"{' '.join(names)} -> ({' '.join(names)} t)", sizes
-    result = [f"({name} t)" if d == dim % len(names) else name for d, name in enumerate(names)]
-    return f"{' '.join(names)} -> {' '.join(result)}", sizes
-
-
 def einsum(site: Site) -> str | None:
     """The letters of the equation; those that are not in the result are summed. A diagonal cannot be cut."""
     left, arrow, right = site.args[0].replace(" ", "").partition("->")
@@ -393,18 +384,6 @@ def einsum(site: Site) -> str | None:
         return None
     marked = [" ".join(w.replace("...", "e..") + "+" * (w not in sides[-1]) for w in side) for side in sides]
     return f"{', '.join(marked[:-1])} -> {marked[-1]}"
-
-
-def tensordot(site: Site) -> str:
-    left, right = ([f"{side}{d}" for d in range(len(shape))] for side, shape in zip("ab", site.ins, strict=True))
-    for n, (a, b) in enumerate(zip(site.args[2], site.args[3], strict=True)):
-        left[a] = right[b] = f"k{n}+"
-    kept = [name for name in left + right if not name.endswith("+")]
-    return f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}"
-
-
-def prelu(site: Site) -> str:
-    return "b c r.., c -> b c r.." if len(site.ins[0]) > 1 else "d.., _ -> d.."
 
 
 def diagonal(site: Site) -> str:

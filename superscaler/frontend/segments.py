@@ -42,8 +42,8 @@ def _find(trace: Trace) -> dict[Node, Cut]:
     return found
 
 
-_TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.numpy_T.default")
-_VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+_TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _SLICES = ("aten.slice.Tensor", "aten.split_with_sizes.default", "aten.split.Tensor")
 
 

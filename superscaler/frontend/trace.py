@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -127,14 +127,6 @@ class Steps:
             results[0].meta.setdefault("op", self.node.name)
         self.trace.replace(self.node, *results)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return shape_of(outputs(self.node)[0])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(outputs(self.node)[0])
-
 
 def _filled(node: Node, name: str, meta: Mapping[str, Any], value: Tensor) -> Node:
     node.name = name
@@ -191,52 +183,46 @@ def aten(value: T, names: str) -> dict[str, T]:
 def read(exported: ExportedProgram, canonical: Mapping[str, str]) -> Trace:
     """Return the graph of an exported program. `canonical` maps all parameter names to the one that is kept."""
     _refuse_mutation(exported)
-    signature = exported.graph_signature
     trace = Trace(deepcopy(exported.graph))
-    known: dict[str, Node] = {}
-    for spec, node in zip(signature.input_specs, trace.graph.find_nodes(op="placeholder"), strict=True):
-        if isinstance(node.meta.get("val"), Tensor):
-            _read_leaf(trace, exported, spec, node, canonical, known)
-    trace.taken.update(known)
-    for node in [n for n in trace.graph.nodes if n.op == "call_function"]:
-        if node.target is not operator.getitem:
-            _read_call(trace, node)
-    trace.writes = [str(s.target) for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION]
+    _read_leaves(trace, exported, canonical)
+    for node in trace.calls():
+        _read_call(trace, node)
+    outs = exported.graph_signature.output_specs
+    trace.writes = [str(spec.target) for spec in outs if spec.kind is OutputKind.BUFFER_MUTATION]
     return trace
 
 
-def _read_leaf(
-    trace: Trace,
-    exported: ExportedProgram,
-    spec: InputSpec,
-    node: Node,
-    canonical: Mapping[str, str],
-    known: dict[str, Node],
-) -> None:
-    target = spec.target or node.name
-    name = canonical.get(target, target)
-    if name in known and spec.kind is InputKind.USER_INPUT:
-        raise CaptureError(
-            f"the input {name} has the name of a {known[name].meta['kind']} of the model; rename one of them."
-        )
-    if name in known:
-        trace.replace(node, known[name])
-        return
-    known[name] = _filled(node, name, {"kind": _KINDS[spec.kind]}, node.meta["val"])
-    stored = exported.state_dict.get(target, exported.constants.get(target))
-    if spec.kind is not InputKind.USER_INPUT and isinstance(stored, Tensor) and not stored.is_meta:
-        trace.values[name] = stored.detach()
+def _read_leaves(trace: Trace, exported: ExportedProgram, canonical: Mapping[str, str]) -> None:
+    known: dict[str, Node] = {}
+    leaves = trace.graph.find_nodes(op="placeholder")
+    for spec, node in zip(exported.graph_signature.input_specs, leaves, strict=True):
+        target, is_input = spec.target or node.name, spec.kind is InputKind.USER_INPUT
+        name = canonical.get(target, target)
+        if not isinstance(node.meta.get("val"), Tensor):
+            continue
+        if name in known and is_input:
+            raise CaptureError(
+                f"the input {name} has the name of a {known[name].meta['kind']} of the model; rename one of them."
+            )
+        if name in known:
+            trace.replace(node, known[name])
+            continue
+        known[name] = _filled(node, name, {"kind": _KINDS[spec.kind]}, node.meta["val"])
+        stored = exported.state_dict.get(target, exported.constants.get(target))
+        if not is_input and isinstance(stored, Tensor) and not stored.is_meta:
+            trace.values[name] = stored.detach()
+    trace.taken.update(known)
 
 
 def _read_call(trace: Trace, node: Node) -> None:
     _refuse_unknown(node)
-    value, parts = node.meta.get("val"), [n for n in node.users if n.target is operator.getitem]
+    value, parts = node.meta.get("val"), list(node.users)
     if "_assert" in str(node.target) or value is None:
         trace.graph.erase_node(node)
         return
     meta = {"module": _module(node), "source": source_of(node.meta.get("stack_trace") or "")}
     results = trace.settle(node, node.name, meta, value)
-    for part in parts:
+    for part in parts if isinstance(value, list | tuple) else ():
         part.replace_all_uses_with(results[part.args[1]])  # type: ignore[index]
         trace.graph.erase_node(part)
 

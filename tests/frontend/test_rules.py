@@ -122,16 +122,18 @@ def attack(name: str, examples: int) -> None:
 
 
 def test_every_rule_has_a_sample() -> None:
-    assert set(RULES) == set(SAMPLES)
+    assert set(RULES) <= set(SAMPLES)
+    others = [function(name) for name in SAMPLES if name not in RULES]
+    assert all(torch.Tag.pointwise in operator.tags for operator in others)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_rule(name: str) -> None:
     attack(name, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_rule_on_many_calls(name: str) -> None:
     attack(name, 30)
 
@@ -163,7 +165,7 @@ def freezes_needlessly(name: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RULES if name not in NEEDLESS])
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name not in NEEDLESS])
 def test_no_rule_freezes_what_could_be_cut(name: str) -> None:
     assert not freezes_needlessly(name)
 
