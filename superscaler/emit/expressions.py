@@ -121,11 +121,6 @@ def _repeat(x: Local) -> str:
     return f"{x.names[0]}.repeat({_sizes(tuple(times))})"
 
 
-def _repeat_interleave(x: Local) -> str:
-    times = prod(x.results[0]) // prod(x.shapes[0])
-    return f"{x.names[0]}.repeat_interleave({times}, {x.argument(2, 'dim')})"
-
-
 def _sizes(shape: Shape) -> str:
     return ", ".join(map(str, shape)) if shape else "()"
 
@@ -229,19 +224,17 @@ def _count_labels(x: Local) -> str:
 TORCH = ("tanh", "rsqrt", "neg", "exp", "log", "sigmoid", "cos", "sin", "mm", "matmul", "bmm", "einsum", "abs", "sqrt",
          "cat", "relu")  # fmt: skip
 TABLE: Mapping[str, Callable[[Local], str]] = {
-    **{f"aten.{n}.default": _to_shape("reshape") for n in ("view", "reshape", "_unsafe_view")},
-    "aten.flatten.using_ints": _to_shape("reshape"),
-    **{f"aten.{n}.default": _to_shape("expand") for n in ("expand", "broadcast_to")},
+    **{f"aten.{n}.default": _to_shape("reshape") for n in ("view", "_unsafe_view")},
+    "aten.expand.default": _to_shape("expand"),
     **{f"aten.{n}.default": _method(n) for n in ("unsqueeze", "permute", "t", "detach")},
     "aten.transpose.int": _method("transpose"),
-    **{f"aten.{n}.default": lambda x: f"{x.names[0]}.contiguous()" for n in ("clone", "contiguous")},
-    **{f"aten.{n}.default": _repeat for n in ("repeat", "tile")},
-    "aten.repeat_interleave.self_int": _repeat_interleave,
+    "aten.clone.default": lambda x: f"{x.names[0]}.contiguous()",
+    "aten.repeat.default": _repeat,
     **{f"aten.{n}.Tensor": _infix(s) for n, s in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))},
     **{f"aten.{n}.default": _call(f"torch.{n}") for n in TORCH},
     **{f"aten.{n}.default": _call(f"F.{n}") for n in ("linear", "silu", "gelu")},
     "aten.pow.Tensor_Scalar": _call("torch.pow"),
-    **{f"aten.{n}": _split for n in ("split.Tensor", "split_with_sizes.default", "split.sizes", "chunk.default")},
+    **{f"aten.{n}": _split for n in ("split.Tensor", "split_with_sizes.default")},
     **{f"aten.conv{n}d.{kind}": _convolution for n in (1, 2, 3) for kind in ("default", "padding")},
     **{f"aten.conv_transpose{n}d.{kind}": _convolution for n, kind in ((1, "default"), (2, "input"), (3, "input"))},
     "aten.convolution.default": _convolution,

@@ -167,6 +167,6 @@ class _Writer:
 BIASED = ("aten.linear.default", "aten.mm.default")
 # Operators whose results share the memory of their input, mostly.
 VIEWS = (
-    "_unsafe_view", "alias", "broadcast_to", "chunk", "detach", "expand", "flatten", "permute", "reshape", "select",
-    "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "_unsafe_view", "alias", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
+    "t", "transpose", "unbind", "unsqueeze", "view",
 )  # fmt: skip

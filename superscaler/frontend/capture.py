@@ -7,31 +7,33 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.autocast import read_autocast
-from superscaler.frontend.constants import fold, rename
+from superscaler.frontend.constants import fold
 from superscaler.frontend.entries import Inputs, inputs_of, key_of, load, save
 from superscaler.frontend.export import examples, export
-from superscaler.frontend.flops import FlopCounter
-from superscaler.frontend.gradients import depends, has_mirror, remove_idle_detaches, with_gradient
+from superscaler.frontend.flops import flops
+from superscaler.frontend.gradients import depends, remove_idle_detaches, with_gradient
 from superscaler.frontend.infer import Indexed, Inference, infer
 from superscaler.frontend.linear import with_linearity
 from superscaler.frontend.naming import name_factors
 from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
 from superscaler.frontend.segments import Segments, cut_segments
-from superscaler.frontend.trace import Trace, read, substitute
-from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref
+from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, read, reads, shape_of, target_of
+from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref, TensorKind
 from superscaler.timing import without_garbage_collection
 
 
@@ -147,8 +149,9 @@ def aliases_of(module: nn.Module) -> dict[str, str]:
 
 def _require_values(module: nn.Module, trace: Trace) -> None:
     """Add the parameters that the graph does not read, so that they are saved and loaded like the others."""
+    known = {leaf.name for leaf in trace.leaves("parameter")}
     for name, parameter in module.named_parameters():
-        if name not in trace.specs:
+        if name not in known:
             raise CaptureError(f"parameter {name} of {type(module).__name__} is not in the exported graph; rename it.")
         if not parameter.is_meta:
             trace.values[name] = parameter.detach()
@@ -186,104 +189,98 @@ def _batch(inputs: Inputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: Segments) -> Model:
-    trained = set(training.groups)
-    same = remove_idle_detaches(trace, trained)
-    trace.calls = [rename(call, same) for call in trace.calls if call.outputs[0] not in same]
-    trace.rename_results(same)
+    trained = [leaf for leaf in trace.leaves("parameter") if leaf.name in training.groups]
+    remove_idle_detaches(trace, trained)
     needed = with_gradient(trace, trained)
     if trace.loss not in needed:
         raise CaptureError(
-            f"the loss depends on none of the {len(trained)} parameters that the optimizer trains; "
+            f"the loss depends on none of the {len(training.groups)} parameters that the optimizer trains; "
             "check requires_grad, torch.no_grad and .detach() in the model."
         )
     found = infer(trace)
     builder = Builder(trace, found, needed)
     forward = builder.forward()
-    updates = [builder.update(name, group, training) for name, group in training.groups.items() if name in needed]
-    updates += [builder.write(name, new) for name, new in trace.writes.items()]
-    tensors = {name: builder.tensor(name) for name in _order(trace)}
-    inputs = tuple(name for name, kind in trace.kinds.items() if kind == "input")
+    needing = {leaf.name: leaf for leaf in needed}
+    updates = [builder.update(needing[n], group, training) for n, group in training.groups.items() if n in needing]
+    updates += [builder.write(buffer, new) for buffer, new in trace.written()]
+    kinds: tuple[TensorKind, ...] = ("parameter", "buffer", "input", "constant")
+    leaves = [leaf for kind in kinds for leaf in trace.leaves(kind)]
+    tensors = {x.name: builder.tensor(x) for x in (*leaves, *(x for node in trace.calls() for x in outputs(node)))}
+    inputs = tuple(leaf.name for leaf in trace.leaves("input"))
     ops, factors = (*forward, *updates), builder.factors()
     return Model(
-        tensors, ops, factors, inputs, trace.loss, training.optimizer, aliases, dict(found.unsupported), segments
+        tensors, ops, factors, inputs, trace.loss.name, training.optimizer, aliases, dict(found.unsupported), segments
     )
-
-
-def _order(trace: Trace) -> list[str]:
-    kinds = ("parameter", "buffer", "input", "constant")
-    leaves = [name for kind in kinds for name, k in trace.kinds.items() if k == kind]
-    return leaves + [name for call in trace.calls for name in call.outputs]
 
 
 class Builder:
     """Writes the inferred graph down as frozen data."""
 
-    def __init__(self, trace: Trace, found: Inference, needed: set[str]) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, found: Inference, needed: Set[Node]) -> None:
         self.found = found
         self.needed = needed
         self.names = name_factors(trace, found)
-        self.flops = FlopCounter()
-        self.from_weights = depends(trace, ("parameter",))
-        self.from_inputs = depends(trace, ("input",))
+        self.flops: dict[Any, int] = {}
+        self.from_weights = depends(trace, "parameter")
+        self.from_inputs = depends(trace, "input")
 
     def factors(self) -> dict[str, Factor]:
         spans = [s for name in self.found.dims for dim in self.found.classes(name) for s in dim]
         spans += [s for indexed in self.found.calls for s in indexed.classes]
         return {self.names[id(s)]: Factor(self.names[id(s)], s.size) for s in spans}
 
-    def tensor(self, name: str) -> PTensor:
-        spec, dims = self.trace.specs[name], self.found.classes(name)
+    def tensor(self, node: Node) -> PTensor:
+        dims = self.found.classes(node)
         slots = tuple(tuple(self.names[id(s)] for s in dim) for dim in dims)
         extents = tuple(s.size for dim in dims for s in dim)
-        dtype, kind = str(spec.dtype).removeprefix("torch."), self.trace.kinds.get(name, "activation")
-        return PTensor(name, spec.shape, dtype, kind, slots, extents, name in self.needed)
+        dtype, kind = str(dtype_of(node)).removeprefix("torch."), node.meta.get("kind", "activation")
+        return PTensor(node.name, shape_of(node), dtype, kind, slots, extents, node in self.needed)
 
     def forward(self) -> list[Op]:
         return with_linearity(self._op(indexed) for indexed in self.found.calls)
 
     def _op(self, indexed: Indexed) -> Op:
         call = indexed.call
-        reads = call.reads()
-        numbers = iter(range(len(reads)))
-        args, kwargs = substitute((call.args, _options(call.kwargs)), lambda _: Ref(next(numbers)))
+        read, made, numbers = reads(call), outputs(call), count()
         pairs = zip(indexed.classes, indexed.marks, strict=True)
         return Op(
-            name=call.name,
-            target=call.target,
-            args=_literal(args),
-            kwargs=tuple((k, _literal(v)) for k, v in kwargs.items()),
-            inputs=tuple(Operand(n, s) for n, s in zip(reads, indexed.inputs, strict=True)),
-            outputs=tuple(Operand(n, s) for n, s in zip(call.outputs, indexed.outputs, strict=True)),
+            name=op_name(call),
+            target=target_of(call),
+            args=_literal(call.args, numbers),
+            kwargs=tuple((k, _literal(v, numbers)) for k, v in call.kwargs.items() if k not in _DROPPED),
+            inputs=tuple(Operand(x.name, s) for x, s in zip(read, indexed.inputs, strict=True)),
+            outputs=tuple(Operand(x.name, s) for x, s in zip(made, indexed.outputs, strict=True)),
             indices=tuple(Index(s.size, self.names[id(s)], mark) for s, mark in pairs),
-            has_mirror=has_mirror(call, self.needed),
-            module=call.module,
-            source=call.source,
-            flops=self.flops.count(call, self.trace.specs),
-            from_data=not self.from_weights.intersection(call.outputs),
-            from_weights=not self.from_inputs.intersection(call.outputs),
+            has_mirror=not self.needed.isdisjoint(made),
+            module=call.meta["module"],
+            source=call.meta["source"],
+            flops=flops(call, self.flops),
+            from_data=self.from_weights.isdisjoint(made),
+            from_weights=self.from_inputs.isdisjoint(made),
         )
 
-    def update(self, name: str, group: int, training: Training) -> Op:
+    def update(self, weight: Node, group: int, training: Training) -> Op:
         """Return the op that updates a parameter in place; each of its elements is updated apart."""
-        return self._in_place(name, f"update.{name}", f"ss.{training.optimizer.name}", group=group)
+        return self._in_place(weight, "update", f"ss.{training.optimizer.name}", group=group)
 
-    def write(self, name: str, new: str) -> Op:
+    def write(self, buffer: Node, new: Node) -> Op:
         """Return the op that sets a buffer at the end of the step."""
-        if new in self.trace.kinds:
-            raise CaptureError(f"the model sets its buffer {name} to {new}, which it does not compute; take it out.")
-        return self._in_place(name, f"write.{name}", "ss.write", (new,))
+        if "kind" in new.meta:
+            raise CaptureError(
+                f"the model sets its buffer {buffer.name} to {new.name}, which it does not compute; take it out."
+            )
+        return self._in_place(buffer, "write", "ss.write", new)
 
-    def _in_place(self, name: str, op: str, target: str, others: tuple[str, ...] = (), group: int = 0) -> Op:
-        tensor = self.tensor(name)
+    def _in_place(self, leaf: Node, word: str, target: str, *others: Node, group: int = 0) -> Op:
+        tensor, name = self.tensor(leaf), leaf.name
         factors = [factor for dim in tensor.slots for factor in dim]
         slots = tuple(range(len(factors)))
         return Op(
-            name=op,
+            name=f"{word}.{name}",
             target=target,
             args=tuple(map(Ref, range(1 + len(others)))),
             kwargs=(),
-            inputs=tuple(Operand(x, slots) for x in (name, *others)),
+            inputs=tuple(Operand(x.name, slots) for x in (leaf, *others)),
             outputs=(Operand(name, slots),),
             indices=tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, factors, strict=True)),
             kind="optimizer",
@@ -296,14 +293,14 @@ class Builder:
 _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking"})
 
 
-def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in _DROPPED}
-
-
-def _literal(value: Any) -> Any:
-    """Return an argument as a plain value: dtypes as text, nothing that names a device or a memory layout."""
-    if isinstance(value, tuple):
-        return tuple(_literal(v) for v in value)
+def _literal(value: Any, numbers: Iterator[int]) -> Any:
+    """Return an argument as a plain value: tensors as their number among the operands, dtypes as text, nothing that
+    names a device or a memory layout.
+    """
+    if isinstance(value, Node):
+        return Ref(next(numbers))
+    if isinstance(value, list | tuple):
+        return tuple(_literal(v, numbers) for v in value)
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, torch.device | torch.layout | torch.memory_format | torch.Generator):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
 
-from superscaler.frontend.trace import Call, Spec, Trace, Var, aten, substitute, variables
+from superscaler.frontend.trace import Steps, Trace, aten, dtype_of, outputs, reads, shape_of, target_of
 
 # These read only the shape of their operand.
 _SHAPE_ONLY = aten(True, "new_ones new_zeros new_full new_empty zeros_like ones_like full_like empty_like")
@@ -23,70 +24,68 @@ _FILLS: dict[str, int | None] = {
 
 def fold(trace: Trace, device: torch.device) -> None:
     """Replace every call on constants by its value, computed on `device`; buffers without data stay in the graph."""
-    constants = {
-        n: v for n, v in trace.values.items() if trace.kinds[n] in ("buffer", "constant") and n not in trace.writes
-    }
-    _merge(trace, set(constants))
-    last = {name: k for k, call in enumerate(trace.calls) for name in call.reads()}
-    kept: list[Call] = []
-    needed = trace.results
-    for k, call in enumerate(trace.calls):
-        if _is_constant(call, constants):
-            results = _evaluate(trace, call, constants, device)
-            constants.update(zip(call.outputs, results, strict=True))
-        else:
-            kept.append(call)
-            needed.update(call.reads())
-        for name in call.reads():
-            if last[name] == k and name not in needed and name not in trace.kinds:
-                constants.pop(name, None)
-    trace.calls = kept
-    _store(trace, {n: v for n, v in constants.items() if n in needed and n not in trace.kinds})
+    known = [n for n in trace.leaves("buffer", "constant") if n.name in trace.values and n.name not in trace.writes]
+    constants = _merge(trace, known)
+    made: dict[Node, None] = {}
+    for node in trace.calls():
+        if node in constants:
+            results = [trace.leaf(old.name, "constant", old.meta["val"]) for old in outputs(node)]
+            for leaf, value in zip(results, _evaluate(trace, node, device), strict=True):
+                trace.values[leaf.name] = value
+            sources = dict.fromkeys(reads(node))
+            trace.replace(node, *results)
+            made.update(dict.fromkeys(results))
+            for leaf in sources:
+                if leaf in made and not leaf.users:
+                    _forget(trace, leaf)
+    _store(trace, [leaf for leaf in made if leaf.name in trace.values])
 
 
-def _merge(trace: Trace, constants: set[str]) -> None:
-    """Drop calls on constants that equal an earlier one: layers compute the same masks again."""
-    first: dict[str, tuple[str, ...]] = {}
-    same: dict[str, str] = {}
-    kept = []
-    for call in (rename(c, same) for c in trace.calls):
-        if _is_constant(call, constants):
-            constants.update(call.outputs)
-            earlier = first.setdefault(repr((call.target, call.args, call.kwargs)), call.outputs)
-            same.update(zip(call.outputs, earlier, strict=True))
-            if earlier is not call.outputs:
-                continue
-        kept.append(call)
-    trace.calls = kept
-    trace.rename_results(same)
+def _forget(trace: Trace, leaf: Node) -> None:
+    trace.graph.erase_node(leaf)
+    del trace.values[leaf.name]
 
 
-def _is_constant(call: Call, constants: Container[str]) -> bool:
-    if torch.Tag.nondeterministic_seeded in call.function.tags:
+def _merge(trace: Trace, known: list[Node]) -> set[Node]:
+    """Return the calls on constants, without those that equal an earlier one: layers compute the same masks again."""
+    first: dict[str, Node] = {}
+    constants = set(known)
+    for node in trace.calls():
+        if _is_constant(node, constants):
+            earlier = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
+            if earlier is node:
+                constants.update((node, *outputs(node)))
+            else:
+                trace.replace(node, *outputs(earlier))
+    return constants
+
+
+def _is_constant(node: Node, constants: Container[Node]) -> bool:
+    if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return False
-    return call.target in _SHAPE_ONLY or all(name in constants for name in call.reads())
+    return target_of(node) in _SHAPE_ONLY or all(x in constants for x in reads(node))
 
 
-def _evaluate(trace: Trace, call: Call, constants: dict[str, Tensor], device: torch.device) -> list[Tensor]:
-    if call.target in _FILLS:
-        number, spec = _FILLS[call.target], trace.specs[call.outputs[0]]
-        fill = call.args[-1] if number is None else number
-        return [torch.full((), fill, dtype=spec.dtype, device=device).expand(spec.shape)]
+def _evaluate(trace: Trace, node: Node, device: torch.device) -> list[Tensor]:
+    function: Any = node.target
+    if (name := target_of(node)) in _FILLS:
+        number = _FILLS[name]
+        fill: Any = node.args[-1] if number is None else number
+        return [torch.full((), fill, dtype=dtype_of(node), device=device).expand(shape_of(node))]
     # Elements that repeat are computed once. torch does not tag the operators that are named after Python's.
-    is_pointwise = torch.Tag.pointwise in call.function.tags or call.target.startswith("aten.__")
+    is_pointwise = torch.Tag.pointwise in function.tags or name.startswith("aten.__")
 
-    def value(variable: Var) -> Tensor:
-        found = constants.get(variable.name)
+    def value(node: Node) -> Tensor:
+        found = trace.values.get(node.name)
         if found is not None:
             return compact(found) if is_pointwise else found
-        spec = trace.specs[variable.name]
-        return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
+        return torch.zeros((), dtype=dtype_of(node), device=device).expand(shape_of(node))
 
-    kwargs = {k: device if isinstance(v, torch.device) else v for k, v in substitute(call.kwargs, value).items()}
+    args, kwargs = map_arg((node.args, node.kwargs), value)
     with torch.no_grad(), device:
-        result = call.function(*substitute(call.args, value), **kwargs)
+        result = function(*args, **{k: device if isinstance(v, torch.device) else v for k, v in kwargs.items()})
     results = [result] if isinstance(result, Tensor) else result
-    return [_repeated(t).expand(trace.specs[n].shape) for t, n in zip(results, call.outputs, strict=True)]
+    return [_repeated(t).expand(shape_of(x)) for t, x in zip(results, outputs(node), strict=True)]
 
 
 def _repeated(x: Tensor) -> Tensor:
@@ -105,50 +104,30 @@ def compact(x: Tensor) -> Tensor:
     return x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
 
 
-def _store(trace: Trace, constants: dict[str, Tensor]) -> None:
+def _store(trace: Trace, constants: list[Node]) -> None:
     """Keep the constants that calls read, equal ones once. Of one number everywhere, readers expand a scalar."""
-    masks = {name for call in trace.calls if "attention" in call.target for name in call.reads()}
-    shapes = {name: tuple(v.shape) for name, v in constants.items() if _is_filled(v) and name not in masks}
-    constants = {name: v.reshape(-1)[0] if name in shapes else v for name, v in constants.items()}
-    first: dict[Any, str] = {}
-    same: dict[str, str] = {}
-    for name, value in constants.items():
+    masks = {x for node in trace.calls() if "attention" in target_of(node) for x in reads(node)}
+    filled = {leaf for leaf in constants if leaf not in masks and _is_filled(trace.values[leaf.name])}
+    for node in trace.calls():
+        for leaf in (x for x in dict.fromkeys(reads(node)) if x in filled):
+            do, expand = Steps(trace, node), torch.ops.aten.expand.default
+            whole = do(expand, leaf, shape_of(leaf), word="whole", stem=leaf.name)
+            node.replace_input_with(leaf, whole)
+    first: dict[Any, Node] = {}
+    for leaf in constants:
+        value = trace.values[leaf.name]
+        if leaf in filled:
+            value = trace.values[leaf.name] = value.reshape(-1)[0]
+            leaf.meta["val"] = leaf.meta["val"].new_empty(())
         small = compact(value).cpu().clone(memory_format=torch.contiguous_format)
         key = (value.dtype, tuple(value.shape), tuple(small.shape), small.flatten().view(torch.uint8).numpy().tobytes())
-        same[name] = first.setdefault(key, name)
-        if same[name] == name:
-            trace.kinds[name] = "constant"
-            trace.specs[name] = Spec(tuple(value.shape), value.dtype)
-            trace.values[name] = value
-    trace.calls = [new for call in trace.calls for new in _expanded(trace, call, same, shapes)]
-    trace.rename_results(same)
+        if first.setdefault(key, leaf) is not leaf:
+            leaf.replace_all_uses_with(first[key])
+            _forget(trace, leaf)
 
 
 def _is_filled(value: Tensor) -> bool:
     return value.numel() > 1 and value.dtype.is_floating_point and not any(value.stride())
-
-
-def _expanded(trace: Trace, call: Call, same: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> list[Call]:
-    """Return the call that reads the constants that are kept, after the calls that expand its scalars again."""
-    calls: list[Call] = []
-    names = {name: same[name] for name in call.reads() if name in same}
-    for name in [n for n in names if n in shapes]:
-        scalar, names[name] = Var(names[name]), trace.derive(name, "whole")
-        trace.specs[names[name]] = Spec(shapes[name], trace.specs[scalar.name].dtype)
-        expand = call.becomes("aten.expand.default", scalar, shapes[name])
-        calls.append(replace(expand, name=names[name], outputs=(names[name],)))
-    return [*calls, rename(call, names)]
-
-
-def rename(call: Call, names: dict[str, str]) -> Call:
-    """Return the call with the tensors that it reads renamed."""
-    if not any(v.name in names for v in variables((call.args, call.kwargs))):
-        return call
-
-    def swap(variable: Var) -> Var:
-        return Var(names.get(variable.name, variable.name))
-
-    return replace(call, args=substitute(call.args, swap), kwargs=substitute(call.kwargs, swap))
 
 
 def kind_of_mask(mask: Tensor) -> str:

@@ -2,187 +2,156 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
+from torch.fx import Node
 
-from superscaler.frontend.trace import Call, Spec, Trace, Var, overload, without_data
+from superscaler.frontend import ours
+from superscaler.frontend.trace import Steps, argument, dtype_of, outputs, shape_of
 
 _MEAN = 1
+_ATEN = torch.ops.aten
 
 
-class Steps:
-    """The calls that a call becomes, in order, named after it."""
-
-    def __init__(self, trace: Trace, call: Call) -> None:
-        self.trace = trace
-        self.call = call
-        self.calls: list[Call] = []
-
-    def add(
-        self, name: str, /, *args: Any, out: str = "", word: str = "", spec: Spec | None = None, **kwargs: Any
-    ) -> Var:
-        """Append a call of an ATen operator (or `ss.` one of ours) that makes `out`: by default a new tensor, with
-        `word` or the operator's name in its name. What makes the first result has the name of the call.
-
-        `spec` is of what torch cannot tell, or not as it will be.
-        """
-        result = out or self.trace.derive(self.call.name, word or name.removeprefix("ss.").split(".")[0].strip("_"))
-        target, specs = name if name.startswith("ss.") else f"aten.{name}", self.trace.specs
-        if spec is None and not out:
-            made = overload(target)(*without_data(args, specs), **without_data(kwargs, specs))
-            spec = Spec(tuple(made.shape), made.dtype)
-        specs[result] = spec or specs[result]
-        own = self.call.name if result == self.call.outputs[0] else result
-        self.calls.append(replace(self.call.becomes(target, *args, **kwargs), name=own, outputs=(result,)))
-        return Var(result)
-
-
-def linear(trace: Trace, call: Call) -> list[Call]:
+def linear(do: Steps, input: Node, weight: Node, bias: Node | None = None) -> Node | None:
     """linear(x, w, b) -> add(linear(x, w), b): a bias is added once, however the product is cut."""
-    x, weight, bias = call.args[0], call.args[1], call.argument(2, "bias")
     if bias is None:
-        return [call.becomes(call.target, x, weight)]
-    return _added(Steps(trace, call), "linear.default", (x, weight), bias)
+        do.becomes(_ATEN.linear.default, input, weight)
+        return None
+    return do(_ATEN.add.Tensor, do(_ATEN.linear.default, input, weight, word="product"), bias)
 
 
-def added_product(trace: Trace, call: Call) -> list[Call]:
+def added(product: Callable[..., Any]) -> Callable[..., Node]:
     """addmm(b, x, w) -> add(mm(x, w), b), each scaled where the call says so; so for batches and vectors."""
-    bias, *factors = call.args[:3]
-    name = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addr": "outer"}[call.target.split(".")[1]]
-    scales = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
-    return _added(Steps(trace, call), f"{name}.default", tuple(factors), bias, *scales)
+
+    def rewrite(do: Steps, bias: Node, first: Node, second: Node, *, beta: float = 1, alpha: float = 1) -> Node:
+        result = do(product, first, second, word="product")
+        if alpha != 1:
+            result = do(_ATEN.mul.Tensor, result, alpha, word="alpha")
+        if beta != 1:
+            bias = do(_ATEN.mul.Tensor, bias, beta, word="beta")
+        return do(_ATEN.add.Tensor, result, bias)
+
+    return rewrite
 
 
-def _added(
-    steps: Steps, name: str, factors: tuple[Any, ...], bias: Var, alpha: float = 1, beta: float = 1
-) -> list[Call]:
-    product = steps.add(name, *factors, word="product")
-    if alpha != 1:
-        product = steps.add("mul.Tensor", product, alpha, word="alpha")
-    if beta != 1:
-        bias = steps.add("mul.Tensor", bias, beta, word="beta")
-    steps.add("add.Tensor", product, bias, out=steps.call.outputs[0])
-    return steps.calls
-
-
-def cross_entropy(trace: Trace, call: Call) -> list[Call]:
+def cross_entropy(
+    do: Steps,
+    logits: Node,
+    labels: Node,
+    weight: Node | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Node | None:
     """A mean over the labels that count -> their count, and the sum over it: exact however the labels are cut."""
-    (logits, labels), out = call.args[:2], call.outputs[0]
-    ignore, smoothing = call.argument(4, "ignore_index", -100), call.argument(5, "label_smoothing", 0.0)
-    shape, given = trace.specs[logits.name].shape, trace.specs[out]
-    if call.argument(2, "weight") is not None or call.argument(3, "reduction", _MEAN) != _MEAN or len(shape) < 2:
-        return [call]
-    steps, is_class = Steps(trace, call), not trace.specs[labels.name].dtype.is_floating_point
+    if weight is not None or reduction != _MEAN or len(shape_of(logits)) < 2:
+        return None
     # Half precision cannot count beyond 256 (bfloat16) or 2048 (float16).
-    wide = Spec((), torch.promote_types(trace.specs[logits.name].dtype, torch.float32))
-    end = "" if given.dtype != wide.dtype and out != trace.loss else out
-    if smoothing or not is_class:
+    wide, is_class = torch.promote_types(dtype_of(logits), torch.float32), not dtype_of(labels).is_floating_point
+    loss = _ATEN.cross_entropy_loss.default
+    if label_smoothing or not is_class:
         # Without a rule for the sum: the losses, and their sum over how many count.
-        named = {"ignore_index": ignore, "label_smoothing": smoothing}
-        each = steps.add("cross_entropy_loss.default", logits, labels, None, 0, word="losses", **named)
+        named: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        each = do(loss, logits, labels, None, 0, word="losses", **named)
         if not is_class:
-            steps.add("mean.default", each, out=out)
-            return steps.calls
-        total = steps.add("sum.default", each)
-        count = steps.add("ss.count_labels", labels, ignore, spec=wide, word="count")
-        loss = steps.add("div.Tensor", total, count, spec=wide, out=end, word="wide")
+            return do(_ATEN.mean.default, each)
+        total = do(_ATEN.sum.default, each)
+        found = do(_ATEN.div.Tensor, total, _count(do, labels, ignore_index, wide), word="wide")
     else:
-        count = steps.add("ss.count_labels", labels, ignore, spec=wide, word="count")
-        name = "ss.cross_entropy" if "cross_entropy" in call.target else "ss.nll_loss"
-        loss = steps.add(name, logits, labels, count, ignore, spec=wide, out=end, word="wide")
-    if not end:
-        steps.add("_to_copy.default", loss, out=out, dtype=given.dtype)
-    return steps.calls
+        count = _count(do, labels, ignore_index, wide)
+        function = ours.cross_entropy if do.node.target is loss else ours.nll_loss
+        found = do(function, logits, labels, count, ignore_index, word="wide")
+    if dtype_of(do.node) != wide and do.node is not do.trace.loss:
+        return do(_ATEN._to_copy.default, found, dtype=dtype_of(do.node))
+    return found
 
 
-def mean_of_losses(trace: Trace, call: Call) -> list[Call]:
+def _count(do: Steps, labels: Node, ignore: int, dtype: torch.dtype) -> Node:
+    count = do(ours.count_labels, labels, ignore, word="count")
+    count.meta["val"] = count.meta["val"].to(dtype)
+    return count
+
+
+def mean_of_losses(do: Steps, *args: Any, **kwargs: Any) -> Node | None:
     """A mean loss without a rule of its own -> the losses of the elements, and their mean."""
-    position = [a.name for a in call.function._schema.arguments].index("reduction")
-    if call.argument(position, "reduction", _MEAN) != _MEAN:
-        return [call]
-    steps = Steps(trace, call)
-    at = call.args[position : position + 1]
-    args = (*call.args[:position], *(0 for _ in at), *call.args[position + 1 :])
-    kwargs = call.kwargs if at else {**call.kwargs, "reduction": 0}
-    losses = steps.add(call.target.removeprefix("aten."), *args, word="losses", **kwargs)
-    steps.add("mean.default", losses, out=call.outputs[0])
-    return steps.calls
+    function: Any = do.node.target
+    position = [a.name for a in function._schema.arguments].index("reduction")
+    if argument(do.node, position, "reduction", _MEAN) != _MEAN:
+        return None
+    if position < len(args):
+        args = (*args[:position], 0, *args[position + 1 :])
+    else:
+        kwargs["reduction"] = 0
+    return do(_ATEN.mean.default, do(function, *args, word="losses", **kwargs))
 
 
-def strided(trace: Trace, call: Call) -> list[Call]:
+def strided(do: Steps, x: Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """x[k::n] -> x viewed as (..., n) and of that dim k only: the dim before it can be cut."""
-    x, dim, step = call.args[0], call.argument(1, "dim", 0), call.argument(4, "step", 1)
-    shape, given = trace.specs[x.name].shape, trace.specs[call.outputs[0]]
-    dim, first = dim % len(shape), call.argument(2, "start") or 0
-    if step == 1 or shape[dim] % step or not 0 <= first < step or given.shape[dim] != shape[dim] // step:
-        return [call]
-    steps = Steps(trace, call)
-    apart = steps.add("view.default", x, (*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]))
-    picked = steps.add("slice.Tensor", apart, dim + 1, first, first + 1)
-    steps.add("view.default", picked, given.shape, out=call.outputs[0])
-    return steps.calls
+    shape, first = shape_of(x), start or 0
+    dim %= len(shape)
+    if step == 1 or shape[dim] % step or not 0 <= first < step or shape_of(do.node)[dim] != shape[dim] // step:
+        return None
+    apart = do(_ATEN.view.default, x, (*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]))
+    picked = do(_ATEN.slice.Tensor, apart, dim + 1, first, first + 1)
+    return do(_ATEN.view.default, picked, shape_of(do.node))
 
 
-def masked_put(trace: Trace, call: Call) -> list[Call]:
+def masked_put(do: Steps, x: Node, indices: Sequence[Any], values: Node, accumulate: bool = False) -> Node | None:
     """x[mask] = value, where the value does not depend on the place in the mask -> where(mask, value, x)."""
-    x, indices, value = call.args[:3]
-    mask, shape = indices[0], trace.specs[x.name].shape
-    is_mask = len(indices) == 1 and trace.specs[mask.name].dtype == torch.bool
-    ones = len(shape) - len(trace.specs[mask.name].shape) if is_mask else 0
-    if not is_mask or call.argument(3, "accumulate") or len(trace.specs[value.name].shape) > ones:
-        return [call]
-    steps = Steps(trace, call)
+    mask = indices[0]
+    if len(indices) != 1 or dtype_of(mask) != torch.bool or accumulate:
+        return None
+    ones = len(shape_of(x)) - len(shape_of(mask))
+    if len(shape_of(values)) > ones:
+        return None
     if ones:
-        mask = steps.add("view.default", mask, (*trace.specs[mask.name].shape, *[1] * ones), word="mask")
-    steps.add("where.self", mask, value, x, out=call.outputs[0])
-    return steps.calls
+        mask = do(_ATEN.view.default, mask, (*shape_of(mask), *[1] * ones), word="mask")
+    return do(_ATEN.where.self, mask, values, x)
 
 
-def bernoulli(trace: Trace, call: Call) -> list[Call]:
+def bernoulli(do: Steps, x: Node, p: float | None = None, **_: Any) -> Node:
     """bernoulli(p) -> uniform < p, in the dtype of the result."""
-    steps, spec = Steps(trace, call), trace.specs[call.outputs[0]]
-    drawn = steps.add("ss.uniform", spec.shape, spec=Spec(spec.shape, torch.float32))
-    compare, p = ("lt.Scalar", call.args[1]) if call.target == "aten.bernoulli.p" else ("lt.Tensor", call.args[0])
-    below = steps.add(compare, drawn, p)
-    steps.add("_to_copy.default", below, out=call.outputs[0], dtype=spec.dtype)
-    draw, *between, cast = steps.calls
+    drawn = do(ours.uniform, shape_of(do.node))
+    below = do(_ATEN.lt.Tensor, drawn, x) if p is None else do(_ATEN.lt.Scalar, drawn, p)
+    cast = do(_ATEN._to_copy.default, below, dtype=dtype_of(do.node))
     # The numbers are drawn by the name of the call.
-    return [replace(draw, name=call.name), *between, replace(cast, name=draw.name)]
+    drawn.meta["op"], cast.meta["op"] = do.node.name, drawn.name
+    return cast
 
 
-def batch_norm(trace: Trace, call: Call) -> list[Call]:
+def batch_norm(
+    do: Steps, x: Node, weight: Node | None, bias: Node | None, *args: Any
+) -> tuple[Node | None, ...] | None:
     """Batch normalization by the statistics of the whole batch, and the running ones as torch updates them.
 
     functional(x, weight, bias, mean, variance, training, momentum, eps) -> result, _, _, new mean, new variance
     """
-    args = call.args[:8] if call.target == "aten.batch_norm.default" else call.args
-    x, weight, bias, *running, is_training, momentum, eps = args
+    *running, is_training, momentum, eps = args[:5]
     if not is_training:
-        return [call]
-    steps, narrow = Steps(trace, call), trace.specs[x.name]
-    dtype, channels = torch.promote_types(narrow.dtype, torch.float32), narrow.shape[1]
-    others = tuple(d for d in range(len(narrow.shape)) if d != 1)
-    wide = x if narrow.dtype == dtype else steps.add("_to_copy.default", x, dtype=dtype)
-    mean = steps.add("mean.dim", wide, others, True)
-    centered = steps.add("sub.Tensor", wide, mean)
-    variance = steps.add("mean.dim", steps.add("mul.Tensor", centered, centered), others, True)
-    scale = steps.add("rsqrt.default", steps.add("add.Tensor", variance, eps))
-    result = steps.add("mul.Tensor", centered, scale)
-    for name, parameter in (("mul.Tensor", weight), ("add.Tensor", bias)):
+        return None
+    narrow, shape = dtype_of(x), shape_of(x)
+    dtype, channels = torch.promote_types(narrow, torch.float32), shape[1]
+    others = [d for d in range(len(shape)) if d != 1]
+    wide = x if narrow == dtype else do(_ATEN._to_copy.default, x, dtype=dtype)
+    mean = do(_ATEN.mean.dim, wide, others, True)
+    centered = do(_ATEN.sub.Tensor, wide, mean)
+    variance = do(_ATEN.mean.dim, do(_ATEN.mul.Tensor, centered, centered), others, True)
+    scale = do(_ATEN.rsqrt.default, do(_ATEN.add.Tensor, variance, eps))
+    result = do(_ATEN.mul.Tensor, centered, scale)
+    for function, parameter in ((_ATEN.mul.Tensor, weight), (_ATEN.add.Tensor, bias)):
         if parameter is not None:
-            aligned = steps.add("view.default", parameter, (channels, *[1] * (len(others) - 1)))
-            result = steps.add(name, result, aligned)
-    if narrow.dtype != dtype:
-        steps.add("_to_copy.default", result, dtype=narrow.dtype)
-    trace.specs[call.outputs[0]] = narrow
-    steps.calls[-1] = replace(steps.calls[-1], name=call.name, outputs=call.outputs[:1])
-    count = prod(narrow.shape) / channels
+            result = do(function, result, do(_ATEN.view.default, parameter, (channels, *[1] * (len(others) - 1))))
+    if narrow != dtype:
+        result = do(_ATEN._to_copy.default, result, dtype=narrow)
+    count = prod(shape) / channels
     both = (mean, 1.0), (variance, count / max(count - 1, 1))
+    fresh: list[Node] = []
     # Without running statistics there are no results beside the first.
-    for old, (new, unbiased), out in zip(running, both, call.outputs[3:], strict=False):
-        fresh = steps.add("mul.Tensor", steps.add("view.default", new, (channels,)), momentum * unbiased)
-        steps.add("add.Tensor", steps.add("mul.Tensor", old, 1.0 - momentum), fresh, out=out)
-    return steps.calls
+    for old, (new, unbiased), _ in zip(running, both, outputs(do.node)[3:], strict=False):
+        part = do(_ATEN.mul.Tensor, do(_ATEN.view.default, new, (channels,)), momentum * unbiased)
+        fresh.append(do(_ATEN.add.Tensor, do(_ATEN.mul.Tensor, old, 1.0 - momentum), part))
+    return result, None, None, *fresh

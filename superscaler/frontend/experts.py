@@ -12,49 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from superscaler.frontend import ours
 
 NAME = "superscaler"
 ACTIVATIONS = ("silu", "gelu", "relu")
-
-
-@torch.library.custom_op("superscaler::experts", mutates_args=())
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """Return for each token the sum over its experts of weight * down @ (activation(gate @ x) * (up @ x)).
-
-    x (tokens, hidden), ids and weights (tokens, chosen), gate_up (experts, 2 width, hidden), down (experts, hidden,
-    width). Gathers the matrices of each token: the oracle of `runtime.functional.experts`, not for use at scale.
-    """
-    return _gathered(x, ids, weights, gate_up, down, activation)
-
-
-def _gathered(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
-    gate, up = torch.einsum("tkfh,th->tkf", gate_up[ids], x).chunk(2, -1)
-    each = torch.einsum("tkf,tkhf->tkh", getattr(F, activation)(gate) * up, down[ids])
-    return (each * weights[..., None]).sum(1).to(x.dtype)
-
-
-@experts.register_fake
-def _(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:-1])
-    ctx.activation = inputs[-1]
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    x, ids, *rest = ctx.saved_tensors
-    with torch.enable_grad():
-        leaves = token, weights, gate_up, down = [t.detach().requires_grad_() for t in (x, *rest)]
-        result = _gathered(token, ids, weights, gate_up, down, ctx.activation)
-        found = torch.autograd.grad(result, leaves, gradient)
-    return found[0], None, *found[1:], None
-
-
-experts.register_autograd(_backward, setup_context=_save)
 
 
 @contextmanager
@@ -86,5 +49,5 @@ def _forward(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     operands: tuple[Tensor, ...] = (x, module.gate_up_proj, module.down_proj)
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         operands = tuple(t.to(torch.get_autocast_dtype(x.device.type)) for t in operands)
-    result: Tensor = experts(operands[0], ids, weights, *operands[1:], activation)
+    result: Tensor = ours.experts(operands[0], ids, weights, *operands[1:], activation)
     return result.to(x.dtype)

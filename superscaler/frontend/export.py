@@ -21,6 +21,11 @@ from superscaler.frontend import experts
 from superscaler.frontend.autocast import Autocast
 from superscaler.frontend.refusals import call, explain, forward_line, refuse_hooks
 
+# Synonyms of operators that have a rule, and what torch itself writes in such operators.
+_COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hinge_embedding_loss kl_div less less_equal
+margin_ranking_loss multiply negative not_equal poisson_nll_loss prelu repeat_interleave subtract tensordot tile
+true_divide type_as"""
+
 
 def export(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast | None = None
@@ -39,7 +44,7 @@ def export(
                 with casts.stand_ins(module, args, kwargs) as (own_args, own_kwargs):
                     exported = torch.export.export(module, own_args, own_kwargs, strict=False)
             casts.open_regions(exported)
-            exported = exported.run_decompositions({})
+            exported = exported.run_decompositions(_decompositions(exported))
             casts.share_casts(exported)
             casts.forget_stand_ins(exported)
             return exported
@@ -48,6 +53,14 @@ def export(
         except Exception as error:
             # Anything may come out of a model's code, and out of torch where it cannot follow it.
             raise explain(module, error) from error
+
+
+def _decompositions(exported: ExportedProgram) -> dict[Any, Any]:
+    """Return how torch writes the composite operators of a program that have no rule of their own."""
+    names = set(_COMPOSITE.split())
+    found = {n.target for n in exported.graph.nodes if str(n.target).removeprefix("aten.").split(".")[0] in names}
+    table = torch.export.default_decompositions() if found else {}
+    return {operator: table[operator] for operator in found if operator in table}
 
 
 def examples(

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode
 
-from superscaler.frontend.trace import Call, Spec, overload, substitute, without_data
+from superscaler.frontend.trace import reads, target_of
 
-_COUNTED = ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "dot", "conv", "scaled_dot_product", "einsum")
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-
-
-class FlopCounter:
-    """Counts each operator and shape once; operators that are no contraction count nothing."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, int] = {}
-
-    def count(self, call: Call, specs: dict[str, Spec]) -> int:
-        if call.target == "ss.attention_dropout":
-            q, k, v, mask, _, causal, scale = call.args
-            options = {"scale": scale, "enable_gqa": specs[q.name].shape[:-2] != specs[k.name].shape[:-2]}
-            return self._cached(call, _ATTENTION, (q, k, v, mask, 0.0, causal), options, specs)
-        if call.target == "ss.experts":
-            (tokens, hidden), (_, chosen), *_, (_, outputs, width) = (specs[name].shape for name in call.reads())
-            return 2 * tokens * chosen * width * (2 * hidden + outputs)
-        if not call.target.startswith("aten.") or not any(word in call.target for word in _COUNTED):
-            return 0
-        return self._cached(call, overload(call.target), call.args, call.kwargs, specs)
-
-    def _cached(
-        self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[str, Spec]
-    ) -> int:
-        options = repr(substitute((args, kwargs), lambda _: None))
-        key = (call.target, tuple((specs[n].shape, specs[n].dtype) for n in call.reads()), options)
-        if key not in self.known:
-            self.known[key] = _count(function, args, kwargs, specs)
-        return self.known[key]
+_COUNTED = ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "dot", "conv", "scaled_dot_product", "einsum",
+            "ss.attention_dropout", "ss.experts")  # fmt: skip
 
 
-def _count(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[str, Spec]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        function(*without_data(args, specs), **without_data(kwargs, specs))
-    return int(counter.get_total_flops())
+def flops(node: Node, known: dict[Any, int]) -> int:
+    """Return 0 for what is no contraction. Each operator and shape is counted once, and then `known`."""
+    name, function = target_of(node), cast(Any, node.target)
+    if not name.startswith(("aten.", "ss.")) or not any(word in name for word in _COUNTED):
+        return 0
+    shapes = tuple((x.meta["val"].shape, x.meta["val"].dtype) for x in reads(node))
+    key = (name, shapes, repr(map_arg((node.args, node.kwargs), lambda _: None)))
+    if key not in known:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+        with FlopCounterMode(display=False) as counter:
+            function(*args, **kwargs)
+        known[key] = int(counter.get_total_flops())
+    return known[key]

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
+from torch.fx import Node
 
 from superscaler.frontend.notation import Dim, Signature
 from superscaler.frontend.recipes import Site
 from superscaler.frontend.rules import signature
 from superscaler.frontend.spans import Span, leaves, unify
-from superscaler.frontend.trace import Call, Trace
+from superscaler.frontend.trace import Trace, outputs, reads, shape_of, target_of
 from superscaler.ir.graph import Mark
 
 Slots = tuple[int | None, ...]
@@ -22,7 +22,7 @@ Slots = tuple[int | None, ...]
 class Indexed:
     """A call with its indices: for each the class that it belongs to and its mark; slots as `ir.Operand` has them."""
 
-    call: Call
+    call: Node
     classes: tuple[Span, ...]
     marks: tuple[Mark, ...]
     inputs: tuple[Slots, ...]
@@ -33,11 +33,11 @@ class Indexed:
 class Inference:
     """The dims of every tensor as spans, the indexed calls, and how often an operator without a rule was met."""
 
-    dims: dict[str, list[list[Span]]] = field(default_factory=dict)
+    dims: dict[Node, list[list[Span]]] = field(default_factory=dict)
     calls: list[Indexed] = field(default_factory=list)
     unsupported: Counter[str] = field(default_factory=Counter)
 
-    def classes(self, tensor: str) -> list[list[Span]]:
+    def classes(self, tensor: Node) -> list[list[Span]]:
         """Return per dim of a tensor the classes of its slots."""
         return [leaves(dim) for dim in self.dims[tensor]]
 
@@ -45,36 +45,32 @@ class Inference:
 def infer(trace: Trace) -> Inference:
     """Return the indices of all calls of a trace. What does not fit is frozen where it does not fit, and only there."""
     found = Inference()
-    for name in trace.specs:
-        if name in trace.kinds:
-            found.dims[name] = [[Span(size)] if size > 1 else [] for size in trace.specs[name].shape]
-    instances = [_instantiate(found, trace, call) for call in trace.calls]
-    for buffer, new in trace.writes.items():
+    for leaf in trace.leaves():
+        found.dims[leaf] = [[Span(size)] if size > 1 else [] for size in shape_of(leaf)]
+    instances = [_instantiate(found, call) for call in trace.calls()]
+    for buffer, new in trace.written():
         for have, want in zip(found.dims[buffer], found.dims[new], strict=True):
             unify(have, want)
     found.calls = [_read_off(found, *instance) for instance in instances]
     return found
 
 
-def _instantiate(found: Inference, trace: Trace, call: Call) -> tuple[Call, Signature, dict[str, Span]]:
+def _instantiate(found: Inference, call: Node) -> tuple[Node, Signature, dict[str, Span]]:
     """Give a call fresh indices, and unify them with what its operands already are."""
-    reads = call.reads()
-    ins, outs = (tuple(trace.specs[name].shape for name in names) for names in (reads, call.outputs))
-    masks = frozenset(k for k, name in enumerate(reads) if trace.specs[name].dtype == torch.bool)
-    rule, is_known = signature(Site(call, ins, outs, masks))
+    rule, is_known = signature(Site(call))
     if not is_known:
-        found.unsupported[call.target] += 1
+        found.unsupported[target_of(call)] += 1
     spans = {letter: Span(rule.sizes[letter]) for letter in rule.marks}
-    for name, dims in zip(reads, rule.inputs, strict=True):
-        for have, want in zip(found.dims[name], dims, strict=True):
+    for tensor, dims in zip(reads(call), rule.inputs, strict=True):
+        for have, want in zip(found.dims[tensor], dims, strict=True):
             if want is not None:
                 unify(have, [spans[letter] for letter in want])
-    for name, dims in zip(call.outputs, rule.outputs, strict=True):
-        found.dims[name] = [[spans[letter] for letter in dim or ()] for dim in dims]
+    for tensor, dims in zip(outputs(call), rule.outputs, strict=True):
+        found.dims[tensor] = [[spans[letter] for letter in dim or ()] for dim in dims]
     return call, rule, spans
 
 
-def _read_off(found: Inference, call: Call, rule: Signature, spans: dict[str, Span]) -> Indexed:
+def _read_off(found: Inference, call: Node, rule: Signature, spans: dict[str, Span]) -> Indexed:
     """Expand each index into its classes; where an operand's slots and its indices disagree, freeze both."""
     classes: list[Span] = []
     marks: list[Mark] = []
@@ -85,9 +81,9 @@ def _read_off(found: Inference, call: Call, rule: Signature, spans: dict[str, Sp
         classes += own
         marks += [mark] * len(own)
 
-    def slots(name: str, dims: Sequence[Dim]) -> Slots:
+    def slots(tensor: Node, dims: Sequence[Dim]) -> Slots:
         result: list[int | None] = []
-        for have, want in zip(found.classes(name), dims, strict=True):
+        for have, want in zip(found.classes(tensor), dims, strict=True):
             indices = [] if want is None else [i for letter in want for i in numbers[letter]]
             matched, left = _match(have, indices, classes)
             result += matched
@@ -95,9 +91,9 @@ def _read_off(found: Inference, call: Call, rule: Signature, spans: dict[str, Sp
                 marks[i] = "frozen"
         return tuple(result)
 
-    inputs = tuple(slots(name, dims) for name, dims in zip(call.reads(), rule.inputs, strict=True))
-    outputs = tuple(slots(name, dims) for name, dims in zip(call.outputs, rule.outputs, strict=True))
-    return Indexed(call, tuple(classes), tuple(marks), inputs, outputs)
+    read = tuple(map(slots, reads(call), rule.inputs))
+    made = tuple(map(slots, outputs(call), rule.outputs))
+    return Indexed(call, tuple(classes), tuple(marks), read, made)
 
 
 def _match(have: list[Span], indices: list[int], classes: list[Span]) -> tuple[list[int | None], list[int]]:

@@ -12,8 +12,8 @@ Groups = tuple[tuple[int, ...], ...]
 _SUMS = ("add.Tensor", "sub.Tensor", "cat.default", "stack.default")
 _PRODUCTS = ("mul.Tensor", "matmul.default", "mm.default", "bmm.default", "linear.default", "einsum.default")
 _ALONE = (
-    "neg.default", "view.default", "reshape.default", "_unsafe_view.default", "unsqueeze.default", "expand.default",
-    "transpose.int", "permute.default", "t.default", "clone.default", "contiguous.default", "sum.default",
+    "neg.default", "view.default", "_unsafe_view.default", "unsqueeze.default", "expand.default",
+    "transpose.int", "permute.default", "t.default", "clone.default", "sum.default",
     "sum.dim_IntList", "mean.default", "mean.dim", "div.Tensor", "slice.Tensor", "select.int",
 )  # fmt: skip
 

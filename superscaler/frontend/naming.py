@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
+from torch.fx import Node
+
 from superscaler.frontend.gradients import depends
 from superscaler.frontend.infer import Inference
 from superscaler.frontend.spans import Span
-from superscaler.frontend.trace import Call, Trace
+from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
+from superscaler.ir.graph import TensorKind
 
 Words = list[str]
 _ATTENTION = ("aten.scaled_dot_product_attention.default", "ss.attention_dropout")
@@ -47,30 +50,29 @@ def _candidates(trace: Trace, found: Inference) -> Iterator[tuple[Span, str]]:
     weights = _Weights(trace, found)
     for span, role in _roles(trace, found, weights):
         yield span, weights.name(span, role)
-    for kind in ("parameter", "buffer", "constant"):
-        for name in (n for n, k in trace.kinds.items() if k == kind):
-            yield from _dims(found, name, ".".join(weights.short(_words(name))))
+    kinds: tuple[TensorKind, ...] = ("parameter", "buffer", "constant")
+    for kind in kinds:
+        for leaf in trace.leaves(kind):
+            yield from _dims(found, leaf, ".".join(weights.short(_words(leaf.name))))
     for indexed in found.calls:
-        for name in indexed.call.outputs:
-            yield from _dims(found, name, name)
+        for result in outputs(indexed.call):
+            yield from _dims(found, result, result.name)
         for number, span in enumerate(indexed.classes):
-            yield span, f"{indexed.call.name}.index.{number}"
+            yield span, f"{op_name(indexed.call)}.index.{number}"
 
 
 def _inputs(trace: Trace, found: Inference) -> Iterator[tuple[Span, str]]:
     """The first dim of all inputs is the batch; the second of the first that holds token ids is the sequence."""
-    inputs = [name for name, kind in trace.kinds.items() if kind == "input" and trace.specs[name].shape]
-    for name in inputs:
-        yield from ((span, _BATCH) for span in found.classes(name)[0])
-    tokens = (n for n in inputs if len(trace.specs[n].shape) == 2 and not trace.specs[n].dtype.is_floating_point)
-    for name in tokens:
-        yield from ((span, "sequence") for span in found.classes(name)[1])
-        break
-    for name in inputs:
-        yield from _dims(found, name, name)
+    inputs = [leaf for leaf in trace.leaves("input") if shape_of(leaf)]
+    for leaf in inputs:
+        yield from ((span, _BATCH) for span in found.classes(leaf)[0])
+    tokens = [leaf for leaf in inputs if len(shape_of(leaf)) == 2 and not dtype_of(leaf).is_floating_point]
+    yield from ((span, "sequence") for leaf in tokens[:1] for span in found.classes(leaf)[1])
+    for leaf in inputs:
+        yield from _dims(found, leaf, leaf.name)
 
 
-def _dims(found: Inference, tensor: str, stem: str) -> Iterator[tuple[Span, str]]:
+def _dims(found: Inference, tensor: Node, stem: str) -> Iterator[tuple[Span, str]]:
     for d, dim in enumerate(found.classes(tensor)):
         for k, span in enumerate(dim):
             yield span, f"{stem}.{d}.{k}" if len(dim) > 1 else f"{stem}.{d}"
@@ -78,7 +80,7 @@ def _dims(found: Inference, tensor: str, stem: str) -> Iterator[tuple[Span, str]
 
 def _roles(trace: Trace, found: Inference, weights: _Weights) -> Iterator[tuple[Span, str]]:
     """Yield what factors are by the operators that read them, and then by the weights that have them."""
-    from_inputs = depends(trace, ("input",))
+    from_inputs = depends(trace, "input")
     heads: set[int] = set()
     for indexed in found.calls:
         for span, role in _read_by(indexed.call, found, from_inputs):
@@ -88,33 +90,31 @@ def _roles(trace: Trace, found: Inference, weights: _Weights) -> Iterator[tuple[
     for dim in weights.dims:
         at = [k for k, span in enumerate(dim) if id(span) in heads]
         yield from ((span, "packed" if k < at[0] else "head_dim") for k, span in enumerate(dim) if at and k not in at)
-    of_weights = depends(trace, ("parameter",)) - from_inputs
-    products = [indexed for indexed in found.calls if of_weights.intersection(indexed.call.reads())]
+    of_weights = depends(trace, "parameter") - from_inputs
+    products = [indexed for indexed in found.calls if of_weights.intersection(reads(indexed.call))]
     summed = {id(s) for i in products for s, mark in zip(i.classes, i.marks, strict=True) if mark == "summed"}
     for dim in weights.dims:
         yield from ((span, role) for span in dim if id(span) in summed and (role := weights.role(span)))
 
 
-def _read_by(call: Call, found: Inference, from_inputs: set[str]) -> Iterator[tuple[Span, str]]:
-    reads = call.reads()
-    if call.target in _ATTENTION:
-        query, value = found.classes(reads[0]), found.classes(reads[2])
+def _read_by(call: Node, found: Inference, from_inputs: set[Node]) -> Iterator[tuple[Span, str]]:
+    operands, target = reads(call), target_of(call)
+    if target in _ATTENTION:
+        query, value = found.classes(operands[0]), found.classes(operands[2])
         if len(query) > 3:
             first, *groups = ["kv_heads", "groups"] if len(query[-3]) > 1 else ["heads"]
             yield from ((span, groups[0] if k else first) for k, span in enumerate(query[-3]))
         yield from ((span, "head_dim") for span in query[-1])
         yield from ((span, "value_dim") for span in value[-1])
-    elif call.target in _SOFTMAX and len(scores := found.classes(call.outputs[0])) > 3:
+    elif target in _SOFTMAX and len(scores := found.classes(outputs(call)[0])) > 3:
         yield from ((span, "heads") for span in scores[-3])
-    elif call.target == "aten.embedding.default":
-        role = "vocabulary" if reads[1] in from_inputs else "rows"
-        yield from ((span, role) for span in found.classes(reads[0])[0])
-    elif call.target == "ss.experts":
-        yield from (
-            (span, "experts") for name in reads if len(found.dims[name]) == 3 for span in found.classes(name)[0]
-        )
-    elif call.target in _LABELED:
-        yield from ((span, "classes") for span in found.classes(reads[0])[1])
+    elif target == "aten.embedding.default":
+        role = "vocabulary" if operands[1] in from_inputs else "rows"
+        yield from ((span, role) for span in found.classes(operands[0])[0])
+    elif target == "ss.experts":
+        yield from ((span, "experts") for x in operands if len(found.dims[x]) == 3 for span in found.classes(x)[0])
+    elif target in _LABELED:
+        yield from ((span, "classes") for span in found.classes(operands[0])[1])
 
 
 class _Weights:
@@ -124,13 +124,13 @@ class _Weights:
         self.dims: list[list[Span]] = []
         self.holders: dict[int, list[Words]] = {}
         self.matrices: dict[int, list[Words]] = {}
-        for name in (n for n, kind in trace.kinds.items() if kind == "parameter"):
-            dims = found.classes(name)
+        for leaf in trace.leaves("parameter"):
+            dims = found.classes(leaf)
             self.dims += dims
             for span in (s for dim in dims for s in dim):
-                self.holders.setdefault(id(span), []).append(_words(name))
+                self.holders.setdefault(id(span), []).append(_words(leaf.name))
                 if len(dims) > 1:
-                    self.matrices.setdefault(id(span), []).append(_words(name))
+                    self.matrices.setdefault(id(span), []).append(_words(leaf.name))
         paths = [words for rows in self.holders.values() for words in rows]
         self.root = _common(words[: k - 1] for words in paths if (k := _first_number(words)))
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 from torch.nn import Buffer
 
 from superscaler.frontend.capture import Builder
 from superscaler.frontend.infer import infer
-from superscaler.frontend.trace import Call, Spec, Trace, Var
+from superscaler.frontend.trace import Trace
 from superscaler.ir.graph import Op, Operand, PTensor, TensorKind
 from superscaler.ir.mask import Box, Range
 
@@ -42,33 +43,37 @@ class Failure:
 
 
 def record(
-    target: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Trace, dict[str, Tensor]]:
     """Return the trace of one call on tensors x0, x1, ... (in order), and their values by name.
 
-    The call is executed once for the shapes of its results y0, y1, .... A `torch.nn.Buffer` has no gradient.
+    The call is executed once for the shapes of its results. A `torch.nn.Buffer` has no gradient.
     """
+    trace = Trace(Graph())
     values: dict[str, Tensor] = {}
 
-    def name(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            values[f"x{len(values)}"] = value
-            return Var(f"x{len(values) - 1}")
-        return tuple(map(name, value)) if isinstance(value, list | tuple) else value
+    def leaf(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return tuple(leaf(v) for v in value)
+        if not isinstance(value, Tensor):
+            return value
+        values[f"x{len(values)}"] = value
+        kind: TensorKind = "buffer" if isinstance(value, Buffer) else "input"
+        return trace.leaf(f"x{len(values) - 1}", kind, value)
 
     found = function(*args, **kwargs)
-    results = {f"y{k}": y for k, y in enumerate([found] if isinstance(found, Tensor) else found)}
-    named, options = name(args), {k: name(v) for k, v in kwargs.items()}
-    call = Call("op", target, function, named, options, tuple(results), "", "")
-    specs = {n: Spec(tuple(v.shape), v.dtype) for n, v in {**values, **results}.items()}
-    kinds: dict[str, TensorKind] = {n: "buffer" if isinstance(v, Buffer) else "input" for n, v in values.items()}
-    return Trace([call], specs, kinds, {}, "y0", {*specs, "op"}), values
+    trace.graph.output(())
+    with trace.graph.inserting_before(trace.graph.output_node()):
+        node = trace.graph.call_function(function, leaf(args), {k: leaf(v) for k, v in kwargs.items()})
+    results = trace.settle(node, "op", {"module": "", "source": ""}, found)
+    trace.graph.output_node().args = (results[:1],)
+    return trace, values
 
 
 def ops_of(trace: Trace) -> tuple[list[Op], dict[str, PTensor]]:
     """Return the ops of a trace with the indices that the rules give them, and its tensors."""
     builder = Builder(trace, infer(trace), set())
-    return builder.forward(), {name: builder.tensor(name) for name in builder.found.dims}
+    return builder.forward(), {node.name: builder.tensor(node) for node in builder.found.dims}
 
 
 def prove(op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run: Run, seed: int = 0) -> Failure | None:

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
+import torch
+from torch.fx import Node
+
 from superscaler.frontend.notation import Shape
 from superscaler.frontend.spans import Span, leaves, unify
-from superscaler.frontend.trace import Call
+from superscaler.frontend.trace import argument, dtype_of, outputs, reads, shape_of, target_of
 
 
-@dataclass(frozen=True, slots=True)
 class Site:
     """One call with the shapes of its tensor operands, in the order of its arguments, and of its results.
 
     `masks` are the operands that are bool: as indices, they stand for other elements than numbers do.
     """
 
-    call: Call
-    ins: tuple[Shape, ...]
-    outs: tuple[Shape, ...]
-    masks: frozenset[int] = frozenset()
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.args: Sequence[Any] = node.args
+        self.operator: Any = node.target
+        self.target = target_of(node)
+        self.ins = tuple(shape_of(x) for x in reads(node))
+        self.outs = tuple(shape_of(x) for x in outputs(node))
+        self.masks = frozenset(k for k, x in enumerate(reads(node)) if dtype_of(x) == torch.bool)
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        return argument(self.node, position, name, default)
 
     @property
     def letters(self) -> list[str]:
@@ -38,8 +46,8 @@ class Site:
     def dims(self, position: int, name: str, default: Any = None) -> list[int]:
         """Return an argument that names dims of the first operand, as non-negative numbers; None names all."""
         rank = len(self.ins[0])
-        value = self.call.argument(position, name, default)
-        if value is None or value == ():
+        value = self.argument(position, name, default)
+        if value is None or value == []:
             return list(range(rank))
         return [d % max(rank, 1) for d in ([value] if isinstance(value, int) else value)]
 
@@ -179,12 +187,12 @@ def select_scatter(site: Site) -> str:
 
 
 def pad(site: Site) -> str:
-    touched = [len(site.ins[0]) - 1 - k // 2 for k, amount in enumerate(site.call.args[1]) if amount]
+    touched = [len(site.ins[0]) - 1 - k // 2 for k, amount in enumerate(site.args[1]) if amount]
     return alike(site, whole(site.letters, touched))
 
 
 def stack(site: Site) -> str:
-    dim, names = site.call.argument(1, "dim", 0) % len(site.outs[0]), site.letters
+    dim, names = site.argument(1, "dim", 0) % len(site.outs[0]), site.letters
     return alike(site, " ".join(names), " ".join([*names[:dim], "_", *names[dim:]]))
 
 
@@ -212,14 +220,14 @@ def reduced_loss(site: Site) -> str | None:
 
 def cross_entropy(site: Site) -> str | None:
     """Labels are classes or probabilities of classes; not as a mean, whose denominator depends on all labels."""
-    if site.call.argument(3, "reduction", 1) == 1 or len(site.ins[0]) < 2:
+    if site.argument(3, "reduction", 1) == 1 or len(site.ins[0]) < 2:
         return None
     labels = "b c^ r.." if site.ins[0] == site.ins[1] else "b r.."
     return f"b c^ r.., {labels}, _ -> b r.." if site.outs[0] else f"b+ c^ r..+, {labels}, _ -> "
 
 
 def layer_norm(site: Site) -> str:
-    count = len(site.call.args[1])
+    count = len(site.args[1])
     kept = site.letters[: len(site.ins[0]) - count]
     own = [f"n{k}^" for k in range(count)]
     operands = [" ".join(kept + own)] + [" ".join(own)] * (len(site.ins) - 1)
@@ -234,7 +242,7 @@ def matmul(site: Site) -> str:
 
 def embedding(site: Site) -> str | None:
     """The gradient of `scale_grad_by_freq` depends on all ids."""
-    return None if site.call.argument(3, "scale_grad_by_freq", False) else "v+ h, i.. -> i.. h"
+    return None if site.argument(3, "scale_grad_by_freq", False) else "v+ h, i.. -> i.. h"
 
 
 def experts(site: Site) -> Sized:
@@ -245,7 +253,7 @@ def experts(site: Site) -> Sized:
 
 def histogram(site: Site) -> str | None:
     """Counts add up, between ends that are given."""
-    low, high = site.call.argument(2, "min", 0), site.call.argument(3, "max", 0)
+    low, high = site.argument(2, "min", 0), site.argument(3, "max", 0)
     return "d..+ -> _" if low < high else None
 
 
@@ -278,7 +286,7 @@ def index_put(site: Site) -> str | None:
 
 def _indexed(site: Site, count: int) -> tuple[str, list[str]] | None:
     """Return the operands of x[:, i, j], which are the first `count`, and the dims of its result."""
-    indices = site.call.args[1]
+    indices = site.args[1]
     at = [d for d, i in enumerate(indices) if i is not None]
     if site.masks.intersection(range(1, count)) or at != list(range(at[0], at[-1] + 1)):
         return None
@@ -312,13 +320,13 @@ def index_select(site: Site) -> str:
 
 def convolution(site: Site) -> Sized | None:
     """Batch, groups, output channels; input channels are contracted where nothing is added; space is whole."""
-    is_general = "convolution" in site.call.target
-    groups = site.call.argument(8 if is_general else 6, "groups", 1)
+    is_general = "convolution" in site.target
+    groups = site.argument(8 if is_general else 6, "groups", 1)
     if len(site.ins[0]) != len(site.ins[1]):
         return None
     space = " ".join("_" for _ in site.ins[0][2:])
     c = "c^" if len(site.ins) > 2 else "c+"
-    weight = f"(g {c}) o" if "transpose" in site.call.target or (is_general and site.call.args[6]) else f"(g o) {c}"
+    weight = f"(g {c}) o" if "transpose" in site.target or (is_general and site.args[6]) else f"(g o) {c}"
     sizes = {"g": groups, "c": site.ins[0][1] // groups, "o": site.outs[0][1] // groups}
     return f"b (g {c}) {space}, {weight} {space}, (g o) -> b (g o) {space}", sizes
 
@@ -330,14 +338,14 @@ def batch_norm(site: Site) -> str:
 
 def pool(site: Site) -> str:
     """All but the space, whose number of dims is in the operator's name."""
-    rank, space = len(site.ins[0]), int("".join(re.findall(r"\dd", site.call.target))[0])
+    rank, space = len(site.ins[0]), int("".join(re.findall(r"\dd", site.target))[0])
     return alike(site, whole(letters(rank), range(rank - space, rank)))
 
 
 def windows(site: Site) -> Sized:
     """im2col and col2im: channels and the places of a kernel are one dim."""
-    is_apart = "im2col" in site.call.target
-    places = prod(site.call.args[1 if is_apart else 2])
+    is_apart = "im2col" in site.target
+    places = prod(site.args[1 if is_apart else 2])
     sizes = {"k": places, "c": max(site.ins[0][1], site.outs[0][1]) // places}
     return ("b c _ _ -> b (c k^) _" if is_apart else "b (c k^) _ -> b c _ _"), sizes
 
@@ -348,7 +356,7 @@ def unfold(site: Site) -> str:
 
 
 def pixel_shuffle(site: Site) -> Sized:
-    factor, is_reverse = site.call.args[1], "unshuffle" in site.call.target
+    factor, is_reverse = site.args[1], "unshuffle" in site.target
     sides = ["b.. (c i^ j^) h w", "b.. c (h i^) (w j^)"]
     channels, h, w = (site.outs if is_reverse else site.ins)[0][-3:]
     sizes = {"i": factor, "j": factor, "c": channels // factor**2, "h": h, "w": w}
@@ -365,19 +373,9 @@ def repeat(site: Site) -> Sized:
     return f"{' '.join(own)} -> {' '.join(f'(t{n} {n})' for n in names)}", sizes
 
 
-def repeat_interleave(site: Site) -> Sized:
-    """The dim, or all dims as one, is (dim times) in the result."""
-    names, dim = site.letters, site.call.argument(2, "dim")
-    sizes = {"t": site.call.args[1], **dict(zip(names, site.ins[0], strict=True))}
-    if dim is None:
-        return f"{' '.join(names)} -> ({' '.join(names)} t)", sizes
-    result = [f"({name} t)" if d == dim % len(names) else name for d, name in enumerate(names)]
-    return f"{' '.join(names)} -> {' '.join(result)}", sizes
-
-
 def einsum(site: Site) -> str | None:
     """The letters of the equation; those that are not in the result are summed. A diagonal cannot be cut."""
-    left, arrow, right = site.call.args[0].replace(" ", "").partition("->")
+    left, arrow, right = site.args[0].replace(" ", "").partition("->")
     if not arrow:
         once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
         right = "..." * ("..." in left) + "".join(once)
@@ -386,18 +384,6 @@ def einsum(site: Site) -> str | None:
         return None
     marked = [" ".join(w.replace("...", "e..") + "+" * (w not in sides[-1]) for w in side) for side in sides]
     return f"{', '.join(marked[:-1])} -> {marked[-1]}"
-
-
-def tensordot(site: Site) -> str:
-    left, right = ([f"{side}{d}" for d in range(len(shape))] for side, shape in zip("ab", site.ins, strict=True))
-    for n, (a, b) in enumerate(zip(site.call.args[2], site.call.args[3], strict=True)):
-        left[a] = right[b] = f"k{n}+"
-    kept = [name for name in left + right if not name.endswith("+")]
-    return f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}"
-
-
-def prelu(site: Site) -> str:
-    return "b c r.., c -> b c r.." if len(site.ins[0]) > 1 else "d.., _ -> d.."
 
 
 def diagonal(site: Site) -> str:

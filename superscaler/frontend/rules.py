@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
 
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
 from superscaler.errors import CaptureError
 from superscaler.frontend import recipes as r
 from superscaler.frontend.notation import Signature, frozen, misfit, resolve
 from superscaler.frontend.recipes import Recipe, Site
-from superscaler.frontend.trace import aten, variables
+from superscaler.frontend.trace import aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +46,9 @@ def signature(site: Site) -> tuple[Signature, bool]:
 
     Raises CaptureError where the notation that a user registered does not fit the call.
     """
-    if site.call.target in REGISTERED:
-        return _registered(site, REGISTERED[site.call.target]), True
-    rule = RULES.get(site.call.target)
+    if site.target in REGISTERED:
+        return _registered(site, REGISTERED[site.target]), True
+    rule = RULES.get(site.target, r.elementwise if torch.Tag.pointwise in site.operator.tags else None)
     written = rule(site) if callable(rule) else rule
     notation, sizes = (written, {}) if isinstance(written, str) or written is None else written
     found = resolve(notation, site.ins, site.outs, sizes) if notation is not None else None
@@ -58,7 +62,7 @@ def _registered(site: Site, rule: Registered) -> Signature:
         left, right = rule.notation.split("->")
         kept = ",".join(text for k, text in enumerate(left.split(",")) if k in given)
         raise CaptureError(
-            f"{site.call.source or rule.place} calls {site.call.target}, whose notation is '{rule.notation}' "
+            f"{site.node.meta['source'] or rule.place} calls {site.target}, whose notation is '{rule.notation}' "
             f"({rule.place}), and it does not fit: {misfit(f'{kept}->{right}', site.ins, site.outs)}. "
             "Mend the notation or the call; a dim that broadcasts is expanded before the call."
         )
@@ -69,30 +73,20 @@ def _given(site: Site) -> list[int]:
     """Return which of an operator's tensor operands a call has: optional ones may be None."""
     found: list[int] = []
     number = 0
-    for position, parameter in enumerate(site.call.function._schema.arguments):
+    for position, parameter in enumerate(site.operator._schema.arguments):
         if "Tensor" in str(parameter.type):
-            count = len(list(variables(site.call.argument(position, parameter.name))))
+            count = sum(isinstance(x, Node) for x in tree_leaves(site.argument(position, parameter.name)))
             found += range(number, number + count)
             number += max(count, 1)
     return found
 
 
-def _overloads(names: str, kinds: str) -> str:
-    return " ".join(f"{name}.{kind}" for name in names.split() for kind in kinds.split())
-
-
-_UNARY = """neg abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal tanh sigmoid sin cos tan asin acos
-atan sinh cosh asinh acosh atanh erf erfc lgamma gelu silu relu relu6 leaky_relu elu selu celu hardtanh hardswish
-hardsigmoid softplus mish log_sigmoid clamp clamp_min clamp_max floor ceil round trunc sign sgn isnan isinf isfinite
-logical_not bitwise_not nan_to_num logit detach _to_copy threshold frac positive hardshrink round.decimals fill.Scalar
-fill.Tensor"""
-_BINARY = "add sub mul div eq ne lt le gt ge remainder fmod bitwise_and bitwise_or bitwise_xor"
-_FURTHER = """logical_and logical_or logical_xor maximum minimum max.other min.other fmax fmin atan2 hypot logaddexp
-isclose copysign.Tensor xlogy.Tensor xlogy.Scalar_Self xlogy.Scalar_Other addcmul addcdiv pow.Tensor_Scalar
-pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode floor_divide floor_divide.Scalar where.self
-where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor clamp.Tensor"""
-_LOSSES = """mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy kl_div poisson_nll_loss
-binary_cross_entropy_with_logits hinge_embedding_loss margin_ranking_loss"""
+# Beside what torch tags as pointwise.
+_ELEMENTWISE = """_prelu_kernel hardswish log_sigmoid detach _to_copy fill.Scalar fill.Tensor rsub.Tensor rsub.Scalar
+__and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar isclose relu6 expand
+floor_divide floor_divide.Scalar where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Tensor"""
+_LOSSES = """mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
+binary_cross_entropy_with_logits"""
 _POOLS = """max_pool1d max_pool2d max_pool3d max_pool2d_with_indices avg_pool1d avg_pool2d avg_pool3d
 adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
 adaptive_max_pool3d"""
@@ -100,13 +94,10 @@ _RESIZES = """upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.v
 upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_trilinear3d.vec"""
 
 RULES: Mapping[str, str | Recipe] = {
-    **aten(r.elementwise, _UNARY),
-    **aten(r.elementwise, _overloads(_BINARY + " __and__ __or__ __xor__ rsub lerp", "Tensor Scalar")),
-    **aten(r.elementwise, _FURTHER),
+    **aten(r.elementwise, _ELEMENTWISE),
     "ss.dropout": r.elementwise,
     **dict.fromkeys(("ss.uniform", "ss.normal"), " -> d.."),
     **aten("d.., n^ -> d..", "bucketize.Tensor"),
-    **aten(r.prelu, "prelu"),
     **aten(r.gated, "glu"),
     **aten("b.. k+, n k -> b.. n", "linear"),
     **aten("m k+, k n -> m n", "mm"),
@@ -116,7 +107,6 @@ RULES: Mapping[str, str | Recipe] = {
     **aten("m, n -> m n", "outer"),
     **aten(r.matmul, "matmul"),
     **aten(r.einsum, "einsum"),
-    **aten(r.tensordot, "tensordot"),
     **aten("b.. i^, b.. j^, o i j, o -> b.. o", "bilinear"),
     **aten("b.. m k^, b.. n k -> b.. m n", "cdist"),
     **aten(r.embedding, "embedding"),
@@ -134,14 +124,12 @@ RULES: Mapping[str, str | Recipe] = {
     "ss.nll_loss": "b+ c^ r..+, b r.., -> ",
     **aten(r.cross_entropy, "cross_entropy_loss nll_loss_nd"),
     **aten(r.reduced_loss, _LOSSES),
-    **aten(r.view, "view reshape _unsafe_view unsqueeze"),
+    **aten(r.view, "view _unsafe_view unsqueeze"),
     **aten(r.permute, "permute"),
-    **aten(r.transpose, "transpose.int swapaxes swapdims"),
-    **aten(r.reverse, "t numpy_T"),
-    **aten(r.elementwise, "expand broadcast_to expand_as"),
-    **aten(r.repeat, "repeat tile"),
-    **aten(r.repeat_interleave, "repeat_interleave.self_int"),
-    **aten(r.split, "split.Tensor split_with_sizes chunk split.sizes"),
+    **aten(r.transpose, "transpose.int"),
+    **aten(r.reverse, "t"),
+    **aten(r.repeat, "repeat"),
+    **aten(r.split, "split.Tensor split_with_sizes"),
     **aten(r.along(1, default=0), "slice.Tensor"),
     **aten(r.along(1), "cumsum cumprod cummax cummin logcumsumexp"),
     **aten(r.along(2, "dims"), "roll"),

@@ -7,12 +7,13 @@ has indices of its own and can be cut apart. The weight becomes one parameter pe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
-from superscaler.frontend.constants import rename
-from superscaler.frontend.trace import Call, Spec, Trace
+from torch.fx import Node
+
+from superscaler.frontend.trace import Trace, argument, outputs, reads, shape_of, target_of
+from superscaler.ir.text import unique
 
 # Where a tensor is cut: the dim, and where its segments end, from 0 on.
 Cut = tuple[int, tuple[int, ...]]
@@ -30,141 +31,125 @@ def cut_segments(trace: Trace) -> Segments:
     return pieces
 
 
-def _find(trace: Trace) -> dict[str, Cut]:
+def _find(trace: Trace) -> dict[Node, Cut]:
     """Return the tensors that are only read in segments, from packed weights down to what slices read."""
-    readers: dict[str, list[Call]] = {}
-    for call in trace.calls:
-        for name in dict.fromkeys(call.reads()):
-            readers.setdefault(name, []).append(call)
-    producers = {name: call for call in trace.calls for name in call.outputs}
-    found: dict[str, Cut] = {}
-    for call in trace.calls:
-        name = call.args[0].name if call.target in _SLICES else ""
-        if name in producers and name not in found and name not in trace.results:
-            cut = _segments(trace, readers[name])
-            found.update((cut and _chain(trace, producers, readers, name, cut)) or {})
+    found: dict[Node, Cut] = {}
+    for node in trace.calls():
+        packed = reads(node)[0] if target_of(node) in _SLICES else node
+        if packed is not node and "kind" not in packed.meta and packed not in found:
+            cut = _segments(packed)
+            found.update((cut and _chain(packed, cut)) or {})
     return found
 
 
-_TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.numpy_T.default")
-_VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+_TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _SLICES = ("aten.slice.Tensor", "aten.split_with_sizes.default", "aten.split.Tensor")
 
 
-def _segments(trace: Trace, calls: list[Call]) -> Cut | None:
-    """Return how these calls together cut a tensor, if each reads segments of one dim, and all of it is read."""
+def _segments(packed: Node) -> Cut | None:
+    """Return how its readers together cut a tensor, if each reads segments of one dim, and all of it is read."""
     ranges: dict[tuple[int, int], None] = {}
     dims = set()
-    for call in calls:
-        if call.target not in _SLICES or len(call.args) > 4:
+    for node in packed.users:
+        if node.op == "output" or target_of(node) not in _SLICES or len(node.args) > 4:
             return None
-        dim, found = _ranges(trace, call)
+        dim, found = _ranges(node)
         dims.add(dim)
         ranges.update(dict.fromkeys(found))
     ordered = sorted(ranges)
     ends = (0, *(end for _, end in ordered))
     tiled = all(start == end for (start, _), end in zip(ordered, ends, strict=False))
-    whole = ends[-1] == trace.specs[calls[0].args[0].name].shape[min(dims)]
+    whole = ends[-1] == shape_of(packed)[min(dims)]
     # Equal segments of one split are a product, which needs no cutting.
-    equal = len({end - start for start, end in ordered}) == 1 and len(calls) == 1
+    equal = len({end - start for start, end in ordered}) == 1 and len(packed.users) == 1
     return (dims.pop(), ends) if len(dims) == 1 and len(ends) > 2 and tiled and whole and not equal else None
 
 
-def _ranges(trace: Trace, call: Call) -> tuple[int, list[tuple[int, int]]]:
+def _ranges(node: Node) -> tuple[int, list[tuple[int, int]]]:
     """Return the dim that a slice or split cuts, and the range of each of its results."""
-    shape = trace.specs[call.args[0].name].shape
-    is_slice = call.target == "aten.slice.Tensor"
-    dim = call.argument(1 if is_slice else 2, "dim", 0) % len(shape)
-    sizes = [trace.specs[name].shape[dim] for name in call.outputs]
+    shape = shape_of(reads(node)[0])
+    is_slice = target_of(node) == "aten.slice.Tensor"
+    dim = argument(node, 1 if is_slice else 2, "dim", 0) % len(shape)
+    sizes = [shape_of(x)[dim] for x in outputs(node)]
     if not is_slice:
         ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
         return dim, list(pairwise(ends))
-    start = min(max(s + shape[dim] if (s := call.argument(2, "start") or 0) < 0 else s, 0), shape[dim])
+    start = min(max(s + shape[dim] if (s := argument(node, 2, "start") or 0) < 0 else s, 0), shape[dim])
     return dim, [(start, start + sizes[0])]
 
 
-def _chain(
-    trace: Trace, producers: Mapping[str, Call], readers: Mapping[str, list[Call]], name: str, cut: Cut
-) -> dict[str, Cut] | None:
-    """Return where each tensor from a packed weight to `name` is cut; None where one is not made of segments."""
-    if trace.kinds.get(name) == "parameter":
-        return {name: cut} if len(readers[name]) == 1 else None
-    call = producers.get(name)
-    if call is None:
-        return None
-    found = {name: cut}
-    for operand, above in _above(trace, call, cut).items():
-        chain = _chain(trace, producers, readers, operand, above) if len(readers[operand]) == 1 else None
+def _chain(node: Node, cut: Cut) -> dict[Node, Cut] | None:
+    """Return where each tensor from a packed weight to this one is cut; None where one is not made of segments."""
+    if "kind" in node.meta:
+        return {node: cut} if node.meta["kind"] == "parameter" else None
+    found = {node: cut}
+    for operand, above in _above(node, cut).items():
+        chain = _chain(operand, above) if len(operand.users) == 1 else None
         if chain is None:
             return None
         found.update(chain)
     return found if len(found) > 1 else None
 
 
-def _above(trace: Trace, call: Call, cut: Cut) -> dict[str, Cut]:
+def _above(node: Node, cut: Cut) -> dict[Node, Cut]:
     """Return how the operands of a call are cut when its result is; nothing where the call does not let a cut pass."""
-    dim, ends = cut
-    shapes = {name: trace.specs[name].shape for name in call.reads()}
-    rank = len(trace.specs[call.outputs[0]].shape)
-    if call.target == "aten.linear.default" and dim == rank - 1:
-        return {call.args[1].name: (0, ends)}
-    if call.target == "aten.mm.default" and dim == 1:
-        return {call.args[1].name: (1, ends)}
-    if call.target == "aten.matmul.default" and dim == rank - 1 and len(shapes[call.args[1].name]) == 2:
-        return {call.args[1].name: (1, ends)}
-    if call.target in _TRANSPOSES and rank == 2 and shapes[call.args[0].name] != trace.specs[call.outputs[0]].shape:
-        return {call.args[0].name: (1 - dim, ends)}
-    if call.target in _ELEMENTWISE and not {"alpha"} & set(call.kwargs):
-        own = {name: dim - rank + len(shape) for name, shape in shapes.items()}
-        return {name: (d, ends) for name, d in own.items() if d >= 0 and shapes[name][d] == ends[-1]}
-    if call.target in _VIEWS:
-        before, after = shapes[call.args[0].name], trace.specs[call.outputs[0]].shape
+    (dim, ends), name, operands = cut, target_of(node), reads(node)
+    after = shape_of(node)
+    rank = len(after)
+    if name == "aten.linear.default" and dim == rank - 1:
+        return {operands[1]: (0, ends)}
+    if name == "aten.mm.default" and dim == 1:
+        return {operands[1]: (1, ends)}
+    if name == "aten.matmul.default" and dim == rank - 1 and len(shape_of(operands[1])) == 2:
+        return {operands[1]: (1, ends)}
+    if name in _TRANSPOSES and rank == 2 and shape_of(operands[0]) != after:
+        return {operands[0]: (1 - dim, ends)}
+    if name in _ELEMENTWISE and "alpha" not in node.kwargs:
+        own = {x: dim - rank + len(shape_of(x)) for x in operands}
+        return {x: (d, ends) for x, d in own.items() if d >= 0 and shape_of(x)[d] == ends[-1]}
+    if name in _VIEWS:
+        before = shape_of(operands[0])
         inner, rest = prod(after[dim + 1 :]), 1
         for d in range(len(before) - 1, -1, -1):
             # The dim of the operand that `dim` and some dims behind it are made of, `dim` being the outermost.
             width = inner // rest
             if inner % rest == 0 and before[d] == ends[-1] * width and prod(before[:d]) == prod(after[:dim]):
-                return {call.args[0].name: (d, tuple(end * width for end in ends))}
+                return {operands[0]: (d, tuple(end * width for end in ends))}
             rest *= before[d]
     return {}
 
 
-def _cut(trace: Trace, chains: Mapping[str, Cut], pieces: Segments) -> None:
+def _cut(trace: Trace, chains: Mapping[Node, Cut], pieces: Segments) -> None:
     """Replace these tensors by their segments, and what slices of them make by a segment."""
-    names = {
-        name: [_segment(trace, name, cut, k, pieces) for k in range(len(cut[1]) - 1)] for name, cut in chains.items()
-    }
-    for name in names:
-        trace.kinds.pop(name, None)
-        trace.values.pop(name, None)
-    same: dict[str, str] = {}
-    calls: list[Call] = []
-    for call in trace.calls:
-        packed = call.args[0].name if call.target in _SLICES else ""
-        if packed in names:
-            for out, (start, _) in zip(call.outputs, _ranges(trace, call)[1], strict=True):
-                same[out] = names[packed][chains[packed][1].index(start)]
-            continue
-        for k, out in enumerate(names.get(call.outputs[0], ())):
-            part = rename(call, {name: own[k] for name, own in names.items()})
-            args = (part.args[0], trace.specs[out].shape) if call.target in _VIEWS else part.args
-            calls.append(replace(part, name=out, args=args, outputs=(out,)))
-        if call.outputs[0] not in names:
-            calls.append(rename(call, same))
-    trace.calls = calls
-    trace.rename_results(same)
+    segments: dict[Node, list[Node]] = {}
+    for node in [n for n in (*trace.leaves("parameter"), *trace.calls()) if n in chains]:
+        segments[node] = [
+            _segment(trace, node, chains[node], k, segments, pieces) for k in range(len(chains[node][1]) - 1)
+        ]
+    for packed, (_, ends) in chains.items():
+        for node in list(packed.users):
+            if node not in chains:
+                trace.replace(node, *(segments[packed][ends.index(start)] for start, _ in _ranges(node)[1]))
+    for node in reversed(segments):
+        trace.values.pop(node.name, None)
+        trace.graph.erase_node(node)
 
 
-def _segment(trace: Trace, name: str, cut: Cut, k: int, pieces: Segments) -> str:
-    """Add segment `k` of a tensor to the trace, and return its name."""
-    (dim, ends), spec = cut, trace.specs[name]
-    start, end = ends[k], ends[k + 1]
-    is_weight = trace.kinds.get(name) == "parameter"
-    own = trace.fresh(f"{name}.{k}") if is_weight else trace.derive(name, f"segment{k}")
-    trace.specs[own] = Spec((*spec.shape[:dim], end - start, *spec.shape[dim + 1 :]), spec.dtype)
-    if is_weight:
-        trace.kinds[own] = "parameter"
-        pieces[own] = (name, dim, start, end)
-        if name in trace.values:
-            trace.values[own] = trace.values[name].narrow(dim, start, end - start)
+def _segment(trace: Trace, node: Node, cut: Cut, k: int, segments: Mapping[Node, list[Node]], pieces: Segments) -> Node:
+    """Return segment `k` of a tensor: a parameter of its own, or the call that makes it."""
+    dim, ends = cut
+    start, size = ends[k], ends[k + 1] - ends[k]
+    value = node.meta["val"].narrow(dim, start, size)
+    if node.op == "placeholder":
+        own = trace.leaf(unique(f"{node.name}.{k}", trace.taken), "parameter", value)
+        pieces[own.name] = (node.name, dim, start, start + size)
+        if node.name in trace.values:
+            trace.values[own.name] = trace.values[node.name].narrow(dim, start, size)
+        return own
+    with trace.graph.inserting_before(node):
+        own = trace.graph.node_copy(node, lambda x: segments[x][k] if x in segments else x)
+    own.name, own.meta["val"] = trace.derive(node.name, f"segment{k}"), value
+    if target_of(node) in _VIEWS:
+        own.args = (own.args[0], tuple(value.shape))
     return own

@@ -1,19 +1,21 @@
-"""An exported program as a list of calls on named tensors: what the later steps of capture rewrite."""
+"""An exported program as a graph of torch.fx that the later steps of capture rewrite, and the values of its leaves."""
 
 from __future__ import annotations
 
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from superscaler.errors import CaptureError
 from superscaler.ir.graph import TensorKind
@@ -22,100 +24,155 @@ from superscaler.ir.text import unique
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Var:
-    """Stands for a tensor in the arguments of a call."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One operator call. `function` is None for the operators that torch does not have."""
-
-    name: str
-    target: str
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: tuple[str, ...]
-    module: str
-    source: str
-
-    def reads(self) -> list[str]:
-        """Return the tensors among the arguments, in order, repeated ones repeated."""
-        return [v.name for v in variables((self.args, self.kwargs))]
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-
-    def becomes(self, target: str, /, *args: Any, **kwargs: Any) -> Call:
-        """Return the call of another operator that makes the same results."""
-        return replace(self, target=target, function=None, args=args, kwargs=kwargs)
-
-
 @dataclass(slots=True)
 class Trace:
-    """Calls in execution order, the shape of every tensor, the kind of those that no call makes, and known values.
+    """A graph in execution order, and the known values of its leaves by name.
 
-    `writes` has for each buffer that the model changes the tensor that it is set to at the end of the step.
-    `masks` has the kind of each constant that attention reads as a mask.
+    The metadata of a node are its value without data (`val`), its `module` and `source`, the `kind` of a leaf, and the
+    name of the `op` where it is not that of the result. All results of a call that has several are nodes behind it.
+    The graph returns what each of the buffers in `writes` is set to at the end of the step, and last the loss.
     """
 
-    calls: list[Call]
-    specs: dict[str, Spec]
-    kinds: dict[str, TensorKind]
-    values: dict[str, Tensor]
-    loss: str
+    graph: Graph
+    values: dict[str, Tensor] = field(default_factory=dict)
+    writes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
-    masks: dict[str, str] = field(default_factory=dict)
-    writes: dict[str, str] = field(default_factory=dict)
+
+    def calls(self) -> list[Node]:
+        """Return the operator calls, without the nodes that name one result of several."""
+        return [n for n in self.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+    def leaves(self, *kinds: TensorKind) -> list[Node]:
+        """Return the tensors of these kinds, or of all, that no call makes."""
+        found = (n for n in self.graph.find_nodes(op="placeholder") if "kind" in n.meta)
+        return [n for n in found if n.meta["kind"] in kinds or not kinds]
 
     @property
-    def results(self) -> set[str]:
-        """Return the tensors that leave the step: the loss, and what buffers are set to."""
-        return {self.loss, *self.writes.values()}
+    def results(self) -> tuple[Node, ...]:
+        """Return the tensors that leave the step: what buffers are set to, and the loss."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
-    def rename_results(self, same: dict[str, str]) -> None:
-        self.loss = same.get(self.loss, self.loss)
-        self.writes = {buffer: same.get(name, name) for buffer, name in self.writes.items()}
+    @property
+    def loss(self) -> Node:
+        return self.results[-1]
+
+    def written(self) -> list[tuple[Node, Node]]:
+        """Return each buffer that the model changes, with what it is set to at the end of the step."""
+        buffers = {leaf.name: leaf for leaf in self.leaves("buffer")}
+        return [(buffers[name], new) for name, new in zip(self.writes, self.results, strict=False)]
+
+    def constant(self, node: Any) -> Tensor | None:
+        """Return the value of an argument that is a constant, if it is known."""
+        is_constant = isinstance(node, Node) and node.meta.get("kind") == "constant"
+        return self.values.get(node.name) if is_constant else None
+
+    def leaf(self, name: str, kind: TensorKind, like: Tensor) -> Node:
+        """Add a leaf behind the others, of the shape and dtype of a tensor."""
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(first):
+            return _filled(self.graph.placeholder("leaf"), name, {"kind": kind}, like)
+
+    def replace(self, node: Node, *results: Node | None) -> None:
+        """Let readers read these in the place of a call's results, and drop it."""
+        made = outputs(node)
+        for old, new in zip(made, results, strict=False):
+            if new is not None:
+                old.replace_all_uses_with(new)
+        for old in dict.fromkeys([*made, node]):
+            self.graph.erase_node(old)
+
+    def settle(self, node: Node, name: str, meta: Mapping[str, Any], value: Any) -> list[Node]:
+        """Give a new call a name of its own and metadata. Returns its results: if they are several, new nodes."""
+        name = unique(name, self.taken)
+        if isinstance(value, Tensor):
+            return [_filled(node, name, meta, value)]
+        node.name, node.meta = name, {**meta, "val": value}
+        with self.graph.inserting_before(node.next):
+            parts = [self.graph.call_function(operator.getitem, (node, k)) for k in range(len(value))]
+        return [_filled(part, self.derive(name, f"part{part.args[1]}"), meta, value[part.args[1]]) for part in parts]
 
     def derive(self, name: str, word: str) -> str:
         """Return a new name made of a call's name and a word: `addmm_3`, `product` -> `addmm_product_3`."""
         stem, number = re.fullmatch(r"(.*?)(_\d+)?", name).groups(default="")  # type: ignore[union-attr]
-        return self.fresh(f"{stem}_{word}{number}")
-
-    def fresh(self, name: str) -> str:
-        return unique(name, self.taken)
+        return unique(f"{stem}_{word}{number}", self.taken)
 
 
-def variables(value: Any) -> Iterator[Var]:
-    """Yield the tensors in nested arguments, in order."""
-    if isinstance(value, Var):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from variables(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from variables(item)
+@dataclass(slots=True)
+class Steps:
+    """Writes the calls that a call becomes: before it, named after it, and of its module and line."""
+
+    trace: Trace
+    node: Node
+    made: list[Node] = field(default_factory=list)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, word: str = "", stem: str = "", **kwargs: Any) -> Node:
+        """Append a call of an operator, with `word` or the operator's name in its name."""
+        with self.trace.graph.inserting_before(self.node):
+            node = self.trace.graph.call_function(function, args, kwargs)
+        name = self.trace.derive(stem or self.node.name, word or function.__name__.split(".")[0].strip("_"))
+        inputs = map_arg((args, kwargs), lambda n: n.meta["val"])
+        self.made.append(_filled(node, name, self.node.meta, function(*inputs[0], **inputs[1])))
+        return node
+
+    def becomes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Make the call one of another operator that has the same results."""
+        self.node.target, self.node.args, self.node.kwargs = function, args, kwargs
+
+    def finish(self, *results: Node | None) -> None:
+        """Let readers of the call read these results. What was made here takes the names of what it replaces."""
+        for old, new in zip(outputs(self.node), results, strict=False):
+            if new in self.made:
+                new.name = old.name
+        if results[0] in self.made:
+            results[0].meta.setdefault("op", self.node.name)
+        self.trace.replace(self.node, *results)
 
 
-def substitute(value: Any, swap: Callable[[Any], Any], kind: type = Var) -> Any:
-    """Return nested arguments with every tensor (or what is of this kind) replaced; lists become tuples."""
-    if isinstance(value, kind):
-        return swap(value)
-    if isinstance(value, dict):
-        return {k: substitute(v, swap, kind) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(substitute(v, swap, kind) for v in value)
-    return value
+def _filled(node: Node, name: str, meta: Mapping[str, Any], value: Tensor) -> Node:
+    node.name = name
+    node.meta = {**meta, "val": torch.empty(value.shape, dtype=value.dtype, device="meta")}
+    return node
+
+
+def reads(node: Node) -> list[Node]:
+    """Return the tensors among the arguments of a call, in order, repeated ones repeated."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def outputs(node: Node) -> list[Node]:
+    """Return the results of a call."""
+    if isinstance(node.meta["val"], Tensor):
+        return [node]
+    return sorted(node.users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    return node.meta["val"].dtype  # type: ignore[no-any-return]
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+
+
+def target_of(node: Node) -> str:
+    """Return the name of an operator: with its overload, if torch has it."""
+    name = str(node.target)
+    return name.removesuffix(".default") if name.startswith("ss.") else name
+
+
+def op_name(node: Node) -> str:
+    return str(node.meta.get("op", node.name))
+
+
+def place_of(node: Node) -> str:
+    """Return the line or the module of a call, for messages."""
+    return str(node.meta.get("source") or node.meta.get("module") or "the model")
 
 
 def aten(value: T, names: str) -> dict[str, T]:
@@ -123,106 +180,74 @@ def aten(value: T, names: str) -> dict[str, T]:
     return {f"aten.{name}" if "." in name else f"aten.{name}.default": value for name in names.split()}
 
 
-def overload(target: str) -> Any:
-    """Return the operator of torch that a target names."""
-    namespace, name, kind = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), kind)
+def read(exported: ExportedProgram, canonical: Mapping[str, str]) -> Trace:
+    """Return the graph of an exported program. `canonical` maps all parameter names to the one that is kept."""
+    _refuse_mutation(exported)
+    trace = Trace(deepcopy(exported.graph))
+    _read_leaves(trace, exported, canonical)
+    for node in trace.calls():
+        _read_call(trace, node)
+    outs = exported.graph_signature.output_specs
+    trace.writes = [str(spec.target) for spec in outs if spec.kind is OutputKind.BUFFER_MUTATION]
+    return trace
 
 
-def without_data(value: Any, specs: dict[str, Spec]) -> Any:
-    """Return nested arguments with a tensor on meta in the place of each tensor."""
-    return substitute(value, lambda v: torch.empty(specs[v.name].shape, dtype=specs[v.name].dtype, device="meta"))
-
-
-def read(exported: ExportedProgram, canonical: dict[str, str]) -> Trace:
-    """Return the calls of an exported program. `canonical` maps all parameter names to the one that is kept."""
-    reader = _Reader(exported, canonical)
-    for node in exported.graph.nodes:
-        if node.op == "call_function":
-            reader.call(node)
-    results = exported.graph.output_node().args[0]
-    reader.trace.loss = reader.names[results[-1]]
-    for spec, node in zip(exported.graph_signature.output_specs, results, strict=True):
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            reader.trace.writes[spec.target] = reader.names[node]
-    return reader.trace
-
-
-class _Reader:
-    def __init__(self, exported: ExportedProgram, canonical: dict[str, str]) -> None:
-        self.names: dict[Node, str] = {}
-        self.parts: dict[Node, list[str]] = {}
-        self.trace = Trace([], {}, {}, {}, "")
-        nodes = {node.name: node for node in exported.graph.nodes}
-        _refuse_mutation(exported)
-        for spec in exported.graph_signature.input_specs:
-            node = nodes.get(getattr(spec.arg, "name", ""))
-            if node is None or not isinstance(node.meta.get("val"), Tensor):
-                continue
-            self._leaf(exported, spec.kind, spec.target, node, canonical)
-
-    def _leaf(
-        self, exported: ExportedProgram, kind: InputKind, target: str | None, node: Node, canonical: dict[str, str]
-    ) -> None:
-        trace = self.trace
-        name = canonical.get(target or node.name, target or node.name)
-        self.names[node] = name
-        if name in trace.specs and kind is InputKind.USER_INPUT:
+def _read_leaves(trace: Trace, exported: ExportedProgram, canonical: Mapping[str, str]) -> None:
+    known: dict[str, Node] = {}
+    leaves = trace.graph.find_nodes(op="placeholder")
+    for spec, node in zip(exported.graph_signature.input_specs, leaves, strict=True):
+        target, is_input = spec.target or node.name, spec.kind is InputKind.USER_INPUT
+        name = canonical.get(target, target)
+        if not isinstance(node.meta.get("val"), Tensor):
+            continue
+        if name in known and is_input:
             raise CaptureError(
-                f"the input {name} has the name of a {trace.kinds[name]} of the model; rename one of them."
+                f"the input {name} has the name of a {known[name].meta['kind']} of the model; rename one of them."
             )
-        if name in trace.specs:
-            return
-        trace.taken.add(name)
-        trace.specs[name] = _spec(node.meta["val"])
-        trace.kinds[name] = _KINDS[kind]
-        stored = exported.state_dict.get(target or "", exported.constants.get(target or ""))
-        if kind is not InputKind.USER_INPUT and isinstance(stored, Tensor) and not stored.is_meta:
+        if name in known:
+            trace.replace(node, known[name])
+            continue
+        known[name] = _filled(node, name, {"kind": _KINDS[spec.kind]}, node.meta["val"])
+        stored = exported.state_dict.get(target, exported.constants.get(target))
+        if not is_input and isinstance(stored, Tensor) and not stored.is_meta:
             trace.values[name] = stored.detach()
+    trace.taken.update(known)
 
-    def call(self, node: Node) -> None:
-        if node.target is operator.getitem:
-            source, k = node.args
-            self.names[node] = self.parts[source][k]  # type: ignore[index]
-            return
-        self._refuse_unknown(node)
-        value = node.meta.get("val")
-        if "_assert" in str(node.target) or value is None:
-            return
-        name = self.trace.fresh(node.name)
-        outputs: tuple[str, ...] = (name,)
-        if isinstance(value, Tensor):
-            self.names[node] = name
-        else:
-            outputs = tuple(self.trace.derive(name, f"part{k}") for k in range(len(value)))
-            self.parts[node] = list(outputs)
-        for output, v in zip(outputs, [value] if isinstance(value, Tensor) else value, strict=True):
-            self.trace.specs[output] = _spec(v)
-        args, kwargs = substitute((node.args, node.kwargs), lambda n: Var(self.names[n]), Node)
-        module, source = _module(node), source_of(node.meta.get("stack_trace") or "")
-        self.trace.calls.append(Call(name, str(node.target), node.target, args, kwargs, outputs, module, source))
 
-    def _refuse_unknown(self, node: Node) -> None:
-        value = node.meta.get("val")
-        values = [v for v in (value if isinstance(value, list | tuple) else [value]) if v is not None]
-        where, runs = source_of(node.meta.get("stack_trace") or "") or "the model", f"runs {node.target}"
-        if not isinstance(node.target, torch._ops.OpOverload):
-            raise CaptureError(
-                f"{where} {runs}, which chooses at run time what is computed; compute both branches and select with "
-                "torch.where, and write loops in Python."
-            )
-        if not all(isinstance(v, Tensor) for v in values):
-            raise CaptureError(
-                f"{where} {runs}, which takes a Python number out of a tensor; keep it a tensor (without .item(), "
-                ".tolist() or float()), or take it out of the model."
-            )
-        if any(isinstance(size, torch.SymInt) for v in values for size in v.shape):
-            raise CaptureError(
-                f"{where} {runs}, whose result has as many elements as the data says; keep a fixed shape: weigh by a "
-                "mask, or use torch.where, instead of picking elements."
-            )
-        if any(v.layout is not torch.strided for v in values):
-            raise CaptureError(f"{where} {runs}, whose result is sparse; use dense tensors.")
+def _read_call(trace: Trace, node: Node) -> None:
+    _refuse_unknown(node)
+    value, parts = node.meta.get("val"), list(node.users)
+    if "_assert" in str(node.target) or value is None:
+        trace.graph.erase_node(node)
+        return
+    meta = {"module": _module(node), "source": source_of(node.meta.get("stack_trace") or "")}
+    results = trace.settle(node, node.name, meta, value)
+    for part in parts if isinstance(value, list | tuple) else ():
+        part.replace_all_uses_with(results[part.args[1]])  # type: ignore[index]
+        trace.graph.erase_node(part)
+
+
+def _refuse_unknown(node: Node) -> None:
+    value = node.meta.get("val")
+    values = [v for v in (value if isinstance(value, list | tuple) else [value]) if v is not None]
+    where, runs = source_of(node.meta.get("stack_trace") or "") or "the model", f"runs {node.target}"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise CaptureError(
+            f"{where} {runs}, which chooses at run time what is computed; compute both branches and select with "
+            "torch.where, and write loops in Python."
+        )
+    if not all(isinstance(v, Tensor) for v in values):
+        raise CaptureError(
+            f"{where} {runs}, which takes a Python number out of a tensor; keep it a tensor (without .item(), "
+            ".tolist() or float()), or take it out of the model."
+        )
+    if any(isinstance(size, torch.SymInt) for v in values for size in v.shape):
+        raise CaptureError(
+            f"{where} {runs}, whose result has as many elements as the data says; keep a fixed shape: weigh by a "
+            "mask, or use torch.where, instead of picking elements."
+        )
+    if any(v.layout is not torch.strided for v in values):
+        raise CaptureError(f"{where} {runs}, whose result is sparse; use dense tensors.")
 
 
 _KINDS: dict[InputKind, TensorKind] = {
@@ -231,10 +256,6 @@ _KINDS: dict[InputKind, TensorKind] = {
     InputKind.CONSTANT_TENSOR: "constant",
     InputKind.USER_INPUT: "input",
 }
-
-
-def _spec(value: Tensor) -> Spec:
-    return Spec(tuple(int(s) for s in value.shape), value.dtype)
 
 
 def _refuse_mutation(exported: ExportedProgram) -> None:

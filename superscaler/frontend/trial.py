@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +22,7 @@ from superscaler.frontend.notation import operand_dims
 from superscaler.frontend.proof import Failure, ops_of, prove, record
 from superscaler.frontend.recipes import Site
 from superscaler.frontend.rules import Registered, signature
-from superscaler.frontend.trace import Call, Trace, substitute
+from superscaler.frontend.trace import reads
 
 Sizes = Mapping[str, int]
 Example = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
@@ -85,24 +87,23 @@ class Trial:
 
     def _check(self, given: Arguments) -> None:
         self._check_repeats(given)
-        trace, values = record(str(self.overload), self.overload, *given)
+        trace, values = record(self.overload, *given)
         ops, tensors = ops_of(trace)
-        call = trace.calls[0]
-        reads = call.reads()
+        (node,) = trace.calls()
 
         def run(box: Any, pieces: Sequence[Tensor], shapes: Any) -> list[Tensor]:
             del box, shapes
-            local = dict(zip(reads, (piece.to(self.device) for piece in pieces), strict=True))
-            args, kwargs = substitute((call.args, call.kwargs), lambda v: local[v.name])
+            local = dict(zip(reads(node), (piece.to(self.device) for piece in pieces), strict=True))
+            args, kwargs = map_arg((node.args, node.kwargs), local.__getitem__)
             return [result.cpu() for result in _results(self.overload(*args, **kwargs))]
 
         try:
-            failure = prove(ops[0], tensors, [values[name].cpu() for name in reads], run)
+            failure = prove(ops[0], tensors, [values[x.name].cpu() for x in reads(node)], run)
         except Exception as error:
             told = f"cannot be differentiated: {_line(error)} A custom_op needs register_autograd before ss.register"
             raise self._error(CannotRun, told, given) from error
         if failure:
-            told = f"is not what its notation says: {_told(failure, trace, call)}"
+            told = f"is not what its notation says: {_told(failure, node)}"
             raise self._error(InputError, f"{told}. {self._hint(given)}", given)
 
     def _hint(self, given: Arguments) -> str:
@@ -164,10 +165,9 @@ def _value(parameter: Any, operands: Iterator[Tensor]) -> Any:
     return parameter.default_value if parameter.has_default_value() else _MISSING
 
 
-def _told(failure: Failure, trace: Trace, call: Call) -> str:
+def _told(failure: Failure, node: Node) -> str:
     """Return how parts differ from the whole, in the letters of the notation."""
-    ins, outs = (tuple(trace.specs[name].shape for name in names) for names in (call.reads(), call.outputs))
-    letters = list(signature(Site(call, ins, outs))[0].marks)
+    letters = list(signature(Site(node))[0].marks)
     cuts = " and ".join(f"{letters[i]} is cut in {' + '.join(map(str, sizes))}" for i, sizes in failure.cut.items())
     return f"{f'when {cuts}, ' if cuts else ''}{failure.tensor} {failure.difference}".rstrip(".")
 

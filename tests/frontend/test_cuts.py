@@ -109,6 +109,30 @@ def test_operators_that_are_others_by_another_name() -> None:
     torch.testing.assert_close(loss, expected)
 
 
+def test_operators_that_torch_writes_in_others() -> None:
+    class Composite(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 6)
+            self.slope = torch.nn.Parameter(torch.rand(6))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = F.prelu(torch.tensordot(self.linear(x), self.linear.weight, ([1], [0])), self.slope)
+            z = z.repeat_interleave(2, 1).tile(3)[:, 1:35:3].chunk(2, 1)[1].swapaxes(0, 1).T
+            z = torch.cat(torch.broadcast_tensors(z, z[:, :1]), 1).flatten().unflatten(0, (4, -1)).reshape(4, -1, 2)
+            losses = F.kl_div(z[..., 0].log_softmax(-1), y.softmax(-1)) + F.poisson_nll_loss(z[..., 1], y.exp())
+            sign = torch.where(y > 0, 1.0, -1.0)
+            return losses + F.hinge_embedding_loss(z[..., 0], sign) + F.margin_ranking_loss(z[..., 0], y, sign)
+
+    torch.manual_seed(0)
+    captured = capture(Composite(), (torch.randn(4, 6), torch.randn(4, 6)))
+    assert not captured.model.unsupported
+    cuts, loss = check_cuts(captured)
+    assert cuts >= 20
+    expected, *_ = reference_step(captured, captured.batch, captured.values, torch.float64)
+    torch.testing.assert_close(loss, expected)
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_cuts_of_small_models(number: int) -> None:
     module, args = small_models()[number]
