@@ -154,7 +154,7 @@ class Saver:
         ranks = [rank for rank, own in enumerate(self._owners) if own or (rank == 0 and self.step.fixed)]
         if _all_written(save, ranks):
             _commit(save.folder, save.head, ranks)
-            _prune(self.directory, self.keep)
+            prune(self.directory, self.keep)
 
 
 def _reason(file: Path, error: Exception) -> str:
@@ -299,7 +299,7 @@ def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[
     _sync(folder.parent)
 
 
-def _prune(directory: Path, keep: int | None) -> None:
+def prune(directory: Path, keep: int | None) -> None:
     """Remove the oldest whole checkpoints above `keep`, never the one that `latest` names."""
     if keep is None:
         return

@@ -167,7 +167,9 @@ def pointed(directory: Path) -> Path:
         name = file.read_bytes().decode(errors="replace").strip()
     if not name or Path(name).name != name or not (directory / name / MANIFEST_FILE).is_file():
         kept = ", ".join(str(found) for found in checkpoints(directory)) or "none"
-        raise InputError(f"{file} names '{name[:80]}', which is no whole checkpoint; whole ones there: {kept}.")
+        raise InputError(
+            f"{file} names '{name[:80]}', which is no whole checkpoint; whole ones there: {kept}; give one of them."
+        )
     return directory / name
 
 
