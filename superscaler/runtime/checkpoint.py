@@ -106,7 +106,7 @@ class Saver:
             return
         tensors, entries = snapshot(self.step, self._owners[self.step.rank])
         save = _Save(self.directory / made, steps, _head(self.step, training), entries, tensors)
-        self._save, self._thread = save, threading.Thread(target=self._write, args=(save,), name="checkpoint")
+        self._save, self._thread = save, threading.Thread(target=self._write, args=(save,), daemon=True)
         self._thread.start()
 
     def finish(self) -> None:

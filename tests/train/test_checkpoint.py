@@ -244,7 +244,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no manifest": (
         MANIFEST,
         Path.unlink,
-        "names 'step-00000003', which is no whole checkpoint; whole ones there: none",
+        "names 'step-00000003', which is no whole checkpoint; there is no whole one there",
     ),
     "no pointer": ("latest", Path.unlink, "has no checkpoint and no weights"),
     "another pointer": (
