@@ -40,7 +40,7 @@ def trained(name: str, folder: Path) -> None:
     def work(communicator) -> None:  # type: ignore[no-untyped-def]
         step = build_step(described, code, values, communicator, captured.fixed if communicator.rank == 0 else {})
         for _ in range(2):
-            step(captured.batch)
+            step({name: value.clamp(min=0) for name, value in captured.batch.items()})
         step.save(folder)
 
     run_ranks(2, work)
