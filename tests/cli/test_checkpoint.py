@@ -47,6 +47,10 @@ def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:
     )
 
 
+def steps(folder: Path) -> int:
+    return int((folder / "latest").read_text().removeprefix("step-").partition(".")[0])
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that got SIGTERM."""
@@ -68,7 +72,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_was_stopped_goes_on_bit_for_bit(stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    done = int((stopped / "latest").read_text().removeprefix("step-"))
+    done = steps(stopped)
     through = train(capfd, *TWO, "--steps", str(done + 3), "--save", str(tmp_path / "a"), "--seed", "3")
     # The seeds are those of the checkpoint; what is saved goes into its folder.
     resumed = train(capfd, *TWO, "--steps", str(done + 3), "--resume", str(stopped))
@@ -81,7 +85,9 @@ def test_what_was_stopped_goes_on_bit_for_bit(stopped: Path, tmp_path: Path, cap
     other = train(capfd, "--plan", "single", "--cluster", "local:1", "--steps", str(done + 3), "--resume",
                   str(stopped / f"step-{done:08d}"))  # fmt: skip
     assert other["losses"] == pytest.approx(resumed["losses"], rel=1e-5)
-    assert "saved" not in other
+    # It is saved beside the one that it goes on from, and none is written over.
+    assert other["saved"] == str(stopped / f"{name}.1")
+    assert (stopped / "latest").read_text() == f"{name}.1\n"
 
 
 def test_inspect_export_and_import(stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +104,9 @@ def test_inspect_export_and_import(stopped: Path, tmp_path: Path, capfd: pytest.
     assert "say with --model what to export" in capfd.readouterr().err
     assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--model", "mlp") == 2
     assert "one of the model's own" in capfd.readouterr().err
+    smaller = MODEL.replace("layers=2", "layers=1")
+    assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--model", smaller) == 2
+    assert "has 12 tensors that this model has not, transformer.h.1.attn.c_attn.bias first" in capfd.readouterr().err
     assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--format", "pickle") == 2
     assert not (tmp_path / "no").exists()
 
@@ -119,7 +128,7 @@ def test_wrong_input_is_said_before_anything_is_built(
     stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text("a" * 100)
-    folder, done = str(stopped), int((stopped / "latest").read_text().removeprefix("step-"))
+    folder, done = str(stopped), steps(stopped)
     cases = {
         ("--save-every", "2"): "--save-every 2 needs --save DIR",
         ("--keep", "2"): "--keep 2 needs --save DIR",
