@@ -106,7 +106,7 @@ class Saver:
             return
         tensors, entries = snapshot(self.step, self._owners[self.step.rank])
         save = _Save(self.directory / made, steps, _head(self.step, training), entries, tensors)
-        self._save, self._thread = save, threading.Thread(target=self._write, args=(save,), name="checkpoint")
+        self._save, self._thread = save, threading.Thread(target=self._write, args=(save,), daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -154,7 +154,7 @@ class Saver:
         ranks = [rank for rank, own in enumerate(self._owners) if own or (rank == 0 and self.step.fixed)]
         if _all_written(save, ranks):
             _commit(save.folder, save.head, ranks)
-            _prune(self.directory, self.keep)
+            prune(self.directory, self.keep)
 
 
 def _reason(file: Path, error: Exception) -> str:
@@ -299,7 +299,7 @@ def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[
     _sync(folder.parent)
 
 
-def _prune(directory: Path, keep: int | None) -> None:
+def prune(directory: Path, keep: int | None) -> None:
     """Remove the oldest whole checkpoints above `keep`, never the one that `latest` names."""
     if keep is None:
         return

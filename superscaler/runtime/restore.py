@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,9 @@ def load_weights(step: Step, path: str | Path) -> list[str]:
         return _read(step, stored[0])
 
     _set_weights(step, _agreed(step, read))
-    return sorted(set(stored[0].tensors) - set(_names(step)))
+    # Rank 0 knows all names.
+    unread = json.dumps(sorted(set(stored[0].tensors) - set(_names(step)))) if step.rank == 0 else ""
+    return list(json.loads(share(step.state.communicator, unread)))
 
 
 def _agreed(step: Step, read: Callable[[], Any]) -> Any:

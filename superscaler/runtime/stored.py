@@ -22,6 +22,7 @@ from superscaler.specs.files import digest
 
 MANIFEST_FILE, POINTER_FILE, VERSION = "manifest.json", "latest", 1
 FORMAT = "superscaler checkpoint"
+_HEAD = {"step", "seed", "world", "optimizer", "scaler", "aliases", "training", "shards", "tensors"}
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # How safetensors calls the dtypes.
 DTYPES = {
@@ -57,7 +58,7 @@ class Stored:
     directory: Path
     tensors: Mapping[str, Entry]
     manifest: Mapping[str, Any] | None = None
-    _checked: set[str] = field(default_factory=set)
+    _files: dict[str, Any] = field(default_factory=dict)
 
     def read(self, name: str, ranges: Ranges, state: str = "") -> Tensor:
         """Return a piece of a tensor, or of a state of it. Raises InputError naming the file that is damaged."""
@@ -78,8 +79,11 @@ class Stored:
 
     def _slice(self, piece: Piece, suffix: str, places: list[np.ndarray]) -> Tensor:
         file = self.directory / piece.file
-        self.check(piece.file)
-        with opened(file) as stored:
+        with told_of(file):
+            if piece.file not in self._files:
+                self.check(piece.file)
+                self._files[piece.file] = safe_open(file, framework="pt")
+            stored = self._files[piece.file]
             if not places:
                 return stored.get_tensor(piece.key + suffix)
             view = stored.get_slice(piece.key + suffix)
@@ -96,7 +100,7 @@ class Stored:
 
     def check(self, name: str) -> None:
         """Raise InputError for a shard that is not the one which was saved."""
-        if self.manifest is None or name in self._checked:
+        if self.manifest is None:
             return
         file, kept = self.directory / name, self.manifest["shards"][name]
         with told_of(file):
@@ -106,7 +110,6 @@ class Stored:
             raise InputError(
                 f"{file} is damaged: it has {differs}. Nothing was loaded; take another checkpoint beside it."
             )
-        self._checked.add(name)
 
 
 @contextmanager
@@ -166,8 +169,9 @@ def pointed(directory: Path) -> Path:
     with told_of(file):
         name = file.read_bytes().decode(errors="replace").strip()
     if not name or Path(name).name != name or not (directory / name / MANIFEST_FILE).is_file():
-        kept = ", ".join(str(found) for found in checkpoints(directory)) or "none"
-        raise InputError(f"{file} names '{name[:80]}', which is no whole checkpoint; whole ones there: {kept}.")
+        kept = ", ".join(str(found) for found in checkpoints(directory))
+        hint = f"give one of the whole ones there: {kept}" if kept else "there is no whole one there"
+        raise InputError(f"{file} names '{name[:80]}', which is no whole checkpoint; {hint}.")
     return directory / name
 
 
@@ -195,6 +199,8 @@ def _checkpoint(directory: Path) -> Stored:
             )
         if manifest["sha256"] != manifest_hash(manifest):
             raise ValueError("its hash differs")
+        if not (manifest.keys() >= _HEAD and isinstance(manifest["step"], int)):
+            raise ValueError(f"without {', '.join(sorted(_HEAD - manifest.keys())) or 'a number of steps'}")
         return Stored(directory, {n: _entry(manifest, **entry) for n, entry in manifest["tensors"].items()}, manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
@@ -207,6 +213,8 @@ def _entry(manifest: Mapping[str, Any], pieces: Any, shape: Any, dtype: str, sta
     for piece in made:
         if Path(piece.file).name != piece.file or not {"bytes", "sha256"} <= manifest["shards"][piece.file].keys():
             raise ValueError(f"shard {piece.file}")
+        if not all(isinstance(end, int) for dim in piece.ranges for run in dim for end in run):
+            raise ValueError(f"pieces of {piece.key}")
     return Entry(tuple(shape), dtype, made, tuple(states), steps)
 
 

@@ -31,7 +31,11 @@ def export_model(path: Path, module: nn.Module, out: Path) -> list[str]:
     one, and for a model of Hugging Face's library its `config.json`. Returns the files.
     """
     with _made(out) as folder:
-        load_weights(module, path)
+        more = load_weights(module, path)
+        if more:
+            raise InputError(
+                f"{path} has {len(more)} tensors that this model has not, {more[0]} first; name its model."
+            )
         own: Callable[..., Any] | None = getattr(module, "save_pretrained", None)
         if own is not None:
             own(folder)

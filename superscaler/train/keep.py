@@ -33,8 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def saving_folder(save: Path | None, resume: Path | None) -> Path | None:
-    """Return where checkpoints go: a run that goes on from a folder of checkpoints saves there."""
-    return resume if save is None and resume is not None and (resume / POINTER_FILE).is_file() else save
+    """Return where checkpoints go: a run that goes on from a checkpoint saves beside it, unless told otherwise."""
+    beside = [] if resume is None else [resume, resume.resolve().parent]
+    return save or next((folder for folder in beside if (folder / POINTER_FILE).is_file()), None)
 
 
 def check_saving(options: Any, folder: Path | None) -> None:
@@ -50,7 +51,7 @@ def check_saving(options: Any, folder: Path | None) -> None:
         )
     if folder is None:
         return
-    theirs = [p.resolve() for p in (options.resume, *getattr(options.resume, "parents", ())[:1]) if p is not None]
+    theirs = [] if options.resume is None else [options.resume.resolve(), options.resume.resolve().parent]
     if (folder / POINTER_FILE).exists() and folder.resolve() not in theirs:
         raise InputError(
             f"--save {folder} has the checkpoints of another run; go on from them with --resume {folder}, "

@@ -62,15 +62,14 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
     check_options(options.steps, options.clip)
     folder = saving_folder(options.save, options.resume)
     check_saving(options, folder)
-    step = load(directory)
-    start, seed = start_of(step, options)
-    batches = choose_batches(step, options.data, seed)
-    position = {"seed": seed, "data": data_of(options.data), "model": options.named}
-    saver = Saver(step, folder, options.keep, warn) if folder else None
-    is_stopped = False
     with ExitStack() as stack:
-        asked = stack.enter_context(stop_requests(options.launched)) if saver else None
-        reporter = None
+        asked = stack.enter_context(stop_requests(options.launched)) if folder else None
+        step = load(directory)
+        start, seed = start_of(step, options)
+        batches = choose_batches(step, options.data, seed)
+        position = {"seed": seed, "data": data_of(options.data), "model": options.named}
+        saver = Saver(step, folder, options.keep, warn) if folder else None
+        reporter, is_stopped = None, False
         if step.rank == 0:
             metrics = stack.enter_context(_writable(options.metrics)) if options.metrics else None
             reporter = Reporter(options.steps, metrics)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
+import shutil
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
+from superscaler.errors import InputError
 from superscaler.models import build
-from superscaler.runtime.pieces import located
+from superscaler.runtime.checkpoint import Saver, prune
+from superscaler.runtime.pieces import located, sizes
 from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.stored import checkpoints, manifest_hash, open_checkpoint
 from superscaler.runtime.threads import run_ranks
 
 PLANS = {
@@ -192,3 +200,263 @@ def test_training_goes_on_bit_for_bit(plan: str, optimizer: str, tmp_path: Path)
     )
     assert [rank[1] for rank in resumed] == [rank[0][3:] for rank in through]
     equal(whole([rank[1] for rank in through]), whole([rank[2] for rank in resumed]))
+
+
+@pytest.fixture
+def checkpoint(folders: Path, tmp_path: Path) -> Path:
+    """Return a copy of a folder with one checkpoint of two shards."""
+    saved("mixed", "tensor_parallel", "AdamW", folders / "mixed-tensor_parallel")
+    shutil.copytree(folders / "mixed-tensor_parallel", tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def edit(file: Path, **changes: Any) -> None:
+    found = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({**found, "sha256": manifest_hash(found)}))
+
+
+SHARD, MANIFEST = "step-00000003/rank-00001.safetensors", "step-00000003/manifest.json"
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a bit of a shard": (SHARD, flip, "is damaged: it has sha256"),
+    "half a shard": (
+        SHARD,
+        lambda file: file.write_bytes(file.read_bytes()[:500]),
+        "is damaged: it has 500 bytes, not ",
+    ),
+    "another shard": (SHARD, lambda f: shutil.copy(f.with_name("rank-00000.safetensors"), f), "is damaged: it has "),
+    "no shard": (SHARD, Path.unlink, "cannot be read: No such file"),
+    "a bit of the manifest": (MANIFEST, flip, "is damaged or is no manifest"),
+    "half a manifest": (MANIFEST, lambda f: f.write_text(f.read_text()[:900]), "is damaged or is no manifest"),
+    "an empty manifest": (MANIFEST, lambda file: file.write_text(""), "is damaged or is no manifest"),
+    "a manifest that is a list": (MANIFEST, lambda file: file.write_text("[1]"), "is damaged or is no manifest"),
+    "a manifest to come": (MANIFEST, lambda file: edit(file, version=2), "of version 2; this superscaler reads"),
+    "a path as a shard": (
+        MANIFEST,
+        lambda file: file.write_text(file.read_text().replace("rank-00001.", "../rank-00001.")),
+        "is damaged or is no manifest",
+    ),
+    "no manifest": (
+        MANIFEST,
+        Path.unlink,
+        "names 'step-00000003', which is no whole checkpoint; there is no whole one there",
+    ),
+    "no pointer": ("latest", Path.unlink, "has no checkpoint and no weights"),
+    "another pointer": (
+        "latest",
+        lambda file: file.write_text("step-9"),
+        "names 'step-9', which is no whole checkpoint",
+    ),
+    "a pointer out": (
+        "latest",
+        lambda file: file.write_text("../kept"),
+        "names '../kept', which is no whole checkpoint",
+    ),
+    "a pointer of bytes": ("latest", lambda file: file.write_bytes(b"\xff\x00"), "which is no whole checkpoint"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_and_nothing_is_loaded(damage: str, checkpoint: Path) -> None:
+    name, spoil, message = DAMAGE[damage]
+    spoil(checkpoint / name)
+    told = []
+
+    def work(step: Step) -> None:
+        before = state(step)
+        with pytest.raises(InputError) as caught:
+            step.restore(checkpoint)
+        told.append(str(caught.value))
+        assert all(torch.equal(one[-1], other[-1]) for one, other in zip(before, state(step), strict=True))
+        assert step.state.steps == 0
+
+    run("mixed", "tensor_parallel", work, seed=1)
+    # Every rank says the same, also one that reads another shard.
+    assert len(told) == 2
+    assert told[0] == told[1]
+    named = {"no manifest": "latest", "no pointer": ""}.get(damage, name)
+    assert str(checkpoint / named) in told[0]
+    assert message in told[0]
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(checkpoint: Path) -> None:
+    def refusal(model: str, plan: str, optimizer: str, work: Callable[[Step], object]) -> str:
+        with pytest.raises(InputError) as caught:
+            run(model, plan, work, optimizer)
+        return str(caught.value)
+
+    message = refusal("gpt", "data_parallel", "AdamW", lambda step: step.restore(checkpoint))
+    assert "has no transformer." in message
+    message = refusal("mixed", "single", "SGD", lambda step: step.restore(checkpoint))
+    assert "was trained by AdamW with 2 parameter groups, but this plan has SGD with 2" in message
+    file = checkpoint / MANIFEST
+    tensors = json.loads(file.read_text())["tensors"]
+    edit(file, tensors=tensors | {"more.weight": tensors["frozen"]})
+    message = refusal("mixed", "single", "AdamW", lambda step: step.restore(checkpoint))
+    assert "has 1 tensors that this model has not, more.weight first" in message
+    edit(file, tensors=tensors | {"frozen": tensors["unread"]})
+    message = refusal("mixed", "single", "AdamW", lambda step: step.restore(checkpoint))
+    assert "frozen is float32 of shape (3,) in " in message
+    assert "float32 of shape (8,) in this model" in message
+    edit(file, tensors=tensors | {"frozen": {**tensors["frozen"], "pieces": []}})
+    message = refusal("mixed", "single", "AdamW", lambda step: step.restore(checkpoint))
+    assert "has 0 of the 8 elements read of frozen" in message
+
+
+def test_a_buffer_that_became_a_constant_must_be_what_it_was(checkpoint: Path, tmp_path: Path) -> None:
+    module = mixed(1)[0]
+    assert ss.load_weights(module, checkpoint) == []
+    module.scale += 1
+    save_model(module, str(tmp_path / "other.safetensors"))
+    with pytest.raises(InputError, match=r"other values of scale than the module had at capture.*ss.load_weights"):
+        run("mixed", "data_parallel", lambda step: step.load_weights(tmp_path / "other.safetensors"))
+
+
+def test_a_module_gets_its_weights_back(checkpoint: Path, folders: Path) -> None:
+    module, before = mixed(1)[0], saved("mixed", "tensor_parallel", "AdamW", folders / "mixed-tensor_parallel")
+    assert ss.load_weights(module, checkpoint) == []
+    assert module.head.weight is module.emb.weight
+    equal({n: v for n, v in before.items() if "exp_avg" not in n and not n.endswith(" step")}, {
+        name: value.detach().double() for name, value in module.state_dict().items() if name != "head.weight"
+    })  # fmt: skip
+    copies = {name: value.clone() for name, value in module.state_dict().items()}
+    flip(checkpoint / SHARD)
+    with pytest.raises(InputError, match="is damaged"):
+        ss.load_weights(module, checkpoint)
+    equal(copies, module.state_dict())
+    with pytest.raises(InputError, match=r"packed.weight is on the meta device; give it memory first"):
+        ss.load_weights(Block().to("meta"), checkpoint)
+    with pytest.raises(InputError, match=r"has no weight, one of the model's own"):
+        ss.load_weights(nn.Linear(2, 2), checkpoint)
+
+
+@pytest.mark.parametrize("plan", ["single", "tensor_parallel", "pipeline_1f1b"])
+def test_pretrained_weights_are_read_by_slices(plan: str, tmp_path: Path) -> None:
+    module = mixed(1)[0]
+    tensors = {name: value.clone() for name, value in module.state_dict().items() if name != "emb.weight"}
+    tensors["more"] = torch.zeros(1)
+    halves = [dict(list(tensors.items())[k::2]) for k in range(2)]
+    for number, half in enumerate(halves):
+        save_file(half, tmp_path / f"model-{number}.safetensors")
+    index = {name: f"model-{number}.safetensors" for number, half in enumerate(halves) for name in half}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+    def work(step: Step) -> Any:
+        assert step.load_weights(tmp_path) == ["more"]
+        return state(step)
+
+    expected = {n: v.double() for n, v in {**module.state_dict()}.items() if n != "head.weight"}
+    equal(expected, whole(run("mixed", plan, work)))
+    (tmp_path / "model-1.safetensors").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"model-1.safetensors is no safetensors file, or is damaged"):
+        run("mixed", plan, work)
+
+
+def test_the_oldest_checkpoints_go_and_nothing_is_written_over(tmp_path: Path) -> None:
+    def work(step: Step) -> None:
+        saver = Saver(step, tmp_path, keep=2)
+        for number in range(4):
+            train(step, "mixed", range(number, number + 1))
+            saver.save()
+        # A save waits for the one before it.
+        assert [path.name for path in checkpoints(tmp_path)][-1] >= "step-00000003"
+        saver.finish()
+        assert saver.last == tmp_path / "step-00000004"
+        assert step.save(tmp_path) == tmp_path / "step-00000004.1"
+
+    run("mixed", "data_parallel", work)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest", "step-00000003", "step-00000004", "step-00000004.1"
+    ]  # fmt: skip
+    (tmp_path / "latest").write_text("step-00000003")
+    prune(tmp_path, 1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_fails_leaves_the_others_as_they_were(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full: list[int] = []
+
+    def write(tensors: dict[str, Tensor], file: Path) -> None:
+        if full and file.name.startswith(f"rank-0000{rank}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_file(tensors, file)
+
+    monkeypatch.setattr("superscaler.runtime.checkpoint.save_file", write)
+    told: list[str] = []
+
+    def work(step: Step) -> list[str]:
+        saver = Saver(step, tmp_path, tell=told.append)
+        for number in range(3):
+            train(step, "mixed", range(number, number + 1))
+            saver.save()
+            saver.finish()
+            step.state.communicator.barrier()
+            full[:] = [1] if number == 0 else []
+            step.state.communicator.barrier()
+        return saver.failures
+
+    text = f"{tmp_path}/step-00000002/rank-0000{rank}.safetensors cannot be written: No space left on device"
+    failures = run("mixed", "tensor_parallel", work)
+    assert failures[0] == failures[1] == told
+    assert told == [f"the checkpoint of step 2 was not saved: {text}; the checkpoints before it are as they were."]
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000003"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(InputError, match=r"file/kept cannot be written: Not a directory"):
+        run("mixed", "data_parallel", lambda step: step.save(tmp_path / "file" / "kept"))
+    for directory, keep, message in (("", None, "need the name of a folder"), ("x", 0, "0 checkpoints cannot be kept")):
+        with pytest.raises(InputError, match=message):
+            run("mixed", "single", partial(Step.save, directory=directory, keep=keep))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_each_element_is_saved_once(folders: Path) -> None:
+    for plan in PLANS:
+        saved("mixed", plan, "AdamW", folders / f"mixed-{plan}-AdamW")
+        stored = open_checkpoint(folders / f"mixed-{plan}-AdamW")
+        for entry in stored.tensors.values():
+            assert sum(math.prod(sizes(piece.ranges)) for piece in entry.pieces) == math.prod(entry.shape)
+
+
+def test_an_optimizer_with_a_state_is_refused() -> None:
+    module, kwargs, _ = mixed()
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(**kwargs).backward()
+    optimizer.step()
+    with pytest.raises(InputError, match=r"this AdamW has state of \d+ parameters already, emb.weight first"):
+        ss.capture(module, kwargs=kwargs, optimizer=optimizer)
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    module, kwargs, _ = mixed()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    graph = ss.capture(module, kwargs=kwargs, optimizer=torch.optim.AdamW(module.parameters()), scaler=scaler)
+    found = ss.compile(graph, "data_parallel", "local:2").compiled
+    described, code = describe(found), modules(found.emitted.files)
+    values = initial_values(found.graph.model, found.graph.captured.values)
+
+    def work(restored: bool, communicator: Any) -> Any:
+        step = build_step(described, code, values, communicator)
+        if restored:
+            step.restore(tmp_path)
+        else:
+            train(step, "mixed", range(3))
+            step.save(tmp_path)
+        assert step.state.scaler is not None
+        return step.state.scaler.state_dict()
+
+    before, after = (run_ranks(2, partial(work, restored)) for restored in (False, True))
+    assert before == after
+    assert before[0]["scale"] == 128.0
+    assert before[0]["_growth_tracker"] == 1

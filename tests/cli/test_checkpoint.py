@@ -1,0 +1,152 @@
+"""Train, stop, go on, look, export: the commands, as they are typed, on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from superscaler.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+MODEL = "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=256,seq=16,batch=8,dropout=0.1"
+TWO = ["--plan", "data_parallel", "--cluster", "local:2"]
+CODE = "from superscaler.cli.main import main; main()"
+
+pytestmark = pytest.mark.dist
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+def train(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run("train", MODEL, *arguments, "--json") == 0
+    return json.loads(capfd.readouterr().out.splitlines()[-1])
+
+
+def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:
+    """Start `superscaler train`; no process of it may write a file of more than `limit` bytes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE, "train", MODEL, *arguments],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+
+
+def steps(folder: Path) -> int:
+    return int((folder / "latest").read_text().removeprefix("step-").partition(".")[0])
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that got SIGTERM."""
+    folder = tmp_path_factory.mktemp("stopped")
+    lines = []
+    with start(*TWO, "--steps", "1000000", "--save", str(folder / "kept"), "--seed", "3") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step "):
+                process.send_signal(signal.SIGTERM)
+                break
+        lines += process.stdout.readlines()
+    assert process.returncode == 0, lines
+    assert f"saved in {folder}/kept/step-" in lines[-1]
+    assert lines[-1].startswith("stopped by SIGTERM after step ")
+    assert lines[-1].endswith(f"go on with --resume {folder}/kept\n")
+    return folder / "kept"
+
+
+def test_what_was_stopped_goes_on_bit_for_bit(stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    done = steps(stopped)
+    through = train(capfd, *TWO, "--steps", str(done + 3), "--save", str(tmp_path / "a"), "--seed", "3")
+    # The seeds are those of the checkpoint; what is saved goes into its folder.
+    resumed = train(capfd, *TWO, "--steps", str(done + 3), "--resume", str(stopped))
+    assert resumed["losses"] == through["losses"][done:]
+    assert (resumed["start"], resumed["steps"]) == (done, done + 3)
+    name = f"step-{done + 3:08d}"
+    assert resumed["saved"] == str(stopped / name)
+    shards = [folder / name / "rank-00000.safetensors" for folder in (stopped, tmp_path / "a")]
+    assert shards[0].read_bytes() == shards[1].read_bytes()
+    other = train(capfd, "--plan", "single", "--cluster", "local:1", "--steps", str(done + 3), "--resume",
+                  str(stopped / f"step-{done:08d}"))  # fmt: skip
+    assert other["losses"] == pytest.approx(resumed["losses"], rel=1e-5)
+    # It is saved beside the one that it goes on from, and none is written over.
+    assert other["saved"] == str(stopped / f"{name}.1")
+    assert (stopped / "latest").read_text() == f"{name}.1\n"
+
+
+def test_inspect_export_and_import(stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("checkpoint", "inspect", str(stopped), "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["tensors"]["transformer.h.0.attn.c_attn.weight"]["shape"] == [16, 48]
+    assert found["training"]["model"] == MODEL
+    assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "hf")) == 0
+    assert (tmp_path / "hf" / "config.json").is_file()
+    assert run("checkpoint", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "again")) == 0
+    both = [train(capfd, *TWO, "--steps", "1", "--weights", str(p)) for p in (stopped, tmp_path / "again")]
+    assert both[0]["losses"] == both[1]["losses"]
+    assert run("checkpoint", "export", str(tmp_path / "again"), "--out", str(tmp_path / "no")) == 2
+    assert "say with --model what to export" in capfd.readouterr().err
+    assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--model", "mlp") == 2
+    assert "one of the model's own" in capfd.readouterr().err
+    smaller = MODEL.replace("layers=2", "layers=1")
+    assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--model", smaller) == 2
+    assert "has 12 tensors that this model has not, transformer.h.1.attn.c_attn.bias first" in capfd.readouterr().err
+    assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--format", "pickle") == 2
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
+    # The weights fit, and their optimizer's state does not.
+    saving = ["--save", str(tmp_path / "kept"), "--save-every", "2"]
+    with start(*TWO, "--steps", "4", *saving, limit=100_000) as process:
+        told, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, told
+    assert told.count("warning: the checkpoint of step ") == 2
+    assert f"{tmp_path}/kept/step-00000002/rank-00000.safetensors cannot be written" in told
+    assert "in 4 steps on 2 devices" in told
+    assert told.endswith("nothing was saved; 2 checkpoints were not saved\n")
+    assert not any((tmp_path / "kept").iterdir())
+
+
+def test_wrong_input_is_said_before_anything_is_built(
+    stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("a" * 100)
+    folder, done = str(stopped), steps(stopped)
+    cases = {
+        ("--save-every", "2"): "--save-every 2 needs --save DIR",
+        ("--keep", "2"): "--keep 2 needs --save DIR",
+        ("--save", folder): f"--save {folder} has the checkpoints of another run",
+        ("--save", ""): "--save is empty",
+        ("--save", str(tmp_path / "text")): "text is a file; choose a folder",
+        ("--resume", str(tmp_path)): "has no checkpoint and no weights: none of manifest.json, latest",
+        ("--resume", str(tmp_path / "no")): "no does not exist",
+        ("--resume", folder, "--weights", folder): "--weights has no use",
+        ("--resume", folder, "--steps", str(done)): f"trained for {done} steps, and --steps {done} counts these",
+        ("--resume", folder, "--steps", str(done + 9), "--data", str(tmp_path / "text")): (
+            "was trained on the default, but --data is text (100 bytes)"
+        ),
+        ("--weights", str(tmp_path / "text")): "text is no safetensors file, or is damaged",
+    }
+    for arguments, message in cases.items():
+        assert run("train", MODEL, *TWO, *arguments) == 2
+        error = capfd.readouterr().err
+        assert message in error, arguments
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1

@@ -1,0 +1,135 @@
+"""Checkpoints as other programs have them: Hugging Face's library, plain safetensors, torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from transformers import AutoModelForCausalLM
+
+import superscaler as ss
+from superscaler.artifact import describe, initial_values
+from superscaler.errors import InputError
+from superscaler.models import build
+from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.stored import open_checkpoint
+from superscaler.runtime.threads import run_ranks
+from superscaler.train.exchange import export_distributed, export_model, import_weights
+
+SPECS = {
+    "gpt2": "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=64,seq=6,batch=4",
+    "llama": "llama:size=tiny,layers=1,hidden=16,heads=2,kv_heads=1,vocab=64,seq=6,batch=4",
+    "t5": "t5:size=tiny,layers=1",
+}
+
+
+def trained(name: str, folder: Path) -> None:
+    """Train two steps of a model and save."""
+    built = build(SPECS[name])
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-2)
+    found = ss.compile(
+        ss.capture(built.module, built.args, built.kwargs, optimizer), "tensor_parallel", "local:2"
+    ).compiled
+    described, code, captured = describe(found), modules(found.emitted.files), found.graph.captured
+    values = initial_values(found.graph.model, captured.values)
+
+    def work(communicator) -> None:  # type: ignore[no-untyped-def]
+        step = build_step(described, code, values, communicator, captured.fixed if communicator.rank == 0 else {})
+        for _ in range(2):
+            step({name: value.clamp(min=0) for name, value in captured.batch.items()})
+        step.save(folder)
+
+    run_ranks(2, work)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    trained("gpt2", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_export_opens_in_transformers_with_equal_logits(name: str, tmp_path: Path) -> None:
+    trained(name, tmp_path / "kept")
+    files = export_model(tmp_path / "kept", build(SPECS[name]).module, tmp_path / "out")
+    assert {"config.json", "model.safetensors"} <= set(files)
+    built = build(SPECS[name] + ",seed=3")
+    assert ss.load_weights(built.module, tmp_path / "kept") == []
+    theirs = type(built.module).from_pretrained(tmp_path / "out")
+    for module in (built.module, theirs):
+        module.eval()
+    logits = [module(*built.args, **built.kwargs).logits for module in (built.module, theirs)]
+    assert torch.equal(*logits)
+    # The same files start training, and tied weights are in them once.
+    again = import_weights(tmp_path / "out", tmp_path / "again")
+    assert {n: e.shape for n, e in open_checkpoint(again).tensors.items()}.items() <= {
+        n: tuple(t.shape) for n, t in theirs.state_dict().items()
+    }.items()
+    other = build(SPECS[name] + ",seed=4").module
+    assert ss.load_weights(other, again) == []
+    assert all(torch.equal(v, built.module.state_dict()[n]) for n, v in other.state_dict().items())
+
+
+def test_an_export_opens_by_its_config_alone(gpt2: Path, tmp_path: Path) -> None:
+    export_model(gpt2, build(SPECS["gpt2"]).module, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+class Own(nn.Module):
+    hidden: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+
+def test_a_module_of_ones_own_is_exported_with_its_names(tmp_path: Path) -> None:
+    save_file({"second.weight": torch.eye(4)}, tmp_path / "theirs.safetensors")
+    assert export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out") == ["model.safetensors"]
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert list(found) == ["first.weight"]
+    assert torch.equal(found["first.weight"], torch.eye(4))
+    with pytest.raises(InputError, match=r"out is there already and is not empty"):
+        export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out")
+    save_file({"second.weight": torch.eye(4), "first.weight": torch.ones(4, 4)}, tmp_path / "untied.safetensors")
+    with pytest.raises(InputError, match=r"first.weight and second.weight differ in .*, but this model ties them"):
+        ss.load_weights(Own(), tmp_path / "untied.safetensors")
+    save_file({"second.weight": torch.eye(4, dtype=torch.float64)}, tmp_path / "wide.safetensors")
+    with pytest.raises(InputError, match=r"is float64 of shape \(4, 4\) in .*, but float32 of shape \(4, 4\)"):
+        ss.load_weights(Own(), tmp_path / "wide.safetensors")
+    save_file({"second.weight": torch.eye(4, dtype=torch.bfloat16)}, tmp_path / "narrow.safetensors")
+    assert ss.load_weights(Own(), tmp_path / "narrow.safetensors") == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_distributed_checkpoint_both_ways(gpt2: Path, tmp_path: Path) -> None:
+    export_distributed(gpt2, tmp_path / "out")
+    module = build(SPECS["gpt2"] + ",seed=5").module
+    expected = build(SPECS["gpt2"]).module
+    ss.load_weights(expected, gpt2)
+    state = {
+        "model": module.state_dict(),
+        "optimizer": {"state": {"transformer.wpe.weight": {"step": torch.zeros(())}}},
+    }
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert all(torch.equal(v, expected.state_dict()[n]) for n, v in state["model"].items())
+    assert state["optimizer"]["state"]["transformer.wpe.weight"]["step"] == 2
+    with pytest.raises(InputError, match=r"reading a pickle runs whatever code is in it; if you trust .* --trust"):
+        import_weights(tmp_path / "out", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    other = build(SPECS["gpt2"] + ",seed=6").module
+    ss.load_weights(other, import_weights(tmp_path / "out", tmp_path / "again", trust=True))
+    assert all(torch.equal(v, expected.state_dict()[n]) for n, v in other.state_dict().items())
+    (tmp_path / "out" / ".metadata").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"out cannot be read by torch.distributed.checkpoint: "):
+        import_weights(tmp_path / "out", tmp_path / "third", trust=True)
+    assert not (tmp_path / "third").exists()
