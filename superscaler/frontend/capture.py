@@ -97,19 +97,21 @@ def capture(
     start = exported_at = time.perf_counter()
     key = key_of(cache, module, inputs, *chosen) if cache else ""
     kept = load(key, module) if cache else None
+    read_at = time.perf_counter()
     if kept is None:
         with torch.autocast(device.type, enabled=False), without_garbage_collection():
             start = time.perf_counter()
             exported = program()
             exported_at = time.perf_counter()
             kept = (*_read(module, exported, training, device), inputs_of(exported))
+            read_at = time.perf_counter()
         # Another key says that the model loaded code, or set a buffer, as it ran: no later capture asks for that key.
         if cache and key == key_of(cache, module, inputs, *chosen):
             save(key, module, *kept)
     model, values, names = kept
     model = replace(model, optimizer=training.optimizer)
     _warn_of_underflow(model)
-    seconds = {"export": exported_at - start, "capture": time.perf_counter() - exported_at}
+    seconds = {"export": exported_at - start, "capture": read_at - exported_at}
     return Captured(model, values, program, seconds, _batch(names, args, kwargs or {}), _fixed(module, model))
 
 
@@ -208,6 +210,7 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: 
     tensors = {x.name: builder.tensor(x) for x in (*leaves, *(x for node in trace.calls() for x in outputs(node)))}
     inputs = tuple(leaf.name for leaf in trace.leaves("input"))
     ops, factors = (*forward, *updates), builder.factors()
+    assert len({op.name for op in ops}) == len(ops), "two ops of one name"
     return Model(
         tensors, ops, factors, inputs, trace.loss.name, training.optimizer, aliases, dict(found.unsupported), segments
     )

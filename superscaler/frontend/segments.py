@@ -150,6 +150,7 @@ def _segment(trace: Trace, node: Node, cut: Cut, k: int, segments: Mapping[Node,
     with trace.graph.inserting_before(node):
         own = trace.graph.node_copy(node, lambda x: segments[x][k] if x in segments else x)
     own.name, own.meta["val"] = trace.derive(node.name, f"segment{k}"), value
+    own.meta.pop("op", None)
     if target_of(node) in _VIEWS:
         own.args = (own.args[0], tuple(value.shape))
     return own

@@ -196,7 +196,8 @@ def _read_leaves(trace: Trace, exported: ExportedProgram, canonical: Mapping[str
     known: dict[str, Node] = {}
     leaves = trace.graph.find_nodes(op="placeholder")
     for spec, node in zip(exported.graph_signature.input_specs, leaves, strict=True):
-        target, is_input = spec.target or node.name, spec.kind is InputKind.USER_INPUT
+        # The copy of a graph has other names for what Python has, as for an input `float`.
+        target, is_input = spec.target or spec.arg.name, spec.kind is InputKind.USER_INPUT
         name = canonical.get(target, target)
         if not isinstance(node.meta.get("val"), Tensor):
             continue

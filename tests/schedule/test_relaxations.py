@@ -84,7 +84,7 @@ def test_what_is_given_up_is_needed_and_told(
 ) -> None:
     graph = captured()
     plan = ss.compile(graph, sprogram, ss.Cluster.local(4))
-    assert [r.name for r in plan.compiled.relaxations] == [name]
+    assert [r.name for r in plan.compiled.schedule.relaxations] == [name]
     assert f"because of a cycle, {name}: " in plan.explain()
     assert plan.verify()["equal"]
     monkeypatch.setattr(order, "RELAXATIONS", [f for f in order.RELAXATIONS if f is not relax])
@@ -94,5 +94,5 @@ def test_what_is_given_up_is_needed_and_told(
 
 def test_nothing_is_given_up_without_need() -> None:
     plan = ss.compile(captured(), "data_parallel", ss.Cluster.local(4))
-    assert not plan.compiled.relaxations
+    assert not plan.compiled.schedule.relaxations
     assert "cycle" not in plan.explain()
