@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -54,3 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        # What a user names is checked where it is used: what is left is standard output, as on a full disk.
+        if error.filename is not None or error.errno != errno.ENOSPC:
+            raise
+        sys.stdout = io.StringIO()
+        print(f"error: standard output cannot be written: {error.strerror}.", file=sys.stderr)
+        sys.exit(2)

@@ -31,7 +31,7 @@ def _named(name: str, text: str) -> Path:
 def train(
     printer: Printer,
     request: PlanRequest,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to train.")] = 20,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20,
     clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None,
     data: Annotated[
         Path | None, option("--data", "Text to learn, byte by byte; default: Python's own.", "FILE")

@@ -20,6 +20,8 @@ AUTOCASTS = {"bf16": "bfloat16", "fp16": "float16"}
 _COMMON = {"seed": 0, "device": "cpu"}
 # Other integers are sizes, of which at least one is needed.
 _FROM_ZERO = ("seed",)
+# Each layer is a module: more take minutes to make.
+_MOST_LAYERS = 10_000
 _TYPES = {
     "int": "a whole number, as 4",
     "float": "a number, as 0.1",
@@ -97,6 +99,8 @@ def _check(spec: str, options: Options) -> None:
         least = 0 if key in _FROM_ZERO else 1
         if isinstance(value, int) and not isinstance(value, bool) and not least <= value < 2**63:
             raise InputError(f"'{spec}': {key} is {value}, but it must be {least} or more, and below 2**63.")
+        if key == "layers" and value > _MOST_LAYERS:
+            raise InputError(f"'{spec}': layers is {value}, but no more than {_MOST_LAYERS} can be built; give fewer.")
     if options["device"] not in DEVICES:
         raise InputError(f"'{spec}': {unknown('device', options['device'], DEVICES)}")
     for rate in ("dropout", "drop_path"):

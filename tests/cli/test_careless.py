@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,3 +174,32 @@ def test_out_below_a_file_or_a_broken_link_is_refused(tmp_path: Path, capsys: py
         assert str(out) in err
         assert len(err.splitlines()) == 1
     assert (tmp_path / "file").read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: " + "[" * 5000 + "]" * 5000, "nested too deep"), ("servers: 1\nservers: 2\n", "'servers' is given twice")],
+)
+def test_a_cluster_file_that_is_deep_or_double_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(text)
+    assert run("validate", MODEL, "--plan", "single", "--cluster", str(tmp_path / "cluster.yaml")) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_numbers_beyond_all_reason_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("compile", "mlp:layers=1000000000", *ONE) == 2
+    assert "layers is 1000000000, but no more than 10000 can be built" in capsys.readouterr().err
+    assert run("train", MODEL, *ONE, "--steps", str(10**20)) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_as_standard_output_is_one_line(options: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "superscaler", "compile", MODEL, *ONE, *options]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: standard output cannot be written: No space left on device."
+    assert "Traceback" not in done.stderr
