@@ -34,7 +34,7 @@ def plan_of(model: str, spec: str, world: int) -> Plan:
         ("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
         ("llama:size=tiny", "tensor_parallel", 4),
         ("gpt2:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2),
-        ("gpt2:size=tiny,batch=8", f"{Path(__file__).parents[1]}/integration/test_buckets.py:zero", 4),
+        ("gpt2:size=tiny,batch=8", f"{Path(__file__).parents[1]}/materialize/test_buckets.py:zero", 4),
     ],
 )
 def test_a_step_on_processes_equals_the_exported_model(model: str, spec: str, world: int) -> None:
