@@ -25,7 +25,6 @@ from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph
 from superscaler.report.account import account, hash_values, kept_values, manifest, origin
 from superscaler.specs import files as disk
-from superscaler.specs.files import data_hash
 
 RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
 
@@ -205,7 +204,7 @@ def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[
         disk.EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
     }
     hashes = {name: disk.digest(text) for name, text in files.items()}
-    kept = {**manifest(compiled, values), "data": data_hash(data), "files": hashes}
+    kept = {**manifest(compiled, values), "data": disk.data_hash(data), "files": hashes}
     kept["self"] = _own_hash(kept)
     return {**files, disk.PLAN_FILE: json.dumps({**data, "manifest": kept}, indent=1) + "\n"}
 
@@ -217,7 +216,7 @@ def _own_hash(kept: Mapping[str, Any]) -> str:
 def damaged(directory: Path, plan: Mapping[str, Any]) -> str:
     """Return which file of a plan directory is not what the manifest of plan.json says; empty where all are."""
     kept = plan["manifest"]
-    if data_hash(plan) != kept.get("data") or _own_hash(kept) != kept.get("self"):
+    if disk.data_hash(plan) != kept.get("data") or _own_hash(kept) != kept.get("self"):
         return disk.PLAN_FILE
     for name, shown in kept["files"].items():
         try:

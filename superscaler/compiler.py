@@ -97,7 +97,8 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
         pass
     returned = sprogram(graph, cluster)
     if inspect.isgenerator(returned) or inspect.isawaitable(returned) or inspect.isasyncgen(returned):
-        returned.close() if inspect.iscoroutine(returned) else None
+        if inspect.iscoroutine(returned):
+            returned.close()
         raise InputError(f"{name} is a generator or async, of which nothing has run; make it a plain function.")
 
 

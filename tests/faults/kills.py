@@ -123,6 +123,7 @@ def trial(plan: Path, folder: Path, whole: list[float], victim: str, draw: rando
 
 
 def is_alive(pid: int) -> bool:
+    """Tell whether a process runs; one that has ended and was not waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:

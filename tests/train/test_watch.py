@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kills import is_alive
 from torch import Tensor, nn
 
 import superscaler as ss
@@ -87,14 +88,6 @@ def wait_for_end(pids: list[int]) -> None:
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank lives on"
         time.sleep(0.2)
-
-
-def is_alive(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    try:
-        return state.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.dist
