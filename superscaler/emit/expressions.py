@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -38,7 +39,7 @@ class Local:
             return "[" + ", ".join(self.literal(v) for v in value) + "]"
         if isinstance(value, str) and value.startswith("torch."):
             return value
-        if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
         return repr(value)
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.autocast import read_autocast
 from superscaler.frontend.constants import fold
+from superscaler.frontend.effects import refuse_shared
 from superscaler.frontend.entries import Inputs, inputs_of, key_of, load, save
 from superscaler.frontend.export import examples, export
 from superscaler.frontend.flops import flops
@@ -38,8 +39,35 @@ from superscaler.timing import without_garbage_collection
 
 
 @dataclass(frozen=True)
+class Call:
+    """What was captured: a call of the user's module, and which of its submodules were in training mode."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: Inputs
+    training: tuple[bool, ...]
+
+    def batch(self) -> dict[str, Tensor]:
+        """Return the example inputs by the names that export gave them, in its order."""
+        pairs = zip(self.inputs.names, self._flat()[0], strict=True)
+        return {name: value for name, value in pairs if isinstance(value, Tensor)}
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the call with a batch in the place of the example."""
+        flat, spec = self._flat()
+        pairs = zip(self.inputs.names, flat, strict=True)
+        args, kwargs = pytree.tree_unflatten([batch.get(name, value) for name, value in pairs], spec)
+        return args, kwargs
+
+    def _flat(self) -> tuple[list[Any], pytree.TreeSpec]:
+        return pytree.tree_flatten((self.args, {name: self.kwargs[name] for name in self.inputs.keywords}))
+
+
+@dataclass(frozen=True)
 class Captured:
-    """A captured step: the model; its initial values and example batch by pTensor name; the program it came from.
+    """A captured step: the model; its initial values and example batch by pTensor name; the call and the program that
+    it came from.
 
     `values` lacks what was built on the meta device. `fixed` has the buffers of the module's state that became
     constants, or that nothing reads: with the model's own tensors they are that state, whole. `seconds` has `export`
@@ -48,6 +76,7 @@ class Captured:
 
     model: Model
     values: dict[str, Tensor]
+    call: Call
     program: Callable[[], ExportedProgram]
     seconds: dict[str, float]
     batch: dict[str, Tensor]
@@ -83,6 +112,7 @@ def capture(
     device = _device(module)
     cast = read_autocast(autocast, device.type)
     training = read_optimizer(module, optimizer, scaler)
+    refuse_shared(module, training.groups)
     inputs = examples(module, args, kwargs or {})
     named = (training.optimizer.name, training.groups, bool(training.optimizer.scaler))
     chosen = (*named, aliases_of(module), device, cast)
@@ -112,7 +142,8 @@ def capture(
     model = replace(model, optimizer=training.optimizer)
     _warn_of_underflow(model)
     seconds = {"export": exported_at - start, "capture": read_at - exported_at}
-    return Captured(model, values, program, seconds, _batch(names, args, kwargs or {}), _fixed(module, model))
+    call = Call(module, tuple(args), dict(kwargs or {}), names, tuple(m.training for m in module.modules()))
+    return Captured(model, values, call, program, seconds, call.batch(), _fixed(module, model))
 
 
 def _fixed(module: nn.Module, model: Model) -> dict[str, Tensor]:
@@ -182,12 +213,6 @@ def _warn_of_underflow(model: Model) -> None:
             "they should be below 6e-8; give capture a scaler=torch.amp.GradScaler(...), or use bf16.",
             stacklevel=4,
         )
-
-
-def _batch(inputs: Inputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the example inputs by the names that export gave them, in its order."""
-    flat = pytree.tree_leaves((args, {k: kwargs[k] for k in inputs.keywords}))
-    return {name: v for name, v in zip(inputs.names, flat, strict=True) if isinstance(v, Tensor)}
 
 
 def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: Segments) -> Model:

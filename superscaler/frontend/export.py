@@ -19,7 +19,8 @@ from superscaler.errors import CaptureError, PlanError
 from superscaler.frontend import autocast as casts
 from superscaler.frontend import experts
 from superscaler.frontend.autocast import Autocast
-from superscaler.frontend.refusals import call, explain, forward_line, refuse_hooks
+from superscaler.frontend.effects import Unsettled, call, refuse_hooks
+from superscaler.frontend.refusals import explain, forward_line
 
 # Synonyms of operators that have a rule, and what torch itself writes in such operators.
 _COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hinge_embedding_loss kl_div less less_equal
@@ -39,7 +40,7 @@ def export(
     with _only_loss(module, autocast), experts.chosen(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            exported = torch.export.export(module, args, dict(kwargs), strict=False)
+            exported = _settled(module, args, dict(kwargs))
             if casts.has_regions(exported) and any(p.is_meta for p in module.parameters()):
                 with casts.stand_ins(module, args, kwargs) as (own_args, own_kwargs):
                     exported = torch.export.export(module, own_args, own_kwargs, strict=False)
@@ -55,10 +56,25 @@ def export(
             raise explain(module, error) from error
 
 
+def _settled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """Export a module; again, where its first call changed what the second one finds."""
+    try:
+        return torch.export.export(module, args, kwargs, strict=False)
+    except Unsettled as first:
+        first.settle()
+        try:
+            return torch.export.export(module, args, kwargs, strict=False)
+        except Unsettled as error:
+            raise CaptureError(str(error)) from None
+
+
 def _decompositions(exported: ExportedProgram) -> dict[Any, Any]:
     """Return how torch writes the composite operators of a program that have no rule of their own."""
     names = set(_COMPOSITE.split())
     found = {n.target for n in exported.graph.nodes if str(n.target).removeprefix("aten.").split(".")[0] in names}
+    # With running statistics it changes them, which its own name does not say.
+    changing = torch.ops.aten.instance_norm.default
+    found |= {changing for n in exported.graph.nodes if n.target is changing and n.args[3] is not None}
     table = torch.export.default_decompositions() if found else {}
     return {operator: table[operator] for operator in found if operator in table}
 

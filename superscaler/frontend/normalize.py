@@ -41,6 +41,7 @@ def normalize(trace: Trace) -> None:
             steps.finish(*([found] if isinstance(found, Node) else found))
     remove_dead(trace)
     _refuse_random(trace)
+    _refuse_frequencies(trace)
     _refuse_complex(trace)
     _refuse_mixed(trace)
 
@@ -62,6 +63,16 @@ def _refuse_random(trace: Trace) -> None:
             raise CaptureError(
                 f"{place_of(node)} draws random numbers by {node.target}, and devices would "
                 "draw different ones; use dropout, rand, randn or bernoulli, or draw it outside and pass it in."
+            )
+
+
+def _refuse_frequencies(trace: Trace) -> None:
+    """Raise CaptureError for gradients divided by how often the whole batch has a row, which no part of it knows."""
+    for node in trace.calls():
+        if target_of(node) == "aten.embedding.default" and argument(node, 3, "scale_grad_by_freq"):
+            raise CaptureError(
+                f"{place_of(node)} looks rows up with scale_grad_by_freq=True, which is not supported; leave it out or "
+                "count the rows in the model and scale by that."
             )
 
 

@@ -244,6 +244,12 @@ def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:
     return _narrow(x.reshape(_flat(slots)), box).reshape(shape).contiguous()
 
 
+def put(x: Tensor, slots: Sequence[Sequence[int]], box: Box, piece: Tensor) -> None:
+    """Write what `take` gives into a whole tensor, which is contiguous."""
+    inner = _narrow(x.view(_flat(slots)), box)
+    inner.copy_(piece.reshape(inner.shape))
+
+
 def _flat(slots: Sequence[Sequence[int]]) -> list[int]:
     return [size for dim in slots for size in dim]
 

@@ -50,7 +50,7 @@ def first_difference(exact: Compiled, values: Values, batch: Values, timeout: fl
     return found or failure
 
 
-def model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
+def model_step(exact: Compiled, known: Values, step: int = 0) -> tuple[Values, Values]:
     """Return every tensor of one step on whole tensors, in the names of the graph, and the gradients of those."""
     model = exact.graph.model
     forward = exact.graph.forward_ops
@@ -66,7 +66,7 @@ def model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
     boxes = tuple(tuple((0, i.size) for i in op.indices) for op in forward)
     function = Function(tuple(forward), boxes, tuple(name for name, _ in read), input_of, tuple(made), "")
     leaves = {name: known[name].detach().clone().requires_grad_() for name, wants in read if wants}
-    (run,) = callables(model, [function])
+    (run,) = callables(model, [function], step=step)
     outputs = run(*(leaves[n] if wants else known[n] for n, wants in read))
     found = dict(zip(made, outputs, strict=True))
     wanted = {n: t for n, t in {**found, **leaves}.items() if t.requires_grad}
@@ -76,9 +76,9 @@ def model_step(exact: Compiled, known: Values) -> tuple[Values, Values]:
 
 
 def callables(
-    model: Model, functions: Sequence[Function], device: str = "cpu"
+    model: Model, functions: Sequence[Function], device: str = "cpu", step: int = 0
 ) -> list[Callable[..., Sequence[Tensor]]]:
-    """Return functions of a model as they are emitted, drawing the random numbers of a first step on a device."""
+    """Return functions of a model as they are emitted, drawing the random numbers of a step on a device."""
     text, names = emit_segments(Program(model, tuple(functions), ()))
     code = modules({"segments.py": text})["segments"]
 
@@ -88,7 +88,7 @@ def callables(
 
         def random(k: int) -> Tensor:
             d = draws[k]
-            return functional.draw(0, 0, d.op, d.box, d.extents, device).reshape(d.shape)
+            return functional.draw(0, step, d.op, d.box, d.extents, device).reshape(d.shape)
 
         return lambda *inputs: getattr(code, name)(*inputs, *([random] if draws else []))
 

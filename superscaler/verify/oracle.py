@@ -41,10 +41,10 @@ def packed(model: Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Reference(NamedTuple):
-    """What one step of the unsplit program gives."""
+    """What one step of the unsplit program gives; None for the gradient of what the loss does not depend on."""
 
     loss: Tensor
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
 
 
@@ -77,11 +77,10 @@ def reference_step(
             found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     finally:
         torch.set_default_dtype(before)
-    gradients = zip(leaves.items(), found, strict=True)
     written = (s.target for s in captured.exported.graph_signature.output_specs)
     return Reference(
         loss.detach(),
-        {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in gradients},
+        dict(zip(leaves, found, strict=True)),
         {str(name): buffer.detach() for name, buffer in zip(written, buffers, strict=False)},
     )
 

@@ -1,0 +1,229 @@
+"""What a forward does beside its result, and a captured step would not: found while it runs, and refused."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from superscaler.errors import CaptureError
+from superscaler.frontend.refusals import blocked, forward_line, is_model, user_line
+
+_STANDARD = frozenset(nn.Module().__dict__)
+_PLAIN = (bool, int, float, str)
+# Where a value is kept, as the user's code names it -> what has it, and the value.
+State = dict[str, tuple[Any, Any]]
+
+
+class Unsettled(Exception):
+    """The first call of a module set what later calls find: the graph of a later one is wanted.
+
+    `settle` sets it again: torch.export puts the attributes of a module back.
+    """
+
+    def __init__(self, told: str, found: Sequence[tuple[Any, str]]) -> None:
+        super().__init__(told)
+        self._values = [(owner, name, vars(owner)[name]) for owner, name in found if name in vars(owner)]
+
+    def settle(self) -> None:
+        for owner, name, value in self._values:
+            vars(owner)[name] = value
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Raise CaptureError where a hook changes gradients: mirrors differentiate the captured operators alone."""
+    hooked = [f"parameter {n}" for n, p in module.named_parameters() if p._backward_hooks]
+    hooked += [f"module {n or type(m).__name__}" for n, m in module.named_modules() if _backward_hooks(m)]
+    if hooked:
+        raise CaptureError(
+            f"{len(hooked)} gradient hooks would be lost, the first that of {hooked[0]}; remove them for capture."
+        )
+
+
+def _backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def refuse_shared(module: nn.Module, trained: Mapping[str, Any]) -> None:
+    """Raise CaptureError where a tensor of a module is a view of a trained parameter: its copy would stay as it is."""
+    parameters = [(name, p) for name, p in module.named_parameters() if name in trained]
+    spans = {p.untyped_storage()._cdata: (name, p) for name, p in parameters}
+    others: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
+    others += [(path, x) for path, (_, value) in _state(module).items() for x in pytree.tree_leaves(value)]
+    for name, x in others:
+        found = spans.get(x.untyped_storage()._cdata) if _is_dense(x) else None
+        if found is not None and found[1] is not x and _overlap(found[1], x):
+            raise CaptureError(
+                f"{name.removeprefix('self.')} of {type(module).__name__} shares memory with parameter {found[0]}, "
+                "which training changes, but a captured step has a copy of it; compute it from the parameter in the "
+                "forward, or tie modules by assigning the parameter itself."
+            )
+
+
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_sparse and x.numel() > 0
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors of one storage may have an element in common."""
+    (a, b), (c, d) = map(_span, (one, other))
+    return a < d and c < b
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a tensor lies in."""
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+    start = int(x.storage_offset()) * x.element_size()
+    return start, start + (last + 1) * x.element_size()
+
+
+def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module's forward during export. Raises CaptureError for effects that the graph would lose silently.
+
+    What is set once, such as a cache, is settled in a second run: a tensor in the same export, which knows it; after
+    anything else Unsettled asks for another one.
+    """
+    with blocked(), _recorded() as places:
+        given, before, draws = _flat(args, kwargs), _state(module), _draws()
+        result = forward(*args, **kwargs)
+        settled = _state(module)
+        _refuse_draws(module, draws)
+        if found := _changed(before, settled):
+            if not any(isinstance(x, Tensor) for path in found for x in pytree.tree_leaves(settled[path][1])):
+                owned = [(settled[path][0], path.rpartition(".")[2]) for path in found]
+                raise Unsettled(_told(module, found[0], settled, places), owned)
+            result = forward(*args, **kwargs)
+        if found := _changed(settled, state := _state(module)):
+            raise CaptureError(_told(module, found[0], state, places))
+        if _flat(args, kwargs) != given:
+            raise CaptureError(
+                f"{forward_line(module)} changes the lists or dicts among its inputs, which the captured step would "
+                "not; build new ones."
+            )
+    return result
+
+
+def _told(module: nn.Module, path: str, state: State, places: Mapping[tuple[int, str], str]) -> str:
+    owner = state[path][0]
+    where = places.get((id(owner), path.rpartition(".")[2]), "") or forward_line(
+        owner if isinstance(owner, nn.Module) else module
+    )
+    return (
+        f"{where} changes {path} in every call, which the captured step would not; pass such state in as an input, and "
+        "return what you want to watch."
+    )
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], str]:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return [id(leaf) for leaf in leaves], str(spec)
+
+
+def _draws() -> list[Any]:
+    """Return the states of the random numbers of Python and of numpy."""
+    numpy = sys.modules.get("numpy")
+    return [random.getstate(), None if numpy is None else str(numpy.random.get_state())]
+
+
+def _refuse_draws(module: nn.Module, before: list[Any]) -> None:
+    for name, one, other in zip(("Python", "numpy"), before, _draws(), strict=True):
+        if one != other:
+            raise CaptureError(
+                f"{forward_line(module)} draws random numbers of {name}, but a captured step would have the same ones "
+                "always; draw them by torch, or pass them in as an input."
+            )
+
+
+def _state(module: nn.Module) -> State:
+    """Return what the modules, their plain objects, and the user's own functions that they run keep between calls.
+
+    Tensors and plain values count as they are, of containers what they hold; of frozen and gradient switches the value.
+    """
+    found: State = {f"{name}.requires_grad": (p, p.requires_grad) for name, p in module.named_parameters()}
+    seen: set[int] = set()
+    for name, owner in module.named_modules():
+        for attribute, value in owner.__dict__.items():
+            if attribute not in _STANDARD:
+                path = ".".join(filter(None, ("self", name, attribute)))
+                found[path] = owner, _held(value)
+                found |= _fields(path, value)
+        hooks = (*owner._forward_hooks.values(), *owner._forward_pre_hooks.values())
+        for function in (type(owner).forward, *hooks):
+            if id(function) not in seen:
+                seen.add(id(function))
+                found |= _kept(function)
+    return found
+
+
+def _kept(function: Any) -> State:
+    """Return what a function of the user's own has from around it."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(function, FunctionType) or not is_model(function.__code__.co_filename, own=True):
+        return {}
+    values = {n: function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:
+            # Not set yet.
+            continue
+    found: State = {}
+    for name, value in values.items():
+        if isinstance(value, (*_PLAIN, list, dict, Tensor)):
+            found[name] = function, _held(value)
+        found |= _fields(name, value)
+    return found
+
+
+def _fields(path: str, value: Any) -> State:
+    """Return the attributes of an object of the user's own classes."""
+    home = sys.modules.get(type(value).__module__)
+    is_own = is_model(getattr(home, "__file__", None) or "", own=True) and not isinstance(value, nn.Module | type)
+    fields = getattr(value, "__dict__", {}) if is_own else {}
+    return {f"{path}.{name}": (value, _held(x)) for name, x in fields.items()}
+
+
+def _changed(before: State, after: State) -> list[str]:
+    """Return the paths whose values differ."""
+    return [p for p, (_, value) in after.items() if _differs(before.get(p, (None, None))[1], value)]
+
+
+def _held(value: Any) -> Any:
+    return tuple(value.items() if isinstance(value, dict) else value) if isinstance(value, list | dict) else value
+
+
+def _differs(before: Any, after: Any) -> bool:
+    if isinstance(after, tuple):
+        same = isinstance(before, tuple) and len(before) == len(after)
+        return not same or any(_differs(b, a) for b, a in zip(before, after, strict=True))
+    if isinstance(after, _PLAIN):
+        return bool(before != after)
+    return isinstance(after, Tensor) and before is not after
+
+
+@contextmanager
+def _recorded() -> Iterator[dict[tuple[int, str], str]]:
+    """Record the line that last set each attribute of a module."""
+    places: dict[tuple[int, str], str] = {}
+    original = nn.Module.__setattr__
+
+    def record(self: nn.Module, name: str, value: Any) -> None:
+        places[id(self), name] = _line(sys._getframe(1))
+        original(self, name, value)
+
+    nn.Module.__setattr__ = record  # type: ignore[method-assign, assignment]
+    try:
+        yield places
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
+def _line(frame: FrameType) -> str:
+    return user_line(f'File "{frame.f_code.co_filename}", line {frame.f_lineno}')

@@ -1,0 +1,183 @@
+"""Steps of a plan against those of a model: loss, gradients, weights, buffers and optimizer state on every device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from superscaler.artifact import slots_of
+from superscaler.compiler import Compiled
+from superscaler.ir.mask import Mask
+from superscaler.ir.program import Weight
+from superscaler.runtime.executor import put, take
+from superscaler.verify.locate import FLOOR, TOLERANCE, Values
+from superscaler.verify.oracle import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a rank has after a step: the loss, its slices of gradients and weights and the optimizer's state of them, by
+    local name, and the bytes that it has put on links.
+    """
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    weights: Values
+    state: Mapping[str, Values]
+    moved: int
+
+
+@dataclass(slots=True)
+class Errors:
+    """The largest errors of all steps, where the largest is, and the first that is too large, in words."""
+
+    largest: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("loss_error", "gradient_error", "parameter_error"), 0.0)
+    )
+    worst: str = ""
+    first: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return all(error <= TOLERANCE for error in self.largest.values())
+
+    def add(self, kind: str, error: float, where: str, what: str) -> None:
+        if not error <= max(self.largest.values()):
+            self.worst = where
+        if not error <= self.largest[kind]:
+            self.largest[kind] = error
+        if not error <= TOLERANCE and not self.first:
+            self.first = f"{what} is off by {error:.2g}"
+
+
+class Comparison:
+    """Compares the steps of a plan one by one, each from the weights that the plan has before it.
+
+    A gradient that is truly zero is noise, of which Adam makes steps of any size: so the update of each slice is
+    compared with what torch's own optimizer makes of the gradient that the plan has there.
+    """
+
+    def __init__(self, exact: Compiled, values: Values) -> None:
+        self.exact, self.model = exact, exact.graph.model
+        self.known = dict(values)
+        self.errors = Errors()
+        self.steps = 0
+        self.groups = {op.inputs[0].tensor: op.group for op in self.model.ops if not (op.is_forward or op.is_write)}
+        self.twins = [self._twin(device.weights) for device in exact.program.devices]
+
+    def _twin(self, weights: Sequence[Weight]) -> tuple[dict[str, Tensor], torch.optim.Optimizer | None]:
+        """Return slices of a device's trained weights, and torch's optimizer over them."""
+        optimizer = self.model.optimizer
+        members: list[list[Tensor]] = [[] for _ in optimizer.groups]
+        found = {}
+        for weight in weights:
+            if weight.tensor in self.groups:
+                found[str(weight.name)] = self._slice(self.known, weight).clone().requires_grad_()
+                members[self.groups[weight.tensor]].append(found[str(weight.name)])
+        groups = [{"params": p, **dict(g)} for p, g in zip(members, optimizer.groups, strict=True) if p]
+        return found, getattr(torch.optim, optimizer.name)(groups) if groups else None
+
+    def _slice(self, whole: Values, weight: Weight) -> Tensor:
+        return take(whole[weight.tensor], slots_of(self.model, weight.tensor), weight.box)
+
+    def add(self, results: Sequence[Result], expected: Reference) -> None:
+        """Compare the next step, and take over the weights after it."""
+        self.steps += 1
+        here = "" if self.steps == 1 else f" in step {self.steps}"
+        loss = expected.loss
+        for result in results:
+            error = float((result.loss - loss).abs() / loss.abs().clamp_min(1e-30))
+            self.errors.add(
+                "loss_error", error, self.model.loss, f"{self.model.loss}, the loss{here or ' of the step'},"
+            )
+        self._gradients(results, expected, here)
+        self._weights(results, expected, here)
+        for rank, device in enumerate(self.exact.program.devices):
+            for weight in device.weights:
+                whole = self.known[weight.tensor].clone()
+                put(whole, slots_of(self.model, weight.tensor), weight.box, results[rank].weights[str(weight.name)])
+                self.known[weight.tensor] = whole
+
+    def _each(self) -> Iterator[tuple[int, Weight]]:
+        for rank, device in enumerate(self.exact.program.devices):
+            for weight in device.weights:
+                yield rank, weight
+
+    def _gradients(self, results: Sequence[Result], expected: Reference, here: str) -> None:
+        whole = {n: torch.zeros_like(self.known[n]) if g is None else g for n, g in expected.gradients.items()}
+        floor = FLOOR * max((_largest(g) for g in whole.values()), default=1.0)
+        for rank, weight in self._each():
+            if weight.tensor in whole:
+                want = self._slice(whole, weight)
+                have = results[rank].gradients.get(str(weight.name))
+                error = _error(torch.zeros_like(want) if have is None else have, want, whole[weight.tensor], floor)
+                self._found("gradient_error", error, weight, rank, "the gradient of ", here)
+
+    def _weights(self, results: Sequence[Result], expected: Reference, here: str) -> None:
+        rest = {**self.known, **expected.buffers}
+        # What is truly zero is noise, which is measured by what the same module has.
+        near: dict[str, float] = defaultdict(float)
+        for name, value in rest.items():
+            home = name.rpartition(".")[0]
+            near[home] = max(near[home], FLOOR * _largest(value))
+        placed = set()
+        for rank, (slices, optimizer) in enumerate(self.twins):
+            for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
+                if name in slices:
+                    slices[name].data = self._slice(self.known, weight).clone()
+                    has_none = expected.gradients.get(weight.tensor) is None
+                    slices[name].grad = None if has_none else results[rank].gradients.get(name)
+            if optimizer is not None:
+                optimizer.step()
+            for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
+                placed.add(weight.tensor)
+                if name in slices:
+                    error = _error(results[rank].weights[name], slices[name].detach(), slices[name])
+                else:
+                    error = _error(
+                        results[rank].weights[name],
+                        self._slice(rest, weight),
+                        rest[weight.tensor],
+                        near[weight.tensor.rpartition(".")[0]],
+                    )
+                self._found("parameter_error", error, weight, rank, "after its update ", here)
+                if name in slices and optimizer is not None:
+                    error = _state_error(results[rank].state.get(name, {}), optimizer.state[slices[name]])
+                    self._found("parameter_error", error, weight, rank, "the optimizer's state of ", here)
+        for name in expected.buffers.keys() - placed:
+            self.errors.add("parameter_error", float("inf"), name, f"{name}, a buffer that the module changes{here},")
+
+    def _found(self, kind: str, error: float, weight: Weight, rank: int, what: str, here: str) -> None:
+        text = f"{what}{Mask(weight.tensor, weight.box)} on device {rank}{here}"
+        self.errors.add(kind, error, f"{weight.tensor} on device {rank}", text)
+
+
+def _largest(x: Tensor) -> float:
+    """Return the largest finite element, by size."""
+    finite = x.detach().double().abs()
+    finite = finite[finite.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _error(have: Tensor, want: Tensor, whole: Tensor, floor: float = 0.0) -> float:
+    """Return the largest difference, relative to the largest element of the whole tensor, or to `floor`."""
+    if have.shape != want.shape:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    have, want = have.double(), want.double()
+    is_same = (have == want) | (have.isnan() & want.isnan())
+    gap = float(torch.where(is_same, 0.0, (have - want).abs()).max())
+    return gap / max(_largest(whole), floor, 1e-300)
+
+
+def _state_error(have: Values, want: Mapping[str, object]) -> float:
+    """Return the largest error of the optimizer's state of a slice."""
+    tensors = {name: x for name, x in want.items() if isinstance(x, Tensor)}
+    if have.keys() != tensors.keys():
+        return float("inf")
+    return max((_error(have[name], x, x) for name, x in tensors.items()), default=0.0)

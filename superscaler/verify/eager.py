@@ -1,0 +1,239 @@
+"""The user's own module as the oracle: torch runs it eagerly, in float64, as it was when it was captured."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from superscaler.errors import PlanError
+from superscaler.frontend.export import loss_of
+from superscaler.ir.graph import RANDOM, Model
+from superscaler.verify.oracle import Draw, Reference, packed, retyped
+
+if TYPE_CHECKING:
+    from superscaler.frontend.capture import Captured
+
+_WIDE = torch.float64
+_DTYPE = vars(torch._C.TensorBase)["dtype"].__get__
+_DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout[123]?d?_?$")
+# Where the probability of a dropout is among the arguments of what has one inside, and its name.
+_INNER = {F.scaled_dot_product_attention: (4, "dropout_p"), F.multi_head_attention_forward: (9, "dropout_p")}
+_CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
+_DRAWN: Mapping[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("rand", "rand_like"), lambda u, *_: u),
+    **dict.fromkeys(("randn", "randn_like"), lambda u, *_: torch.special.ndtri(u.double() + 2.0**-25)),
+    "bernoulli": lambda u, x, p=None, **_: u < (x if p is None else p),
+}
+_RANDOM = re.compile(
+    "(normal|uniform|bernoulli|exponential|geometric|cauchy|log_normal|random|rrelu)_$|normal$|rrelu$|"
+    "multinomial|randint|randperm|poisson$"
+)
+
+
+class Unlike(Exception):
+    """Why a module cannot be the oracle, in a few words."""
+
+
+class _Gradients(nn.Module):
+    """Runs a module and the backward of its loss: both while it has other tensors than its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, args: Any, kwargs: Any, leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        loss = loss_of(self.module(*args, **kwargs), type(self.module).__name__)
+        return loss.detach(), torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+class Eager:
+    """A captured module that takes steps in float64, on copies of its tensors. Raises Unlike where it cannot."""
+
+    def __init__(self, captured: Captured, batch: Mapping[str, Tensor]) -> None:
+        self.call, self.model = captured.call, captured.model
+        module = self.call.module
+        tensors = [*module.parameters(), *module.buffers()]
+        if any(x.is_meta for x in tensors):
+            raise Unlike("the module has no data (it was built on the meta device)")
+        self.device = next((x.device for x in tensors), torch.device("cpu"))
+        self.shown = _floats(module)
+        self.args, self.kwargs = self.call.arguments({n: retyped(x, _WIDE).to(self.device) for n, x in batch.items()})
+        self.written = {op.inputs[0].tensor for op in self.model.ops if op.is_write}
+
+    def step(self, known: Mapping[str, Tensor], draw: Draw) -> Reference:
+        """Return the loss, the gradient of each trained tensor (None: it has none), and the buffers that it changed.
+
+        `known`: parameters and buffers before it, by name. Dropout keeps everything; `draw` gives other random numbers.
+        """
+        known = {**known, **packed(self.model, known)}
+        mode = _Wide(self.shown, _draws(self.model, draw))
+        module = self.call.module
+        leaves = {n: self._wide(known[n]).requires_grad_(p.requires_grad) for n, p in module.named_parameters()}
+        fixed = {n: b.clone() for n, b in module.named_buffers() if n not in self.written}
+        buffers = {n: fixed[n].clone() if n in fixed else self._wide(known[n]) for n, _ in module.named_buffers()}
+        trained = {n: x for n, x in leaves.items() if x.requires_grad}
+        mode.add((list(leaves.values()), [buffers[n] for n in self.written], self.args, self.kwargs))
+        state = {f"module.{n}": x for n, x in {**leaves, **buffers}.items()}
+        loss, found = self._run(mode, state, list(trained.values()))
+        dense = (None if g is None else (g.to_dense() if g.is_sparse else g).cpu() for g in found)
+        gradients = _segmented(self.model, dict(zip(trained, dense, strict=True)))
+        after = {n: state[f"module.{n}"].detach().cpu() for n in buffers}
+        return Reference(loss.cpu(), gradients, {n: b for n, b in after.items() if not _is_same(fixed.get(n), b)})
+
+    def _wide(self, value: Tensor) -> Tensor:
+        return retyped(value.detach(), _WIDE).to(self.device, copy=True)
+
+    def _run(
+        self, mode: TorchFunctionMode, state: dict[str, Tensor], leaves: list[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        modules = list(self.call.module.modules())
+        training = [module.training for module in modules]
+        default = torch.get_default_dtype()
+        try:
+            for module, is_training in zip(modules, self.call.training, strict=True):
+                module.training = is_training
+            with mode, torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+                whole = _Gradients(self.call.module)
+                loss, found = functional_call(whole, state, (self.args, self.kwargs, leaves))
+                return loss, found
+        except (PlanError, Unlike):
+            raise
+        except Exception as error:
+            # Anything may come out of a module's code.
+            raise Unlike(f"the module does not run in float64 ({type(error).__name__}: {_line(error)})") from error
+        finally:
+            torch.set_default_dtype(default)
+            for module, is_training in zip(modules, training, strict=True):
+                module.training = is_training
+
+
+def _is_same(before: Tensor | None, after: Tensor) -> bool:
+    return before is not None and bool(((before.cpu() == after) | (before != before).cpu()).all())
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
+
+
+def _segmented(model: Model, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return gradients by the names of the model, which has packed parameters in segments."""
+    pieces = {}
+    for piece, (name, dim, start, end) in model.segments.items():
+        if name in gradients:
+            whole = gradients[name]
+            pieces[piece] = None if whole is None else whole.narrow(dim, start, end - start)
+    return {**gradients, **pieces}
+
+
+def _floats(module: nn.Module) -> torch.dtype | None:
+    """Return the one floating dtype of a module's parameters; None where there are several."""
+    found = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    return found.pop() if len(found) == 1 else None
+
+
+def _draws(model: Model, draw: Draw) -> Callable[..., Tensor]:
+    """Return what gives the uniform numbers of the module's next call that draws some: the graph has them in order."""
+    names = iter([op.name for op in model.ops if op.target in RANDOM and "dropout" not in op.target])
+
+    def following(shape: tuple[int, ...]) -> Tensor:
+        name = next(names, None)
+        if name is None or tuple(n for t in _made(model, name) for n in t) != shape:
+            raise Unlike("its random numbers do not come in the order of the captured ones")
+        return draw(name, shape)
+
+    return following
+
+
+def _made(model: Model, name: str) -> list[tuple[int, ...]]:
+    op = next(op for op in model.ops if op.name == name)
+    return [model.tensors[o.tensor].shape for o in op.outputs]
+
+
+class _Wide(TorchFunctionMode):
+    """Lets a module compute in float64 what depends on an input or a parameter, whatever dtypes its code names.
+
+    The rest is part of the model: it is computed in its own dtype, and widened where it is used. The code of the
+    module still reads the dtype that its parameters have (`shown`), so that it does what it does with these.
+    """
+
+    def __init__(self, shown: torch.dtype | None, following: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.shown = shown
+        self.following = following
+        self.default = torch.get_default_dtype()
+        self._live = WeakTensorKeyDictionary()
+
+    def add(self, tensors: Any) -> None:
+        for x in pytree.tree_leaves(tensors):
+            if isinstance(x, Tensor):
+                self._live[x] = True
+
+    def _is_live(self, x: Tensor) -> bool:
+        # What backward gives to code of the user's is a gradient.
+        return x.requires_grad or x in self._live or torch._C._current_graph_task_id() != -1
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        is_live = any(map(self._is_live, tensors))
+        if func == _DTYPE:
+            is_shown = is_live and self.shown is not None and tensors[0].dtype == _WIDE
+            return self.shown if is_shown else func(*args)
+        name = getattr(func, "__name__", "")
+        if _DROPOUT.match(name):
+            return args[0] if args else kwargs["input"]
+        if _RANDOM.match(name):
+            raise Unlike(f"it draws random numbers by {name}")
+        if name in _DRAWN:
+            return self._drawn(func, name, args, kwargs)
+        args, kwargs = _without_dropout(func, args, kwargs)
+        if not is_live:
+            torch.set_default_dtype(self.default)
+            return func(*args, **kwargs)
+        torch.set_default_dtype(_WIDE)
+        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+            _widen_in_place(args[0])
+        args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+        result = (Tensor.double if func in _CASTS else func)(*args, **kwargs)
+        self.add(result)
+        return result
+
+    def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        with torch.device("meta"):
+            spec = func(*pytree.tree_map_only(Tensor, lambda x: x.to("meta"), args), **kwargs)
+        drawn = _DRAWN[name](self.following(tuple(spec.shape)), *args).to(
+            _WIDE if spec.is_floating_point() else spec.dtype
+        )
+        self.add(drawn)
+        return drawn
+
+
+def _without_dropout(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    at, name = _INNER.get(func, (math.inf, "")) if callable(func) else (math.inf, "")
+    if name in kwargs:
+        kwargs = {**kwargs, name: 0.0}
+    return tuple(0.0 if k == at else a for k, a in enumerate(args)), kwargs
+
+
+def _widen_in_place(x: Any) -> None:
+    """Let a tensor that the module made hold what is written into it."""
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != _WIDE:
+        x.data = x.data.to(_WIDE)
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return retyped(value, _WIDE)
+    return _WIDE if isinstance(value, torch.dtype) and value.is_floating_point else value

@@ -1,0 +1,143 @@
+"""The user's own module as the oracle: what capture gets wrong is found, and what it gets right is no alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.verify.eager import Eager
+from superscaler.verify.oracle import reference_step
+from tests.frontend.examples import gpt2, llama, tokens
+
+
+class Net(nn.Module):
+    """Two layers around a function of the test."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.between = between
+        self.register_buffer("table", torch.linspace(0.1, 1.0, 8))
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self, self.first(x))).pow(2).mean()
+
+
+def verified(module: nn.Module, plan: str = "data_parallel", cluster: str = "local:2") -> dict[str, Any]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    return ss.compile(ss.capture(module, (torch.randn(4, 8),), optimizer=optimizer), plan, cluster).verify()
+
+
+RIGHT = {
+    "own dtype of constants": lambda m, h: h * (m.table / 3).cos().half().float(),
+    "casts": lambda m, h: (h.bfloat16().float() + h.to(torch.bfloat16).type(torch.float32)) / 2,
+    "division of integers": lambda m, h: h * (h > 0).long().sum(-1, keepdim=True) / 3,
+    "dropout": lambda m, h: F.dropout(F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.5)[0], 0.5),
+    "written buffer": lambda m, h: m.norm(h),
+    "written into a constant": lambda m, h: torch.zeros(4, 8).index_copy(0, torch.arange(4), h),
+    "random numbers": lambda m, h: h * torch.rand_like(h) + torch.bernoulli(torch.full((8,), 0.5)),
+    "not a number": lambda m, h: torch.nan_to_num(h.masked_fill(h > 0, float("nan"))),
+    "smallest number": lambda m, h: h.masked_fill(h > 0, torch.finfo(h.dtype).min).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("between", RIGHT.values(), ids=RIGHT)
+def test_a_right_capture_equals_its_module(between: Callable[[Any, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    result = verified(Net(between))
+    assert (result["equal"], result["reference"], result["note"]) == (True, "eager", ""), result["first_difference"]
+
+
+def test_noise_of_a_true_zero_is_no_error_under_adam() -> None:
+    """The bias before a batch norm has no effect: its gradient is rounding, of which AdamW makes whole steps."""
+    result = verified(Net(lambda m, h: m.norm(h).relu()))
+    assert result["equal"]
+    assert result["parameter_error"] <= 1e-15
+
+
+@pytest.mark.parametrize("size", [1e12, float("inf")])
+def test_a_huge_buffer_hides_no_error_and_is_none(size: float) -> None:
+    def huge(m: Any, h: Tensor) -> Tensor:
+        m.seen.copy_(m.seen * 0 + size)
+        return h
+
+    assert verified(Net(huge), "single", "local:1")["equal"]
+    torch.manual_seed(0)
+    module = Net(huge)
+    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
+    first = module.first.weight.detach().clone()
+    plan = ss.compile(graph, "single", "local:1")
+    graph.captured.call.module.between = lambda m, h: huge(m, h) * (1 + 1e-7)
+    result = plan.verify()
+    assert not result["equal"]
+    assert torch.equal(module.first.weight, first)
+
+
+WRONG: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "number": (lambda m, h: h * 1.001, "the loss of the step, is off by"),
+    "gradient": (lambda m, h: h.detach() + h - h.detach() * 1.0 + (h - h.detach()) * 0.5, "the gradient of first"),
+    "buffer": (lambda m, h: h + 0 * m.seen.add_(1), "seen, a buffer that the module changes, is off"),
+}
+
+
+@pytest.mark.parametrize(("other", "message"), WRONG.values(), ids=WRONG)
+def test_what_capture_gets_wrong_is_its_fault(other: Callable[[Any, Tensor], Tensor], message: str) -> None:
+    """The module does another thing than what was captured; the plan equals the graph, and it says so."""
+    torch.manual_seed(0)
+    module = Net(lambda m, h: h)
+    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
+    plan = ss.compile(graph, "data_parallel", "local:2")
+    assert plan.verify()["equal"]
+    graph.captured.call.module.between = other
+    result = plan.verify()
+    assert not result["equal"]
+    assert result["first_difference"].startswith("the captured graph is not the module: ")
+    assert message in result["first_difference"]
+    assert result["first_difference"].endswith("; the plan equals the graph")
+
+
+def test_a_module_without_data_is_compared_with_its_export() -> None:
+    with torch.device("meta"):
+        module = gpt2(layers=1)
+    graph = ss.capture(module, (), tokens(), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
+    result = ss.compile(graph, "single", "local:1").verify()
+    assert (result["equal"], result["reference"]) == (True, "export")
+    assert result["note"] == "the module has no data (it was built on the meta device)"
+
+
+@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
+def test_both_oracles_agree(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, batch = build().to(torch.bfloat16), tokens()
+    captured = ss.capture(module, (), batch, optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)).captured
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in captured.values.items()}
+    one = Eager(captured, captured.batch).step(wide, lambda name, shape: torch.rand(shape))
+    other = reference_step(captured, captured.batch, wide, torch.float64)
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-12, atol=0)
+    for name, gradient in other.gradients.items():
+        torch.testing.assert_close(one.gradients[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_modes_of_submodules_are_those_of_the_capture() -> None:
+    torch.manual_seed(0)
+    module = Net(lambda m, h: m.norm(h))
+    module.norm.eval()
+    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
+    module.eval()
+    module.norm.train()
+    assert ss.compile(graph, "single", "local:1").verify()["equal"]
+    wrong = replace(graph.captured.call, training=tuple(m.training for m in module.modules()))
+    graph.captured = replace(graph.captured, call=wrong)
+    assert not ss.compile(graph, "single", "local:1").verify()["equal"]
