@@ -18,7 +18,7 @@ PLANS = ("data_parallel", "tensor_parallel")
 HEAD = """# Models
 
 Written by `python docs/models.py`: one training step of each model, unmodified, on four devices (`local:4`) in float64
-against the exported model on one. The error is the largest of the loss, all gradients and all updated weights. An
+against the module itself on one. The error is the largest of the loss, all gradients, weights and optimizer state. An
 operator without a rule is replicated and placed, but never cut.
 
 | model | plan | operators | without a rule | factors | equal | largest error |

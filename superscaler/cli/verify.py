@@ -24,7 +24,7 @@ def verify(
         option("--shapes", "Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
     ] = "auto",
 ) -> bool:
-    """Run one step of the plan and of the model in float64 and compare. Exit code 1 when they are not equal."""
+    """Run two steps of the plan and of the model in float64 and compare. Exit code 1 when they are not equal."""
     compiled, built = request.compile()
     printer.result = compiled.verify("processes" if processes else "threads", real_batch(built), shapes)
     printer.show(_certificate(printer.result))
@@ -46,12 +46,20 @@ def _certificate(result: Mapping[str, Any]) -> str:
     errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in _ERRORS)
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
     where = ", at small shapes: " + _shrunk(result["shrunk"]) if result["shrunk"] else ""
-    return f"{verdict} (one step in float64, dropout off{where}){errors}{checks}"
+    why = f"\n  note: {result['note']}" if result["note"] else ""
+    return f"{verdict} ({_RUNS[result['reference']]}{where}){errors}{checks}{why}"
 
 
 def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:
     return ", ".join(dict.fromkeys(f"{collapse(name)} {before} -> {after}" for name, (before, after) in sizes.items()))
 
 
+# What ran and was compared, by what it was compared with.
+_RUNS = {
+    "eager": "two steps in float64 against the module itself, dropout off",
+    "export": "two steps in float64 against the exported module, dropout off",
+    "graph": "two steps in float64, dropout off",
+    "": "it was not run",
+}
 _ERRORS = ("loss_error", "gradient_error", "parameter_error")
 _CHECKS = ("conservation", "deadlock_free")

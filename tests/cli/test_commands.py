@@ -176,7 +176,7 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
         **{"equal": False, "loss_error": 0.5, "gradient_error": float("nan"), "parameter_error": 0.0},
         **{"conservation": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
         "first_difference": "head.weight[0:10, 0:64] on device 1 arrives off by 0.5 at linear (head)",
-        "shrunk": {},
+        **{"shrunk": {}, "reference": "export", "note": "the module has no data"},
     }
     monkeypatch.setattr("superscaler.plan.Plan.verify", lambda *_: result)
     assert run("verify", MODEL, *TWO, "--json") == 1
@@ -184,6 +184,8 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
     assert last(out) == {**result, "gradient_error": None}
     assert "NOT equal: head.weight[0:10, 0:64] on device 1" in err
     assert "deadlock free: NO" in err
+    assert "two steps in float64 against the exported module" in err
+    assert "note: the module has no data" in err
 
 
 def test_autocast_is_known_to_all_commands_that_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

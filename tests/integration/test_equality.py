@@ -1,4 +1,4 @@
-"""Every plan equals one device, on unmodified Hugging Face models: one step in float64, 20 in float32."""
+"""Every plan equals one device, on unmodified Hugging Face models: two steps in float64, 20 in float32."""
 
 from __future__ import annotations
 
