@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from math import prod
 from typing import Any, Literal
 
@@ -225,6 +226,15 @@ class Model:
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""
         return (t for t in self.tensors.values() if t.kind == "parameter")
+
+
+def draw_number(op: str) -> int:
+    """Return the number of an op by which its random numbers are drawn: of its name, wherever it is in the graph.
+
+    >>> draw_number("dropout_1") == draw_number("dropout_1") != draw_number("dropout_2")
+    True
+    """
+    return int.from_bytes(blake2b(op.encode(), digest_size=6).digest(), "big")
 
 
 def width(dtype: str) -> int:

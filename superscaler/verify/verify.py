@@ -16,7 +16,7 @@ from torch import Tensor
 from superscaler.artifact import initial_values, reads, slots_of, write
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
-from superscaler.ir.graph import Model
+from superscaler.ir.graph import Model, draw_number
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Weight
 from superscaler.runtime import functional
@@ -107,7 +107,7 @@ def certify(
     captured = exact.graph.captured
     values = {k: retyped(v, torch.float64) for k, v in initial_values(exact.graph.model, captured.values).items()}
     inputs = {k: retyped(v, torch.float64) for k, v in (batch or captured.batch).items()}
-    expected = reference_step(captured, inputs, values, torch.float64, draw=_draw(exact.graph.model))
+    expected = reference_step(captured, inputs, values, torch.float64, draw=_draw)
     return _compare(exact, backend, timeout, values, inputs, expected)
 
 
@@ -155,14 +155,9 @@ def _compare(
     }
 
 
-def _draw(model: Model) -> Callable[[str, tuple[int, ...]], Tensor]:
-    """Return what gives the random numbers of an operator in the first step of a plan."""
-    numbers = {op.name: n for n, op in enumerate(model.ops)}
-
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        return functional.draw(0, 0, numbers.get(name, -1), [(0, size) for size in shape], shape, "cpu")
-
-    return draw
+def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the random numbers of an operator in the first step of a plan."""
+    return functional.draw(0, 0, draw_number(name), [(0, size) for size in shape], shape, "cpu")
 
 
 def _refusal(check: Callable[[], None]) -> str:
