@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from superscaler.emit.expressions import Local, draw, expression, ranges
-from superscaler.ir.graph import RANDOM, Model, Op, Operand
+from superscaler.ir.graph import RANDOM, Model, Op, Operand, draw_number
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
 from superscaler.ir.text import unique
@@ -25,7 +25,7 @@ from superscaler.runtime import functional
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A random tensor of an op on one part: its op's number, and the box of its elements in the whole tensor."""
+    """A random tensor of an op on one part: the number of its op, and the box of its elements in the whole tensor."""
 
     op: int
     box: Box
@@ -36,8 +36,7 @@ class Draw:
 def draws_of(model: Model, function: Function, boxes: Sequence[Box]) -> list[Draw]:
     """Return what a function draws at random, in order, where its random ops are parts with these boxes."""
     ops = [op for op in function.ops if op.target in RANDOM]
-    numbers = {op.name: n for n, op in enumerate(model.ops)} if ops else {}
-    return [Draw(numbers[op.name], *draw(op, box, model.tensors)) for op, box in zip(ops, boxes, strict=True)]
+    return [Draw(draw_number(op.name), *draw(op, box, model.tensors)) for op, box in zip(ops, boxes, strict=True)]
 
 
 def emit_segments(program: Program) -> tuple[str, list[str]]:

@@ -1,8 +1,9 @@
 """The data-flow graph of one training iteration: pTensors, operators with their indices, and the factors they share.
 
-A forward op has a *mirror* (its backward op) exactly when `has_mirror`; mirrors are never stored, because everything
-about them follows from the op. An optimizer op is an op of kind `optimizer`, one per trained parameter; so is the op
-that sets a buffer (`ss.write`) which the model changes.
+A forward op has a *mirror*, an op of kind `backward`, exactly when `has_mirror`; mirrors are not stored, since they
+follow from their ops. The gradient of a pTensor is a pTensor, too: its value is the sum of an addend for each use, made
+by the mirror of the op that uses it. An optimizer op is an op of kind `optimizer`, one per trained parameter; so is the
+op that sets a buffer (`ss.write`) which the model changes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from math import prod
 from typing import Any, Literal
 
 TensorKind = Literal["input", "parameter", "buffer", "constant", "activation"]
-OpKind = Literal["forward", "optimizer"]
+OpKind = Literal["forward", "backward", "optimizer"]
 Mark = Literal["spatial", "summed", "frozen"]
 MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
 
@@ -104,7 +106,7 @@ class Op:
 
     `linear` holds the sets of inputs through which partial values may pass: all at once in a sum, one at a time in a
     product. `passes` names for some factors the set whose value is a sum over that factor: cutting an op that lacks
-    the factor on it splits that value.
+    the factor on it splits that value. `of` is the op of which a backward op is the mirror.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Op:
     group: int = 0
     linear: tuple[tuple[int, ...], ...] = ()
     passes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    of: str = ""
 
     @property
     def is_write(self) -> bool:
@@ -133,6 +136,10 @@ class Op:
     @property
     def is_forward(self) -> bool:
         return self.kind == "forward"
+
+    @property
+    def is_mirror(self) -> bool:
+        return self.kind == "backward"
 
     def find(self, factor: str) -> int | None:
         """Return the index to cut for a factor: the first output's first one that is not frozen, or None."""
@@ -194,6 +201,19 @@ class Model:
                 found[operand.tensor].append((op, k))
         return found
 
+    def gradient(self, tensor: str) -> str:
+        """Return the name of the gradient of a pTensor, '' where it has none."""
+        return f"d({tensor})" if self.tensors[tensor].requires_grad else ""
+
+    def mirror(self, op: Op) -> Op:
+        """Return the backward op of a forward one.
+
+        y = f(x)  ->  d(x) += d.f(d(y)): input j is the gradient of output j, output k an addend of that of input k.
+        """
+        given, made = ([replace(o, tensor=self.gradient(o.tensor)) for o in some] for some in (op.outputs, op.inputs))
+        sides = tuple(given), tuple(made), op.indices
+        return Op(f"d.{op.name}", op.target, (), (), *sides, kind="backward", module=op.module, of=op.name)
+
     def placed(self, op: Op) -> tuple[int, ...]:
         """Return the indices of an op on which it matters where a part starts, not only how large it is."""
         if op.target not in PLACED:
@@ -206,6 +226,15 @@ class Model:
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""
         return (t for t in self.tensors.values() if t.kind == "parameter")
+
+
+def draw_number(op: str) -> int:
+    """Return the number of an op by which its random numbers are drawn: of its name, wherever it is in the graph.
+
+    >>> draw_number("dropout_1") == draw_number("dropout_1") != draw_number("dropout_2")
+    True
+    """
+    return int.from_bytes(blake2b(op.encode(), digest_size=6).digest(), "big")
 
 
 def width(dtype: str) -> int:

@@ -25,8 +25,7 @@ class Residents:
     def load_weights(self) -> Iterator[tuple[Place, Value]]:
         """Load all weights at rest; yield where each is made, and its name."""
         for tensor, op in self.edges.homes.items():
-            rows = self.edges.rows[op.name]
-            held = self.edges.held(rows, op.outputs[0])
+            rows, held = self.edges.rows[op.name], self.edges.held(op, 0)
             counted = set() if op.is_write else set(self.edges.whole(held))
             for row, key in enumerate(rows.keys):
                 rank, box = key[0], held.box(row)

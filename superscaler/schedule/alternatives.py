@@ -9,22 +9,23 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 
-from superscaler.ir.graph import Op
 from superscaler.ir.transformed import Group, rows_under
 from superscaler.schedule.cover import alternatives
-from superscaler.schedule.edges import Edges, Unit
+from superscaler.schedule.edges import Edges, Port, Unit
+
+# All updates of a device, and an op_order by its number.
+UPDATES, ORDER = "*updates", "*order"
 
 
 def members(edges: Edges, group: Group) -> Iterator[Unit]:
-    """Yield the work of the parts in a group; an optimizer op's is U, whatever the group's kind."""
+    """Yield the parts in a group: of ops, in a group of kind B of their mirrors, and of optimizer ops."""
     for name, paths in group.members:
         op, keys = edges.graph.op(name), edges.rows[name].keys
+        named = edges.mirrors.get(name) if op.is_forward and group.kind == "B" else op
         for path in paths or ((),):
             for row in range(*rows_under(edges.graph.grids[name], path)):
-                if not op.is_forward:
-                    yield "U", name, keys[row]
-                elif group.microbatch in (None, keys[row][1]):
-                    yield group.kind, name, keys[row]
+                if named is not None and (not op.is_forward or group.microbatch in (None, keys[row][1])):
+                    yield named.name, keys[row]
 
 
 def find_turns(edges: Edges) -> Mapping[Unit, int]:
@@ -63,53 +64,37 @@ def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
     """Yield what waits for any one of what, the nearest first; work that waits for nothing with an empty list."""
     graph = edges.graph
     for op in graph.ops:
+        mirror = edges.mirrors.get(op.name)
         for key in edges.rows[op.name].keys:
+            updates: Unit = UPDATES, (key[0], -1, -1)
             if not op.is_forward:
-                yield ("U", op.name, key), [("U", "", (key[0], -1, -1))]
+                yield (op.name, key), [updates]
                 continue
-            yield ("F", op.name, key), []
-            for kind in "FB" if op.has_mirror else "F":
-                yield ("U", "", (key[0], -1, -1)), [(kind, op.name, key)]
-            if op.has_mirror:
-                yield ("B", op.name, key), [("F", op.name, key)]
+            yield (op.name, key), []
+            yield updates, [(op.name, key)]
+            if mirror is not None:
+                yield updates, [(mirror.name, key)]
+                yield (mirror.name, key), [(op.name, key)]
         for k, operand in enumerate(op.inputs if op.is_forward else ()):
             if operand.tensor in edges.producers:
-                yield from _forward(edges, op, k)
-            if (op, k) in edges.gradient_uses(operand.tensor):
-                yield from _backward(edges, op, k)
+                yield from _data(edges, edges.producers[operand.tensor], (op, k))
+            gradient = mirror.outputs[k].tensor if mirror is not None else ""
+            for reader in edges.readers.get(gradient, ()):
+                assert mirror is not None
+                yield from _data(edges, (mirror, k), reader)
     for number, order in enumerate(graph.orders):
-        hub: Unit = ("O", "", (number, -1, -1))
-        exists = {
-            (kind, op.name) for op in graph.ops for kind in ("FB" if op.has_mirror else "F" if op.is_forward else "U")
-        }
-        yield from ((hub, [work]) for work in members(edges, order.before) if work[:2] in exists)
-        yield from ((work, [hub]) for work in members(edges, order.after) if work[:2] in exists)
+        hub: Unit = (ORDER, (number, -1, -1))
+        yield from ((hub, [work]) for work in members(edges, order.before))
+        yield from ((work, [hub]) for work in members(edges, order.after))
 
 
-def _forward(edges: Edges, reader: Op, k: int) -> Iterator[tuple[Unit, list[Unit]]]:
-    producer, j = edges.producers[reader.inputs[k].tensor]
-    made, read = edges.rows[producer.name], edges.rows[reader.name]
-    if edges.is_free(producer, reader, k):
-        held, wanted = edges.held(made, producer.outputs[j]), edges.wanted(read, reader.inputs[k])
-        found = alternatives(held, wanted)
+def _data(edges: Edges, made: Port, read: Port) -> Iterator[tuple[Unit, list[Unit]]]:
+    """Yield for what reads a tensor whom it waits for of what makes it, or an addend of it."""
+    (maker, j), (reader, k) = made, read
+    keys = edges.rows[maker.name].keys
+    if edges.is_free(made, read):
+        found = alternatives(edges.held(maker, j), edges.wanted(reader, k))
     else:
-        found = [[[source] for source in sources] for sources in edges.forward(reader, k)]
-    for key, groups in zip(read.keys, found, strict=True):
-        yield from ((("F", reader.name, key), [("F", producer.name, made.keys[s]) for s in some]) for some in groups)
-
-
-def _backward(edges: Edges, reader: Op, k: int) -> Iterator[tuple[Unit, list[Unit]]]:
-    """The mirror of what `reader` reads waits for that of `reader`."""
-    operand, rows = reader.inputs[k], edges.rows[reader.name]
-    if operand.tensor not in edges.homes and operand.tensor not in edges.producers:
-        return
-    maker, j = edges.maker(operand.tensor)
-    labels, made = edges.labels(reader, k), edges.rows[maker.name]
-    if maker.is_forward and made.routes:
-        number = edges.gradient_uses(operand.tensor).index((reader, k))
-        found = [[[r] for r, label in enumerate(labels) if (j, number, label) in mine] for mine in edges.served(maker)]
-    else:
-        found = alternatives(edges.held(rows, operand, labels, k), edges.wanted(made, maker.outputs[j]))
-    kind = "B" if maker.is_forward else "U"
-    for key, groups in zip(made.keys, found, strict=True):
-        yield from (((kind, maker.name, key), [("B", reader.name, rows.keys[s]) for s in some]) for some in groups)
+        found = [[[row] for row in rows] for rows in edges.join(made, read)]
+    for key, groups in zip(edges.rows[reader.name].keys, found, strict=True):
+        yield from (((reader.name, key), [(maker.name, keys[row]) for row in some]) for some in groups)

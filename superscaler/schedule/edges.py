@@ -1,6 +1,6 @@
-"""Data that flows along the edges of the origin graph: who reads whose part, forward and backward.
+"""Data that flows along the edges of the graph: who reads whose part, of activations, weights and gradients alike.
 
-The work is done once per pair of grids: two edges whose producers, consumers and slots are equal share the answer.
+The work is done once per pair of grids: two edges whose makers, readers and slots are equal share the answer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from superscaler.schedule.cover import Held, Wanted, branch, join, project, shar
 
 Labels = tuple[Hashable, ...]
 Key = tuple[int, int, int]
-Unit = tuple[str, str, Key]
+# The part of an op with a key.
+Unit = tuple[str, Key]
+# An op as what makes its output, or as what reads its input, of this number.
+Port = tuple[Op, int]
 
 
 class Edges:
-    """The parts of all ops as rows, and the joins between them.
+    """The parts of all ops as rows, mirrors with those of their ops, and the joins between them.
 
-    Devices that are close, if a `fold` tells, serve each other. `turns`, if not empty, says when each work (kind, op,
-    key) can run: readers take replicas that are made in time.
+    `makers` has per tensor the ports that make it: of a gradient one per addend, of a weight the op it is at rest with.
+    `readers` has the ports that read gradients and new values. Devices that are close, if a `fold` tells, serve each
+    other. `turns`, if not empty, says when each part of an op can run: readers take replicas that are made in time.
     """
 
     def __init__(self, graph: Graph, fold: Fold | None = None, turns: Mapping[Unit, int] | None = None) -> None:
@@ -34,8 +38,6 @@ class Edges:
         self.fold = fold
         self._turns = turns or {}
         self.model = graph.model
-        self.producers = self.model.producers()
-        self.uses = self.model.uses()
         self._rows: dict[Hashable, Rows] = {}
         self._faces: dict[Hashable, tuple[Ints, Ints]] = {}
         self._joins: dict[Hashable, list[list[int]]] = {}
@@ -43,6 +45,37 @@ class Edges:
         self._served: dict[str, list[frozenset[Hashable]]] = {}
         self._interned: dict[Labels, Labels] = {}
         self.rows = {op.name: self._expand(op) for op in self.model.ops}
+        self.mirrors = {op.name: self.model.mirror(op) for op in self.model.ops if op.has_mirror}
+        self.rows |= {mirror.name: self.rows[name] for name, mirror in self.mirrors.items()}
+        self.producers = self.model.producers()
+        self.extents = {name: tensor.extents for name, tensor in self.model.tensors.items()}
+        self.makers: dict[str, list[Port]] = {tensor: [end] for tensor, end in self.producers.items()}
+        self.readers: dict[str, list[Port]] = {}
+        self._find_ports()
+
+    def _find_ports(self) -> None:
+        for op in self.model.ops:
+            if not op.is_forward:
+                tensor = op.inputs[0].tensor
+                self.makers[tensor] = [(op, 0)]
+                read = op.inputs[1].tensor if op.is_write else self.model.gradient(tensor)
+                self.readers.setdefault(read, []).append((self._update(op), 1))
+        for tensor, uses in self.model.uses().items():
+            if name := self.model.gradient(tensor):
+                self.extents[name] = self.extents[tensor]
+                self.makers[name] = [(self.mirrors[op.name], k) for op, k in uses if op.has_mirror]
+        for mirror in self.mirrors.values():
+            for j, operand in enumerate(mirror.inputs):
+                self.readers.setdefault(operand.tensor, []).append((mirror, j))
+
+    def _update(self, op: Op) -> Op:
+        """Return an optimizer op with the gradient that it reads as its second input."""
+        weight = op.inputs[0]
+        return (
+            op
+            if op.is_write
+            else replace(op, inputs=(weight, Operand(self.model.gradient(weight.tensor), weight.slots)))
+        )
 
     def _expand(self, op: Op) -> Rows:
         grid = self.graph.grids[op.name]
@@ -50,15 +83,6 @@ class Edges:
         if key not in self._rows:
             self._rows[key] = self.graph.rows(op)
         return self._rows[key]
-
-    @cached_property
-    def written(self) -> dict[str, list[Op]]:
-        """Return for each tensor that buffers are set to the ops that do so."""
-        found: dict[str, list[Op]] = {}
-        for op in self.model.ops:
-            if op.is_write:
-                found.setdefault(op.inputs[1].tensor, []).append(op)
-        return found
 
     @cached_property
     def homes(self) -> dict[str, Op]:
@@ -70,84 +94,106 @@ class Edges:
         """Return for each weight with a home a number below -1, which stands for its optimizer op in places."""
         return {tensor: -2 - n for n, tensor in enumerate(self.homes)}
 
-    def face(self, rows: Rows, operand: Operand) -> tuple[Ints, Ints]:
-        extents = self.model.tensors[operand.tensor].extents
+    def face(self, op: Op, operand: Operand) -> tuple[Ints, Ints]:
+        rows, extents = self.rows[op.name], self.extents[operand.tensor]
         key = (id(rows), operand.slots, extents)
         if key not in self._faces:
             self._faces[key] = project(rows, operand, extents)
         return self._faces[key]
 
-    def wanted(self, rows: Rows, operand: Operand) -> Wanted:
-        return Wanted(*self.face(rows, operand), rows.device, rows.microbatch)
-
-    def held(self, rows: Rows, operand: Operand, labels: Labels | None = None, k: int = -1) -> Held:
-        """Return what parts hold of an operand: of its value (labels None), or of the gradient of input `k`."""
-        # The mirrors of routing parts share out the addends among themselves, so all of them count, in any nesting.
-        every = labels is not None and rows.routes
-        tree = None if rows.regular or (every and not rows.has_shares) else rows.tree
-        marks = tuple(rows.addends()) if labels is None else labels
-        where = *self.face(rows, operand), rows.device, rows.microbatch
-        return Held(*where, marks, tree, labels is not None, k, every, self.fold)
-
-    def turns(self, kind: str, op: Op) -> Sequence[float]:
-        """Return when the parts of an op run (infinite: never), or nothing if no turns are known."""
+    def wanted(self, op: Op, k: int) -> Wanted:
+        """Return what the parts of an op read of its input `k`."""
         rows = self.rows[op.name]
-        return [self._turns.get((kind, op.name, key), float("inf")) for key in rows.keys] if self._turns else ()
+        return Wanted(*self.face(op, op.inputs[k]), rows.device, rows.microbatch, turns=self.turns(op))
+
+    def held(self, op: Op, j: int) -> Held:
+        """Return what the parts of an op hold of its output `j`."""
+        # The mirrors of routing parts share out the addends among themselves, so all of them count, in any nesting.
+        rows = self.rows[op.name]
+        every = op.is_mirror and rows.routes
+        tree = None if rows.regular or (every and not rows.has_shares) else rows.tree
+        where = *self.face(op, op.outputs[j]), rows.device, rows.microbatch
+        summed = op.is_mirror, j if op.is_mirror else -1, every
+        return Held(*where, self.labels(op, j), tree, *summed, self.fold, turns=self.turns(op))
+
+    def turns(self, op: Op) -> Sequence[float]:
+        """Return when the parts of an op run (infinite: never), or nothing if no turns are known."""
+        return [self._turns.get((op.name, key), float("inf")) for key in self.rows[op.name].keys] if self._turns else ()
 
     def is_replicated(self, name: str) -> bool:
         """Tell whether some parts of an op repeat others."""
         addends = self.rows[name].addends()
         return len(set(addends)) < len(addends) or not self.rows[name].regular
 
-    def maker(self, tensor: str) -> tuple[Op, int]:
-        """Return what makes a tensor and as which output: its producer, or the op with which a weight lives."""
-        return self.producers[tensor] if tensor in self.producers else (self.homes[tensor], 0)
+    def is_free(self, made: Port, read: Port) -> bool:
+        """Tell whether any replica may serve an input: not if parts share it out, or if mirrors follow who reads."""
+        (maker, _), (reader, _) = made, read
+        if reader.is_mirror:
+            return not self.rows[reader.name].routes
+        follows = self.rows[maker.name].routes and maker.has_mirror
+        return not follows and not self._is_shared(read)
 
-    def is_free(self, producer: Op, consumer: Op, k: int) -> bool:
-        """Tell whether any replica may serve input `k`: not if parts share it out, or if mirrors follow who reads."""
-        follows = self.rows[producer.name].routes and producer.has_mirror
-        return not follows and not self.rows[consumer.name].is_shared(k)
+    def _is_shared(self, read: Port) -> bool:
+        reader, k = read
+        return reader.is_forward and self.rows[reader.name].is_shared(k)
 
-    def forward(self, consumer: Op, k: int) -> list[list[int]]:
-        """Return for each part of `consumer` the parts of what makes its input `k` that this is read from."""
-        operand = consumer.inputs[k]
-        producer, j = self.maker(operand.tensor)
-        made, read = self.rows[producer.name], self.rows[consumer.name]
-        shared = read.is_shared(k)
-        is_timed = bool(self._turns) and producer.is_forward and self.is_free(producer, consumer, k)
-        names = (producer.name, consumer.name) if is_timed else ()
-        key = (id(made), producer.outputs[j].slots, id(read), operand.slots, k if shared else -1, names)
+    def join(self, made: Port, read: Port) -> list[list[int]]:
+        """Return for each part of a reader the parts of a maker that it takes: of all replicas one."""
+        (maker, j), (reader, k) = made, read
+        rows = self.rows[reader.name]
+        if reader.is_mirror and rows.routes:
+            return self._routed(made, read)
+        if not self._is_shared(read):
+            return self._whole(made, read, self.is_free(made, read))
+        key = (id(self.rows[maker.name]), maker.outputs[j].slots, id(rows), reader.inputs[k].slots, k)
         if key not in self._joins:
-            held = self.held(made, producer.outputs[j])
-            wanted = self.wanted(read, operand)
-            if is_timed:
-                held = replace(held, turns=self.turns("F", producer))
-                wanted = replace(wanted, turns=self.turns("F", consumer))
-            self._joins[key] = (
-                share_out(held, wanted, [read.share(r, k) for r in range(len(read))]) if shared else join(held, wanted)
-            )
+            places = [rows.share(row, k) for row in range(len(rows))]
+            self._joins[key] = share_out(self.held(maker, j), self.wanted(reader, k), places)
         return self._joins[key]
 
-    def backward(self, consumer: Op, k: int) -> list[list[int]]:
-        """Return for each (copying) part of the producer the parts of `consumer` whose addends its mirror reads."""
-        operand = consumer.inputs[k]
-        producer, j = self.producers[operand.tensor]
-        made, read, labels = self.rows[producer.name], self.rows[consumer.name], self.labels(consumer, k)
-        names = (producer.name, consumer.name) if self._turns else ()
-        key = ("B", id(made), producer.outputs[j].slots, id(read), operand.slots, id(labels), names)
+    def _whole(self, made: Port, read: Port, is_timed: bool = False) -> list[list[int]]:
+        """Return whom each part would take an input from if none shared it out."""
+        (maker, j), (reader, k) = made, read
+        is_timed = is_timed and bool(self._turns) and (maker.is_forward or maker.is_mirror)
+        names = (maker.name, reader.name) if is_timed else ()
+        ends = (id(self.rows[maker.name]), maker.outputs[j].slots, id(self.rows[reader.name]), reader.inputs[k].slots)
+        key = (*ends, id(self.labels(maker, j)), maker.is_mirror, names)
         if key not in self._joins:
-            held = replace(self.held(read, operand, labels, k), turns=self.turns("B", consumer))
-            wanted = replace(self.wanted(made, producer.outputs[j]), turns=self.turns("B", producer))
-            self._joins[key] = join(held, wanted)
+            held, wanted = self.held(maker, j), self.wanted(reader, k)
+            self._joins[key] = join(held if is_timed else replace(held, turns=()), wanted)
         return self._joins[key]
 
-    def labels(self, op: Op, k: int) -> Labels:
-        """Return a label per part; parts whose mirrors compute the same addend of input `k` have the same label."""
+    def _routed(self, made: Port, read: Port) -> list[list[int]]:
+        """Return the parts of a mirror of which each part of a routing one reads: of the addends that it serves."""
+        (maker, k), (reader, j) = made, read
+        rows, labels = self.rows[maker.name], self.labels(maker, k)
+        number = self.makers[maker.outputs[k].tensor].index(made)
+        at = list(
+            zip(*(self.rows[reader.name].device.tolist(), self.rows[reader.name].microbatch.tolist()), strict=True)
+        )
+        found: list[list[int]] = []
+        for here, served in zip(at, self.served(reader), strict=True):
+            chosen: dict[Hashable, int] = {}
+            for row in self.in_order(rows):
+                label = labels[row]
+                if (j, number, label) in served and (label not in chosen or rows.keys[row][:2] == here):
+                    chosen[label] = row
+            found.append(list(chosen.values()))
+        return found
+
+    def in_order(self, rows: Rows) -> list[int]:
+        """Return rows by their keys: devices that correspond in one order at all places, however they are numbered."""
+        fold, keys = self.fold, rows.keys
+        by_key = (lambda row: (fold.places[keys[row][0]], keys[row])) if fold else keys.__getitem__
+        return sorted(range(len(rows)), key=by_key)
+
+    def labels(self, op: Op, j: int) -> Labels:
+        """Return a label per part; parts that make the same of output `j` (the same addend) have the same label."""
         rows = self.rows[op.name]
-        routed = rows.routes and op.has_mirror
-        key = (op.name if routed else id(rows), k if rows.has_shares else -1)
+        routed = rows.routes and op.is_mirror
+        key = (op.name if routed else id(rows), j if rows.has_shares and op.is_mirror else -1)
         if key not in self._labels:
-            labels = tuple(rows.addends(k))
+            labels = tuple(rows.addends(j if op.is_mirror else None))
             if routed:
                 # Replicas that route are told apart by the addends that they serve.
                 apart = range(len(rows)) if not rows.regular else [0] * len(rows)
@@ -155,21 +201,16 @@ class Edges:
             self._labels[key] = self._interned.setdefault(labels, labels)
         return self._labels[key]
 
-    def gradient_uses(self, tensor: str) -> list[tuple[Op, int]]:
-        """Return the uses of a tensor that contribute to its gradient."""
-        if not self.model.tensors[tensor].requires_grad:
-            return []
-        return [(op, k) for op, k in self.uses[tensor] if op.has_mirror]
-
-    def served(self, op: Op) -> list[frozenset[Hashable]]:
-        """Return for each part of a routing op the addends (use, label) of its output that its mirror reads.
+    def served(self, mirror: Op) -> list[frozenset[Hashable]]:
+        """Return for each part of a routing mirror the addends (input, maker, label) that it reads.
 
         Replicas that serve equal addends are copies of each other; where the sets overlap otherwise, each addend goes
         to the replica that its first part reads.
         """
-        if op.name in self._served:
-            return self._served[op.name]
-        served: list[set[Hashable]] = [set() for _ in self.rows[op.name].boxes]
+        if mirror.name in self._served:
+            return self._served[mirror.name]
+        op, rows = self.graph.op(mirror.of), self.rows[mirror.name]
+        served: list[set[Hashable]] = [set() for _ in rows.boxes]
         first: list[set[Hashable]] = [set() for _ in served]
         for j, output in enumerate(op.outputs):
             if output.tensor == self.model.loss:
@@ -177,28 +218,26 @@ class Edges:
                     addends.add("loss")
                 for row in self.loss_rows():
                     first[row].add("loss")
-            for n, (consumer, k) in enumerate(self.gradient_uses(output.tensor)):
+            for n, (user, k) in enumerate(self.makers.get(mirror.inputs[j].tensor, ())):
                 seen: set[Hashable] = set()
-                labels, read = self.labels(consumer, k), self.whole_reads(consumer, k)
-                for row in self._one_tiling(consumer, k):
+                labels, read = self.labels(user, k), self._whole((op, j), (self.graph.op(user.of), k))
+                for row in self._one_tiling(user, k):
                     addend = (j, n, labels[row])
                     for source in read[row]:
                         served[source].add(addend)
                         if addend not in seen:
                             first[source].add(addend)
                     seen.add(addend)
-        rows = self.rows[op.name]
         if rows.regular and rows.has_shares:
             first = _alike(rows, first)
         elif rows.regular and _equal_or_disjoint(rows.addends(), served):
             first = served
-        found = self._served[op.name] = list(map(frozenset, first))
+        found = self._served[mirror.name] = list(map(frozenset, first))
         return found
 
     def loss_rows(self) -> list[int]:
         """Return the parts of the loss that together are its value: one replica of each addend."""
-        op, j = self.producers[self.model.loss]
-        return self.whole(self.held(self.rows[op.name], op.outputs[j]))
+        return self.whole(self.held(*self.producers[self.model.loss]))
 
     @staticmethod
     def whole(held: Held) -> list[int]:
@@ -209,42 +248,34 @@ class Edges:
     def seeds_gradient(self, row: int) -> bool:
         """Tell whether the mirror of a part of the loss starts from one: all do, but of routing replicas one."""
         op, _ = self.producers[self.model.loss]
-        return not self.rows[op.name].routes or "loss" in self.served(op)[row]
+        return not self.rows[op.name].routes or "loss" in self.served(self.mirrors[op.name])[row]
 
-    def _one_tiling(self, consumer: Op, k: int) -> list[int]:
-        """Return the parts of a consumer that contribute to a gradient: of misaligned replicas one branch."""
-        held = self.held(self.rows[consumer.name], consumer.inputs[k], self.labels(consumer, k), k)
+    def _one_tiling(self, mirror: Op, k: int) -> list[int]:
+        """Return the parts of a mirror that contribute to a gradient: of misaligned replicas one branch."""
+        held = self.held(mirror, k)
         return list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
 
-    def whole_reads(self, consumer: Op, k: int) -> list[list[int]]:
-        """Return what each part of a consumer would read if none shared out its input: whom its gradient concerns."""
-        rows, operand = self.rows[consumer.name], consumer.inputs[k]
-        if not rows.is_shared(k):
-            return self.forward(consumer, k)
-        producer, j = self.producers[operand.tensor]
-        return join(self.held(self.rows[producer.name], producer.outputs[j]), self.wanted(rows, operand))
-
-    def is_local(self, consumer: Op, k: int) -> bool:
-        """Tell whether the edge into input `k` needs nothing, forward and backward: part to part on one device."""
-        operand = consumer.inputs[k]
-        producer, j = self.producers[operand.tensor]
-        made, read = self.rows[producer.name], self.rows[consumer.name]
+    def is_local(self, reader: Op, k: int) -> bool:
+        """Tell whether the edge into input `k` needs nothing, nor do mirrors: part to part on one device."""
+        maker, j = self.producers[reader.inputs[k].tensor]
+        made, read = self.rows[maker.name], self.rows[reader.name]
         if made is not read and sorted(made.keys) != sorted(read.keys):
             return False
         here = dict(zip(made.keys, range(len(made)), strict=True))
         same = [here[key] for key in read.keys]
-        if self.forward(consumer, k) != [[row] for row in same]:
+        if self.join((maker, j), (reader, k)) != [[row] for row in same]:
             return False
-        (mlo, mhi), (rlo, rhi) = self.face(made, producer.outputs[j]), self.face(read, operand)
+        (mlo, mhi), (rlo, rhi) = self.face(maker, maker.outputs[j]), self.face(reader, reader.inputs[k])
         if not (np.array_equal(mlo[same], rlo) and np.array_equal(mhi[same], rhi)):
             return False
-        if (consumer, k) not in self.gradient_uses(operand.tensor) or not producer.has_mirror:
+        given, taken = self.mirrors.get(reader.name), self.mirrors.get(maker.name)
+        if given is None or taken is None or not taken.inputs[j].tensor:
             return True
         if not made.routes:
-            back = self.backward(consumer, k)
+            back = self.join((given, k), (taken, j))
             return all(back[m] == [r] for r, m in enumerate(same))
-        n, own = self.gradient_uses(operand.tensor).index((consumer, k)), self.labels(consumer, k)
-        served = [{s for s in addends if s[:2] == (j, n)} for addends in self.served(producer)]  # type: ignore[index]
+        n, own = self.makers[taken.inputs[j].tensor].index((given, k)), self.labels(given, k)
+        served = [{s for s in addends if s[:2] == (j, n)} for addends in self.served(taken)]  # type: ignore[index]
         return all(served[m] == {(j, n, own[r])} for r, m in enumerate(same))
 
 

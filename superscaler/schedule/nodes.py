@@ -65,6 +65,9 @@ class Nodes:
         self.reason: dict[tuple[int, int], str] = {}
         self._op_number = {op.name: number for number, op in enumerate(self.graph.ops)}
         self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
+        # Kind and segment by op, mirrors included.
+        self.work_of = {name: ("F", segment.number) for name, segment in self.segment_of.items()}
+        self.work_of |= {m.name: ("B", self.work_of[name][1]) for name, m in schedule.edges.mirrors.items()}
         self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
         for segment in schedule.segments:
             for key in segment.keys:
@@ -148,9 +151,9 @@ class Nodes:
                 done.add(segment.number)
                 keys = self._keys(segment, group.microbatch)
                 found.update(dict.fromkeys(Node(group.kind, segment.number, key) for key in keys))
-        for kind, name, key in parts_of(self.schedule.edges, replace(group, members=tuple(rest))):
-            if kind != "U":
-                found[Node(kind, self.segment_of[name].number, key)] = None
+        for name, key in parts_of(self.schedule.edges, replace(group, members=tuple(rest))):
+            if name in self.work_of:
+                found[Node(*self.work_of[name], key)] = None
                 continue
             update = Node("P", self._op_number[name], key)
             found[update] = None

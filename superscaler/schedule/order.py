@@ -79,7 +79,7 @@ def _send_apart(attempt: _Attempt) -> _Attempt | None:
     transfers, edges = attempt.nodes.schedule.transfers, attempt.edges
     left = {n.number for n in {*attempt.nodes.names}.difference(attempt.order) if n.kind == "C"}
     tensors = {transfers[number].tensor for number in left if transfers[number].classes}
-    ops = frozenset(edges.maker(t)[0].name for t in tensors)
+    ops = frozenset(edges.makers[t][0][0].name for t in tensors)
     return replace(attempt, taken={**attempt.taken, APART: ops}) if ops else None
 
 

@@ -168,10 +168,8 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
 
 
 def _segment(edges: Edges, number: int, ops: tuple[Op, ...]) -> Segment:
-    fold = edges.fold
-    # Devices that correspond come in one order at all places, however they are numbered.
-    own = edges.rows[ops[0].name].keys
-    keys = tuple(sorted(own, key=None if fold is None else lambda key: (fold.places[key[0]], key)))
+    own = edges.rows[ops[0].name]
+    keys = tuple(own.keys[row] for row in edges.in_order(own))
     segment = Segment(number, ops, keys)
     for op in ops:
         at = {key: row for row, key in enumerate(edges.rows[op.name].keys)}
@@ -188,9 +186,9 @@ def _aliases(edges: Edges, segment: Segment) -> tuple[Alias, ...]:
         for k, operand in enumerate(op.inputs):
             if operand.tensor in made:
                 continue
-            lo, hi = (side[at] for side in edges.face(rows, operand))
+            lo, hi = (side[at] for side in edges.face(op, operand))
             contributes = op.has_mirror and edges.model.tensors[operand.tensor].requires_grad
-            labels = _normal([edges.labels(op, k)[row] for row in at]) if contributes else None
+            labels = _normal([edges.labels(edges.mirrors[op.name], k)[row] for row in at]) if contributes else None
             tree = None if rows.regular else id(rows)
             shares = tuple(rows.share(row, k) for row in at.tolist()) if rows.is_shared(k) else None
             status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree, shares)
@@ -207,7 +205,7 @@ def _normal(labels: list[Hashable]) -> Labels:
 
 
 def _find_outputs(edges: Edges, segments: list[Segment]) -> None:
-    read = {a.tensor for s in segments for a in s.aliases} | set(edges.written)
+    read = {a.tensor for s in segments for a in s.aliases} | set(edges.readers)
     with_gradient = {a.tensor for s in segments for a in s.aliases if a.labels is not None}
     loss = edges.model.loss
     for segment in segments:

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from superscaler.ir.graph import Op
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Tree
-from superscaler.schedule.cover import Held, Wanted, join
-from superscaler.schedule.edges import Edges, Key
+from superscaler.schedule.cover import Held, Wanted
+from superscaler.schedule.edges import Edges, Key, Port
 from superscaler.schedule.segments import Alias, Segment, root
 
 FORWARD, BACKWARD, UPDATE = "F", "B", "U"
@@ -92,65 +91,73 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
         for number, output in enumerate(segment.outputs):
             outputs[output.tensor] = (segment, number)
     found: list[Transfer] = []
-    for tensor in dict.fromkeys((*reads, *edges.written)):
-        readers = reads.get(tensor, [])
-        source = outputs.get(tensor)
-        home = edges.homes.get(tensor)
-        if source is None and home is None:
+    for tensor in dict.fromkeys((*reads, *edges.readers)):
+        readers, source = reads.get(tensor, []), outputs.get(tensor)
+        if tensor not in edges.makers or tensor not in edges.model.tensors:
             continue
-        found += _forward(edges, tensor, source, home, readers, joins)
-        with_gradient = [r for r in readers if r[2].labels is not None]
-        if with_gradient and (home is not None or (source and source[0].outputs[source[1]].has_gradient)):
-            found += _backward(edges, tensor, source, home, with_gradient, joins)
+        updates = [_of_update(edges, port, is_made=False) for port in edges.readers.get(tensor, ())]
+        made = _of_update(edges, edges.makers[tensor][0]) if source is None else _of_output(edges, FORWARD, *source)
+        found += _move(edges, tensor, FORWARD, [made], [*(_alias(edges, *read) for read in readers), *updates], joins)
+        with_gradient = [read for read in readers if read[2].labels is not None]
+        if with_gradient and (source is None or source[0].outputs[source[1]].has_gradient):
+            addends = [_gradient(edges, some) for some in _merge(edges, with_gradient)]
+            (port,) = edges.readers[edges.model.gradient(tensor)]
+            sink = _of_update(edges, port, is_made=False) if source is None else _of_output(edges, BACKWARD, *source)
+            found += _move(edges, tensor, BACKWARD, addends, [sink], joins)
     return found
 
 
 Reads = list[tuple[Segment, int, Alias]]
-Source = tuple[Segment, int] | None
 
 
-def _forward(edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads, joins: bool) -> list[Transfer]:
-    held, places = _made(edges, tensor, source, home)
-    sides = [_alias_wanted(segment, alias) for segment, _, alias in readers]
-    users = [Place(FORWARD, s.number, key, n) for s, n, _ in readers for key in s.keys]
-    pairs = [edges.forward(*alias.uses[0])[row] for _, _, alias in readers for row in alias.keys_at.tolist()]
-    for op in edges.written.get(tensor, []):
-        sides.append(edges.wanted(edges.rows[op.name], op.inputs[1]))
-        users += [Place(UPDATE, edges.home_number[op.inputs[0].tensor], k, 0) for k in edges.rows[op.name].keys]
-        pairs += join(held, sides[-1])
-    wanted = Wanted(*(np.concatenate(column) for column in zip(*(side.columns() for side in sides), strict=True)))
-    return _group(tensor, FORWARD, held, [(p,) for p in places], wanted, users, pairs, joins)
+class Side(NamedTuple):
+    """What makes or reads a tensor: a port, and per part its row, box (`Held` where it is made) and places."""
+
+    port: Port
+    rows: Sequence[int]
+    boxes: Wanted
+    places: Sequence[tuple[Place, ...]]
 
 
-def _made(edges: Edges, tensor: str, source: Source, home: Op | None) -> tuple[Held, list[Place]]:
-    """Return what holds a tensor: the outputs of a segment (in row order of its op), or the weight at rest."""
-    if source is None:
-        assert home is not None
-        rows = edges.rows[home.name]
-        held = edges.held(rows, home.outputs[0])
-        return held, [Place(UPDATE, edges.home_number[tensor], key, 0) for key in rows.keys]
-    segment, number = source
-    output = segment.outputs[number]
-    rows = edges.rows[output.op.name]
-    return edges.held(rows, output.op.outputs[output.slot]), [
-        Place(FORWARD, segment.number, key, number) for key in rows.keys
-    ]
-
-
-def _backward(
-    edges: Edges, tensor: str, source: Source, home: Op | None, readers: Reads, joins: bool
+def _move(
+    edges: Edges, tensor: str, kind: str, made: Sequence[Side], read: Sequence[Side], joins: bool
 ) -> list[Transfer]:
-    wanted, places = _made(edges, tensor, source, home)
-    users = [p._replace(kind=UPDATE if home else BACKWARD) for p in places]
-    routes = source is not None and edges.rows[source[0].outputs[source[1]].op.name].routes
+    """Return the transfers from what makes a tensor, each an addend of it, to all that reads it."""
+    columns = zip(*(side.boxes.columns() for side in read), strict=True)
+    wanted = Wanted(*(np.concatenate(column) for column in columns))
+    users = [place for side in read for (place,) in side.places]
     found: list[Transfer] = []
-    wanted = replace(wanted, turns=edges.turns("U" if home else "B", edges.maker(tensor)[0]))
-    for group in _merge(edges, readers):
-        held = _gradient(edges, group)
-        pairs = _routed(edges, tensor, source, group, wanted) if routes else join(held, wanted)
-        sources = [tuple(Place(BACKWARD, s.number, key, n) for s, n, _ in group) for key in group[0][0].keys]
-        found += _group(tensor, BACKWARD, held, sources, wanted, users, pairs, joins)
+    for side in made:
+        at, pairs = {row: n for n, row in enumerate(side.rows)}, list[list[int]]()
+        for reader in read:
+            joined = edges.join(side.port, reader.port)
+            pairs += ([at[source] for source in joined[row]] for row in reader.rows)
+        assert isinstance(side.boxes, Held)
+        found += _group(tensor, kind, side.boxes, side.places, wanted, users, pairs, joins)
     return found
+
+
+def _of_update(edges: Edges, port: Port, is_made: bool = True) -> Side:
+    """Return the weight at rest, or the gradient or new value that its update reads."""
+    return _side(edges, port, UPDATE, edges.home_number[port[0].inputs[0].tensor], 0, is_made)
+
+
+def _of_output(edges: Edges, kind: str, segment: Segment, number: int) -> Side:
+    """Return an output of a segment, or its gradient that the mirrors read."""
+    op, slot = segment.outputs[number].op, segment.outputs[number].slot
+    port = (op, slot) if kind == FORWARD else (edges.mirrors[op.name], slot)
+    return _side(edges, port, kind, segment.number, number, kind == FORWARD)
+
+
+def _side(edges: Edges, port: Port, kind: str, segment: int, number: int, is_made: bool) -> Side:
+    places = [(Place(kind, segment, key, number),) for key in edges.rows[port[0].name].keys]
+    return Side(port, range(len(places)), edges.held(*port) if is_made else edges.wanted(*port), places)
+
+
+def _alias(edges: Edges, segment: Segment, number: int, alias: Alias) -> Side:
+    keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
+    places = [(Place(FORWARD, segment.number, key, number),) for key in segment.keys]
+    return Side(alias.uses[0], alias.keys_at.tolist(), Wanted(alias.lo, alias.hi, keys[:, 0], keys[:, 1]), places)
 
 
 def _merge(edges: Edges, readers: Reads) -> list[Reads]:
@@ -158,57 +165,29 @@ def _merge(edges: Edges, readers: Reads) -> list[Reads]:
     found: dict[Hashable, Reads] = {}
     for segment, number, alias in readers:
         tree = None if alias.rows.regular else id(alias.rows)
-        turns = edges.turns("B", alias.uses[0][0])
-        status = (segment.keys, alias.lo.tobytes(), alias.hi.tobytes(), alias.labels, tree, alias.shares, tuple(turns))
+        turns = tuple(edges.turns(edges.mirrors[alias.uses[0][0].name]))
+        status = (segment.keys, alias.lo.tobytes(), alias.hi.tobytes(), alias.labels, tree, alias.shares, turns)
         found.setdefault(status, []).append((segment, number, alias))
     return list(found.values())
 
 
-def _gradient(edges: Edges, group: Reads) -> Held:
-    """Return the gradient rows of aliases that are alike, by key of their segments."""
+def _gradient(edges: Edges, group: Reads) -> Side:
+    """Return the gradient of aliases that are alike, by key of their segments."""
     segment, _, alias = group[0]
     (op, k), at = alias.uses[0], alias.keys_at
-    turns = edges.turns("B", op)
-    mine = [turns[row] for row in at] if turns else ()
-    if alias.rows.regular or (alias.rows.routes and not alias.rows.has_shares):
-        return Held(*_alias_wanted(segment, alias).columns(), alias.labels or (), turns=mine, fold=edges.fold)
-    # That of an irregular op has its tree, over the segment's keys.
-    held = edges.held(alias.rows, op.inputs[k], edges.labels(op, k), k)
-    assert held.tree is not None
-    tree = _renumber(held.tree, {int(row): key for key, row in enumerate(at)})
-    labels = tuple(held.labels[row] for row in at)
-    return Held(*held.columns(at), labels, tree, held.all_routes, k, held.all_replicas, edges.fold, turns=mine)
+    port = edges.mirrors[op.name], k
+    held = edges.held(*port)
+    tree = None if held.tree is None else _renumber(held.tree, {int(row): key for key, row in enumerate(at)})
+    columns, labels = held.columns(at), tuple(held.labels[row] for row in at)
+    held = Held(*columns, labels, tree, held.all_routes, k, held.all_replicas, edges.fold)
+    places = [tuple(Place(BACKWARD, s.number, key, n) for s, n, _ in group) for key in segment.keys]
+    return Side(port, at.tolist(), held, places)
 
 
 def _renumber(tree: Tree, order: dict[int, int]) -> Tree:
     if not tree.children:
         return Tree(row=order[tree.row])
     return replace(tree, children=tuple(_renumber(child, order) for child in tree.children))
-
-
-def _routed(edges: Edges, tensor: str, source: Source, group: Reads, wanted: Wanted) -> list[list[int]]:
-    """Return the gradient rows that each part of a routing producer reads: those of the addends that it serves."""
-    assert source is not None
-    segment, _, alias = group[0]
-    output = source[0].outputs[source[1]]
-    use = alias.uses[0]
-    number = edges.gradient_uses(tensor).index(use)
-    labels = edges.labels(*use)
-    pairs: list[list[int]] = []
-    for row, served in enumerate(edges.served(output.op)):
-        mine = {(output.slot, number, label) for label in labels} & served
-        chosen: dict[Hashable, int] = {}
-        for key, at in enumerate(alias.keys_at.tolist()):
-            label = (output.slot, number, labels[at])
-            if label in mine and (label not in chosen or segment.keys[key][:2] == wanted.at[row]):
-                chosen[label] = key
-        pairs.append(list(chosen.values()))
-    return pairs
-
-
-def _alias_wanted(segment: Segment, alias: Alias) -> Wanted:
-    keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
-    return Wanted(alias.lo, alias.hi, keys[:, 0], keys[:, 1])
 
 
 def _group(

@@ -16,7 +16,7 @@ from torch import Tensor
 from superscaler.artifact import initial_values, reads, write
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
-from superscaler.ir.graph import Model
+from superscaler.ir.graph import draw_number
 from superscaler.runtime import functional
 from superscaler.runtime.launch import call
 from superscaler.runtime.step import Step, check_batch, load
@@ -108,10 +108,10 @@ def certify(
 
     def eager() -> Oracle:
         module = Eager(captured, inputs)
-        return lambda known, number: module.step(known, _draw(model, number))
+        return lambda known, number: module.step(known, _draw(number))
 
     def export() -> Oracle:
-        return lambda known, number: reference_step(captured, inputs, known, torch.float64, draw=_draw(model, number))
+        return lambda known, number: reference_step(captured, inputs, known, torch.float64, draw=_draw(number))
 
     return _certificate(exact, backend, timeout, values, inputs, {"eager": eager, "export": export})
 
@@ -181,12 +181,11 @@ def _judged(
     return found
 
 
-def _draw(model: Model, step: int) -> Draw:
+def _draw(step: int) -> Draw:
     """Return what gives the random numbers of an operator in a step of a plan."""
-    numbers = {op.name: n for n, op in enumerate(model.ops)}
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        return functional.draw(0, step, numbers.get(name, -1), [(0, size) for size in shape], shape, "cpu")
+        return functional.draw(0, step, draw_number(name), [(0, size) for size in shape], shape, "cpu")
 
     return draw
 
