@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from superscaler.errors import PlanError
 from superscaler.runtime.communicator import PeerLost
@@ -36,8 +36,18 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
         os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = partial(_end, log is not None)
-    record(lambda: _after_linger(function))()
+    record(lambda: _after_linger(function), _Brief())()
     _exit(0)
+
+
+class _Brief(ErrorHandler):
+    """Records of an error that a user can cause its text only, which torchrun shows for every rank."""
+
+    def record_exception(self, e: BaseException) -> None:
+        if isinstance(e, PlanError):
+            e = e.with_traceback(None)
+            e.__cause__, e.__suppress_context__ = None, True
+        super().record_exception(e)
 
 
 def answer(folder: Path) -> None:

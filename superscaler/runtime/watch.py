@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from superscaler.errors import RuntimeFailure
@@ -127,12 +127,12 @@ class Watch:
             )
 
 
-def watch(rank: int, world: int, folder: str, steps: Callable[[], int]) -> Watch | None:
-    """Watch the calling thread, if torchrun started this process."""
+def watch(rank: int, world: int, folder: str, steps: Callable[[], int], start: str) -> Watch | None:
+    """Watch the calling thread, if torchrun started this process. `start` is the name of this start of all ranks."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    found = Watch(store, rank, world, folder, steps)
+    found = Watch(PrefixStore(start, store), rank, world, folder, steps)
     threading.Thread(target=found.run, name="watch", daemon=True).start()
     return found
 
