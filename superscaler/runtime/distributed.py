@@ -93,7 +93,8 @@ class _Operation:
 
 def _fail(what: str, error: RuntimeError) -> NoReturn:
     """Raise what torch.distributed reported as PeerLost where it blames another rank; gloo only says so in words."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    # After its first sentence gloo guesses.
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
     if isinstance(error, dist.DistError) or "gloo/transport" in reason or "onnection" in reason:
         raise PeerLost(f"{what} failed, because another rank ended or does not answer: {reason}") from error
     raise RuntimeFailure(f"{what} failed: {reason}") from error

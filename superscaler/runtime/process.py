@@ -36,7 +36,7 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
         os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = partial(_end, log is not None)
-    record(lambda: _after_linger(function), _Brief())()
+    record(lambda: _after_linger(function, log is not None), _Brief())()
     _exit(0)
 
 
@@ -61,10 +61,13 @@ def answer(folder: Path) -> None:
     run_rank(work, log=folder)
 
 
-def _after_linger(function: Callable[[], None]) -> None:
+def _after_linger(function: Callable[[], None], is_said: bool) -> None:
     try:
         function()
-    except PeerLost:
+    except PeerLost as error:
+        # At once: a launcher that loses the others too ends this process.
+        if not is_said:
+            print(f"error: {error}", file=sys.__stderr__, flush=True)
         time.sleep(_LINGER)
         raise
 
@@ -75,7 +78,7 @@ def _end(is_said: bool, kind: type[BaseException], error: BaseException, trace: 
     terminal = sys.__stderr__
     if not isinstance(error, PlanError):
         traceback.print_exception(kind, error, trace, file=terminal)
-    elif not is_said:
+    elif not is_said and kind is not PeerLost:
         print(f"error: {error}", file=terminal)
     _exit(error.exit_code if isinstance(error, PlanError) else 1)
 
