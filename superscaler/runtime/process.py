@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -50,13 +51,12 @@ class _Brief(ErrorHandler):
         super().record_exception(e)
 
 
-def answer(folder: Path) -> None:
-    """Do as a whole process what `launch.call` wrote into the folder, and write there what comes of it."""
+def answer(folder: Path, module: str, name: str, *arguments: str) -> None:
+    """Call a function of a module as a whole process, and write what it gives into the folder of `launch.call`."""
 
     def work() -> None:
-        function, arguments = pickle.loads((folder / "call").read_bytes())
-        found = function(*arguments)
-        (folder / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(found))
+        found = getattr(import_module(module), name)(*arguments)
+        (folder / f"result{os.environ['RANK']}").write_text(json.dumps(found))
 
     run_rank(work, log=folder)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from superscaler.artifact import initial_values, reads, slots_of, write
@@ -235,17 +236,39 @@ def _threads(compiled: Compiled, values: Values, batch: Values, timeout: float) 
 
 
 def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> list[Result]:
-    with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as folder:
-        write(compiled, Path(folder), values)
-        return call(_rank, compiled.program.world, Path(folder), dict(batch))
+    with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as name:
+        folder = Path(name)
+        write(compiled, folder / "plan", values)
+        save_file(_plain(batch), folder / "batch")
+        moved = call(_rank, compiled.program.world, name)
+        return [_read(folder / f"rank{rank}", count) for rank, count in enumerate(moved)]
 
 
-def _rank(path: Path, batch: Values) -> Result:
-    """Run one step of the plan in `path` on this rank."""
-    step = load(path)
-    result = _run(step, batch)
+def _rank(name: str) -> int:
+    """Run one step of the plan in a folder on this rank, and write what it found there; return the bytes moved."""
+    folder = Path(name)
+    step = load(folder / "plan")
+    result = _run(step, load_file(folder / "batch"))
+    given = {n: gradient for n, gradient in result.gradients.items() if gradient is not None}
+    parts = {"": {"loss": result.loss}, "gradient ": given, "weight ": result.weights}
+    stored = {f"{kind}{n}": value for kind, part in parts.items() for n, value in part.items()}
+    save_file(_plain(stored), folder / f"rank{step.rank}")
     step.close()
-    return result
+    return result.moved
+
+
+def _read(file: Path, moved: int) -> Result:
+    stored = load_file(file)
+    gradients, weights = (
+        {n.removeprefix(kind): value for n, value in stored.items() if n.startswith(kind)}
+        for kind in ("gradient ", "weight ")
+    )
+    return Result(stored["loss"], gradients, weights, moved)
+
+
+def _plain(values: Values) -> dict[str, Tensor]:
+    # Files of safetensors hold no views.
+    return {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in values.items()}
 
 
 _BACKENDS = {"threads": _threads, "processes": _processes}
