@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-for folder in ("property", "faults", "materialize/rvd", "verbs"):
+for folder in ("property", "faults", "dist", "materialize/rvd", "verbs"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 

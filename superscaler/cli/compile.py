@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from superscaler.cli.common import PlanRequest, Printer, command
+from superscaler.cluster import Cluster
+from superscaler.cluster.start import how_to_start
 from superscaler.errors import InputError
-from superscaler.specs.files import plan_files
+from superscaler.specs.files import RUN_FILE, plan_files
 
 
 def _directory(text: str) -> Path:
@@ -38,7 +40,7 @@ def compile(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed 
 
     graph, built = request.capture()
     summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
-    printer.show(summary, told(seconds, counts), *saved(out, len(devices.devices), is_new))
+    printer.show(summary, told(seconds, counts), *saved(out, devices, is_new))
     printer.result = {
         "model": built.name,
         "plan": request.plan,
@@ -68,9 +70,9 @@ def _kind(path: Path) -> str:
     return "a file" if path.exists() else "a link to nothing"
 
 
-def saved(out: Path | None, world: int, is_new: bool) -> list[str]:
+def saved(out: Path | None, cluster: Cluster, is_new: bool) -> list[str]:
     told = f"written to {out}" if is_new else f"unchanged: {out} holds this plan already"
-    return [] if out is None else [f"{told}; start it with: torchrun --nproc-per-node {world} {out}/run.py"]
+    return [] if out is None else [f"{told}; {how_to_start(cluster, out / RUN_FILE)}"]
 
 
 def told(seconds: dict[str, float], counts: dict[str, int]) -> str:

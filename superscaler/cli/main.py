@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import superscaler
-from superscaler.cli import checkpoint
+from superscaler.cli import checkpoint, launch
 from superscaler.cli.capture import capture
 from superscaler.cli.compile import compile
 from superscaler.cli.doctor import doctor
@@ -31,6 +31,7 @@ app = typer.Typer(
 for verb in (capture, compile, validate, verify, train, explain, diff):
     app.command(verb.__name__)(verb)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(launch.app, name="launch")
 app.command("doctor")(doctor)
 
 

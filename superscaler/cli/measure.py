@@ -40,7 +40,7 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     from superscaler.runtime.launch import call
     from superscaler.runtime.measure import measure as measure_links
 
-    samples = [Sample(**found) for found in call(measure_links, count)[0]]
+    samples = [Sample(**{**found, "group": tuple(found["group"])}) for found in call(measure_links, count)[0]]
     samples.sort(key=lambda s: (s.link, s.kind, s.size))
     cluster = Cluster.of("measured", LOCAL, 1, count, fit(samples, LINKS[LOCAL]))
     largest = max(error(cluster.links, s) for s in samples)

@@ -61,6 +61,12 @@ class Communicator(ABC):
     moved = 0
     apart = 0
 
+    def first_said(self, name: str, value: str) -> str:
+        """Return what was said first under this name since the launch, by a rank that torchrun has started again, too;
+        `value`, which is not empty, if nothing was.
+        """
+        return value
+
     def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True) -> Work:
         """Sum over the group, bit-identical on all its ranks. `owned`: the result may take the place of x. `planned`: x
         is of the plan.

@@ -17,10 +17,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from superscaler.errors import RuntimeFailure
 from superscaler.runtime import communicator as c
 from superscaler.runtime.communicator import Group, PeerLost, Work
+from superscaler.runtime.network import interface, launched, meet
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,31 +32,36 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def connect(timeout: float = 1800.0) -> DistributedCommunicator:
     """Join the ranks that `torchrun` started; without it, be the only one. NCCL on GPU number LOCAL_RANK, or gloo.
 
-    `timeout` is what an operation may wait, in seconds. Raises RuntimeFailure if torchrun's variables are incomplete.
+    `timeout` is what an operation may wait, in seconds. Raises InputError if torchrun's variables make no sense, and
+    RuntimeFailure if the ranks do not find each other.
     """
     device = _device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    store, start = None, ""
     if not dist.is_initialized():
+        told = launched()
+        store, start = meet(told)
         backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-        given = {} if _is_launched() else alone
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound, **given)
-    return DistributedCommunicator(device)
+        if backend == "gloo" and (name := interface(told)):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        given: dict[str, Any] = {"store": PrefixStore(start, store), "rank": told.rank, "world_size": told.world}
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound, **given)
+        except RuntimeError as error:
+            _fail(f"connecting by {os.environ.get('GLOO_SOCKET_IFNAME')}", error)
+    return DistributedCommunicator(device, start, store)
 
 
-def _is_launched() -> bool:
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    if missing and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise RuntimeFailure(f"WORLD_SIZE is set, but {', '.join(missing)} not: start this program with torchrun.")
-    return not missing
+def world_size() -> int:
+    """Return how many ranks there are, or will be once they are connected."""
+    return dist.get_world_size() if dist.is_initialized() else launched().world
 
 
 def _device() -> torch.device:
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return torch.device("cpu")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local, count = launched().local_rank, torch.cuda.device_count()
     if local >= count:
         raise RuntimeFailure(
             f"local rank {local} needs GPU {local}, but only {count} are visible; start {count} ranks."
@@ -86,7 +93,8 @@ class _Operation:
 
 def _fail(what: str, error: RuntimeError) -> NoReturn:
     """Raise what torch.distributed reported as PeerLost where it blames another rank; gloo only says so in words."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    # After its first sentence gloo guesses.
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
     if isinstance(error, dist.DistError) or "gloo/transport" in reason or "onnection" in reason:
         raise PeerLost(f"{what} failed, because another rank ended or does not answer: {reason}") from error
     raise RuntimeFailure(f"{what} failed: {reason}") from error
@@ -156,9 +164,11 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 class DistributedCommunicator(c.Communicator):
-    """A rank of the default process group. `device` is where its tensors live."""
+    """A rank of the default process group. `device` is where its tensors live; `start` is the name of this start."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, start: str = "", store: Store | None = None) -> None:
+        self.start = start
+        self._store = store
         self.rank: int = dist.get_rank()
         self.world: int = dist.get_world_size()
         self.device = device
@@ -169,11 +179,15 @@ class DistributedCommunicator(c.Communicator):
         # The messages of a batch.
         self._together: list[tuple[dist.P2POp, _Operation]] | None = None
 
+    def first_said(self, name: str, value: str) -> str:
+        # Where nothing is, the empty text is expected.
+        return value if self._store is None else self._store.compare_set(f"first {name}", "", value).decode()
+
     def prepare(self, groups: Sequence[Group]) -> None:
         """Make a process group for each set of ranks that has none; the whole world is the default group."""
         for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1}):
             if members not in self._groups:
-                self._groups[members] = dist.new_group(list(members))
+                self._groups[members] = self._call(f"{self.prefix}connecting", dist.new_group, list(members))
 
     def _sum(self, what: str, group: Group, x: Tensor, owned: bool) -> Work:
         buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -27,22 +27,24 @@ from superscaler.timing import cores
 _TAIL = 40
 T = TypeVar("T")
 
-_CALL = """from pathlib import Path
+_CALL = """import sys
+from pathlib import Path
 
 from superscaler.runtime.process import answer
 
-answer(Path(__file__).parent)
+answer(Path(__file__).parent, *sys.argv[1:])
 """
 
 
-def call(function: Callable[..., T], world: int, *arguments: Any) -> list[T]:
-    """Return what `function(*arguments)`, of a module, gives on each of `world` ranks. Raises as `launch`."""
+def call(function: Callable[..., T], world: int, *arguments: str) -> list[T]:
+    """Return what `function(*arguments)`, of a module, gives on each of `world` ranks, in JSON's types. Raises as
+    `launch`.
+    """
     with tempfile.TemporaryDirectory(prefix="superscaler-") as name:
         folder = Path(name)
         (folder / "call.py").write_text(_CALL)
-        (folder / "call").write_bytes(pickle.dumps((function, arguments)))
-        launch(folder / "call.py", [], world, folder)
-        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
+        launch(folder / "call.py", [function.__module__, function.__name__, *arguments], world, folder)
+        return [json.loads((folder / f"result{rank}").read_text()) for rank in range(world)]
 
 
 def launch(program: Path, options: list[str], world: int, folder: Path | None = None, stop: Path | None = None) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from superscaler.errors import PlanError
 from superscaler.runtime.communicator import PeerLost
@@ -36,25 +37,37 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
         os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = partial(_end, log is not None)
-    record(lambda: _after_linger(function))()
+    record(lambda: _after_linger(function, log is not None), _Brief())()
     _exit(0)
 
 
-def answer(folder: Path) -> None:
-    """Do as a whole process what `launch.call` wrote into the folder, and write there what comes of it."""
+class _Brief(ErrorHandler):
+    """Records of an error that a user can cause its text only, which torchrun shows for every rank."""
+
+    def record_exception(self, e: BaseException) -> None:
+        if isinstance(e, PlanError):
+            e = e.with_traceback(None)
+            e.__cause__, e.__suppress_context__ = None, True
+        super().record_exception(e)
+
+
+def answer(folder: Path, module: str, name: str, *arguments: str) -> None:
+    """Call a function of a module as a whole process, and write what it gives into the folder of `launch.call`."""
 
     def work() -> None:
-        function, arguments = pickle.loads((folder / "call").read_bytes())
-        found = function(*arguments)
-        (folder / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(found))
+        found = getattr(import_module(module), name)(*arguments)
+        (folder / f"result{os.environ['RANK']}").write_text(json.dumps(found))
 
     run_rank(work, log=folder)
 
 
-def _after_linger(function: Callable[[], None]) -> None:
+def _after_linger(function: Callable[[], None], is_said: bool) -> None:
     try:
         function()
-    except PeerLost:
+    except PeerLost as error:
+        # At once: a launcher that loses the others too ends this process.
+        if not is_said:
+            print(f"error: {error}", file=sys.__stderr__, flush=True)
         time.sleep(_LINGER)
         raise
 
@@ -65,7 +78,7 @@ def _end(is_said: bool, kind: type[BaseException], error: BaseException, trace: 
     terminal = sys.__stderr__
     if not isinstance(error, PlanError):
         traceback.print_exception(kind, error, trace, file=terminal)
-    elif not is_said:
+    elif not is_said and kind is not PeerLost:
         print(f"error: {error}", file=terminal)
     _exit(error.exit_code if isinstance(error, PlanError) else 1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from superscaler.cluster import Cluster
+from superscaler.cluster.start import how_to_start
 from superscaler.errors import InputError
 from superscaler.runtime.checkpoint import save
 from superscaler.runtime.communicator import Communicator
@@ -22,7 +23,7 @@ from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.operators import import_operators
 from superscaler.runtime.restore import load_weights, restore
 from superscaler.runtime.scaler import Scaler
-from superscaler.specs.files import PLAN_FILE, WEIGHTS_FILE, named_path
+from superscaler.specs.files import PLAN_FILE, RUN_FILE, WEIGHTS_FILE, named_path
 
 if TYPE_CHECKING:
     from superscaler.runtime.watch import Watch
@@ -262,7 +263,7 @@ def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]
 
 def load(directory: str | Path) -> Step:
     """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1)."""
-    from superscaler.runtime.distributed import connect
+    from superscaler.runtime.distributed import connect, world_size
     from superscaler.runtime.watch import watch
 
     path = named_path("load", directory)
@@ -272,17 +273,15 @@ def load(directory: str | Path) -> Step:
         )
     try:
         plan = json.loads((path / PLAN_FILE).read_text())
-        world, needed = int(os.environ.get("WORLD_SIZE", "1")), len(plan["devices"])
+        needed, told = len(plan["devices"]), how_to_start(Cluster.parse(plan["cluster"]), path / RUN_FILE)
         names, operators = ("segments", *sorted(set(plan["programs"]))), dict(plan["operators"])
         files = {f"{name}.py": (path / f"{name}.py").read_text() for name in names}
         stored = safe_open(path / WEIGHTS_FILE, framework="pt")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise InputError(f"the plan in {path} is damaged ({error}); write it again with superscaler compile.") from None
-    if world != needed:
-        raise InputError(
-            f"{path} is a plan for {needed} devices, but {world} processes run it; "
-            f"start it with torchrun --nproc-per-node {needed} {path}/run.py."
-        )
+    if (world := world_size()) != needed:
+        run = "1 process runs" if world == 1 else f"{world} processes run"
+        raise InputError(f"{path} is a plan for {needed} devices, but {run} it; {told}")
     import_operators(operators, path)
     communicator = connect()
     with stored:
@@ -292,5 +291,5 @@ def load(directory: str | Path) -> Step:
         left = sorted(set(stored.keys()) - placed) if communicator.rank == 0 else []
         fixed = {name: stored.get_tensor(name) for name in left}
     step = build_step(plan, modules(files, f"{path}/"), weights, communicator, fixed)
-    step.watch = watch(step.rank, step.world, f"{path}/", lambda: step.state.steps)
+    step.watch = watch(step.rank, step.world, f"{path}/", lambda: step.state.steps, communicator.start)
     return step

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from superscaler.errors import RuntimeFailure
@@ -63,19 +63,37 @@ class Watch:
         self._thread, self._parent = threading.get_ident(), os.getppid()
         self._spot, self._longest = Spot(since=time.monotonic()), 0.0
         self._next, self._word, self._heard = (rank + 1) % world, b"", 0.0
+        # Looks since the store last answered: a process that was stopped itself has not looked.
+        self._silent = 0
         self._end = threading.Event()
 
     def close(self) -> None:
         self._end.set()
         self._store.set(f"watch{self._rank}", "closed")
 
-    def run(self) -> None:
-        beats = 0
+    def start(self) -> None:
+        # A store whose server is lost answers nothing, not even that.
+        for function in (self._run, self._talk):
+            threading.Thread(target=function, name="watch", daemon=True).start()
+
+    def _run(self) -> None:
         while not self._end.wait(LOOK):
             if os.getppid() != self._parent:
                 # Nobody is left to tell.
                 os._exit(1)
             self._look()
+            self._silent += 1
+            if self._silent * LOOK > SILENCE:
+                where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                _fail(
+                    f"rank {self._rank} on {socket.gethostname()} lost the store of this launch, {where}: it has not "
+                    f"answered for {self._silent * LOOK:.0f} s. That server is lost, its launcher has ended, or the "
+                    f"network; this rank is at {self._spot.text}."
+                )
+
+    def _talk(self) -> None:
+        beats = 0
+        while not self._end.wait(LOOK):
             beats += 1
             word = {"beat": beats, "text": self._spot.text, "host": socket.gethostname(), "pid": os.getpid()}
             try:
@@ -84,6 +102,7 @@ class Watch:
             except RuntimeError:
                 # The launcher, which keeps the store, is ending.
                 continue
+            self._silent = 0
 
     def _look(self) -> None:
         frame, is_waiting = sys._current_frames().get(self._thread), False
@@ -121,26 +140,31 @@ class Watch:
         elif now - self._heard > SILENCE:
             last = json.loads(word)
             _fail(
-                f"rank {self._next} does not answer: it said nothing for {now - self._heard:.0f} s, and was at "
-                f"{last['text']} then; rank {self._rank} is at {self._spot.text}.",
+                f"rank {self._next} on {last['host']} does not answer: it said nothing for {now - self._heard:.0f} s, "
+                f"and was at {last['text']} then; rank {self._rank} is at {self._spot.text}.",
                 last["pid"] if last["host"] == socket.gethostname() else None,
             )
 
 
-def watch(rank: int, world: int, folder: str, steps: Callable[[], int]) -> Watch | None:
-    """Watch the calling thread, if torchrun started this process."""
+def watch(rank: int, world: int, folder: str, steps: Callable[[], int], start: str) -> Watch | None:
+    """Watch the calling thread, if torchrun started this process. `start` is the name of this start of all ranks."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    found = Watch(store, rank, world, folder, steps)
-    threading.Thread(target=found.run, name="watch", daemon=True).start()
+    found = Watch(PrefixStore(start, store), rank, world, folder, steps)
+    found.start()
     return found
 
 
 def _fail(text: str, other: int | None = None) -> NoReturn:
     """End the process, whose own thread cannot, and a stopped one, which does not hear SIGTERM; tell the launcher."""
-    get_error_handler().record_exception(RuntimeFailure(text))
-    if other is not None:
-        with suppress(OSError):
-            os.kill(other, signal.SIGKILL)
+    try:
+        raise RuntimeFailure(text)
+    except RuntimeFailure as error:
+        # While it is handled: of others torchrun shows nothing.
+        get_error_handler().record_exception(error)
+        if other is not None:
+            with suppress(OSError):
+                os.kill(other, signal.SIGKILL)
+        sys.excepthook(RuntimeFailure, error, None)
     os._exit(1)

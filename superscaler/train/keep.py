@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from superscaler.errors import InputError, RuntimeFailure
-from superscaler.runtime.checkpoint import Saver
+from superscaler.runtime.checkpoint import Saver, share
 from superscaler.runtime.restore import restore
 from superscaler.runtime.step import Step
 from superscaler.runtime.stored import POINTER_FILE, open_checkpoint
@@ -62,10 +62,37 @@ def check_saving(options: Any, folder: Path | None) -> None:
         raise InputError(f"--save {folder}: {above} is a file; choose a folder.")
 
 
+def is_first(save: Path | None, resume: Path | None) -> bool:
+    """Tell whether a run is to go on from the folder that it saves into, where nothing is yet: so it starts anew."""
+    return save is not None and resume == save and not (save / POINTER_FILE).exists()
+
+
+def continued(step: Step, options: argparse.Namespace, folder: Path) -> argparse.Namespace:
+    """Return the options of this start: if torchrun had to start the ranks again, they go on from what they saved."""
+    communicator, file, found = step.state.communicator, folder / POINTER_FILE, ""
+    if step.rank == 0:
+        latest = (file.read_text(errors="replace") if file.is_file() else "") or "nothing"
+        if communicator.first_said("latest", latest) != latest:
+            found = "again"
+            print(f"note: a rank has failed; training goes on from {folder / latest.strip()}", file=sys.stderr)
+        elif is_first(options.save, options.resume):
+            found = "first"
+    # On a disk that ranks share, not all may see a new file at the same time.
+    found = share(communicator, found)
+    if found == "again":
+        return argparse.Namespace(**{**vars(options), "resume": folder, "weights": None})
+    return argparse.Namespace(**{**vars(options), "resume": None}) if found == "first" else options
+
+
 def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raises InputError where `steps` leave nothing to train, or where it was
     trained on other data.
     """
+    if not resume.exists() or (resume.is_dir() and not any(resume.iterdir())):
+        raise InputError(
+            f"--resume {resume} has no checkpoint yet; to start anew there, and to go on when the same command is "
+            f"given again, add --save {resume}."
+        )
     stored = open_checkpoint(resume)
     manifest = dict(stored.manifest or {})
     if manifest["step"] >= steps:

@@ -12,7 +12,7 @@ from superscaler.errors import InputError, RuntimeFailure
 from superscaler.runtime.launch import launch
 from superscaler.runtime.stored import open_stored
 from superscaler.train.data import check_text
-from superscaler.train.keep import OUTCOME_FILE, STOP_FILE, check_resume, check_saving, saving_folder
+from superscaler.train.keep import OUTCOME_FILE, STOP_FILE, check_resume, check_saving, is_first, saving_folder
 from superscaler.train.loop import check_options
 
 
@@ -30,7 +30,7 @@ class Keeping:
     def check(self, steps: int, data: Path | None) -> None:
         """Raise InputError for what ranks would refuse, before there are any."""
         check_saving(self, saving_folder(self.save, self.resume))
-        if self.resume is not None:
+        if self.resume is not None and not is_first(self.save, self.resume):
             check_resume(self.resume, steps, data)
         if self.weights is not None:
             open_stored(self.weights)

@@ -23,6 +23,7 @@ from superscaler.train.data import Batch, TextBatches, synthetic_batch
 from superscaler.train.keep import (
     add_options,
     check_saving,
+    continued,
     data_of,
     is_stopping,
     report,
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--clip", type=float, help="largest global norm of the gradients")
     made.add_argument("--data", type=Path, help="a text file, read as bytes; default: Python's standard library")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
-    made.add_argument("--metrics", type=Path, help="file for one JSON object a step")
+    made.add_argument("--metrics", type=Path, help="file for one JSON object a step; a run that goes on adds to it")
     add_options(made)
     made.add_argument("--launched", type=Path, help=argparse.SUPPRESS)
     return made
@@ -61,17 +62,19 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
     """Train on this rank; rank 0 reports."""
     check_options(options.steps, options.clip)
     folder = saving_folder(options.save, options.resume)
-    check_saving(options, folder)
     with ExitStack() as stack:
         asked = stack.enter_context(stop_requests(options.launched)) if folder else None
         step = load(directory)
+        if folder is not None:
+            options = continued(step, options, folder)
+        check_saving(options, folder)
         start, seed = start_of(step, options)
         batches = choose_batches(step, options.data, seed)
         position = {"seed": seed, "data": data_of(options.data), "model": options.named}
         saver = Saver(step, folder, options.keep, warn) if folder else None
         reporter, is_stopped = None, False
         if step.rank == 0:
-            metrics = stack.enter_context(_writable(options.metrics)) if options.metrics else None
+            metrics = stack.enter_context(_writable(options.metrics, start)) if options.metrics else None
             reporter = Reporter(options.steps, metrics)
         for number in range(start, options.steps):
             batch = batches(number)
@@ -94,9 +97,9 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         report(saver, is_stopped, start, options.launched)
 
 
-def _writable(path: Path) -> TextIO:
+def _writable(path: Path, start: int) -> TextIO:
     try:
-        return path.open("w")
+        return path.open("a" if start else "w")
     except OSError as error:
         raise InputError(f"--metrics {path} cannot be written: {error.strerror}.") from None
 

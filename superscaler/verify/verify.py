@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from superscaler.artifact import initial_values, reads, write
@@ -216,17 +217,44 @@ def _threads(compiled: Compiled, values: Values, batch: Values, timeout: float) 
 
 
 def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> list[list[Result]]:
-    with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as folder:
-        write(compiled, Path(folder), values)
-        return call(_rank, compiled.program.world, Path(folder), dict(batch))
+    with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as name:
+        folder = Path(name)
+        write(compiled, folder / "plan", values)
+        save_file(_plain(batch), folder / "batch")
+        moved = call(_rank, compiled.program.world, name)
+        return [
+            [_read(folder / f"rank{rank}.{number}", count) for number, count in enumerate(counts)]
+            for rank, counts in enumerate(moved)
+        ]
 
 
-def _rank(path: Path, batch: Values) -> list[Result]:
-    """Run the plan in `path` on this rank."""
-    step = load(path)
-    result = _run(step, batch)
+def _rank(name: str) -> list[int]:
+    """Run the plan in a folder on this rank, and write what it has after each step; return the bytes moved by then."""
+    folder = Path(name)
+    step = load(folder / "plan")
+    results = _run(step, load_file(folder / "batch"))
+    for number, result in enumerate(results):
+        stored = {"loss ": result.loss} | {f"weights {n}": w for n, w in result.weights.items()}
+        stored |= {f"gradients {n}": g for n, g in result.gradients.items() if g is not None}
+        stored |= {f"{key} {n}": x for n, state in result.state.items() for key, x in state.items()}
+        save_file(_plain(stored), folder / f"rank{step.rank}.{number}")
     step.close()
-    return result
+    return [result.moved for result in results]
+
+
+def _read(file: Path, moved: int) -> Result:
+    found: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}}
+    for name, value in load_file(file).items():
+        key, _, local = name.partition(" ")
+        found.setdefault(key, {})[local] = value
+    loss, weights, gradients = (found.pop(key) for key in ("loss", "weights", "gradients"))
+    state = {n: {key: values[n] for key, values in found.items() if n in values} for n in weights}
+    return Result(loss[""], gradients, weights, state, moved)
+
+
+def _plain(values: Values) -> dict[str, Tensor]:
+    # Files of safetensors hold no views.
+    return {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in values.items()}
 
 
 _BACKENDS = {"threads": _threads, "processes": _processes}

@@ -57,7 +57,8 @@ def test_the_options_of_every_command() -> None:
 
     command = typer.main.get_command(app)
     commands = dict(command.commands)  # type: ignore[attr-defined]
-    commands |= {f"checkpoint {name}": c for name, c in commands["checkpoint"].commands.items()}
+    for group in ("checkpoint", "launch"):
+        commands |= {f"{group} {name}": c for name, c in commands[group].commands.items()}
     found = {name: sorted(o for p in c.params for o in p.opts) for name, c in commands.items()}
     compiling = ["--autocast", "--cluster", "--json", "--lr", "--no-cache", "--optimizer", "--plan"]
     training = ["--keep", "--resume", "--save", "--save-every", "--weights"]
@@ -71,6 +72,10 @@ def test_the_options_of_every_command() -> None:
         "checkpoint export": ["--format", "--json", "--model", "--out", "checkpoint"],
         "checkpoint import": ["--json", "--out", "--trust", "source"],
         "checkpoint inspect": ["--json", "checkpoint"],
+        "launch": [],
+        "launch kubernetes": ["--claim", "--image", "--json", "--max-restarts", "options", "plan"],
+        "launch slurm": ["--json", "--max-restarts", "--partition", "--time", "options", "plan"],
+        "launch torchrun": ["--json", "--max-restarts", "options", "plan"],
         "explain": ["--json", "--svg", "plan"],
         "diff": ["--json", "plan_a", "plan_b"],
         "doctor": ["--cluster", "--json", "--measure", "--out"],

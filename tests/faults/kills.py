@@ -1,10 +1,11 @@
 """Training that is killed at random moments and goes on from its last checkpoint, as a user would do it.
 
-    python tests/faults/kills.py [--trials 50] [--victim rank|launcher] [--seed 0]
+    python tests/faults/kills.py [--trials 50] [--victim rank|launcher|torchrun] [--seed 0]
 
 Every trial trains two ranks with a checkpoint a step, kills one process with SIGKILL, waits until all have ended, and
 resumes. It fails where a process lives on, the culprit is not named, the checkpoint is not the newest whole one, or a
-loss is not that of the run which nobody disturbed, bit for bit.
+loss is not that of the run which nobody disturbed, bit for bit. With `--victim torchrun` a rank is killed under
+`torchrun --max-restarts 1`, which starts all ranks again by the same command.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +93,7 @@ def trial(plan: Path, folder: Path, whole: list[float], victim: str, draw: rando
     """Disturb one run and let it go on. Returns what was done; raises AssertionError for what is not right."""
     saved, out = folder / "checkpoints", folder / "out.json"
     process = start(plan, out, save=saved, save_every=1, keep=3)
-    deadline = time.monotonic() + 120
-    while not (saved / "latest").is_file():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "no checkpoint came"
-        time.sleep(0.02)
+    wait_for_checkpoint(process, saved)
     time.sleep(draw.uniform(0.0, 2.0))
     ranks = ranks_of(process.pid)
     number = draw.randrange(WORLD)
@@ -122,6 +120,34 @@ def trial(plan: Path, folder: Path, whole: list[float], victim: str, draw: rando
     return done
 
 
+def restart(plan: Path, folder: Path, whole: list[float], draw: random.Random) -> str:
+    """Kill one rank of a run that torchrun starts again. Returns and raises as `trial`."""
+    saved, metrics = folder / "checkpoints", folder / "metrics"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--max-restarts", "1"]
+    command += [str(plan / "run.py"), "--steps", str(STEPS), "--metrics", str(metrics)]
+    command += ["--save", str(saved), "--save-every", "5"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    wait_for_checkpoint(process, saved)
+    time.sleep(draw.uniform(0.0, 0.5))
+    ranks, number = ranks_of(process.pid), draw.randrange(WORLD)
+    os.kill(ranks[number], signal.SIGKILL)
+    text = process.communicate(timeout=600)[1]
+    assert process.returncode == 0, text
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert {step["step"]: step["loss"] for step in steps} == dict(enumerate(whole))
+    assert all(step["loss"] == whole[step["step"]] for step in steps)
+    return f"rank {number}, {len(steps) - STEPS} steps were trained again" if "goes on from" in text else "too late"
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], saved: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not (saved / "latest").is_file():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "no checkpoint came"
+        time.sleep(0.02)
+
+
 def is_alive(pid: int) -> bool:
     """Tell whether a process runs; one that has ended and was not waited for does not."""
     try:
@@ -133,7 +159,7 @@ def is_alive(pid: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=50)
-    parser.add_argument("--victim", choices=["rank", "launcher"], default="rank")
+    parser.add_argument("--victim", choices=["rank", "launcher", "torchrun"], default="rank")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +168,9 @@ def main() -> None:
         for number in range(options.trials):
             own = Path(folder) / f"trial{number}"
             own.mkdir()
-            print(number, trial(plan, own, whole, options.victim, random.Random(options.seed + number)), flush=True)
+            draw = random.Random(options.seed + number)
+            kind = restart if options.victim == "torchrun" else partial(trial, victim=options.victim)
+            print(number, kind(plan, own, whole, draw=draw), flush=True)
     print(f"{options.trials} trials, all resumed bit for bit")
 
 

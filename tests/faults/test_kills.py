@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from kills import losses_of, make_plan, trial
+from kills import losses_of, make_plan, restart, trial
 
 
 @pytest.mark.dist
@@ -17,3 +17,5 @@ def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
         folder = tmp_path / victim
         folder.mkdir()
         trial(plan, folder, whole, victim, random.Random(number))
+    (tmp_path / "torchrun").mkdir()
+    assert "trained again" in restart(plan, tmp_path / "torchrun", whole, random.Random(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -104,7 +105,7 @@ def test_a_stopped_rank_is_named(plan: Path, launcher: subprocess.Popen[str]) ->
     os.kill(pids[1], signal.SIGSTOP)
     wait_for_end(pids)
     text = launcher.communicate(timeout=30)[1]
-    assert "rank 1 does not answer: it said nothing for" in text
+    assert f"rank 1 on {socket.gethostname()} does not answer: it said nothing for" in text
     assert "rank 0 is at program_0.py:" in text
 
 

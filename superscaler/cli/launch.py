@@ -1,0 +1,69 @@
+"""`superscaler launch`: how a saved plan is started, on one server or on many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from superscaler.cli.common import Printer, command, option
+from superscaler.cli.explain import Directory
+from superscaler.cluster import Cluster, start
+from superscaler.specs.files import RUN_FILE, read_plan
+
+app = typer.Typer(help="Print how a saved plan is started: a command, or a file for a scheduler.", no_args_is_help=True)
+
+Options = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="Options of the plan's run.py, as -- --steps 100.")
+]
+Restarts = Annotated[int, typer.Option("--max-restarts", min=0, help="How often all ranks start again when one fails.")]
+
+
+@command
+def torchrun(printer: Printer, plan: Directory, options: Options = None, restarts: Restarts = 0) -> None:
+    """Print the command for this server, or for each of several; HOST stands for the name of one of them."""
+    _print(printer, start.torchrun(_read(plan, options, restarts)) + "\n")
+
+
+@command
+def slurm(
+    printer: Printer,
+    plan: Directory,
+    options: Options = None,
+    restarts: Restarts = 0,
+    time: Annotated[str | None, option("--time", "Limit of the job, as 1-12:00:00.")] = None,
+    partition: Annotated[str | None, option("--partition", "Partition of the cluster.")] = None,
+) -> None:
+    """Print a script for sbatch. The plan directory must be on a disk that all servers share."""
+    _print(printer, start.slurm(_read(plan, options, restarts), time, partition))
+
+
+@command
+def kubernetes(
+    printer: Printer,
+    plan: Directory,
+    image: Annotated[str, option("--image", "Container image that has superscaler and torch.")],
+    claim: Annotated[str, option("--claim", "PersistentVolumeClaim with the plan's folder at its top.")],
+    options: Options = None,
+    restarts: Restarts = 0,
+) -> None:
+    """Print an Indexed Job and its headless Service, for kubectl apply. It runs in the top folder of the claim."""
+    _print(printer, start.kubernetes(_read(plan, options, restarts), image, claim))
+
+
+def _read(plan: Path, options: list[str] | None, restarts: int) -> start.Start:
+    cluster = Cluster.parse(read_plan(plan)["cluster"])
+    name = start.job_name(plan)
+    return start.Start(cluster=cluster, program=plan / RUN_FILE, options=options or (), restarts=restarts, name=name)
+
+
+def _print(printer: Printer, text: str) -> None:
+    # Not as for people, whose lines may be wrapped or have signs in the place of words.
+    if not printer.as_json:
+        print(text, end="")
+    printer.result = {"text": text}
+
+
+for verb in (torchrun, slurm, kubernetes):
+    app.command(verb.__name__)(verb)
