@@ -33,6 +33,10 @@ def train(
     request: PlanRequest,
     steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20,
     clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None,
+    check_finite: Annotated[
+        bool,
+        typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; tell which operator it was."),
+    ] = False,
     data: Annotated[
         Path | None, option("--data", "Text to learn, byte by byte; default: Python's own.", "FILE")
     ] = None,
@@ -68,7 +72,10 @@ def train(
     with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
         compiled.save(folder, seed)
         world = compiled.compiled.program.world
-        result = launch(Path(folder), world=world, steps=steps, data=data, clip=clip, seed=seed, keeping=keeping)
+        result = launch(
+            Path(folder), world=world, steps=steps, data=data, clip=clip, check_finite=check_finite, seed=seed,
+            keeping=keeping,
+        )  # fmt: skip
     printer.show(_told(result), *([ending(result)] if "saved" in result else []))
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
     return not result.get("failed_saves")

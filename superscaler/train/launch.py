@@ -53,6 +53,7 @@ def train(
     steps: int,
     data: Path | None = None,
     clip: float | None = None,
+    check_finite: bool = False,
     seed: int = 0,
     keeping: Keeping | None = None,
 ) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def train(
         metrics = Path(folder) / "metrics.jsonl"
         options = ["--launched", str(folder), "--steps", str(steps), "--seed", str(seed), "--metrics", str(metrics)]
         options += [] if clip is None else ["--clip", str(clip)]
+        options += ["--check-finite"] if check_finite else []
         options += [] if data is None else ["--data", str(data.resolve())]
         keeping = keeping or Keeping()
         is_saved = saving_folder(keeping.save, keeping.resume) is not None

@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("directory", nargs="?", type=Path, help="the plan; default: the folder of this program")
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--clip", type=float, help="largest global norm of the gradients")
+    made.add_argument("--check-finite", action="store_true", help="stop at a loss or gradient that is not finite")
     made.add_argument("--data", type=Path, help="a text file, read as bytes; default: Python's standard library")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
     made.add_argument("--metrics", type=Path, help="file for one JSON object a step")
@@ -76,7 +77,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         for number in range(start, options.steps):
             batch = batches(number)
             started = time.perf_counter()
-            loss = step(batch, clip=options.clip)
+            loss = step(batch, clip=options.clip, check_finite=options.check_finite)
             if reporter is not None:
                 value = float(loss)
                 reporter.add(number, value, time.perf_counter() - started, _count_tokens(batch), step.last_norm)
@@ -149,6 +150,7 @@ class Reporter:
         self._steps = steps
         self._metrics = metrics
         self._shown = -math.inf
+        self._is_finite = True
 
     def add(self, number: int, loss: float, seconds: float, tokens: int, norm: float | None) -> None:
         memory = peak_memory()
@@ -158,6 +160,9 @@ class Reporter:
         text = (
             f"step {number + 1}/{self._steps}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
         )
+        if self._is_finite and not math.isfinite(loss):
+            self._is_finite = False
+            warn(f"the loss of step {number + 1} is {loss}; --check-finite tells which operator made it so.")
         self._show(text if norm is None else f"{text}  norm {norm:.3f}", is_last=number + 1 == self._steps)
 
     def _show(self, text: str, *, is_last: bool) -> None:

@@ -66,7 +66,9 @@ def test_the_options_of_every_command() -> None:
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "model"]),
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
-        "train": sorted([*compiling, *training, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
+        "train": sorted(
+            [*compiling, *training, "--check-finite", "--clip", "--data", "--out", "--seed", "--steps", "model"]
+        ),
         "checkpoint": [],
         "checkpoint export": ["--format", "--json", "--model", "--out", "checkpoint"],
         "checkpoint import": ["--json", "--out", "--trust", "source"],
