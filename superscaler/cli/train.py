@@ -51,6 +51,9 @@ def train(
     keep: Annotated[
         int | None, typer.Option("--keep", min=1, help="How many checkpoints stay, the last ones; default: all.")
     ] = None,
+    on_failed_save: Annotated[
+        str, typer.Option("--on-failed-save", metavar="continue|stop", help="Whether training goes on without it.")
+    ] = "continue",
     resume: Annotated[
         Path | None,
         _path("--resume", "DIR", "Go on from a checkpoint, or the last in a folder; --steps counts its steps too."),
@@ -65,7 +68,10 @@ def train(
     from superscaler.train.launch import Keeping
     from superscaler.train.launch import train as launch
 
-    keeping = Keeping(save=save, save_every=save_every, keep=keep, resume=resume, weights=weights, named=request.model)
+    keeping = Keeping(
+        save=save, save_every=save_every, keep=keep, on_failed_save=on_failed_save, resume=resume, weights=weights,
+        named=request.model,
+    )  # fmt: skip
     keeping.check(steps, data)
     compiled, built = request.compile()
     # The directory that was asked for, or one that is removed afterwards.

@@ -21,12 +21,13 @@ from superscaler.runtime.process import run_rank
 from superscaler.runtime.step import Step, load
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
 from superscaler.train.keep import (
+    STOP,
     add_options,
     check_saving,
     data_of,
-    is_stopping,
     report,
     saving_folder,
+    signs,
     start_of,
     stop_requests,
     warn,
@@ -70,7 +71,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         batches = choose_batches(step, options.data, seed)
         position = {"seed": seed, "data": data_of(options.data), "model": options.named}
         saver = Saver(step, folder, options.keep, warn) if folder else None
-        reporter, is_stopped = None, False
+        reporter, why = None, ""
         if step.rank == 0:
             metrics = stack.enter_context(_writable(options.metrics)) if options.metrics else None
             reporter = Reporter(options.steps, metrics)
@@ -82,17 +83,21 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
                 value = float(loss)
                 reporter.add(number, value, time.perf_counter() - started, _count_tokens(batch), step.last_norm)
             if saver is not None and asked is not None:
-                is_stopped = is_stopping(step, asked)
-                if is_stopped or number + 1 == options.steps or (number + 1) % (options.save_every or math.inf) == 0:
+                is_asked, has_failed = signs(saver, asked)
+                if has_failed:
+                    saver.finish()
+                if is_asked or number + 1 == options.steps or (number + 1) % (options.save_every or math.inf) == 0:
                     saver.save(position)
-            if is_stopped:
+                why = "SIGTERM" if is_asked else ""
+                why = "a failed save" if saver.failures and options.on_failed_save == STOP else why
+            if why:
                 break
         if saver is not None:
             saver.finish()
     # Not after an error: closing waits for the other ranks.
     step.close()
     if saver is not None and step.rank == 0:
-        report(saver, is_stopped, start, options.launched)
+        report(saver, why, start, options.launched)
 
 
 def _writable(path: Path) -> TextIO:

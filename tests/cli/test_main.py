@@ -60,7 +60,7 @@ def test_the_options_of_every_command() -> None:
     commands |= {f"checkpoint {name}": c for name, c in commands["checkpoint"].commands.items()}
     found = {name: sorted(o for p in c.params for o in p.opts) for name, c in commands.items()}
     compiling = ["--autocast", "--cluster", "--json", "--lr", "--no-cache", "--optimizer", "--plan"]
-    training = ["--keep", "--resume", "--save", "--save-every", "--weights"]
+    training = ["--keep", "--on-failed-save", "--resume", "--save", "--save-every", "--weights"]
     assert found == {
         "capture": ["--autocast", "--json", "--lr", "--no-cache", "--optimizer", "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
