@@ -33,6 +33,10 @@ def train(
     request: PlanRequest,
     steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20,
     clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None,
+    check_finite: Annotated[
+        bool,
+        typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; tell which operator it was."),
+    ] = False,
     data: Annotated[
         Path | None, option("--data", "Text to learn, byte by byte; default: Python's own.", "FILE")
     ] = None,
@@ -47,6 +51,9 @@ def train(
     keep: Annotated[
         int | None, typer.Option("--keep", min=1, help="How many checkpoints stay, the last ones; default: all.")
     ] = None,
+    on_failed_save: Annotated[
+        str, typer.Option("--on-failed-save", metavar="continue|stop", help="Whether training goes on without it.")
+    ] = "continue",
     resume: Annotated[
         Path | None,
         _path("--resume", "DIR", "Go on from a checkpoint, or the last in a folder; --steps counts its steps too."),
@@ -61,14 +68,20 @@ def train(
     from superscaler.train.launch import Keeping
     from superscaler.train.launch import train as launch
 
-    keeping = Keeping(save=save, save_every=save_every, keep=keep, resume=resume, weights=weights, named=request.model)
+    keeping = Keeping(
+        save=save, save_every=save_every, keep=keep, on_failed_save=on_failed_save, resume=resume, weights=weights,
+        named=request.model,
+    )  # fmt: skip
     keeping.check(steps, data)
     compiled, built = request.compile()
     # The directory that was asked for, or one that is removed afterwards.
     with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
         compiled.save(folder, seed)
         world = compiled.compiled.program.world
-        result = launch(Path(folder), world=world, steps=steps, data=data, clip=clip, seed=seed, keeping=keeping)
+        result = launch(
+            Path(folder), world=world, steps=steps, data=data, clip=clip, check_finite=check_finite, seed=seed,
+            keeping=keeping,
+        )  # fmt: skip
     printer.show(_told(result), *([ending(result)] if "saved" in result else []))
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
     return not result.get("failed_saves")

@@ -6,15 +6,13 @@ a shard a rank, each with elements that no other has, and a manifest, which is w
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +22,13 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.runtime.communicator import Communicator
+from superscaler.runtime.folder import discard, lock, new_folder, prune, reason, sync, write_text
 from superscaler.runtime.pieces import located, owners, whole
 from superscaler.runtime.stored import (
     FORMAT,
     MANIFEST_FILE,
     POINTER_FILE,
     VERSION,
-    checkpoints,
     file_hash,
     manifest_hash,
 )
@@ -95,19 +93,44 @@ class Saver:
         self._owners = owners(step.plan)
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
+        self._lock: int | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Tell whether this rank's part of the save under way has failed."""
+        return self._save is not None and bool(self._save.error)
 
     def save(self, training: Mapping[str, Any] | None = None) -> None:
         """Copy the state and start to write it. An earlier save is waited for. `training` goes into the manifest."""
         self.finish()
         steps = self.step.state.steps
-        made = share(self.step.state.communicator, _new_folder(self.directory, steps) if self.step.rank == 0 else "")
+        made = share(self.step.state.communicator, self._begin(steps) if self.step.rank == 0 else "")
         if made.startswith("!"):
+            self._release()
             self._fail(steps, made[1:])
             return
+        if self.step.rank != 0:
+            # Where the folder is not on this rank's disk, writing says so.
+            with suppress(OSError):
+                self._lock = lock(self.directory)
         tensors, entries = snapshot(self.step, self._owners[self.step.rank])
         save = _Save(self.directory / made, steps, _head(self.step, training), entries, tensors)
         self._save, self._thread = save, threading.Thread(target=self._write, args=(save,), daemon=True)
         self._thread.start()
+
+    def _begin(self, steps: int) -> str:
+        """Return the name of a new folder; what went wrong after a `!`."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.directory, is_first=True)
+            return new_folder(self.directory, steps)
+        except OSError as error:
+            return f"!{reason(self.directory, error)}"
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def finish(self) -> None:
         """Wait until the save under way is whole, or has failed."""
@@ -120,11 +143,13 @@ class Saver:
         if error:
             save.is_given_up.set()
         thread.join()
+        # Before all ranks have met again: the next save looks whether others write.
+        self._release()
         error = error or share(communicator, save.error)
         self._save = self._thread = None
         if error:
             if self.step.rank == 0:
-                shutil.rmtree(save.folder, ignore_errors=True)
+                discard(save.folder)
             self._fail(save.steps, error)
         else:
             self.last = save.folder
@@ -147,34 +172,16 @@ class Saver:
                 file = save.folder
                 self._commit(save)
         except Exception as error:
-            save.error = _reason(file, error)
+            save.error = reason(file, error)
             save.is_written.set()
 
     def _commit(self, save: _Save) -> None:
         ranks = [rank for rank, own in enumerate(self._owners) if own or (rank == 0 and self.step.fixed)]
         if _all_written(save, ranks):
             _commit(save.folder, save.head, ranks)
-            prune(self.directory, self.keep)
-
-
-def _reason(file: Path, error: Exception) -> str:
-    told = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    lost = "; is it on a disk that all ranks share?" if getattr(error, "errno", 0) == errno.ENOENT else ""
-    return f"{file} cannot be written: {told}{lost}"
-
-
-def _new_folder(directory: Path, steps: int) -> str:
-    """Make a new folder for a checkpoint and return its name; what went wrong after a `!`."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for number in count():
-            name = f"step-{steps:08d}" + (f".{number}" if number else "")
-            if not os.path.lexists(directory / name):
-                (directory / name).mkdir()
-                return name
-    except OSError as error:
-        return f"!{_reason(directory, error)}"
-    raise AssertionError
+            # It is saved, whatever becomes of older ones.
+            with suppress(OSError):
+                prune(self.directory, self.keep)
 
 
 def snapshot(step: Step, owned: list[Mapping[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -241,26 +248,9 @@ def _write_shard(file: Path, tensors: dict[str, Tensor], entries: list[dict[str,
     aside = file.with_suffix(".part")
     save_file(tensors, aside)
     told = {"bytes": aside.stat().st_size, "sha256": file_hash(aside)}
-    _sync(aside)
+    sync(aside)
     os.replace(aside, file)
-    _write_text(file.with_suffix(".json"), json.dumps({**told, "entries": entries}))
-
-
-def _write_text(file: Path, text: str) -> None:
-    """Write a file whole or not at all, and make it last."""
-    aside = file.with_name(f".{file.name}.part")
-    aside.write_text(text)
-    _sync(aside)
-    os.replace(aside, file)
-    _sync(file.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_text(file.with_suffix(".json"), json.dumps({**told, "entries": entries}))
 
 
 def _all_written(save: _Save, ranks: list[int]) -> bool:
@@ -279,7 +269,7 @@ def _commit(folder: Path, head: dict[str, Any], ranks: list[int]) -> None:
     write_manifest(folder, head, {shard: json.loads(file.read_text()) for shard, file in files.items()})
     for file in files.values():
         file.unlink()
-    _write_text(folder.parent / POINTER_FILE, f"{folder.name}\n")
+    write_text(folder.parent / POINTER_FILE, f"{folder.name}\n")
 
 
 def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[str, Any]]) -> None:
@@ -295,20 +285,8 @@ def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[
     first = json.dumps({**head, "shards": shards, "sha256": manifest_hash(made)}, indent=1).removesuffix("\n}")
     # A line a tensor.
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
-    _write_text(folder / MANIFEST_FILE, f'{first},\n "tensors": {{\n{lines}\n }}\n}}\n')
-    _sync(folder.parent)
-
-
-def prune(directory: Path, keep: int | None) -> None:
-    """Remove the oldest whole checkpoints above `keep`, never the one that `latest` names."""
-    if keep is None:
-        return
-    named = (directory / POINTER_FILE).read_text().strip()
-    others = [folder for folder in checkpoints(directory) if folder.name != named]
-    for folder in others[: max(0, len(others) + 1 - keep)]:
-        # First what says that it is whole.
-        (folder / MANIFEST_FILE).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    write_text(folder / MANIFEST_FILE, f'{first},\n "tensors": {{\n{lines}\n }}\n}}\n')
+    sync(folder.parent)
 
 
 def save(step: Step, directory: str | Path, keep: int | None = None) -> Path:
@@ -323,7 +301,7 @@ def save(step: Step, directory: str | Path, keep: int | None = None) -> Path:
 
 def publish(directory: Path, tensors: dict[str, Tensor]) -> str:
     """Write tensors that were trained elsewhere as a checkpoint of no step into an empty folder; return its name."""
-    folder = directory / _new_folder(directory, 0)
+    folder = directory / new_folder(directory, 0)
     entries = [
         _entry(n, list(t.shape), str(t.dtype).removeprefix("torch."), n, whole(t.shape)) for n, t in tensors.items()
     ]

@@ -17,6 +17,7 @@ from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
 Segment = Callable[..., tuple[Tensor, ...]]
+Pairs = Sequence[tuple[str, Tensor]]
 
 
 @dataclass(eq=False, repr=False)
@@ -40,6 +41,8 @@ class Rank:
     last_norm: float | None = None
     keep_gradients: bool = False
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    # What `update` and `write` are to do once the step is known to be finite; None: at once.
+    held: list[tuple[Callable[[Pairs], None], Pairs]] | None = None
     # Is told what each segment is given and makes: kind (F, B), tag, inputs, outputs.
     watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
 
@@ -77,7 +80,7 @@ class Rank:
     ) -> tuple[Tensor, ...]:
         """Run a segment on detached aliases; keep what its backward needs under `tag`. Returns detached outputs."""
         aliases = [x.detach().requires_grad_() if g == "1" else x.detach() for x, g in zip(inputs, grads, strict=True)]
-        extra = () if draws is None else (self._random(draws),)
+        extra = () if draws is None else (self.random(draws),)
         with torch.set_grad_enabled("1" in grads):
             outputs = function(*aliases, *extra)
         if "1" in grads:
@@ -106,7 +109,8 @@ class Rank:
             self.watch("B", tag, gradients, result)
         return result
 
-    def _random(self, number: int) -> Callable[[int], Tensor]:
+    def random(self, number: int) -> Callable[[int], Tensor]:
+        """Return what gives the k-th random tensor of a segment on this device."""
         entries = self.tables["draws"][number]
 
         def random(k: int) -> Tensor:
@@ -178,11 +182,14 @@ class Rank:
 
     # The end of a step.
 
-    def update(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+    def update(self, pairs: Pairs) -> None:
         """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm.
 
         With a scaler they are divided by the loss scale first; where one is not finite, no rank changes a weight.
         """
+        if self.held is not None:
+            self.held.append((self.update, pairs))
+            return
         self.communicator.flush()
         gradients = {name: gradient.reshape(self.weights[name].shape) for name, gradient in pairs}
         is_finite = self.scaler is None or self._unscale(self.scaler, gradients)
@@ -196,8 +203,11 @@ class Rank:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def write(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+    def write(self, pairs: Pairs) -> None:
         """Set buffers to their new values."""
+        if self.held is not None:
+            self.held.append((self.write, pairs))
+            return
         self.communicator.flush()
         for name, value in pairs:
             self.weights[name].copy_(value.reshape(self.weights[name].shape))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from superscaler.errors import InputError, RuntimeFailure
+from superscaler.errors import InputError, RuntimeFailure, unknown
 from superscaler.runtime.checkpoint import Saver, share
 from superscaler.runtime.restore import restore
 from superscaler.runtime.step import Step
@@ -21,12 +21,17 @@ from superscaler.runtime.stored import POINTER_FILE, open_checkpoint
 
 # Files in the folder of the launcher: that training is to stop, and how it ended.
 STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
+# What training does when a checkpoint cannot be saved.
+CONTINUE, STOP = ON_FAILED_SAVE = ("continue", "stop")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, help="folder of checkpoints; one is saved at the end")
     parser.add_argument("--save-every", type=int, help="steps between two checkpoints")
     parser.add_argument("--keep", type=int, help="whole checkpoints that stay; default: all")
+    parser.add_argument(
+        "--on-failed-save", choices=ON_FAILED_SAVE, default=ON_FAILED_SAVE[0], help="default: %(default)s"
+    )
     parser.add_argument("--resume", type=Path, help="checkpoint, or folder of them, to go on from")
     parser.add_argument("--weights", type=Path, help="checkpoint, safetensors file or folder to start with")
     parser.add_argument("--named", help=argparse.SUPPRESS)
@@ -45,6 +50,10 @@ def check_saving(options: Any, folder: Path | None) -> None:
             raise InputError(f"{name} is {value}, but it must be 1 or more.")
         if value is not None and folder is None:
             raise InputError(f"{name} {value} needs --save DIR, the folder of the checkpoints.")
+    if options.on_failed_save not in (None, *ON_FAILED_SAVE):
+        raise InputError(unknown("--on-failed-save", options.on_failed_save, ON_FAILED_SAVE))
+    if options.on_failed_save == STOP and folder is None:
+        raise InputError(f"--on-failed-save {STOP} needs --save DIR, the folder of the checkpoints.")
     if options.resume is not None and options.weights is not None:
         raise InputError(
             "--resume goes on with the weights of a checkpoint, so --weights has no use; give one of both."
@@ -150,11 +159,13 @@ def stop_requests(launched: Path | None) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def is_stopping(step: Step, asked: Callable[[], bool]) -> bool:
-    """Tell whether any rank was asked to stop, on all ranks alike."""
-    communicator = step.state.communicator
-    here = torch.tensor(float(asked()), device=communicator.device)
-    return bool(communicator.all_reduce(here, tuple(range(communicator.world)), planned=False).wait() > 0)
+def signs(saver: Saver, asked: Callable[[], bool]) -> tuple[bool, bool]:
+    """Tell whether any rank was asked to stop, and whether its part of a save has failed, on all ranks alike."""
+    communicator = saver.step.state.communicator
+    here = torch.tensor([float(asked()), float(saver.has_failed)], device=communicator.device)
+    found = communicator.all_reduce(here, tuple(range(communicator.world)), planned=False).wait()
+    is_asked, has_failed = (found > 0).tolist()
+    return is_asked, has_failed
 
 
 def warn(text: str) -> None:
@@ -162,12 +173,14 @@ def warn(text: str) -> None:
     print(f"{chr(13)}{chr(27)}[2K" * sys.stderr.isatty() + f"warning: {text}", file=sys.stderr, flush=True)
 
 
-def report(saver: Saver, is_stopped: bool, start: int, launched: Path | None) -> None:
-    """Tell the launcher how training ended. Without one, print it, and raise RuntimeFailure if a save has failed."""
+def report(saver: Saver, why: str, start: int, launched: Path | None) -> None:
+    """Tell the launcher how training ended; `why` it stopped early, if it did. Without a launcher, print it, and raise
+    RuntimeFailure if a save has failed.
+    """
     steps = saver.step.state.steps
     outcome = {
         **{"saved": None if saver.last is None else str(saver.last), "failed_saves": saver.failures},
-        **{"stopped": is_stopped, "start": start, "steps": steps},
+        **{"stopped": why or None, "start": start, "steps": steps},
     }
     if launched is not None:
         (launched / OUTCOME_FILE).write_text(json.dumps(outcome))
@@ -183,6 +196,6 @@ def ending(outcome: dict[str, Any]) -> str:
     told = f"saved in {saved}" if saved else "nothing was saved"
     if outcome["stopped"]:
         hint = f"; go on with --resume {saved.parent}" if saved else ""
-        told = f"stopped by SIGTERM after step {outcome['steps']}; {told}{hint}"
+        told = f"stopped by {outcome['stopped']} after step {outcome['steps']}; {told}{hint}"
     failed = len(outcome["failed_saves"])
     return f"{told}; {failed} {'checkpoint was' if failed == 1 else 'checkpoints were'} not saved" if failed else told

@@ -23,6 +23,7 @@ class Keeping:
     save: Path | None = None
     save_every: int | None = None
     keep: int | None = None
+    on_failed_save: str | None = None
     resume: Path | None = None
     weights: Path | None = None
     named: str | None = None
@@ -53,6 +54,7 @@ def train(
     steps: int,
     data: Path | None = None,
     clip: float | None = None,
+    check_finite: bool = False,
     seed: int = 0,
     keeping: Keeping | None = None,
 ) -> dict[str, Any]:
@@ -60,8 +62,8 @@ def train(
 
     Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which
     warms up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`; where checkpoints are saved also
-    `saved` (the last one), `failed_saves` (why), `stopped` (by SIGTERM), `start` and `steps` (of all runs). Raises
-    RuntimeFailure naming the first rank that failed; all others have ended by then.
+    `saved` (the last one), `failed_saves` (why), `stopped` (by what, if it was), `start` and `steps` (of all runs).
+    Raises RuntimeFailure naming the first rank that failed; all others have ended by then.
     """
     program = directory / "run.py"
     if not program.is_file():
@@ -74,6 +76,7 @@ def train(
         metrics = Path(folder) / "metrics.jsonl"
         options = ["--launched", str(folder), "--steps", str(steps), "--seed", str(seed), "--metrics", str(metrics)]
         options += [] if clip is None else ["--clip", str(clip)]
+        options += ["--check-finite"] if check_finite else []
         options += [] if data is None else ["--data", str(data.resolve())]
         keeping = keeping or Keeping()
         is_saved = saving_folder(keeping.save, keeping.resume) is not None

@@ -21,13 +21,14 @@ from superscaler.runtime.process import run_rank
 from superscaler.runtime.step import Step, load
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
 from superscaler.train.keep import (
+    STOP,
     add_options,
     check_saving,
     continued,
     data_of,
-    is_stopping,
     report,
     saving_folder,
+    signs,
     start_of,
     stop_requests,
     warn,
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("directory", nargs="?", type=Path, help="the plan; default: the folder of this program")
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--clip", type=float, help="largest global norm of the gradients")
+    made.add_argument("--check-finite", action="store_true", help="stop at a loss or gradient that is not finite")
     made.add_argument("--data", type=Path, help="a text file, read as bytes; default: Python's standard library")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
     made.add_argument("--metrics", type=Path, help="file for one JSON object a step; a run that goes on adds to it")
@@ -72,29 +74,33 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         batches = choose_batches(step, options.data, seed)
         position = {"seed": seed, "data": data_of(options.data), "model": options.named}
         saver = Saver(step, folder, options.keep, warn) if folder else None
-        reporter, is_stopped = None, False
+        reporter, why = None, ""
         if step.rank == 0:
             metrics = stack.enter_context(_writable(options.metrics, start)) if options.metrics else None
             reporter = Reporter(options.steps, metrics)
         for number in range(start, options.steps):
             batch = batches(number)
             started = time.perf_counter()
-            loss = step(batch, clip=options.clip)
+            loss = step(batch, clip=options.clip, check_finite=options.check_finite)
             if reporter is not None:
                 value = float(loss)
                 reporter.add(number, value, time.perf_counter() - started, _count_tokens(batch), step.last_norm)
             if saver is not None and asked is not None:
-                is_stopped = is_stopping(step, asked)
-                if is_stopped or number + 1 == options.steps or (number + 1) % (options.save_every or math.inf) == 0:
+                is_asked, has_failed = signs(saver, asked)
+                if has_failed:
+                    saver.finish()
+                if is_asked or number + 1 == options.steps or (number + 1) % (options.save_every or math.inf) == 0:
                     saver.save(position)
-            if is_stopped:
+                why = "SIGTERM" if is_asked else ""
+                why = "a failed save" if saver.failures and options.on_failed_save == STOP else why
+            if why:
                 break
         if saver is not None:
             saver.finish()
     # Not after an error: closing waits for the other ranks.
     step.close()
     if saver is not None and step.rank == 0:
-        report(saver, is_stopped, start, options.launched)
+        report(saver, why, start, options.launched)
 
 
 def _writable(path: Path, start: int) -> TextIO:
@@ -152,6 +158,7 @@ class Reporter:
         self._steps = steps
         self._metrics = metrics
         self._shown = -math.inf
+        self._is_finite = True
 
     def add(self, number: int, loss: float, seconds: float, tokens: int, norm: float | None) -> None:
         memory = peak_memory()
@@ -161,6 +168,9 @@ class Reporter:
         text = (
             f"step {number + 1}/{self._steps}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
         )
+        if self._is_finite and not math.isfinite(loss):
+            self._is_finite = False
+            warn(f"the loss of step {number + 1} is {loss}; --check-finite tells which operator made it so.")
         self._show(text if norm is None else f"{text}  norm {norm:.3f}", is_last=number + 1 == self._steps)
 
     def _show(self, text: str, *, is_last: bool) -> None:

@@ -121,7 +121,18 @@ def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
     assert f"{tmp_path}/kept/step-00000002/rank-00000.safetensors cannot be written" in told
     assert "in 4 steps on 2 devices" in told
     assert told.endswith("nothing was saved; 2 checkpoints were not saved\n")
-    assert not any((tmp_path / "kept").iterdir())
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [".lock"]
+
+
+def test_a_full_disk_ends_training_where_that_is_asked_for(tmp_path: Path) -> None:
+    saving = ["--save", str(tmp_path / "kept"), "--save-every", "2", "--on-failed-save", "stop"]
+    with start(*TWO, "--steps", "100000", *saving, limit=100_000) as process:
+        told, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, told
+    # It is told at once, not at the next save.
+    assert "warning: the checkpoint of step 2 was not saved: " in told
+    assert told.splitlines()[-1].startswith("stopped by a failed save after step ")
+    assert told.endswith("nothing was saved; 1 checkpoint was not saved\n")
 
 
 def test_wrong_input_is_said_before_anything_is_built(
@@ -132,6 +143,8 @@ def test_wrong_input_is_said_before_anything_is_built(
     cases = {
         ("--save-every", "2"): "--save-every 2 needs --save DIR",
         ("--keep", "2"): "--keep 2 needs --save DIR",
+        ("--on-failed-save", "stop"): "--on-failed-save stop needs --save DIR",
+        ("--on-failed-save", "halt", "--save", "x"): "unknown --on-failed-save 'halt'",
         ("--save", folder): f"--save {folder} has the checkpoints of another run",
         ("--save", ""): "--save is empty",
         ("--save", str(tmp_path / "text")): "text is a file; choose a folder",

@@ -61,13 +61,15 @@ def test_the_options_of_every_command() -> None:
         commands |= {f"{group} {name}": c for name, c in commands[group].commands.items()}
     found = {name: sorted(o for p in c.params for o in p.opts) for name, c in commands.items()}
     compiling = ["--autocast", "--cluster", "--json", "--lr", "--no-cache", "--optimizer", "--plan"]
-    training = ["--keep", "--resume", "--save", "--save-every", "--weights"]
+    training = ["--keep", "--on-failed-save", "--resume", "--save", "--save-every", "--weights"]
     assert found == {
         "capture": ["--autocast", "--json", "--lr", "--no-cache", "--optimizer", "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "model"]),
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
-        "train": sorted([*compiling, *training, "--clip", "--data", "--out", "--seed", "--steps", "model"]),
+        "train": sorted(
+            [*compiling, *training, "--check-finite", "--clip", "--data", "--out", "--seed", "--steps", "model"]
+        ),
         "checkpoint": [],
         "checkpoint export": ["--format", "--json", "--model", "--out", "checkpoint"],
         "checkpoint import": ["--json", "--out", "--trust", "source"],

@@ -22,7 +22,8 @@ import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
 from superscaler.models import build
-from superscaler.runtime.checkpoint import Saver, prune
+from superscaler.runtime.checkpoint import Saver
+from superscaler.runtime.folder import discard, lock, prune
 from superscaler.runtime.pieces import located, sizes
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.stored import checkpoints, manifest_hash, open_checkpoint
@@ -371,7 +372,7 @@ def test_the_oldest_checkpoints_go_and_nothing_is_written_over(tmp_path: Path) -
 
     run("mixed", "data_parallel", work)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest", "step-00000003", "step-00000004", "step-00000004.1"
+        ".lock", "latest", "step-00000003", "step-00000004", "step-00000004.1"
     ]  # fmt: skip
     (tmp_path / "latest").write_text("step-00000003")
     prune(tmp_path, 1)
@@ -408,7 +409,51 @@ def test_a_save_that_fails_leaves_the_others_as_they_were(
     assert failures[0] == failures[1] == told
     assert told == [f"the checkpoint of step 2 was not saved: {text}; the checkpoints before it are as they were."]
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "latest", "step-00000001", "step-00000003"]
+
+
+def leftover(folder: Path, *more: str) -> Path:
+    """Make what a run that was killed while it saved has left."""
+    folder.mkdir()
+    for name in ("rank-00000.part", "rank-00001.safetensors", "rank-00001.json", ".manifest.json.part", *more):
+        (folder / name).write_text("x")
+    return folder
+
+
+def test_what_killed_runs_left_is_removed_and_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
+    gone = [leftover(checkpoint / f"step-{number:08d}{more}") for number, more in ((1, ""), (4, ".2"))]
+    kept = [
+        leftover(checkpoint / "step-00000007", "notes.txt"),
+        leftover(checkpoint / "step-7"),
+        leftover(checkpoint / "steps-00000008"),
+        leftover(tmp_path / "elsewhere"),
+        checkpoint / "step-00000003" / "rank-00000.safetensors",
+    ]
+    (checkpoint / "step-00000009").symlink_to(tmp_path / "elsewhere")
+    kept += [checkpoint / "step-00000009" / "rank-00000.part"]
+    other = lock(checkpoint)
+    run("mixed", "data_parallel", lambda step: (step.restore(checkpoint), step.save(checkpoint)))
+    # Another run writes there.
+    assert all(folder.is_dir() for folder in gone)
+    os.close(other)
+    run("mixed", "data_parallel", lambda step: (step.restore(checkpoint), step.save(checkpoint)))
+    assert not any(folder.exists() for folder in gone)
+    assert all(path.exists() for path in kept)
+    assert (checkpoint / "latest").read_text() == "step-00000003.2\n"
+
+
+def test_what_was_saved_stays_where_older_ones_cannot_go(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(directory: Path, keep: int | None) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("superscaler.runtime.checkpoint.prune", fail)
+    found = run("mixed", "data_parallel", lambda step: (step.restore(checkpoint), step.save(checkpoint, keep=1)))
+    assert found[0][1] == checkpoint / "step-00000003.1"
+    assert open_checkpoint(checkpoint).directory == found[0][1]
+    discard(found[0][1])
+    assert found[0][1].is_dir()
+    discard(checkpoint / "step-00000003")
+    assert not (checkpoint / "step-00000003").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

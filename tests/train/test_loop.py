@@ -26,7 +26,7 @@ class FakeStep:
         self.batches: list[Mapping[str, Tensor]] = []
         self.is_closed = False
 
-    def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None) -> Tensor:
+    def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None, check_finite: bool = False) -> Tensor:
         self.batches.append(batch)
         self.last_norm = None if clip is None else 2 * clip
         return torch.tensor(float(len(self.batches)))
@@ -53,6 +53,19 @@ def test_a_rank_trains_and_writes_metrics(tmp_path: Path, capsys: pytest.Capture
     assert entries[-1]["memory_bytes"] > 10_000_000
     assert "step 3/3  loss 3.0000" in capsys.readouterr().err
     assert step.is_closed
+
+
+def test_the_first_loss_that_is_not_finite_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken(FakeStep):
+        def __call__(
+            self, batch: Mapping[str, Tensor], clip: float | None = None, check_finite: bool = False
+        ) -> Tensor:
+            return super().__call__(batch) / (2 - len(self.batches))
+
+    train(["--steps", "3"], Broken(TEXT))
+    told = capsys.readouterr().err
+    assert told.count("warning") == 1
+    assert "warning: the loss of step 2 is inf; --check-finite tells which operator made it so." in told
 
 
 def test_ranks_see_the_same_batches_and_only_rank_0_speaks(capsys: pytest.CaptureFixture[str]) -> None:

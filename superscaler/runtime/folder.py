@@ -1,0 +1,103 @@
+"""A folder of checkpoints on disk: who writes into it, what killed runs left there, and which checkpoints stay."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from superscaler.runtime.stored import MANIFEST_FILE, POINTER_FILE, checkpoints
+
+# A run has a lock on this file as long as it writes; the system takes it back from a process that ends.
+LOCK_FILE = ".lock"
+_FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
+# What a checkpoint has before it is whole.
+_PARTS = re.compile(r"rank-\d{5,}\.(safetensors|json|part)|\.(rank-\d{5,}|manifest)\.json\.part")
+
+
+def lock(directory: Path, is_first: bool = False) -> int:
+    """Say to other runs that this one writes into a folder, until the file that is returned is closed. With `is_first`,
+    what killed runs left there is removed before, unless another run writes there. Raises OSError.
+    """
+    file = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    # Not every file system has locks: nothing is removed then.
+    with suppress(OSError):
+        if is_first:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _sweep(directory)
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def _sweep(directory: Path) -> None:
+    """Remove checkpoints that are not whole, and hold nothing that a checkpoint has not."""
+    for folder in directory.iterdir():
+        is_ours = _FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+        if is_ours and all(_PARTS.fullmatch(name) for name in os.listdir(folder)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def new_folder(directory: Path, steps: int) -> str:
+    """Make a new folder for a checkpoint and return its name. Raises OSError."""
+    for number in count():
+        name = f"step-{steps:08d}" + (f".{number}" if number else "")
+        if not os.path.lexists(directory / name):
+            (directory / name).mkdir()
+            return name
+    raise AssertionError
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint that could not be saved, unless it is whole and the last one."""
+    pointer = folder.parent / POINTER_FILE
+    with suppress(OSError):
+        if not pointer.is_file() or pointer.read_text().strip() != folder.name:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def prune(directory: Path, keep: int | None) -> None:
+    """Remove the oldest whole checkpoints above `keep`, never the one that `latest` names."""
+    if keep is None:
+        return
+    named = (directory / POINTER_FILE).read_text().strip()
+    others = [folder for folder in checkpoints(directory) if folder.name != named]
+    for folder in others[: max(0, len(others) + 1 - keep)]:
+        # First what says that it is whole.
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all, and make it last."""
+    aside = file.with_name(f".{file.name}.part")
+    try:
+        aside.write_text(text)
+        sync(aside)
+        os.replace(aside, file)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Make what was written to a file or folder last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reason(file: Path, error: Exception) -> str:
+    """Return in words why a file cannot be written."""
+    told = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    lost = "; is it on a disk that all ranks share?" if getattr(error, "errno", 0) == errno.ENOENT else ""
+    return f"{file} cannot be written: {told}{lost}"

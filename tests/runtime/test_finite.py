@@ -1,0 +1,234 @@
+"""A step that is not finite names the operator, tensor or sum that it comes from."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.artifact import describe, initial_values
+from superscaler.errors import RuntimeFailure
+from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.threads import run_ranks
+from superscaler.train.launch import train
+
+PLANS = {"single": 1, "data_parallel": 2, "tensor_parallel": 2, "pipeline_1f1b:stages=2,microbatches=2": 2}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    def __init__(self, inner: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.up, self.down, self.inner = nn.Linear(4, 8), nn.Linear(8, 4), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return x + self.down(torch.tanh(h if self.inner is None else self.inner(h)))
+
+
+class Net(nn.Module):
+    """Four blocks, of which the third does something else inside."""
+
+    def __init__(self, inner: Callable[[Tensor], Tensor] | None = None, last: Callable[[Tensor], Tensor] | None = None):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(inner if k == 2 else None) for k in range(4))
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x if self.last is None else self.last(x)).square().sum()
+
+
+def run(
+    module: nn.Module,
+    plan: str,
+    folder: Path | None,
+    *,
+    steps: int = 1,
+    change: Callable[[Step], object] = lambda step: None,
+    batch: Tensor | None = None,
+    **capture: Any,
+) -> list[Any]:
+    """Train some steps on threads and return what each rank has then: losses, weights."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)) if batch is None else batch
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    made = ss.compile(
+        ss.capture(module, (torch.zeros_like(x),), optimizer=optimizer, **capture), plan, f"local:{PLANS[plan]}"
+    )
+    if folder is not None:
+        made.save(folder)
+    found = made.compiled
+    described, code = json.loads(json.dumps(describe(found))), modules(found.emitted.files)
+    values = initial_values(found.graph.model, found.graph.captured.values)
+
+    def work(communicator: Any) -> Any:
+        step = build_step(described, code, values, communicator)
+        step.directory = folder
+        change(step)
+        before = {n: w.detach().clone() for n, w in step.state.weights.items()}
+        try:
+            losses = [float(step({"x": x}, check_finite=True)) for _ in range(steps)]
+        except RuntimeFailure:
+            assert all(torch.equal(w.nan_to_num(7.0), before[n].nan_to_num(7.0)) for n, w in step.state.weights.items())
+            assert step.state.steps == 0
+            raise
+        return losses, {n: w.detach() for n, w in step.state.weights.items()}
+
+    return run_ranks(PLANS[plan], work)
+
+
+def failure(module: nn.Module, plan: str, folder: Path | None, **options: Any) -> str:
+    with pytest.raises(RuntimeFailure) as caught:
+        run(module, plan, folder, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_op_within_a_segment_is_named_with_its_layer(plan: str, tmp_path: Path) -> None:
+    text = failure(Net(lambda h: (h - 100).log()), plan, tmp_path / "plan")
+    first = (
+        r"step 1 is not finite \(its loss is nan\), which comes from the forward of log \(blocks\.2\) at segments.py:"
+    )
+    then = r"\d+ \(log = torch.log\(sub\)\) on rank \d.*, which made (\d+) of \1 elements not finite \(\1 nan\) "
+    last = r"of finite ones, sub from -1\d\d.* to -\d.*\. No weight was changed by it\."
+    assert re.search(first + then + last, text)
+    assert ("rank 1, microbatch 0" in text) == plan.startswith("pipeline")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_op_whose_backward_alone_fails_is_named(plan: str, tmp_path: Path) -> None:
+    # The forward of both is finite, and so is the loss.
+    text = failure(Net(lambda h: (h * 0).abs().sqrt()), plan, tmp_path / "a")
+    assert "is not finite (the gradient of blocks." in text
+    assert "the backward of sqrt (blocks.2) at segments.py:" in text
+    text = failure(Net(lambda h: torch.where(h > 100, (h * 0).log(), h)), plan, tmp_path / "b")
+    assert "the backward of log (blocks.2) at segments.py:" in text
+    assert "elements not finite (" in text
+    assert " nan) of finite ones, d_log from " in text
+
+
+def test_what_is_given_is_named(tmp_path: Path) -> None:
+    def spoil(step: Step) -> None:
+        for name, weight in step.state.weights.items():
+            if name == "blocks_1_up_weight":
+                weight.detach()[1, 2] = math.nan
+
+    for plan in PLANS:
+        text = failure(Net(), plan, None, change=spoil)
+        assert "weight blocks.1.up.weight on rank " in text
+        assert re.search(
+            r", which has 1 of (32|16) elements not finite \(1 nan\) before the step: it was loaded so, or an ", text
+        )
+        text = failure(Net(), plan, None, batch=torch.tensor([[1.0, math.inf, 2.0, 3.0]] * 4))
+        assert re.search(
+            r"input x on rank 0, which has \d of \d+ elements not finite \(\d inf\)",
+            text,
+        )
+
+
+def test_what_overflows_first_and_what_makes_nan_of_it_are_named(tmp_path: Path) -> None:
+    text = failure(Net(lambda h: (h + 1000).exp() - (h + 1000).exp()), "single", tmp_path / "plan")
+    assert "the forward of exp (blocks.2) at segments.py:" in text
+    assert re.search(r"; sub \(blocks.2\) at segments.py:\d+ .* made nan of that\. No weight", text)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_mask_of_infinities_is_not_blamed(plan: str, tmp_path: Path) -> None:
+    mask = torch.zeros(8).masked_fill(torch.arange(8) > 3, -math.inf)
+    fine = Net(lambda h: (h + mask).softmax(-1))
+    assert all(math.isfinite(loss) for losses, _ in run(fine, plan, None, steps=2) for loss in losses)
+    text = failure(Net(lambda h: (h + mask).softmax(-1), last=lambda x: (x - 100).log()), plan, tmp_path / "plan")
+    assert "the forward of log at segments.py:" in text
+
+
+class Sum(nn.Module):
+    """Its loss is zero, its gradient what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def test_a_sum_over_ranks_that_overflows_is_named() -> None:
+    text = failure(Sum(), "data_parallel", None, batch=torch.full((2, 4), 3e38))
+    comes = r"\(the gradient of weight\), which comes from program_0.py:\d+ \(\w+ = rt.all_reduce\(.*\)\) on rank 0, "
+    sums = r"which gave 4 of 4 elements not finite \(4 inf\): all that is summed is finite, and the sum too large"
+    assert re.search(comes + sums, text)
+
+
+def test_a_sum_over_microbatches_that_overflows_is_named(tmp_path: Path) -> None:
+    plan = "pipeline_1f1b:stages=1,microbatches=2"
+    PLANS[plan] = 1
+    text = failure(Sum(), plan, tmp_path / "plan", batch=torch.full((2, 4), 3e38))
+    assert re.search(r"program_0.py:\d+ \(d_weight\w* = d_weight \+ d_weight\w*\) on rank 0, which made 4 of 4", text)
+
+
+class Halves(nn.Module):
+    """A gradient that no half holds once it is scaled, of a loss that is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).square().sum()
+
+
+def test_a_skipped_step_of_a_loss_scale_stops_nothing(tmp_path: Path) -> None:
+    options = {"autocast": "fp16", "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**30)}
+    before = Halves()
+    kept = {n: p.detach().clone() for n, p in before.named_parameters()}
+    for losses, weights in run(before, "data_parallel", None, steps=2, **options):
+        assert all(math.isfinite(loss) for loss in losses)
+        # Both steps were skipped.
+        assert losses[0] == losses[1]
+        assert torch.equal(weights["first_weight"], kept["first.weight"])
+    text = failure(Halves(), "data_parallel", tmp_path / "plan", batch=torch.full((2, 4), 6e4), **options)
+    assert "its loss is " in text
+    assert re.search(r"which comes from the forward of \w+.* at segments.py:.*-?inf\) of finite ones, ", text)
+
+
+@pytest.mark.parametrize("plan", ["single", "data_parallel"])
+def test_a_finite_step_is_the_same_step(plan: str) -> None:
+    module = Net()
+    losses, weights = run(module, plan, None, steps=3)[0]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    for loss in losses:
+        here = module(x)
+        assert here.item() == pytest.approx(loss, rel=1e-5)
+        optimizer.zero_grad()
+        here.backward()
+        optimizer.step()
+    assert torch.allclose(weights["blocks_2_up_weight"], module.blocks[2].up.weight, rtol=1e-4)
+
+
+@pytest.mark.dist
+def test_processes_end_and_say_it(tmp_path: Path) -> None:
+    module = Net(lambda h: (h - 100).log())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    graph = ss.capture(module, (torch.randn(4, 4),), optimizer=optimizer)
+    ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=2", "local:2").save(tmp_path / "plan")
+    with pytest.raises(
+        RuntimeFailure, match=r"^rank 1 of 2 failed .* the forward of log \(blocks.2\) at segments.py:"
+    ) as end:
+        train(tmp_path / "plan", world=2, steps=2, check_finite=True)
+    assert "\n" not in str(end.value)
+    assert all(math.isnan(loss) for loss in train(tmp_path / "plan", world=2, steps=2)["losses"])
