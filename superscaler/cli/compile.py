@@ -10,7 +10,7 @@ import typer
 
 from superscaler.cli.common import PlanRequest, Printer, command
 from superscaler.errors import InputError
-from superscaler.specs.files import plan_files
+from superscaler.specs.saved_plan import plan_files
 
 
 def _directory(text: str) -> Path:

@@ -30,7 +30,7 @@ from superscaler.ir.parts import Grid
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
-from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, rows
+from superscaler.report.explain_file import VERSION, Axis, Block, Sent, Split, Weights, adapter
 from superscaler.report.model import collapse, describe, group
 from superscaler.specs.files import digest
 
@@ -56,7 +56,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
             "optimizer": optimizer.name,
             "options": [dict(options) for options in optimizer.groups],
         },
-        "blocks": rows().dump_python(blocks, mode="json", exclude_defaults=True),
+        "blocks": adapter().dump_python(blocks, mode="json", exclude_defaults=True),
         "schedule": told.schedule(),
         "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.schedule.relaxations],
         "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],

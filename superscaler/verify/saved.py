@@ -11,14 +11,15 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from superscaler.artifact import damaged, described, texts
+from superscaler.artifact import described, texts
 from superscaler.emit.steps import emit
 from superscaler.errors import InputError, PlanError
 from superscaler.ir.listing import parse_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import parse_model
 from superscaler.runtime.stored import DTYPES
-from superscaler.specs.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE, read_plan
+from superscaler.specs.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE
+from superscaler.specs.saved_plan import check_files, read_plan, read_text
 from superscaler.verify.checks import CHECKS
 
 
@@ -29,29 +30,27 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     Raises ScheduleError for a program that does not hold, InputError for a directory that cannot be read, or whose
     files say different things.
     """
-    plan = read_plan(directory)
+    plan = read_plan(directory, manifest=False)
     with _told_of(directory / MODEL_FILE):
-        model = parse_model(_text(directory, MODEL_FILE))
+        model = parse_model(read_text(directory, MODEL_FILE))
     with _told_of(directory / PROGRAM_FILE):
-        program = parse_program(_text(directory, PROGRAM_FILE), model)
-    if program.world != plan.get("world"):
-        raise InputError(
-            f"{directory / PLAN_FILE} is for {plan.get('world')} devices, its program for {program.world}."
-        )
+        program = parse_program(read_text(directory, PROGRAM_FILE), model)
+    if program.world != plan["world"]:
+        raise InputError(f"{directory / PLAN_FILE} is for {plan['world']} devices, its program for {program.world}.")
     with _told_of(f"{directory / PROGRAM_FILE} of {MODEL_FILE}"):
         for check in CHECKS.values():
             check(program)
     emitted = emit(program)
     for name, text in texts(program, emitted).items():
-        _compare(directory / name, _text(directory, name), text)
-    wanted = json.loads(json.dumps(described(program, emitted, str(plan.get("cluster")), plan.get("seed", 0))))
+        _compare(directory / name, read_text(directory, name), text)
+    wanted = json.loads(json.dumps(described(program, emitted, plan["cluster"], plan["seed"])))
     found = {key: value for key, value in plan.items() if key != "manifest"}
     difference = next(_differences(found, wanted), None)
     if difference is not None:
         raise InputError(f"{directory / PLAN_FILE}: {difference}")
     _check_weights(directory / WEIGHTS_FILE, program)
-    if manifest and (name := damaged(directory, plan)):
-        raise InputError(f"{directory / name} is not what compile wrote there; write the plan again.")
+    if manifest:
+        check_files(directory, read_plan(directory))
     return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world}
 
 
@@ -62,14 +61,6 @@ def _told_of(what: object) -> Iterator[None]:
         yield
     except PlanError as error:
         raise type(error)(f"{what}: {error}") from error
-
-
-def _text(directory: Path, name: str) -> str:
-    try:
-        return (directory / name).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise InputError(f"{directory / name} cannot be read: {reason}; write the plan again.") from None
 
 
 def _compare(file: Path, found: str, wanted: str) -> None:
