@@ -17,14 +17,14 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.steps import Emitted
 from superscaler.errors import InputError
-from superscaler.frontend.rules import REGISTERED
 from superscaler.ir.graph import Model, Op, without_sources
 from superscaler.ir.listing import print_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph
-from superscaler.report.account import account, kept_values, manifest, origin
+from superscaler.report.account import account, kept_values, manifest, origin, own_operators
 from superscaler.specs import files as disk
+from superscaler.specs.copies import copies
 from superscaler.specs.saved_plan import (
     VERSION,
     check_files,
@@ -73,7 +73,6 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
             "groups": [dict(g) for g in model.optimizer.groups],
             "scaler": dict(model.optimizer.scaler),
         },
-        "operators": _operators(model),
     }
 
 
@@ -84,12 +83,6 @@ def reads(model: Model) -> dict[str, Any]:
         "bounds": bounds(model),
         "limits": limits(model),
     }
-
-
-def _operators(model: Model) -> dict[str, tuple[str, str] | None]:
-    """Return for each operator that is neither torch's nor ours the module and the file that register it, if known."""
-    own = {op.target: REGISTERED.get(op.target) for op in model.ops if op.target.split(".")[0] not in ("aten", "ss")}
-    return {target: (rule.module, rule.file) if rule else None for target, rule in sorted(own.items())}
 
 
 # The ops that select by an integer input, and the dim of their first operand that they select along.
@@ -171,16 +164,17 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     Raises InputError for a directory that cannot be written, or where a file of that kind would be replaced.
     """
     older = plan_files(directory)
-    for target, home in _operators(compiled.graph.model).items():
-        if home == ("", ""):
+    operators, sources = copies(own_operators(compiled.graph.model))
+    for target, home in operators.items():
+        if home and not home["module"] and not home["file"]:
             raise InputError(
                 f"{target} was registered outside of any file, where no process that runs the plan can find it; "
                 "put it into a .py file and import that."
             )
     weights = kept_values(compiled.graph, values)
-    data = json.loads(json.dumps(describe(compiled, seed)))
-    files = _texts(compiled)
-    hashes = {name: disk.digest(text) for name, text in files.items()}
+    data = json.loads(json.dumps({**describe(compiled, seed), "operators": operators}))
+    files = {**{name: text.encode() for name, text in _texts(compiled).items()}, **sources}
+    hashes = {name: disk.digest(data) for name, data in files.items()}
     kept = {**manifest(compiled, values), "data": disk.data_hash(data), "files": hashes}
     if _is_there(directory, kept):
         return False
@@ -197,10 +191,11 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         raise InputError(f"{directory} cannot be written: {reason.strip()}; choose another directory.") from error
 
 
-def _write_files(folder: Path, files: Mapping[str, str], weights: Mapping[str, Tensor], plan: dict[str, Any]) -> None:
+def _write_files(folder: Path, files: Mapping[str, bytes], weights: Mapping[str, Tensor], plan: dict[str, Any]) -> None:
     """Write a plan into a folder of its own; plan.json is the last, when all else is on the disk."""
-    for name, text in files.items():
-        (folder / name).write_bytes(text.encode())
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
     save_file(
         {name: value.detach().clone().contiguous() for name, value in weights.items()}, folder / disk.WEIGHTS_FILE
     )

@@ -16,7 +16,7 @@ from superscaler.specs.saved_plan import check_files, read_json, read_plan
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
-_HASHES = ("model", "plan", "cluster", "weights", "sources", "code", "data")
+_HASHES = ("model", "plan", "cluster", "operators", "weights", "sources", "code", "data")
 _VERSIONS = ("superscaler", "torch", "python")
 
 
@@ -237,6 +237,8 @@ def _heads(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     for key in ("cluster", "seed"):
         if a[key] != b[key]:
             yield f"{key}: {a[key]} -> {b[key]}"
+    if a["manifest"]["operators"] != b["manifest"]["operators"]:
+        yield "operators: other files of the user's register them"
     if a["cluster"] == b["cluster"] and a["manifest"]["cluster"] != b["manifest"]["cluster"]:
         yield "cluster: the same name, but other devices"
 

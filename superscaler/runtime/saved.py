@@ -17,24 +17,25 @@ from torch import Tensor
 
 import superscaler
 from superscaler.errors import InputError, unknown
-from superscaler.specs.files import PLAN_FILE, WEIGHTS_FILE
+from superscaler.specs.files import OPERATORS, PLAN_FILE, WEIGHTS_FILE
 from superscaler.specs.options import OPTIMIZERS
-from superscaler.specs.saved_plan import AGAIN, check_weights, read_plan, read_text
-from superscaler.specs.user_file import running
+from superscaler.specs.saved_plan import AGAIN, check_weights, read_file, read_plan, read_text
+from superscaler.specs.user_file import telling
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A plan directory: plan.json, and the emitted code by file. `is_checked`: by its hashes, too."""
+    """A plan directory: plan.json, emitted code and copies of the user's operators by file. `is_checked`: by hashes."""
 
     path: Path
     plan: Mapping[str, Any]
     code: Mapping[str, str]
+    operators: Mapping[str, bytes]
     is_checked: bool
 
     def building(self) -> AbstractContextManager[None]:
         """Say of errors in code and tables that somebody may have edited where they are."""
-        return nullcontext() if self.is_checked else running(self.path / PLAN_FILE, "does not fit the code beside it")
+        return nullcontext() if self.is_checked else telling(self.path / PLAN_FILE, "does not fit the code beside it")
 
     def weights(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the whole tensors of which a rank has slices, and on rank 0 those of which no device has any."""
@@ -57,10 +58,15 @@ class Saved:
 def open_plan(path: Path, manifest: bool) -> Saved:
     """Read a plan directory but its weights. Raises InputError for one that cannot be run; see `load`."""
     plan = read_plan(path, manifest)
+    kept = plan["manifest"] if manifest else None
     names = [f"{name}.py" for name in ("segments", *sorted(set(plan["programs"])))]
-    code = {name: read_text(path, name, plan["manifest"] if manifest else None) for name in names}
+    code = {name: read_text(path, name, kept) for name in names}
+    operators = {n: read_file(path, n, kept) for n in plan["manifest"]["files"] if n.startswith(f"{OPERATORS}/")}
+    for name in plan["manifest"]["files"] if manifest else ():
+        # What no rank needs, too: a directory is whole, or it is not run.
+        read_file(path, name, kept)
     _check_torch(path / PLAN_FILE, plan)
-    return Saved(path, plan, code, manifest)
+    return Saved(path, plan, code, operators, manifest)
 
 
 def _check_tensor(file: Path, name: str, value: Tensor, plan: Mapping[str, Any]) -> None:

@@ -276,7 +276,7 @@ def load(directory: str | Path, manifest: bool = True) -> Step:
             f"{path} is a plan for {plan['world']} devices, but {world} processes run it; "
             f"start it with torchrun --nproc-per-node {plan['world']} {path}/run.py."
         )
-    import_operators(plan["operators"], path)
+    import_operators(plan["operators"], saved.operators, path, manifest)
     communicator = connect()
     if communicator.rank == 0:
         tell_versions(saved)

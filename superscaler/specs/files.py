@@ -16,6 +16,8 @@ from superscaler.errors import InputError
 PLAN_FILE, EXPLAIN_FILE, JOURNAL_FILE = "plan.json", "explain.json", "journal.txt"
 MODEL_FILE, PROGRAM_FILE, RUN_FILE = "model.txt", "program.txt", "run.py"
 WEIGHTS_FILE = "initial.safetensors"
+# The folder of copies of the users' files that register operators.
+OPERATORS = "operators"
 # What a file is called until it is whole.
 ASIDE = ".tmp"
 
@@ -25,6 +27,15 @@ def named_path(verb: str, name: object) -> Path:
     if not isinstance(name, str | Path) or not str(name) or "\0" in str(name):
         raise InputError(f"{verb} needs the name of a file or directory, not {name!r}; '.' is the current directory.")
     return Path(name)
+
+
+def is_inside(name: str) -> bool:
+    """Tell whether a name with slashes stays inside of the folder that it is looked for in.
+
+    >>> is_inside("operators/ops.py"), is_inside("../ops.py"), is_inside("/ops.py")
+    (True, False, False)
+    """
+    return not {"", ".", ".."} & set(name.split("/")) and "\\" not in name and "\0" not in name
 
 
 def digest(text: str | bytes) -> str:

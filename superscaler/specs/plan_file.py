@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
+
+from superscaler.specs.files import is_inside
 
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Box = list[tuple[Count, Count]]
 Option = bool | Number | FiniteFloat | str | list[FiniteFloat] | None
-# A path below the plan directory: no part of it starts with a dot.
-Path = Annotated[str, Field(pattern=r"^[^./\\\x00][^/\\\x00]*(/[^./\\\x00][^/\\\x00]*)*$")]
+
+
+def _inside(name: str) -> str:
+    if not is_inside(name):
+        raise ValueError("a path inside of the plan directory is needed")
+    return name
+
+
+Path = Annotated[str, AfterValidator(_inside)]
+Target = Annotated[str, Field(pattern=r"^\w+\.\w+\.\w+$")]
 
 
 class _Checked(BaseModel):
@@ -64,6 +74,14 @@ class Optimizer(_Checked):
     scaler: dict[str, Option]
 
 
+class Operator(_Checked):
+    """Who registers an operator of the user's: `file` is the copy, empty for a module that is installed."""
+
+    module: str
+    file: Path | Literal[""]
+    sha256: Hash
+
+
 class Manifest(_Checked):
     """Hashes of what a plan is compiled from (`model` to `sources`), what compiled it, and hashes of its files.
 
@@ -73,6 +91,7 @@ class Manifest(_Checked):
     model: Hash
     plan: Hash
     cluster: Hash
+    operators: Hash
     weights: Hash
     sources: Hash
     superscaler: str
@@ -101,5 +120,5 @@ class PlanFile(_Checked):
     aliases: dict[str, str]
     loss_dtype: str
     optimizer: Optimizer
-    operators: dict[str, tuple[str, str] | None]
+    operators: dict[Target, Operator | None]
     manifest: Manifest

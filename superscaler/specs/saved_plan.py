@@ -14,12 +14,14 @@ from superscaler.specs.files import (
     EXPLAIN_FILE,
     JOURNAL_FILE,
     MODEL_FILE,
+    OPERATORS,
     PLAN_FILE,
     PROGRAM_FILE,
     RUN_FILE,
     WEIGHTS_FILE,
     data_hash,
     digest,
+    is_inside,
 )
 
 if TYPE_CHECKING:
@@ -29,11 +31,9 @@ if TYPE_CHECKING:
 VERSION = 2
 # A new plan until it is whole, inside of the directory where its files then go.
 NEW = ".superscaler-new"
-# Copies of the users' files that register operators.
-OPERATORS = "operators"
 AGAIN = "write it again with superscaler compile --out"
 _OURS = re.compile(
-    rf"(program_\d+|segments)\.py|{OPERATORS}/[^.].*\.py|"
+    rf"(program_\d+|segments)\.py|{OPERATORS}/.+\.py|"
     + "|".join(map(re.escape, (RUN_FILE, MODEL_FILE, PROGRAM_FILE, JOURNAL_FILE, EXPLAIN_FILE)))
 )
 T = TypeVar("T")
@@ -64,17 +64,21 @@ def own_hash(kept: Mapping[str, Any]) -> str:
     return digest(json.dumps({k: v for k, v in kept.items() if k != "self"}, sort_keys=True))
 
 
-def read_text(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> str:
-    """Return the text of a file of a plan directory; with a manifest, only what this one has the hash of."""
+def read_file(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> bytes:
+    """Return a file of a plan directory; with a manifest, only what this one has the hash of."""
     data = _bytes(directory / name)
     if kept is not None and digest(data) != kept["files"].get(name):
         _differs(directory / name)
-    return _guarded(directory / name, data.decode)
+    return data
+
+
+def read_text(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> str:
+    return _guarded(directory / name, read_file(directory, name, kept).decode)
 
 
 def read_json(directory: Path, name: str, types: type[BaseModel], version: int, kept: Mapping[str, Any]) -> Any:
     """Return what a JSON file of a plan directory holds, checked for its hash, version and types."""
-    file, text = directory / name, read_text(directory, name, kept).encode()
+    file, text = directory / name, read_file(directory, name, kept)
     found = _object(file, text)
     check_version(file, found, version)
     check_types(file, types, text)
@@ -84,7 +88,7 @@ def read_json(directory: Path, name: str, types: type[BaseModel], version: int, 
 def check_files(directory: Path, plan: Mapping[str, Any]) -> None:
     """Raise InputError unless all files of a directory are as its plan.json says."""
     for name in plan["manifest"]["files"]:
-        read_text(directory, name, plan["manifest"])
+        read_file(directory, name, plan["manifest"])
     check_weights(directory, plan["manifest"])
 
 
@@ -146,7 +150,7 @@ def listed(folder: Path) -> frozenset[str]:
     """Return the names of all files of a plan, of whatever version, of which plan.json is in a folder."""
     try:
         names = json.loads((folder / PLAN_FILE).read_bytes())["manifest"]["files"].keys()
-        if not {EXPLAIN_FILE, RUN_FILE} <= names or not all(_OURS.fullmatch(name) for name in names):
+        if not {EXPLAIN_FILE, RUN_FILE} <= names or not all(_OURS.fullmatch(n) and is_inside(n) for n in names):
             raise KeyError
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from superscaler.specs.files import PLAN_FILE, sync
@@ -53,6 +53,10 @@ def settle(directory: Path) -> None:
             os.replace(folder / name, directory / name)
     for name in older - names:
         (directory / name).unlink(missing_ok=True)
+        for folder_of_it in (directory / name).relative_to(directory).parents[:-1]:
+            # Those that hold something else stay.
+            with suppress(OSError):
+                (directory / folder_of_it).rmdir()
     for place in {(directory / name).parent for name in names}:
         sync(place)
     # What says that the plan is whole.
