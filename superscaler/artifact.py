@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from superscaler.specs.saved_plan import (
     read_text,
     weight_hashes,
 )
-from superscaler.specs.staging import staged, sync_all
+from superscaler.specs.staging import settle, staged, sync_all
 
 RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
 
@@ -176,12 +177,11 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     files = {**{name: text.encode() for name, text in _texts(compiled).items()}, **sources}
     hashes = {name: disk.digest(data) for name, data in files.items()}
     kept = {**manifest(compiled, values), "data": disk.data_hash(data), "files": hashes}
-    if _is_there(directory, kept):
-        return False
-    for name in (*files, disk.WEIGHTS_FILE, disk.PLAN_FILE):
-        if (directory / name).is_dir() or (name not in older and (directory / name).exists()):
-            raise InputError(f"{directory / name} is not of the plan there; move it, or choose another --out.")
     try:
+        settle(directory)
+        if _is_there(directory, kept):
+            return False
+        _refuse_theirs(directory, {*files, disk.WEIGHTS_FILE, disk.PLAN_FILE}, older)
         directory.mkdir(parents=True, exist_ok=True)
         with staged(directory) as folder:
             _write_files(folder, files, weights, {**data, "manifest": kept})
@@ -189,6 +189,13 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     except (OSError, SafetensorError) as error:
         reason = f"{error.filename or ''} {error.strerror}" if isinstance(error, OSError) else str(error)
         raise InputError(f"{directory} cannot be written: {reason.strip()}; choose another directory.") from error
+
+
+def _refuse_theirs(directory: Path, names: Iterable[str], older: Container[str]) -> None:
+    """Raise InputError for a file of the user's in the place of one that is to be written."""
+    for name in sorted(names):
+        if (directory / name).is_dir() or (name not in older and os.path.lexists(directory / name)):
+            raise InputError(f"{directory / name} is not of the plan there; move it, or choose another --out.")
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes], weights: Mapping[str, Tensor], plan: dict[str, Any]) -> None:
@@ -230,12 +237,13 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
     None where it holds another one, or none.
     """
     try:
+        settle(directory)
         plan = read_plan(directory)
         if plan["seed"] != seed or not origin(graph, cluster, values).items() <= plan["manifest"].items():
             return None
         check_files(directory, plan)
         return json.loads(read_text(directory, disk.EXPLAIN_FILE))
-    except InputError:
+    except (InputError, OSError):
         return None
 
 

@@ -19,7 +19,7 @@ import superscaler
 from superscaler.errors import InputError, unknown
 from superscaler.specs.files import OPERATORS, PLAN_FILE, WEIGHTS_FILE
 from superscaler.specs.options import OPTIMIZERS
-from superscaler.specs.saved_plan import AGAIN, check_weights, read_file, read_plan, read_text
+from superscaler.specs.saved_plan import AGAIN, check_weights, read_file, read_plan, read_text, require_file
 from superscaler.specs.user_file import telling
 
 
@@ -42,6 +42,7 @@ class Saved:
         file, kept = self.path / WEIGHTS_FILE, self.plan["manifest"]["tensors"]
         placed = [{w["tensor"] for w in device["weights"]} for device in self.plan["devices"]]
         fixed = sorted(kept.keys() - set[str]().union(*placed)) if rank == 0 else []
+        require_file(file)
         if self.is_checked:
             check_weights(self.path, self.plan["manifest"], placed[rank].union(fixed))
         try:

@@ -111,11 +111,16 @@ def weight_hashes(file: Path, names: Iterable[str] | None = None) -> tuple[str, 
             # What safetensors allows at most.
             header = stream.read(min(int.from_bytes(length, "little"), 10**8))
             head = json.loads(header)
-            ends = {name: head[name]["data_offsets"] for name in (head if names is None else names)}
-            data = {name: _part(stream, 8 + len(header) + a, b - a) for name, (a, b) in ends.items()}
+            ends = {name: entry["data_offsets"] for name, entry in head.items()}
+            start = 8 + len(header)
+            size, whole = start + max((end for _, end in ends.values()), default=0), file.stat().st_size
+            if size != whole:
+                raise ValueError(f"it has {whole} bytes, not {size}")
+            wanted = ends if names is None else names
+            data = {name: _part(stream, start + ends[name][0], ends[name][1] - ends[name][0]) for name in wanted}
             return digest(length + header), data
 
-    _require_file(file)
+    require_file(file)
     return _guarded(file, read)
 
 
@@ -190,11 +195,11 @@ def _object(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _bytes(file: Path) -> bytes:
-    _require_file(file)
+    require_file(file)
     return _guarded(file, file.read_bytes)
 
 
-def _require_file(file: Path) -> None:
+def require_file(file: Path) -> None:
     """Raise InputError for a file that is missing, and for what is no file: reading a pipe would wait for ever."""
 
     def kind() -> str:

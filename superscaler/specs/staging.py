@@ -23,8 +23,6 @@ def staged(directory: Path) -> Iterator[Path]:
     """
     settle(directory)
     folder = directory / NEW
-    if folder.exists():
-        shutil.rmtree(folder)
     folder.mkdir()
     try:
         yield folder
@@ -41,10 +39,15 @@ def sync_all(folder: Path) -> None:
 
 
 def settle(directory: Path) -> None:
-    """Move a plan that is whole aside into its place; nothing is done where there is none. May be done again."""
+    """Move a plan that is whole aside into its place, and remove one that is not. May be done again at any point."""
     folder = directory / NEW
-    if not (folder / PLAN_FILE).is_file():
-        return
+    if (folder / PLAN_FILE).is_file():
+        _move(folder, directory)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _move(folder: Path, directory: Path) -> None:
     names = listed(folder)
     older = listed(directory) if (directory / PLAN_FILE).is_file() else frozenset[str]()
     for name in sorted(names - {PLAN_FILE}):
@@ -53,13 +56,12 @@ def settle(directory: Path) -> None:
             os.replace(folder / name, directory / name)
     for name in older - names:
         (directory / name).unlink(missing_ok=True)
-        for folder_of_it in (directory / name).relative_to(directory).parents[:-1]:
+        for parent in Path(name).parents[:-1]:
             # Those that hold something else stay.
             with suppress(OSError):
-                (directory / folder_of_it).rmdir()
+                (directory / parent).rmdir()
     for place in {(directory / name).parent for name in names}:
         sync(place)
     # What says that the plan is whole.
     os.replace(folder / PLAN_FILE, directory / PLAN_FILE)
     sync(directory)
-    shutil.rmtree(folder)
