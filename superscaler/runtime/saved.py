@@ -35,7 +35,7 @@ class Saved:
 
     def building(self) -> AbstractContextManager[None]:
         """Say of errors in code and tables that somebody may have edited where they are."""
-        return nullcontext() if self.is_checked else telling(self.path / PLAN_FILE, "does not fit the code beside it")
+        return nullcontext() if self.is_checked else telling(self.path / PLAN_FILE, "cannot be run")
 
     def weights(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the whole tensors of which a rank has slices, and on rank 0 those of which no device has any."""
