@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from superscaler.errors import PlanError
+from superscaler.errors import InputError, PlanError
 from superscaler.runtime.communicator import PeerLost
 
 # Seconds that a rank stays after another one was lost, so that the launcher sees the lost one first.
@@ -36,7 +36,7 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
         os.close(file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.excepthook = partial(_end, log is not None)
-    record(lambda: _after_linger(function))()
+    record(lambda: _after_linger(function, is_said=log is not None))()
     _exit(0)
 
 
@@ -51,9 +51,14 @@ def answer(folder: Path) -> None:
     run_rank(work, log=folder)
 
 
-def _after_linger(function: Callable[[], None]) -> None:
+def _after_linger(function: Callable[[], None], is_said: bool) -> None:
     try:
         function()
+    except InputError as error:
+        if not is_said:
+            # What is recorded torchrun shows with our frames, which say nothing about a wrong input.
+            _end(is_said, type(error), error, None)
+        raise
     except PeerLost:
         time.sleep(_LINGER)
         raise

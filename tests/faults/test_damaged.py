@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,17 +157,17 @@ def test_edited_code_runs_where_hashes_are_left_out_only(
 
 # What is wrong without hashes is told, too.
 UNSEALED = {
-    "no Python": (text("program_0.py", lambda t: t + "def (\n"), r"program_0.py:\d+ cannot be run .*: SyntaxError"),
+    "no Python": (text("program_0.py", lambda t: t + "def (\n"), r"program_0.py:\d+ cannot be run: SyntaxError"),
     "a name that is not there": (text("segments.py", lambda t: t + "nowhere\n"), r"segments.py:\d+ .* NameError"),
     "another shape": (DAMAGES["weights: another shape"].change, r"head.bias as float32 \(1, 4\), but the plan as"),
     "another dtype": (DAMAGES["weights: another dtype"].change, r"head.bias as float16 \(4,\), but the plan as"),
     "a weight left out": (DAMAGES["weights: one left out"].change, "is damaged"),
     "an unknown tensor": (put("devices/0/weights/0/tensor", "nothing"), "is damaged"),
     "a box too large": (put("devices/0/weights/0/box", [[0, 400]]), "cannot be run"),
-    "a group too many": (put("devices/0/weights/0/group", 7), r"plan.json cannot be run .* IndexError"),
+    "a group too many": (put("devices/0/weights/0/group", 7), r"plan.json cannot be run: IndexError"),
     "a rate of text": (put("optimizer/groups/0/lr", "fast"), "cannot be run"),
     "a group of others": (put("devices/0/groups", [[0, 9]]), "cannot be run"),
-    "no step": (text("program_0.py", lambda t: t.replace("def step", "def steps")), "cannot be run .* AttributeError"),
+    "no step": (text("program_0.py", lambda t: t.replace("def step", "def steps")), "cannot be run: AttributeError"),
 }
 
 
@@ -182,3 +185,16 @@ def test_another_torch_is_told(folder: Path) -> None:
     told = f"{folder} was compiled by torch 2.11.0, not {torch.__version__}; write it again"
     with pytest.warns(UserWarning, match=re.escape(told)):
         ss.load(folder)
+
+
+@pytest.mark.dist
+def test_ranks_under_torchrun_refuse_damage_in_one_line(folder: Path, tmp_path: Path) -> None:
+    assert run("compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(folder)) == 0
+    (folder / "segments.py").write_text("")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(folder / "run.py")]
+    known = {**os.environ, "PYTHONPATH": str(Path(ss.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=known, check=False)
+    assert done.returncode != 0
+    assert f"error: {folder}/segments.py is not what compile wrote there; write it again" in done.stderr
+    # What torchrun itself prints has its own frames only.
+    assert "superscaler/" not in done.stderr.replace(str(folder), "")
