@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.steps import Emitted
 from superscaler.errors import InputError
-from superscaler.frontend.rules import REGISTERED
 from superscaler.ir.graph import Model, Op, without_sources
 from superscaler.ir.listing import print_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph
-from superscaler.report.account import account, hash_values, kept_values, manifest, origin
+from superscaler.report.account import account, kept_values, manifest, origin, own_operators
 from superscaler.specs import files as disk
+from superscaler.specs.copies import copies
+from superscaler.specs.saved_plan import (
+    VERSION,
+    check_files,
+    own_hash,
+    plan_files,
+    read_plan,
+    read_text,
+    weight_hashes,
+)
+from superscaler.specs.staging import settle, staged, sync_all
 
 RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
 
@@ -47,7 +58,7 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
     model = program.model
     resident = {w.tensor for d, _ in program.distinct for w in d.weights} | set(model.inputs)
     return {
-        "version": 1,
+        "version": VERSION,
         "world": program.world,
         "cluster": cluster,
         "seed": seed,
@@ -63,7 +74,6 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
             "groups": [dict(g) for g in model.optimizer.groups],
             "scaler": dict(model.optimizer.scaler),
         },
-        "operators": _operators(model),
     }
 
 
@@ -74,12 +84,6 @@ def reads(model: Model) -> dict[str, Any]:
         "bounds": bounds(model),
         "limits": limits(model),
     }
-
-
-def _operators(model: Model) -> dict[str, tuple[str, str] | None]:
-    """Return for each operator that is neither torch's nor ours the module and the file that register it, if known."""
-    own = {op.target: REGISTERED.get(op.target) for op in model.ops if op.target.split(".")[0] not in ("aten", "ss")}
-    return {target: (rule.module, rule.file) if rule else None for target, rule in sorted(own.items())}
 
 
 # The ops that select by an integer input, and the dim of their first operand that they select along.
@@ -154,35 +158,59 @@ def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) ->
 
 
 def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0) -> bool:
-    """Write a plan directory. An older plan there is replaced; any other non-empty directory is refused.
+    """Write a plan directory. An older plan there is replaced, once the new one is whole; any other non-empty directory
+    is refused.
 
     Returns False where the same plan is there already, which stays as it is. Files that are not of the older plan stay.
     Raises InputError for a directory that cannot be written, or where a file of that kind would be replaced.
     """
-    older = disk.plan_files(directory)
-    for target, home in _operators(compiled.graph.model).items():
-        if home == ("", ""):
+    older = plan_files(directory)
+    operators, sources = copies(own_operators(compiled.graph.model))
+    for target, home in operators.items():
+        if home and not home["module"] and not home["file"]:
             raise InputError(
                 f"{target} was registered outside of any file, where no process that runs the plan can find it; "
                 "put it into a .py file and import that."
             )
-    kept = kept_values(compiled.graph, values)
-    files = _texts(compiled, kept, seed)
+    weights = kept_values(compiled.graph, values)
+    data = json.loads(json.dumps({**describe(compiled, seed), "operators": operators}))
+    files = {**{name: text.encode() for name, text in _texts(compiled).items()}, **sources}
+    hashes = {name: disk.digest(data) for name, data in files.items()}
+    kept = {**manifest(compiled, values), "data": disk.data_hash(data), "files": hashes}
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if _is_there(directory, files):
+        settle(directory)
+        if _is_there(directory, kept):
             return False
-        theirs = sorted(name for name in files if name not in older and (directory / name).exists())
-        if theirs:
-            raise InputError(f"{directory / theirs[0]} is not of the plan there; move it, or choose another --out.")
-        # First what says that the plan is whole; what a user keeps beside a plan is not ours to remove.
-        for name in (disk.PLAN_FILE, *sorted(older)):
-            (directory / name).unlink(missing_ok=True)
-        _write_files(directory, files, kept)
+        _refuse_theirs(directory, {*files, disk.WEIGHTS_FILE, disk.PLAN_FILE}, older)
+        directory.mkdir(parents=True, exist_ok=True)
+        with staged(directory) as folder:
+            _write_files(folder, files, weights, {**data, "manifest": kept})
         return True
     except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{directory} cannot be written: {reason}; choose another directory.") from error
+        reason = f"{error.filename or ''} {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise InputError(f"{directory} cannot be written: {reason.strip()}; choose another directory.") from error
+
+
+def _refuse_theirs(directory: Path, names: Iterable[str], older: Container[str]) -> None:
+    """Raise InputError for a file of the user's in the place of one that is to be written."""
+    for name in sorted(names):
+        if (directory / name).is_dir() or (name not in older and os.path.lexists(directory / name)):
+            raise InputError(f"{directory / name} is not of the plan there; move it, or choose another --out.")
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes], weights: Mapping[str, Tensor], plan: dict[str, Any]) -> None:
+    """Write a plan into a folder of its own; plan.json is the last, when all else is on the disk."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    save_file(
+        {name: value.detach().clone().contiguous() for name, value in weights.items()}, folder / disk.WEIGHTS_FILE
+    )
+    header, tensors = weight_hashes(folder / disk.WEIGHTS_FILE)
+    kept = {**plan["manifest"], "header": header, "tensors": tensors}
+    kept["self"] = own_hash(kept)
+    sync_all(folder)
+    disk.write_file(folder / disk.PLAN_FILE, json.dumps({**plan, "manifest": kept}, indent=1) + "\n")
 
 
 def texts(program: Program, emitted: Emitted) -> dict[str, str]:
@@ -195,40 +223,13 @@ def texts(program: Program, emitted: Emitted) -> dict[str, str]:
     }
 
 
-def _texts(compiled: Compiled, values: Mapping[str, Tensor], seed: int) -> dict[str, str]:
-    """Return all files but the weights; plan.json is the last."""
-    data = describe(compiled, seed)
-    files = {
+def _texts(compiled: Compiled) -> dict[str, str]:
+    """Return all files but plan.json and the weights."""
+    return {
         **texts(compiled.program, compiled.emitted),
         disk.JOURNAL_FILE: "".join(f"{entry}\n" for entry in compiled.graph.journal),
         disk.EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
     }
-    hashes = {name: disk.digest(text) for name, text in files.items()}
-    kept = {**manifest(compiled, values), "data": disk.data_hash(data), "files": hashes}
-    kept["self"] = _own_hash(kept)
-    return {**files, disk.PLAN_FILE: json.dumps({**data, "manifest": kept}, indent=1) + "\n"}
-
-
-def _own_hash(kept: Mapping[str, Any]) -> str:
-    return disk.digest(json.dumps({k: v for k, v in kept.items() if k != "self"}, sort_keys=True))
-
-
-def damaged(directory: Path, plan: Mapping[str, Any]) -> str:
-    """Return which file of a plan directory is not what the manifest of plan.json says; empty where all are."""
-    kept = plan["manifest"]
-    if disk.data_hash(plan) != kept.get("data") or _own_hash(kept) != kept.get("self"):
-        return disk.PLAN_FILE
-    for name, shown in kept["files"].items():
-        try:
-            if disk.digest((directory / name).read_text()) != shown:
-                return str(name)
-        except (OSError, UnicodeDecodeError):
-            return str(name)
-    try:
-        stored = hash_values(load_file(directory / disk.WEIGHTS_FILE))
-    except (OSError, SafetensorError):
-        return disk.WEIGHTS_FILE
-    return "" if stored == kept.get("weights") else disk.WEIGHTS_FILE
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:
@@ -236,31 +237,23 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
     None where it holds another one, or none.
     """
     try:
-        plan = disk.read_plan(directory)
+        settle(directory)
+        plan = read_plan(directory)
         if plan["seed"] != seed or not origin(graph, cluster, values).items() <= plan["manifest"].items():
             return None
-        return None if damaged(directory, plan) else json.loads((directory / disk.EXPLAIN_FILE).read_text())
-    except (InputError, OSError, ValueError, KeyError, TypeError):
+        check_files(directory, plan)
+        return json.loads(read_text(directory, disk.EXPLAIN_FILE))
+    except (InputError, OSError):
         return None
 
 
-def _is_there(directory: Path, files: Mapping[str, str]) -> bool:
-    """Tell whether a directory holds these files, and weights of the hash in its manifest."""
+def _is_there(directory: Path, kept: Mapping[str, Any]) -> bool:
+    """Tell whether a directory holds a plan of this manifest, whole."""
     try:
-        plan, other = disk.read_plan(directory), json.loads(files[disk.PLAN_FILE])
-        # The journal says where the plan was written, which may have moved.
-        is_whole = not damaged(directory, plan)
-        for one in (plan, other):
-            del one["manifest"]["files"][disk.JOURNAL_FILE], one["manifest"]["self"]
-        return bool(is_whole and plan == other)
-    except (InputError, KeyError, OSError):
+        found = read_plan(directory)
+        check_files(directory, found)
+    except InputError:
         return False
-
-
-def _write_files(directory: Path, files: Mapping[str, str], values: Mapping[str, Tensor]) -> None:
-    save_file(
-        {name: value.detach().clone().contiguous() for name, value in values.items()}, directory / disk.WEIGHTS_FILE
-    )
-    # plan.json is written last: a directory that has one is whole.
-    for name, text in files.items():
-        (directory / name).write_text(text)
+    # The journal says where the plan was written, which may have moved.
+    theirs, ours = ({**m, "files": {**m["files"], disk.JOURNAL_FILE: ""}} for m in (found["manifest"], kept))
+    return bool(ours.items() <= theirs.items())

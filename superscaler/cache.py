@@ -9,10 +9,11 @@ import functools
 import hashlib
 import os
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from superscaler.specs.files import ASIDE, write_file
 
 BYTES, ENTRIES = 2 * 10**9, 64
 _HOUR = 3600
@@ -55,20 +56,14 @@ def write(key: str, data: bytes) -> None:
     with suppress(OSError, RuntimeError):
         home = folder()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=home, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(data).digest() + data)
-            os.replace(name, home / key)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        write_file(home / key, hashlib.sha256(data).digest() + data)
         _shrink(home)
 
 
 def usage() -> tuple[int, int]:
     """Return how many entries there are, and their bytes."""
     try:
-        sizes = [size for _, size, file in _entries(folder()) if file.suffix != ".tmp"]
+        sizes = [size for _, size, file in _entries(folder()) if file.suffix != ASIDE]
     except (OSError, RuntimeError):
         return 0, 0
     return len(sizes), sum(sizes)
@@ -87,7 +82,7 @@ def _entries(home: Path) -> list[tuple[float, int, Path]]:
 def _shrink(home: Path) -> None:
     total, count = 0, 0
     for used, size, file in _entries(home):
-        if file.suffix == ".tmp":
+        if file.suffix == ASIDE:
             # A process that was killed leaves its file.
             is_old = time.time() - used > _HOUR
         else:

@@ -34,6 +34,16 @@ class RuntimeFailure(PlanError):
     """A rank failed while it was running."""
 
 
+def brief(value: object, most: int = 200) -> str:
+    """Return the first line of a value's text, and of a long one its start.
+
+    >>> brief("one\\ntwo"), brief(10**6, most=4)
+    ('one', '1000...')
+    """
+    text = (str(value).strip().splitlines() or [""])[0]
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     """Return one sentence that says `name` is unknown, gives the nearest spelling and the known names.
 
@@ -44,4 +54,4 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else "."
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-    return f"unknown {kind} '{name}'{hint} Known: {shown}."
+    return f"unknown {kind} '{name}'{hint} Known: {shown or 'none'}."

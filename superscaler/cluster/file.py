@@ -110,7 +110,7 @@ def read(text: str, where: str) -> ClusterFile:
         content = yaml.load(text, _Loader)
     except RecursionError:
         raise InputError(f"{where}: lists or mappings are nested too deep.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}.") from None
     keys = list(ClusterFile.model_fields)
     if not isinstance(content, dict):

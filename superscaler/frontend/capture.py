@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError
@@ -194,6 +195,10 @@ def _device(module: nn.Module) -> torch.device:
     """Return where constants are computed: on the module's device, on the CPU for a module without data."""
     first: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise CaptureError(
+                f"parameter {name} of {type(module).__name__} has no shape yet; call the module once before capture."
+            )
         first.setdefault(parameter.device, name)
     if len(first) > 1:
         (here, one), (there, other), *_ = first.items()

@@ -27,6 +27,9 @@ _COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hin
 margin_ranking_loss multiply negative not_equal poisson_nll_loss prelu repeat_interleave subtract tensordot tile
 true_divide type_as"""
 
+# What torch also raises, which is told in one line, they print with its traceback.
+_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+
 
 def export(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast | None = None
@@ -51,7 +54,7 @@ def export(
             return exported
         except PlanError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # Anything may come out of a model's code, and out of torch where it cannot follow it.
             raise explain(module, error) from error
 
@@ -128,14 +131,15 @@ def _only_loss(module: nn.Module, autocast: Autocast | None) -> Iterator[None]:
                 raise explain(module, error) from error
             return loss_of(output, forward_line(module))
 
-    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = shapes.level
+    levels = {logger: logger.level for logger in map(logging.getLogger, _TALKATIVE)}
     module.forward = only_loss  # type: ignore[method-assign]
-    shapes.setLevel(logging.ERROR)
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        shapes.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         del module.forward
         if own is not None:
             module.forward = own  # type: ignore[method-assign]

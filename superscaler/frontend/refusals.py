@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.rules import REGISTERED
 from superscaler.frontend.trace import FRAME, source_of
+from superscaler.specs.registered import REGISTERED
 
 _PYTHON = sysconfig.get_paths()["stdlib"]
 _LIBRARIES = (_PYTHON, *(sysconfig.get_paths()[k] for k in ("purelib", "platlib")))

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -21,8 +22,8 @@ from torch.library import Library, infer_schema
 from superscaler.errors import InputError
 from superscaler.frontend.notation import check as check_notation
 from superscaler.frontend.notation import operand_dims
-from superscaler.frontend.rules import REGISTERED, Registered
 from superscaler.frontend.trial import Example, Sizes, Trial
+from superscaler.specs.registered import REGISTERED, Registered
 from superscaler.specs.user_file import root_of
 
 # An operator is defined as long as its library lives.
@@ -79,7 +80,11 @@ def _rule(notation: str, sizes: Sizes, home: Mapping[str, Any], line: int) -> Re
     file = str(Path(home["__file__"]).resolve()) if home.get("__file__") else ""
     module = spec.name if spec and root_of(spec.name, Path(file)) else ""
     fixed = {letter: size for letter, size in sizes.items() if letter not in alone}
-    return Registered(notation, fixed, module, file, line)
+    source = b""
+    # What was typed in, or came out of an archive, is in no file.
+    with suppress(OSError):
+        source = Path(file).read_bytes() if file else b""
+    return Registered(notation, fixed, module, file if source else "", line, source)
 
 
 def _overload(what: Any, rule: Registered) -> OpOverload | None:
@@ -104,7 +109,8 @@ def _define(function: Any, rule: Registered) -> OpOverload:
     stem = path.parent.name if path.stem == "__init__" else path.stem
     namespace = "ss_" + re.sub(r"\W", "_", stem)
     target = f"{namespace}.{name}.default"
-    if target in REGISTERED and REGISTERED[target].file != rule.file:
+    # A saved plan has a copy of the file, which is the same.
+    if target in REGISTERED and REGISTERED[target].file != rule.file and REGISTERED[target].source != rule.source:
         raise InputError(
             f"{rule.place}: the name {name} is taken by {REGISTERED[target].place}, a file of the same name; "
             "rename the function or the file."

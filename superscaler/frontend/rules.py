@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import CodeType
 
 import torch
 from torch.fx import Node
@@ -15,30 +13,7 @@ from superscaler.frontend import recipes as r
 from superscaler.frontend.notation import Signature, frozen, misfit, resolve
 from superscaler.frontend.recipes import Recipe, Site
 from superscaler.frontend.trace import aten
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """The notation that a user gave an operator, the sizes of letters that stand in products only, and where it is.
-
-    `module` is empty for a file that is run but not imported by name, `file` for what was typed in. `code` is that of
-    a function.
-    """
-
-    notation: str
-    sizes: Mapping[str, int]
-    module: str
-    file: str
-    line: int
-    code: CodeType | None = None
-
-    @property
-    def place(self) -> str:
-        return f"{self.file or self.module or 'line'}:{self.line}"
-
-
-# Filled by superscaler.register, by the target of calls; torch keeps its operators per process too.
-REGISTERED: dict[str, Registered] = {}
+from superscaler.specs.registered import REGISTERED, Registered
 
 
 def signature(site: Site) -> tuple[Signature, bool]:

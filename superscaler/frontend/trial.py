@@ -21,8 +21,9 @@ from superscaler.errors import InputError
 from superscaler.frontend.notation import operand_dims
 from superscaler.frontend.proof import Failure, ops_of, prove, record
 from superscaler.frontend.recipes import Site
-from superscaler.frontend.rules import Registered, signature
+from superscaler.frontend.rules import signature
 from superscaler.frontend.trace import reads
+from superscaler.specs.registered import Registered
 
 Sizes = Mapping[str, int]
 Example = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]

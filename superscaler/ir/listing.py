@@ -229,7 +229,8 @@ class _Reader:
             rank: _device(rank, code) for ranks, some in self.sections for rank, code in zip(ranks, some, strict=True)
         }
         if self.fold is None:
-            if sorted(devices) != list(range(self.world)):
+            # The number first: as a number, a text may say any.
+            if len(devices) != self.world or sorted(devices) != list(range(self.world)):
                 raise ValueError(f"it has {len(devices)} of {self.world} devices")
             return Program(self.model, tuple(functions), tuple(devices[rank] for rank in range(self.world)))
         last = self.sections[-1][0][0]

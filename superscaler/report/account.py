@@ -20,7 +20,7 @@ import superscaler
 from superscaler.cache import sources
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
-from superscaler.ir.graph import Op, Operand, width, without_sources
+from superscaler.ir.graph import Model, Op, Operand, width, without_sources
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.moves import Move, paths
@@ -30,8 +30,9 @@ from superscaler.ir.parts import Grid
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
-from superscaler.report.explain import VERSION, Axis, Block, Sent, Split, Weights, rows
+from superscaler.report.explain_file import VERSION, Axis, Block, Sent, Split, Weights, adapter
 from superscaler.report.model import collapse, describe, group
+from superscaler.specs.copies import copies
 from superscaler.specs.files import digest
 
 # Devices or groups that a list names; beyond, only how many there are.
@@ -56,7 +57,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
             "optimizer": optimizer.name,
             "options": [dict(options) for options in optimizer.groups],
         },
-        "blocks": rows().dump_python(blocks, mode="json", exclude_defaults=True),
+        "blocks": adapter().dump_python(blocks, mode="json", exclude_defaults=True),
         "schedule": told.schedule(),
         "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.schedule.relaxations],
         "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],
@@ -76,19 +77,30 @@ def manifest(compiled: Compiled, values: Mapping[str, Tensor]) -> dict[str, str]
 
 def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict[str, str]:
     """Return what a plan is compiled from: hashes of the model, the transformed and placed graph, the cluster, the
-    weights `values`, our own sources, and versions. Equal ones give equal plans.
+    users' files that register operators, the weights `values`, our own sources, and versions. Equal ones give equal
+    plans.
     """
     model = without_sources(graph.model)
     return {
         "model": digest(print_model(model)),
         "plan": digest(_plan_text(graph)),
         "cluster": digest(f"{cluster} {cluster.device_kind} {cluster.links}"),
+        "operators": operators_hash(*copies(own_operators(model))),
         "weights": hash_values(kept_values(graph, values)),
         "sources": sources(),
         "superscaler": superscaler.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def own_operators(model: Model) -> set[str]:
+    """Return the operators that are neither torch's nor ours."""
+    return {op.target for op in model.ops if op.target.split(".")[0] not in ("aten", "ss")}
+
+
+def operators_hash(operators: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
+    return digest(json.dumps([operators, {name: digest(source) for name, source in files.items()}], sort_keys=True))
 
 
 def kept_values(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

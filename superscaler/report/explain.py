@@ -1,129 +1,34 @@
-"""A saved plan in words, and two plans compared: reads plan.json and explain.json only, without torch."""
+"""A saved plan in words, and two plans compared: what plan.json and explain.json say, without torch."""
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from superscaler.errors import InputError
+from superscaler.report.explain_file import VERSION, Account, Axis, Block, Sent, Split, Weights, adapter
 from superscaler.report.model import group
-from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE, digest
+from superscaler.specs.files import EXPLAIN_FILE
+from superscaler.specs.saved_plan import check_files, read_json, read_plan
 
-# Of explain.json; another one is not read.
-VERSION = 4
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # What the manifest of plan.json holds.
-_HASHES = ("model", "plan", "cluster", "weights", "sources", "code", "data")
+_HASHES = ("model", "plan", "cluster", "operators", "weights", "sources", "code", "data")
 _VERSIONS = ("superscaler", "torch", "python")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """How an op is cut: into value parts, copies, microbatches, parts of a factor, or each part apart (nested)."""
-
-    how: str
-    parts: int
-    factor: str = ""
-    sizes: tuple[int, ...] = ()
-    devices: tuple[str, ...] = ()
-    axes: tuple[tuple[Axis, ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class Split:
-    """Ops of a block that are cut and placed alike."""
-
-    axes: tuple[Axis, ...]
-    devices: str
-    ops: int
-    of: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Weights of a block that are cut and placed alike; `percent` where the pieces are of different sizes."""
-
-    kind: str
-    is_trained: bool
-    pieces: int
-    devices: tuple[str, ...]
-    percent: tuple[int, ...] = ()
-    bytes: int = 0
-    held_bytes: int = 0
-    of: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Transfers of one tensor of a block; of those that stay on a device, only the reason."""
-
-    direction: str
-    way: str
-    reason: str
-    kind: str = ""
-    tensor: str = ""
-    layouts: str = ""
-    groups: tuple[str, ...] = ()
-    count: int = 0
-    bytes: int = 0
-    moved: int = 0
-    seconds: float = 0.0
-    bound: float = 0.0
-
-
-@dataclass(frozen=True)
-class Block:
-    """Equal blocks. `asked` has how often the plan called which verb."""
-
-    names: tuple[str, ...]
-    ops: int
-    devices: str
-    splits: tuple[Split, ...]
-    weights: tuple[Weights, ...]
-    moves: tuple[Sent, ...]
-    asked: Mapping[str, int] = field(hash=False)
-
-
-@functools.cache
-def rows() -> TypeAdapter[list[Block]]:
-    """Return what makes blocks of the plain data of explain.json, and back; what is as usual stays out of that."""
-    return TypeAdapter(list[Block])
 
 
 def read(directory: Path) -> dict[str, Any]:
     """Return what a plan directory says about itself: explain.json with the manifest and the seed of plan.json.
 
-    Raises InputError for anything but a whole plan directory of this version.
+    Raises InputError for anything but a whole plan directory of this version, all of it as compile wrote it.
     """
-    again = "write it again with superscaler compile --out."
-    try:
-        if not (directory / PLAN_FILE).is_file():
-            raise InputError(
-                f"{directory} is not a plan directory (it has no {PLAN_FILE}); write one by superscaler compile --out."
-            )
-        plan = json.loads((directory / PLAN_FILE).read_text())
-        if plan.get("manifest") is None or not (directory / EXPLAIN_FILE).exists():
-            raise InputError(f"{directory} was written by an older version, which kept nothing to explain; {again}")
-        kept = {key: str(plan["manifest"][key]) for key in (*_HASHES, *_VERSIONS)}
-        text = (directory / EXPLAIN_FILE).read_text()
-        found = json.loads(text)
-        if found["version"] != VERSION:
-            raise InputError(
-                f"{directory}/{EXPLAIN_FILE} is of version {found['version']}, but this is version {VERSION}; {again}"
-            )
-        if digest(text) != plan["manifest"]["files"][EXPLAIN_FILE]:
-            raise InputError(f"{directory}/{EXPLAIN_FILE} is not what compile wrote there; {again}")
-        return {"manifest": kept, "seed": int(plan["seed"]), **found}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"the plan in {directory} is damaged ({error}); {again}") from None
+    plan = read_plan(directory)
+    check_files(directory, plan)
+    found = read_json(directory, EXPLAIN_FILE, Account, VERSION, plan["manifest"])
+    return {"manifest": {key: plan["manifest"][key] for key in (*_HASHES, *_VERSIONS)}, "seed": plan["seed"], **found}
 
 
 def words(found: Mapping[str, Any]) -> str:
@@ -133,7 +38,7 @@ def words(found: Mapping[str, Any]) -> str:
         f"{model['ops']} forward ops, {model['parameters']:,} parameters ({size(model['parameter_bytes'])}), "
         f"{model['optimizer']}, on {found['world']} devices of {found['cluster']}"
     ]
-    for block in rows().validate_python(found["blocks"]):
+    for block in adapter().validate_python(found["blocks"]):
         lines += ["", _title(block), *(f"  {line}" for line in _block(block))]
     lines += ["", "order", *(f"  {line}" for line in _schedule(found))]
     lines += ["", "in total per step", *(f"  {line}" for line in _totals(found))]
@@ -332,6 +237,8 @@ def _heads(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     for key in ("cluster", "seed"):
         if a[key] != b[key]:
             yield f"{key}: {a[key]} -> {b[key]}"
+    if a["manifest"]["operators"] != b["manifest"]["operators"]:
+        yield "operators: other files of the user's register them"
     if a["cluster"] == b["cluster"] and a["manifest"]["cluster"] != b["manifest"]["cluster"]:
         yield "cluster: the same name, but other devices"
 
@@ -345,7 +252,7 @@ def _numbers(model: Mapping[str, Any]) -> dict[str, str]:
 
 def _blocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Yield the blocks that differ, those that differ alike together."""
-    sides = [{name: block for block in rows().validate_python(x["blocks"]) for name in block.names} for x in (a, b)]
+    sides = [{name: block for block in adapter().validate_python(x["blocks"]) for name in block.names} for x in (a, b)]
     told = {n: tuple(_block_changes(*(side.get(n) for side in sides))) for n in (*sides[0], *sides[1])}
     yield from ("\n".join([heading(names), *lines]) for lines, names in group(told, told.__getitem__).items() if lines)
 

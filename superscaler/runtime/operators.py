@@ -1,45 +1,50 @@
-"""The users' operators that a saved plan calls: a rank imports what registers them."""
+"""The users' operators that a saved plan calls: a rank imports the copies of the files that register them."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from superscaler.errors import InputError
-from superscaler.specs.user_file import load_file, root_of, running
+from superscaler.specs.files import OPERATORS, digest
+from superscaler.specs.registered import REGISTERED
+from superscaler.specs.user_file import telling
 
-# By operator (`namespace.name.overload`), the module and the file that register it.
-Homes = Mapping[str, Sequence[str] | None]
 
-
-def import_operators(homes: Homes, plan: Path) -> None:
+def import_operators(
+    operators: Mapping[str, Any], sources: Mapping[str, bytes], plan: Path, is_checked: bool = True
+) -> None:
     """Import what registers the operators that this process does not have yet.
 
-    A file is looked for at its place and beside the plan; without it, its module by name. Raises InputError for an
-    operator that is then still missing.
+    `operators` and the `sources` of the copies, by file, are those of the plan directory. Raises InputError for an
+    operator that is then still missing, and (if `is_checked`) for one that another file registered.
     """
-    for target, home in homes.items():
-        if _exists(target):
-            continue
-        if home is None:
+    copies = _Copies(plan, operators, sources)
+    if not all(map(_exists, operators)):
+        copies.check()
+        sys.meta_path.insert(0, copies)
+        try:
+            for target, home in operators.items():
+                if not _exists(target):
+                    _import(target, home, copies, plan)
+            copies.import_rest()
+        finally:
+            sys.meta_path.remove(copies)
+    for target, home in operators.items():
+        rule = REGISTERED.get(target)
+        if is_checked and home and rule and digest(rule.source) != home["sha256"]:
+            theirs = f"the copy in {plan / home['file']}" if home["file"] else "the one that the plan was compiled with"
             raise InputError(
-                f"the plan in {plan} calls {target}, which nothing here defines; give it a notation with "
-                "superscaler.register and compile the plan again, or import what defines it before the plan is loaded."
-            )
-        module, file = home
-        if not _import(module, [Path(file), plan / Path(file).name]):
-            raise InputError(
-                f"the plan in {plan} calls {target}, but {file or module}, which registers it, cannot be found; "
-                f"copy the file there or into {plan}."
-            )
-        if not _exists(target):
-            raise InputError(
-                f"the plan in {plan} calls {target}, but importing {file} does not register it; "
-                "register it at the top level of that file, or compile the plan again if it was renamed."
+                f"{target} is registered by {rule.place}, which is not {theirs}; load the plan in a process of its "
+                "own, or compile it again."
             )
 
 
@@ -48,30 +53,98 @@ def _exists(target: str) -> bool:
     return hasattr(getattr(getattr(torch.ops, namespace), name, None), overload)
 
 
-def _import(module: str, files: Sequence[Path]) -> bool:
-    """Import a module from the first of these files that is there, else by its name; tell whether one was found."""
-    file = next((f for f in files if f.is_file()), None)
-    if file is None:
-        return bool(module) and _import_installed(module)
-    root = root_of(module, file)
-    if root is None:
-        load_file(file)
-        return True
-    # From its root, so that what it imports of its own package is there too.
-    sys.path.insert(0, str(root))
-    try:
-        with running(file, "cannot be imported"):
-            importlib.import_module(module)
-    finally:
-        sys.path.remove(str(root))
-    return True
+def _import(target: str, home: Mapping[str, str] | None, copies: _Copies, plan: Path) -> None:
+    if home is None:
+        raise InputError(
+            f"the plan in {plan} calls {target}, which nothing here defines; give it a notation with "
+            "superscaler.register and compile the plan again, or import what defines it before the plan is loaded."
+        )
+    file = plan / home["file"] if home["file"] else Path(home["module"])
+    with telling(file, "cannot be imported"):
+        if home["module"]:
+            importlib.import_module(home["module"])
+        else:
+            copies.run(home["file"])
+    if not _exists(target):
+        raise InputError(
+            f"the plan in {plan} calls {target}, but importing {file} does not register it; "
+            "register it at the top level of that file, and compile the plan again."
+        )
 
 
-def _import_installed(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if module.startswith(str(error.name)):
-            return False
-        raise
-    return True
+class _Copies(MetaPathFinder):
+    """Finds modules among the copies in a plan directory, so that nothing else there is imported."""
+
+    def __init__(self, plan: Path, operators: Mapping[str, Any], sources: Mapping[str, bytes]) -> None:
+        self.plan, self.sources = plan, sources
+        by_path = {home["file"] for home in operators.values() if home and not home["module"]}
+        self.files = {_module(name): name for name in sources if name not in by_path}
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if fullname in self.files:
+            return self._spec(fullname, self.files[fullname])
+        if any(name.startswith(f"{fullname}.") for name in self.files):
+            # A package without a file.
+            found = ModuleSpec(fullname, None, is_package=True)
+            found.submodule_search_locations = []
+            return found
+        return None
+
+    def _spec(self, module: str, name: str) -> ModuleSpec:
+        file = self.plan / name
+        found = spec_from_file_location(module, file, loader=_Source(file, self.sources[name]))
+        assert found is not None
+        return found
+
+    def run(self, name: str) -> None:
+        """Run a file that no name imports."""
+        spec = self._spec(f"superscaler_user_{Path(name).stem}", name)
+        module = sys.modules[spec.name] = module_from_spec(spec)
+        assert spec.loader is not None
+        spec.loader.exec_module(module)
+
+    def import_rest(self) -> None:
+        """Import what functions may import when they are called."""
+        for module, name in self.files.items():
+            with telling(self.plan / name, "cannot be imported"):
+                importlib.import_module(module)
+
+    def check(self) -> None:
+        """Raise InputError if a module of the name of a copy is loaded and is another one."""
+        for module, name in self.files.items():
+            loaded = sys.modules.get(module)
+            file = getattr(loaded, "__file__", None)
+            if loaded is not None and _source(loaded, file) != self.sources[name]:
+                raise InputError(
+                    f"{self.plan / name} cannot be imported: {module} is loaded from {file} already, which is another "
+                    "one; load the plan in a process of its own, or compile it again."
+                )
+
+
+class _Source(SourceLoader):
+    """Runs the text that was checked, and no bytecode that Python may have kept of it."""
+
+    def __init__(self, file: Path, source: bytes) -> None:
+        self.file, self.source = file, source
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self.file)
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self.source
+
+
+def _module(name: str) -> str:
+    """Return the name of the module of a copy.
+
+    >>> _module("operators/package/ops.py"), _module("operators/package/__init__.py")
+    ('package.ops', 'package')
+    """
+    return name.removeprefix(f"{OPERATORS}/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _source(loaded: object, file: str | None) -> bytes | None:
+    loader = getattr(getattr(loaded, "__spec__", None), "loader", None)
+    if isinstance(loader, _Source):
+        return loader.source
+    return Path(file).read_bytes() if file and Path(file).is_file() else None

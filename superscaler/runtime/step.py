@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -11,7 +10,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from superscaler.cluster import Cluster
@@ -23,8 +21,9 @@ from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.operators import import_operators
 from superscaler.runtime.restore import load_weights, restore
+from superscaler.runtime.saved import open_plan, tell_versions
 from superscaler.runtime.scaler import Scaler
-from superscaler.specs.files import PLAN_FILE, RUN_FILE, WEIGHTS_FILE, named_path
+from superscaler.specs.files import RUN_FILE, named_path
 
 if TYPE_CHECKING:
     from superscaler.runtime.watch import Watch
@@ -266,36 +265,29 @@ def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]
     return made
 
 
-def load(directory: str | Path) -> Step:
-    """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1)."""
+def load(directory: str | Path, manifest: bool = True) -> Step:
+    """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1).
+
+    Raises InputError for a directory that is damaged, of another version, or edited. `manifest=False` leaves hashes
+    out: it runs a plan as it was edited.
+    """
     from superscaler.runtime.distributed import connect, world_size
     from superscaler.runtime.watch import watch
 
     path = named_path("load", directory)
-    if not (path / PLAN_FILE).is_file():
-        raise InputError(
-            f"{path} is not a plan directory (it has no {PLAN_FILE}); write one with superscaler compile --out."
-        )
-    try:
-        plan = json.loads((path / PLAN_FILE).read_text())
-        needed, told = len(plan["devices"]), how_to_start(Cluster.parse(plan["cluster"]), path / RUN_FILE)
-        names, operators = ("segments", *sorted(set(plan["programs"]))), dict(plan["operators"])
-        files = {f"{name}.py": (path / f"{name}.py").read_text() for name in names}
-        stored = safe_open(path / WEIGHTS_FILE, framework="pt")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise InputError(f"the plan in {path} is damaged ({error}); write it again with superscaler compile.") from None
-    if (world := world_size()) != needed:
+    saved = open_plan(path, manifest)
+    plan, world = saved.plan, world_size()
+    if world != plan["world"]:
         run = "1 process runs" if world == 1 else f"{world} processes run"
-        raise InputError(f"{path} is a plan for {needed} devices, but {run} it; {told}")
-    import_operators(operators, path)
+        told = how_to_start(Cluster.parse(plan["cluster"]), path / RUN_FILE)
+        raise InputError(f"{path} is a plan for {plan['world']} devices, but {run} it; {told}")
+    import_operators(plan["operators"], saved.operators, path, manifest)
     communicator = connect()
-    with stored:
-        tensors = {w["tensor"] for w in plan["devices"][communicator.rank]["weights"]}
-        weights = {name: stored.get_tensor(name) for name in sorted(tensors)}
-        placed = {w["tensor"] for device in plan["devices"] for w in device["weights"]}
-        left = sorted(set(stored.keys()) - placed) if communicator.rank == 0 else []
-        fixed = {name: stored.get_tensor(name) for name in left}
-    step = build_step(plan, modules(files, f"{path}/"), weights, communicator, fixed)
+    if communicator.rank == 0:
+        tell_versions(saved)
+    weights, fixed = saved.weights(communicator.rank)
+    with saved.building():
+        step = build_step(plan, modules(saved.code, f"{path}/"), weights, communicator, fixed)
     step.directory = path
     step.watch = watch(step.rank, step.world, f"{path}/", lambda: step.state.steps, communicator.start)
     return step

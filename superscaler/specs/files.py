@@ -1,18 +1,25 @@
-"""The files of a plan directory: their names, and which files in a directory are of the plan there."""
+"""Files: the names of those of a plan, how one is written whole or not at all, and their hashes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from superscaler.errors import InputError
 
 PLAN_FILE, EXPLAIN_FILE, JOURNAL_FILE = "plan.json", "explain.json", "journal.txt"
 MODEL_FILE, PROGRAM_FILE, RUN_FILE = "model.txt", "program.txt", "run.py"
 WEIGHTS_FILE = "initial.safetensors"
+# The folder of copies of the users' files that register operators.
+OPERATORS = "operators"
+# What a file is called until it is whole.
+ASIDE = ".tmp"
 
 
 def named_path(verb: str, name: object) -> Path:
@@ -22,8 +29,17 @@ def named_path(verb: str, name: object) -> Path:
     return Path(name)
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def is_inside(name: str) -> bool:
+    """Tell whether a name with slashes stays inside of the folder that it is looked for in.
+
+    >>> is_inside("operators/ops.py"), is_inside("../ops.py"), is_inside("/ops.py")
+    (True, False, False)
+    """
+    return not {"", ".", ".."} & set(name.split("/")) and "\\" not in name and "\0" not in name
+
+
+def digest(text: str | bytes) -> str:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
 def data_hash(plan: Mapping[str, Any]) -> str:
@@ -31,38 +47,32 @@ def data_hash(plan: Mapping[str, Any]) -> str:
     return digest(json.dumps({k: v for k, v in plan.items() if k != "manifest"}, sort_keys=True))
 
 
-def read_plan(directory: Path) -> dict[str, Any]:
-    """Return plan.json. Raises InputError for a directory without one, or with one that compile did not write."""
-    try:
-        if not (directory / PLAN_FILE).is_file():
-            raise InputError(f"{directory} is not a plan directory (it has no {PLAN_FILE}); write one with --out.")
-        plan = json.loads((directory / PLAN_FILE).read_text())
-        if not {"sources", "superscaler", "files"} <= plan["manifest"].keys():
-            raise KeyError("manifest")
-        if any(Path(name).name != name or len(shown) != 64 for name, shown in plan["manifest"]["files"].items()):
-            raise KeyError("files")
-        return dict(plan)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InputError(f"{directory / PLAN_FILE} is not what compile writes, or was damaged.") from None
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Give a name beside a file to write to; what was written is made to last, and then takes the place of the file.
 
-
-def plan_files(directory: Path) -> frozenset[str]:
-    """Return the names of the files in a directory that are of the plan which compile wrote there; none if it is empty
-    or not there. Raises InputError for a file, and for a directory that holds something, but no plan of ours: nothing
-    there is ours.
+    Whatever ends the process, the file is the old one or the new one, whole. After an error it is the old one.
     """
+    aside = file.with_name(f".{file.name[:80]}.{uuid4().hex}{ASIDE}")
     try:
-        if directory.exists() and not directory.is_dir():
-            raise InputError(f"{directory} is a file; choose a directory.")
-        if not directory.exists() or not any(directory.iterdir()):
-            return frozenset()
-    except OSError as error:
-        raise InputError(f"{directory} cannot be read: {error.strerror}; choose another directory.") from error
-    if not (directory / PLAN_FILE).is_file():
-        raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
+        yield aside
+        sync(aside)
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(file.parent)
+
+
+def write_file(file: Path, data: str | bytes) -> None:
+    """Write a file whole or not at all, and make it last."""
+    with replacing(file) as aside:
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def sync(path: Path) -> None:
+    """Wait until what was written to a file, or into a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        return frozenset((PLAN_FILE, WEIGHTS_FILE, *read_plan(directory)["manifest"]["files"]))
-    except InputError as error:
-        raise InputError(
-            f"{error} Nothing in {directory} is replaced; choose another --out, or empty that directory yourself."
-        ) from None
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from superscaler.errors import InputError, unknown
+from superscaler.errors import InputError, brief, unknown
 
 Options = Mapping[str, Any]
 
@@ -63,7 +63,7 @@ def read_value(spec: str, key: str, text: str, annotation: Any) -> Any:
         return TypeAdapter(annotation).validate_strings(text)
     except ValidationError:
         told = " or ".join(_TYPES[word] for word in words if word in _TYPES) or name
-        raise InputError(f"'{spec}': {key} is '{text}', but it must be {told}.") from None
+        raise InputError(f"'{brief(spec)}': {key} is '{brief(text)}', but it must be {told}.") from None
     except PydanticUserError:
         return _by_looks(text)
 

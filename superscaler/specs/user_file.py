@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import iscoroutinefunction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from superscaler.errors import InputError, PlanError, unknown
+from superscaler.errors import InputError, PlanError, brief, unknown
 from superscaler.specs.options import for_function
+
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
 def load_file(file: Path) -> ModuleType:
@@ -54,7 +58,12 @@ def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"{path}: {unknown('function', name, known)}")
-    parameters = inspect.signature(function)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function) or iscoroutinefunction(function):
+        raise InputError(f"{path}: {name} is a generator or async; make it a plain function.")
+    try:
+        parameters = inspect.signature(function)
+    except ValueError:
+        raise InputError(f"{path}: {name} is {function!r}, whose arguments nobody knows; write a function.") from None
     taken = [p for p in parameters.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(taken) < len(given):
         raise InputError(
@@ -67,7 +76,13 @@ def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -
         with running(file, "failed"):
             return function(*args, **options)
 
+    run.__name__ = name
     return run
+
+
+def is_installed(file: str) -> bool:
+    """Tell whether a file is of Python or of an installed package, which other machines have by themselves."""
+    return "-packages" in file or file.startswith(_LIBRARIES)
 
 
 def root_of(module: str, file: Path) -> Path | None:
@@ -85,23 +100,31 @@ def root_of(module: str, file: Path) -> Path | None:
 
 @contextmanager
 def running(file: Path, trouble: str) -> Iterator[None]:
-    """Run code of the user's file, whose folder can be imported from, as when Python runs the file.
-
-    What it raises becomes an InputError that says `trouble` and the line of the file; a PlanError stays what it is.
-    """
+    """Run code of the user's file, whose folder can be imported from, as when Python runs the file; see `telling`."""
     folder = str(file.resolve().parent)
     sys.path.insert(0, folder)
+    try:
+        with telling(file, trouble):
+            yield
+    finally:
+        sys.path.remove(folder)
+
+
+@contextmanager
+def telling(file: Path, trouble: str) -> Iterator[None]:
+    """Make what code of a file raises an InputError that says `trouble` and the line of the file; a PlanError stays."""
     try:
         yield
     except PlanError:
         raise
+    except KeyboardInterrupt:
+        raise
     except SystemExit as error:
-        raise InputError(f"{_place(file, error)} {trouble}: it ends the process with sys.exit({error.code}).") from None
-    except Exception as error:
+        code = brief(repr(error.code))
+        raise InputError(f"{_place(file, error)} {trouble}: it ends the process with sys.exit({code}).") from None
+    except BaseException as error:
         # Anything may come out of code that is not ours, and its author needs the line, not our frames.
         raise InputError(f"{_place(file, error)} {trouble}: {_said(error)}") from error
-    finally:
-        sys.path.remove(folder)
 
 
 def _place(file: Path, error: BaseException) -> str:
@@ -115,5 +138,5 @@ def _place(file: Path, error: BaseException) -> str:
 
 
 def _said(error: BaseException) -> str:
-    lines = traceback.format_exception_only(error)[-1].strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".") + "."
+    told = brief(traceback.format_exception_only(error)[-1]) or type(error).__name__
+    return told.rstrip(".") + "."

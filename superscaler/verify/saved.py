@@ -11,14 +11,16 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from superscaler.artifact import damaged, described, texts
+from superscaler.artifact import described, texts
 from superscaler.emit.steps import emit
-from superscaler.errors import InputError, PlanError
+from superscaler.errors import InputError, PlanError, brief
 from superscaler.ir.listing import parse_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import parse_model
+from superscaler.report.account import own_operators
 from superscaler.runtime.stored import DTYPES
-from superscaler.specs.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE, read_plan
+from superscaler.specs.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE
+from superscaler.specs.saved_plan import AGAIN, check_files, read_plan, read_text, require_file
 from superscaler.verify.checks import CHECKS
 
 
@@ -29,47 +31,54 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     Raises ScheduleError for a program that does not hold, InputError for a directory that cannot be read, or whose
     files say different things.
     """
-    plan = read_plan(directory)
-    with _told_of(directory / MODEL_FILE):
-        model = parse_model(_text(directory, MODEL_FILE))
-    with _told_of(directory / PROGRAM_FILE):
-        program = parse_program(_text(directory, PROGRAM_FILE), model)
-    if program.world != plan.get("world"):
-        raise InputError(
-            f"{directory / PLAN_FILE} is for {plan.get('world')} devices, its program for {program.world}."
-        )
-    with _told_of(f"{directory / PROGRAM_FILE} of {MODEL_FILE}"):
+    plan, damage = read_plan(directory, manifest=False), _damage(directory)
+    with _told_of(directory / MODEL_FILE, damage):
+        model = parse_model(read_text(directory, MODEL_FILE))
+    with _told_of(directory / PROGRAM_FILE, damage):
+        program = parse_program(read_text(directory, PROGRAM_FILE), model)
+    if program.world != plan["world"]:
+        raise InputError(f"{directory / PLAN_FILE} is for {plan['world']} devices, its program for {program.world}.")
+    with _told_of(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
         for check in CHECKS.values():
             check(program)
-    emitted = emit(program)
-    for name, text in texts(program, emitted).items():
-        _compare(directory / name, _text(directory, name), text)
-    wanted = json.loads(json.dumps(described(program, emitted, str(plan.get("cluster")), plan.get("seed", 0))))
+        emitted = emit(program)
+        files = texts(program, emitted)
+    for name, text in files.items():
+        _compare(directory / name, read_text(directory, name), text)
+    wanted = json.loads(json.dumps(described(program, emitted, plan["cluster"], plan["seed"])))
+    # Of operators the program knows the names; who registers them is in the process that compiled it.
+    wanted["operators"] = {target: plan["operators"].get(target) for target in sorted(own_operators(model))}
     found = {key: value for key, value in plan.items() if key != "manifest"}
     difference = next(_differences(found, wanted), None)
     if difference is not None:
         raise InputError(f"{directory / PLAN_FILE}: {difference}")
     _check_weights(directory / WEIGHTS_FILE, program)
-    if manifest and (name := damaged(directory, plan)):
-        raise InputError(f"{directory / name} is not what compile wrote there; write the plan again.")
+    if manifest and damage is not None:
+        raise damage
     return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world}
 
 
+def _damage(directory: Path) -> InputError | None:
+    """Return what hashes tell of a directory."""
+    try:
+        check_files(directory, read_plan(directory))
+    except InputError as error:
+        return error
+    return None
+
+
 @contextmanager
-def _told_of(what: object) -> Iterator[None]:
-    """Let errors say which file they are about."""
+def _told_of(what: object, damage: InputError | None) -> Iterator[None]:
+    """Let errors say which file they are about; of text that compile did not write, any may come."""
     try:
         yield
     except PlanError as error:
         raise type(error)(f"{what}: {error}") from error
-
-
-def _text(directory: Path, name: str) -> str:
-    try:
-        return (directory / name).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise InputError(f"{directory / name} cannot be read: {reason}; write the plan again.") from None
+    except Exception as error:
+        if damage is None:
+            raise
+        told = brief(f"{type(error).__name__}: {error}")
+        raise InputError(f"{what} is damaged ({told}); {AGAIN}.") from error
 
 
 def _compare(file: Path, found: str, wanted: str) -> None:
@@ -99,6 +108,7 @@ def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
 
 def _check_weights(file: Path, program: Program) -> None:
     """Every weight at rest is in the file, whole and of its dtype."""
+    require_file(file)
     model, needed = program.model, {w.tensor for device, _ in program.distinct for w in device.weights}
     try:
         with safe_open(file, framework="pt") as stored:

@@ -11,7 +11,7 @@ import pytest
 from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.plan import Plan
-from superscaler.specs.files import plan_files
+from superscaler.specs.saved_plan import plan_files
 
 MODEL = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]

@@ -20,8 +20,9 @@ from superscaler.compiler import finish
 from superscaler.models import build
 from superscaler.plan import Plan, capture, compile
 from superscaler.report.account import account, manifest, ranges
-from superscaler.report.explain import VERSION, read
+from superscaler.report.explain import read
 from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE
+from superscaler.specs.saved_plan import VERSION as PLAN_VERSION
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
@@ -430,23 +431,21 @@ def forget_manifest(directory: Path) -> None:
     (directory / PLAN_FILE).write_text(json.dumps(plan))
 
 
-def age_explain(directory: Path) -> None:
-    file = directory / EXPLAIN_FILE
-    file.write_text(file.read_text().replace(f'"version": {VERSION}', '"version": 0'))
+def age_plan(directory: Path) -> None:
+    file = directory / PLAN_FILE
+    file.write_text(file.read_text().replace(f'"version": {PLAN_VERSION}', '"version": 0'))
 
 
 WRONG = [
     (damage_plan, "is damaged"),
     (lambda d: (d / PLAN_FILE).write_text("[]"), "is damaged"),
     (lambda d: (d / PLAN_FILE).write_bytes(b"\xff\xfe"), "is damaged"),
-    (lambda d: (d / PLAN_FILE).write_text('{"manifest": 3}'), "is damaged"),
-    (lambda d: (d / PLAN_FILE).write_text('{"manifest": {}}'), "is damaged"),
-    (damage_explain, "is damaged"),
-    (lambda d: (d / EXPLAIN_FILE).write_text("3"), "is damaged"),
-    (change_explain, "is not what compile wrote there"),
-    (forget_manifest, "was written by an older version"),
-    (lambda d: (d / EXPLAIN_FILE).unlink(), "was written by an older version"),
-    (age_explain, f"is of version 0, but this is version {VERSION}"),
+    (lambda d: (d / PLAN_FILE).write_text('{"manifest": 3}'), "is of version None, but this superscaler reads"),
+    (damage_explain, f"{EXPLAIN_FILE} is not what compile wrote there"),
+    (change_explain, f"{EXPLAIN_FILE} is not what compile wrote there"),
+    (forget_manifest, "is damaged (manifest is "),
+    (lambda d: (d / EXPLAIN_FILE).unlink(), f"{EXPLAIN_FILE} is missing"),
+    (age_plan, f"is of version 0, but this superscaler reads version {PLAN_VERSION}"),
     (lambda d: shutil.rmtree(d), "is not a plan directory"),
 ]
 

@@ -1,0 +1,160 @@
+"""What explain.json holds: its types, and what makes objects of its blocks, and back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from superscaler.specs.plan_file import Option
+
+# Another one is not read.
+VERSION = 4
+# Of any size: FLOPs of a step of a large model have over 63 bits.
+Count = Annotated[int, Field(ge=0)]
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How an op is cut: into value parts, copies, microbatches, parts of a factor, or each part apart (nested)."""
+
+    how: str
+    parts: int
+    factor: str = ""
+    sizes: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
+    axes: tuple[tuple[Axis, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Ops of a block that are cut and placed alike."""
+
+    axes: tuple[Axis, ...]
+    devices: str
+    ops: int
+    of: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a block that are cut and placed alike; `percent` where the pieces are of different sizes."""
+
+    kind: str
+    is_trained: bool
+    pieces: int
+    devices: tuple[str, ...]
+    percent: tuple[int, ...] = ()
+    bytes: int = 0
+    held_bytes: int = 0
+    of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Transfers of one tensor of a block; of those that stay on a device, only the reason."""
+
+    direction: str
+    way: str
+    reason: str
+    kind: str = ""
+    tensor: str = ""
+    layouts: str = ""
+    groups: tuple[str, ...] = ()
+    count: int = 0
+    bytes: int = 0
+    moved: int = 0
+    seconds: float = 0.0
+    bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Equal blocks. `asked` has how often the plan called which verb."""
+
+    names: tuple[str, ...]
+    ops: int
+    devices: str
+    splits: tuple[Split, ...]
+    weights: tuple[Weights, ...]
+    moves: tuple[Sent, ...]
+    asked: Mapping[str, int] = field(hash=False)
+
+
+@functools.cache
+def adapter() -> TypeAdapter[list[Block]]:
+    """Return what makes blocks of the plain data of explain.json, and back; what is as usual stays out of that."""
+    return TypeAdapter(list[Block])
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Model(_Checked):
+    parameters: Count
+    parameter_bytes: Count
+    trained_parameters: Count
+    buffers: Count
+    flops: Count
+    ops: Count
+    optimizer: str
+    options: list[dict[str, Option]]
+
+
+class Order(_Checked):
+    devices: str
+    blocks: list[str]
+    order: str
+
+
+class Relaxation(_Checked):
+    name: str
+    ops: list[str]
+
+
+class Total(_Checked):
+    direction: Direction
+    way: Literal["local", "collective", "messages"]
+    kind: str
+    count: Count
+    bytes: Count
+    moved: Count
+
+
+class Step(_Checked):
+    kind: str
+    groups: list[list[Count]]
+    moved: Count
+    seconds: float
+    layout: str
+
+
+class Path(_Checked):
+    direction: Direction
+    tensors: list[str]
+    count: Count
+    sizes: list[Count]
+    dtype: str
+    layout: str
+    steps: list[Step]
+
+
+class Account(_Checked):
+    version: int
+    world: Count
+    cluster: str
+    model: Model
+    blocks: list[Block]
+    schedule: list[Order]
+    relaxations: list[Relaxation]
+    orders: list[str]
+    summary: str
+    counts: dict[str, Count]
+    totals: list[Total]
+    paths: list[Path]
+    bytes_moved: Count

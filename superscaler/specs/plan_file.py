@@ -1,0 +1,124 @@
+"""What plan.json holds: its types. Read it by `superscaler.specs.saved_plan`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
+
+from superscaler.specs.files import is_inside
+
+Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Box = list[tuple[Count, Count]]
+Option = bool | Number | FiniteFloat | str | list[FiniteFloat] | None
+
+
+def _inside(name: str) -> str:
+    if not is_inside(name):
+        raise ValueError("a path inside of the plan directory is needed")
+    return name
+
+
+Path = Annotated[str, AfterValidator(_inside)]
+Target = Annotated[str, Field(pattern=r"^\w+\.\w+\.\w+$")]
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Weight(_Checked):
+    name: str
+    tensor: str
+    box: Box
+    trained: bool
+    counted: bool
+    group: Count
+
+
+class Draw(_Checked):
+    op: Count
+    box: Box
+    extents: list[Count]
+    shape: list[Count]
+
+
+class Tables(_Checked):
+    """Of one device."""
+
+    weights: list[Weight]
+    inputs: list[tuple[str, Box]]
+    groups: list[list[Count]]
+    messages: list[tuple[Count, Count]]
+    boxes: list[Box | list[Box]]
+    draws: list[list[Draw]]
+    counted: list[list[bool]]
+
+
+class Owned(_Checked):
+    """Which of the user's tensors a tensor is."""
+
+    name: str
+    kind: Literal["parameter", "buffer"]
+    shape: list[Count]
+    dtype: str
+    dim: Count
+    start: Count
+
+
+class Optimizer(_Checked):
+    name: str
+    groups: list[dict[str, Option]]
+    scaler: dict[str, Option]
+
+
+class Operator(_Checked):
+    """Who registers an operator of the user's: `file` is the copy, empty for a module that is installed."""
+
+    module: str
+    file: Path | Literal[""]
+    sha256: Hash
+
+
+class Manifest(_Checked):
+    """Hashes of what a plan is compiled from (`model` to `sources`), what compiled it, and hashes of its files.
+
+    `header` is that of the weights file up to the data, `tensors` those of the data; `self` that of the manifest.
+    """
+
+    model: Hash
+    plan: Hash
+    cluster: Hash
+    operators: Hash
+    weights: Hash
+    sources: Hash
+    superscaler: str
+    torch: str
+    python: str
+    code: Hash
+    data: Hash
+    files: dict[Path, Hash]
+    header: Hash
+    tensors: dict[str, Hash]
+    self: Hash
+
+
+class PlanFile(_Checked):
+    version: Number
+    world: Count
+    cluster: str
+    seed: Number
+    programs: list[Annotated[str, Field(pattern=r"^program_\d+$")]]
+    devices: list[Tables]
+    inputs: dict[str, tuple[list[Count], str]]
+    bounds: dict[str, Count]
+    limits: dict[str, tuple[Number, Number]]
+    slots: dict[str, list[list[Count]]]
+    tensors: dict[str, Owned]
+    aliases: dict[str, str]
+    loss_dtype: str
+    optimizer: Optimizer
+    operators: dict[Target, Operator | None]
+    manifest: Manifest
