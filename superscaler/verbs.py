@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import numpy as np
 
 from superscaler.cluster import Cluster, Device
-from superscaler.errors import InputError
+from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Op
 from superscaler.ir.parts import Ints
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
@@ -59,7 +59,7 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
     """
     where = _where(graph)
     if isinstance(algorithm, Rewrite):
-        return rewrite(graph, [_parts(graph, item) for item in _ops(graph, target, where)], algorithm, where)
+        return rewrite(graph, _ops(graph, target, where), algorithm, where)
     if not isinstance(algorithm, Algorithm):
         raise InputError(f"op_trans at {where} needs an algorithm such as Split('batch', 2), not {algorithm!r}.")
     if isinstance(target, Group):
@@ -74,9 +74,19 @@ def _parts(graph: Graph, item: Op | Parts) -> Parts:
     return graph.parts(item) if isinstance(item, Op) else item
 
 
-def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op | Parts]:
-    """Return what a verb takes for whole ops: those of a group, too."""
-    return [graph.op(name) for name, _ in target.members] if isinstance(target, Group) else _items(target, where)
+def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op]:
+    """Return the ops that a verb takes whole: those of a group, too."""
+    if isinstance(target, Group):
+        return [graph.op(name) for name, _ in target.members]
+    items = _items(target, where)
+    for parts in (item for item in items if isinstance(item, Parts)):
+        parts.check()
+        if parts.prefix or parts.cells.size != parts.grid.devices.size:
+            raise TransformError(
+                f"op_trans at {where} makes other ops of whole ops, not of {parts.cells.size} of the "
+                f"{parts.grid.devices.size} parts of {parts.op.name}; give the op."
+            )
+    return [graph.op(item.name if isinstance(item, Op) else item.op.name) for item in items]
 
 
 def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Device | int] | Any) -> None:

@@ -218,7 +218,7 @@ class Edges:
             if gradient.tensor == self.model.gradient(self.model.loss):
                 for addends in served:
                     addends.add("loss")
-                for row in self.loss_rows():
+                for row in self.whole(self.held(op, j)):
                     first[row].add("loss")
             for n, (user, k) in enumerate(self.makers.get(gradient.tensor, ())):
                 seen: set[Hashable] = set()

@@ -66,17 +66,10 @@ def _needed(ops: Sequence[Op]) -> list[Op]:
     return found[::-1]
 
 
-def rewrite(graph: Graph, parts: Sequence[Parts], algorithm: Rewrite, where: str) -> list[Parts]:
-    """Apply an algorithm that makes other ops to whole ops. Returns the parts of the ops that it made."""
-    for some in parts:
-        some.check()
-        if some.prefix or some.cells.size != some.grid.devices.size:
-            raise TransformError(
-                f"op_trans at {where}: {algorithm} takes whole ops, not {some.cells.size} of the "
-                f"{some.grid.devices.size} parts of {some.op.name}; give the op."
-            )
+def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> list[Parts]:
+    """Apply an algorithm that puts other ops in the place of some. Returns the parts of the ops that it made."""
     before = graph.model
-    names = {some.op.name for some in parts}
+    names = {op.name for op in ops}
     after = algorithm.rewrite(before, tuple(op for op in before.ops if op.name in names))
     wrong = _wrong(before, after)
     if wrong:

@@ -108,6 +108,7 @@ class Kinds:
 
     def complete(self, tensor: str, is_gradient: bool, chains: Sequence[Chain]) -> tuple[Chain, ...]:
         """Return the chains which, each once, are the whole value, told as finely as `chains` are."""
+        tensor = self.model.origin(tensor) if is_gradient else tensor
         if not chains or set(chains) <= set(self.heads(tensor, is_gradient)):
             return self.heads(tensor, is_gradient)
         if not is_gradient:
