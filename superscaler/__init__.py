@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from superscaler.runtime.weights import load_weights as load_weights
     from superscaler.verbs import Graph as Graph
     from superscaler.verbs import Microbatch as Microbatch
+    from superscaler.verbs import Recompute as Recompute
     from superscaler.verbs import Replicate as Replicate
     from superscaler.verbs import Split as Split
     from superscaler.verbs import ValueSplit as ValueSplit
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_VERBS = ("Graph", "Microbatch", "Replicate", "Split", "ValueSplit", "op_assign", "op_order", "op_trans", "sprogram")
+_VERBS = (
+    "Graph", "Microbatch", "Recompute", "Replicate", "Split", "ValueSplit", "op_assign", "op_order", "op_trans",
+    "sprogram",
+)  # fmt: skip
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",

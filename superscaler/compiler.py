@@ -59,7 +59,7 @@ class Compiled:
     def counts(self) -> dict[str, int]:
         code = self.program.distinct
         return {
-            "parts": sum(len(self.graph.grids[op.name]) * (1 + op.has_mirror) for op in self.graph.ops),
+            "parts": sum(len(self.graph.grids[op.name]) * (1 + op.has_mirror) for op in self.graph.model.ops),
             "instructions": sum(n * sum(not isinstance(i, Free) for i in d.instructions) for d, n in code),
             "distinct_programs": len(set(self.emitted.programs)),
             "emitted_bytes": sum(len(text) for text in self.emitted.files.values()),
@@ -104,8 +104,9 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
 
 def place(planned: Graph, cluster: Cluster) -> Graph:
     """Place the updates that no op_assign placed. Raises PlanError if any other part is on no device of the cluster."""
+    planned.settle()
     last = len(cluster.devices) - 1
-    for op in planned.ops:
+    for op in planned.model.ops:
         device = max(planned.grids[op.name].used())
         if device > last:
             raise InputError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {last}.")

@@ -10,17 +10,18 @@ from typing import Any, ParamSpec, TypeVar, overload
 import numpy as np
 
 from superscaler.cluster import Cluster, Device
-from superscaler.errors import InputError
+from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Op
 from superscaler.ir.parts import Ints
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, ValueSplit
 from superscaler.transform.cut import cut
+from superscaler.transform.rewrite import Recompute, Rewrite, rewrite
 
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Microbatch", "Op", "Parts",
-    "Replicate", "Split", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "sprogram",
+    "Recompute", "Replicate", "Rewrite", "Split", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "sprogram",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -42,24 +43,50 @@ def op_trans(graph: Graph, target: Op | Parts, algorithm: Algorithm) -> Parts: .
 def op_trans(graph: Graph, target: Sequence[Op | Parts], algorithm: Algorithm) -> list[Parts]: ...
 
 
-def op_trans(graph: Graph, target: Target, algorithm: Algorithm) -> Parts | list[Parts]:
-    """Replace ops or parts by the parts that `algorithm` makes of each, and of their mirrors.
+@overload
+def op_trans(graph: Graph, target: Target | Group, algorithm: Rewrite) -> list[Parts]: ...
+
+
+def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrite) -> Parts | list[Parts]:
+    """Replace ops or parts by the parts that `algorithm` makes of each, and of their mirrors; or ops by other ops.
 
     Split("batch", 2):  y[0:8] = f(x[0:8])  ->  y[0:4] = f(x[0:4]); y[4:8] = f(x[4:8])
+    Recompute():        keep what f needs for its backward  ->  compute f again before it
 
-    Returns for one op or part its new parts; for several a flat list, in order. Raises TransformError (section 3.2 of
-    the paper) when a split does not divide, a required factor is missing, or a part was already replaced.
+    Returns for one op or part its new parts; for several a flat list, in order; of an algorithm that makes other ops
+    (of whole ops, or a group of `graph.select`) the parts of these. Raises TransformError (section 3.2 of the paper)
+    when a split does not divide, a required factor is missing, or a part was already replaced.
     """
     where = _where(graph)
-    if not callable(getattr(algorithm, "axis", None)):
+    if isinstance(algorithm, Rewrite):
+        return rewrite(graph, _ops(graph, target, where), algorithm, where)
+    if not isinstance(algorithm, Algorithm):
         raise InputError(f"op_trans at {where} needs an algorithm such as Split('batch', 2), not {algorithm!r}.")
+    if isinstance(target, Group):
+        raise InputError(f"op_trans at {where}: {algorithm} takes ops or parts, not the group {target}.")
     if isinstance(target, Parts | Op):
-        return cut(graph, graph.parts(target) if isinstance(target, Op) else target, algorithm, where)
-    return [part for item in _items(target, where) for part in _each(graph, item, algorithm, where)]
+        return cut(graph, _parts(graph, target), algorithm, where)
+    cuts = (cut(graph, _parts(graph, item), algorithm, where) for item in _items(target, where))
+    return [part for parts in cuts for part in parts.flat()]
 
 
-def _each(graph: Graph, item: Op | Parts, algorithm: Algorithm, where: str) -> list[Parts]:
-    return list(cut(graph, graph.parts(item) if isinstance(item, Op) else item, algorithm, where).flat())
+def _parts(graph: Graph, item: Op | Parts) -> Parts:
+    return graph.parts(item) if isinstance(item, Op) else item
+
+
+def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op]:
+    """Return the ops that a verb takes whole: those of a group, too."""
+    if isinstance(target, Group):
+        return [graph.op(name) for name, _ in target.members]
+    items = _items(target, where)
+    for parts in (item for item in items if isinstance(item, Parts)):
+        parts.check()
+        if parts.prefix or parts.cells.size != parts.grid.devices.size:
+            raise TransformError(
+                f"op_trans at {where} makes other ops of whole ops, not of {parts.cells.size} of the "
+                f"{parts.grid.devices.size} parts of {parts.op.name}; give the op."
+            )
+    return [graph.op(item.name if isinstance(item, Op) else item.op.name) for item in items]
 
 
 def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Device | int] | Any) -> None:

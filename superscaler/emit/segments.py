@@ -36,7 +36,10 @@ class Draw:
 def draws_of(model: Model, function: Function, boxes: Sequence[Box]) -> list[Draw]:
     """Return what a function draws at random, in order, where its random ops are parts with these boxes."""
     ops = [op for op in function.ops if op.target in RANDOM]
-    return [Draw(draw_number(op.name), *draw(op, box, model.tensors)) for op, box in zip(ops, boxes, strict=True)]
+    return [
+        Draw(draw_number(op.origin or op.name), *draw(op, box, model.tensors))
+        for op, box in zip(ops, boxes, strict=True)
+    ]
 
 
 def emit_segments(program: Program) -> tuple[str, list[str]]:
@@ -136,6 +139,7 @@ class _Writer:
 
     def _short(self, tensor: str) -> str:
         """Return a name that is equal in all layers: numbers of blocks and of repeated ops are left out."""
+        tensor = self.tensors[tensor].origin or tensor
         if self.tensors[tensor].kind == "activation":
             name = re.sub(r"_\d+$", "", re.sub(r"\W", "_", tensor))
             return f"{name}_" if keyword.iskeyword(name) else name

@@ -46,6 +46,7 @@ class PTensor:
 
     `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
     `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
+    `origin` is the tensor whose value a twin makes again.
     """
 
     name: str
@@ -56,6 +57,7 @@ class PTensor:
     extents: tuple[int, ...]
     requires_grad: bool = False
     trained_as: str = ""
+    origin: str = ""
 
     def local_shape(self, extents: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a piece whose slots have these sizes: each dim is the product of its slots."""
@@ -127,6 +129,8 @@ class Op:
     linear: tuple[tuple[int, ...], ...] = ()
     passes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     of: str = ""
+    origin: str = ""
+    region: str = ""
 
     @property
     def is_write(self) -> bool:
@@ -191,19 +195,27 @@ class Model:
 
     def producers(self) -> dict[str, tuple[Op, int]]:
         """Return for each activation the op that writes it and which of its outputs it is."""
-        return {o.tensor: (op, k) for op in self.ops if op.is_forward for k, o in enumerate(op.outputs)}
+        return {o.tensor: (op, k) for op in self.forward_ops for k, o in enumerate(op.outputs)}
 
     def uses(self) -> dict[str, list[tuple[Op, int]]]:
         """Return for each pTensor the forward ops that read it, each with the number of the input, in order."""
         found: dict[str, list[tuple[Op, int]]] = {name: [] for name in self.tensors}
-        for op in filter(lambda op: op.is_forward, self.ops):
+        for op in self.forward_ops:
             for k, operand in enumerate(op.inputs):
                 found[operand.tensor].append((op, k))
         return found
 
+    @property
+    def forward_ops(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if op.is_forward)
+
+    def origin(self, tensor: str) -> str:
+        """Return the pTensor whose value a twin makes again, itself of any other."""
+        return self.tensors[tensor].origin or tensor
+
     def gradient(self, tensor: str) -> str:
-        """Return the name of the gradient of a pTensor, '' where it has none."""
-        return f"d({tensor})" if self.tensors[tensor].requires_grad else ""
+        """Return the name of the gradient of a pTensor, one with that of its twin, '' where it has none."""
+        return f"d({self.origin(tensor)})" if self.tensors[tensor].requires_grad else ""
 
     def mirror(self, op: Op) -> Op:
         """Return the backward op of a forward one.
@@ -245,6 +257,14 @@ def width(dtype: str) -> int:
     """
     bits = _BITS.search(dtype)
     return int(bits[0]) // 8 if bits else 1
+
+
+def without_twins(model: Model) -> Model:
+    """Return the model in which nothing is computed again."""
+    twins = {op.origin: op for op in model.ops if op.origin}
+    kept = (op for op in model.ops if not op.origin)
+    ops = tuple(replace(op, region="", has_mirror=twins.get(op.name, op).has_mirror) for op in kept)
+    return replace(model, tensors={n: t for n, t in model.tensors.items() if not t.origin}, ops=ops)
 
 
 def without_sources(model: Model) -> Model:

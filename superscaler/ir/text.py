@@ -12,7 +12,8 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import MARKS, Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 
 _MARK_OF = {shown: mark for mark, shown in MARKS.items() if shown}
-_REST = ("kind", "has_mirror", "module", "source", "flops", "from_data", "from_weights", "group", "linear", "passes")
+_REST = ("kind", "has_mirror", "module", "source", "flops", "from_data", "from_weights", "group", "linear", "passes",
+         "origin", "region")  # fmt: skip
 _DEFAULTS = {f.name: f.default for f in fields(Op)}
 
 
@@ -56,7 +57,8 @@ def print_tensor(t: PTensor) -> str:
     sizes = iter(t.extents)
     dims = " | ".join(" ".join(f"{name}={next(sizes)}" for name in dim) for dim in t.slots)
     dtype = f"{t.dtype}/{t.trained_as}" if t.trained_as else t.dtype
-    return f"tensor {t.name} {dtype} {t.shape} {t.kind} {'grad' if t.requires_grad else '-'} [{dims}]"
+    origin = f" = {t.origin}" if t.origin else ""
+    return f"tensor {t.name}{origin} {dtype} {t.shape} {t.kind} {'grad' if t.requires_grad else '-'} [{dims}]"
 
 
 def print_op(op: Op) -> str:
@@ -109,7 +111,7 @@ def parse_model(text: str) -> Model:
     return Model(tensors, tuple(ops), factors, tuple(head["inputs"]), head["loss"], *rest)
 
 
-_TENSOR = re.compile(r"^tensor (\S+) (\w+)/?(\w*) (\(.*?\)) (\w+) (grad|-) \[(.*)\]$")
+_TENSOR = re.compile(r"^tensor (\S+)(?: = (\S+))? (\w+)/?(\w*) (\(.*?\)) (\w+) (grad|-) \[(.*)\]$")
 _OP = re.compile(r"^op (\S+) = ([\w.]+)\((.*)\) : (.*?) -> (.*?) \{(.*?)\} (\{.*\})$")
 
 
@@ -117,11 +119,11 @@ def parse_tensor(line: str) -> PTensor:
     found = _TENSOR.match(line)
     if found is None:
         raise ValueError("not a tensor")
-    name, dtype, trained_as, shape, kind, grad, dims = found.groups()
+    name, origin, dtype, trained_as, shape, kind, grad, dims = found.groups()
     slots = [[s.rpartition("=") for s in dim.split()] for dim in dims.split("|")] if ast.literal_eval(shape) else []
     names = tuple(tuple(s[0] for s in dim) for dim in slots)
     extents = tuple(int(s[2]) for dim in slots for s in dim)
-    given = name, ast.literal_eval(shape), dtype, kind, names, extents, grad == "grad", trained_as
+    given = name, ast.literal_eval(shape), dtype, kind, names, extents, grad == "grad", trained_as, origin or ""
     return PTensor(*given)  # type: ignore[arg-type]
 
 

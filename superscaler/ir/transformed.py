@@ -14,7 +14,7 @@ import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Factor, Model, Op, renamed
-from superscaler.ir.parts import Grid, Ints, Rows, expand
+from superscaler.ir.parts import UNASSIGNED, Grid, Ints, Rows, expand
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 Address = tuple[tuple[int, int], ...]
@@ -68,7 +68,8 @@ class Parts:
 class Group:
     """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
 
-    Kind F is the forward of ops that take part in training (not of those that only prepare data), B the mirrors.
+    Kind F is the forward of ops that take part in training (not of those that only prepare data), B the mirrors, R the
+    twins that are computed again.
     """
 
     kind: str
@@ -122,12 +123,11 @@ class Graph:
     """A captured training step and what a plan made of it. Only the verbs change it."""
 
     def __init__(self, model: Model, captured: Any = None) -> None:
-        self.model = model
         self.captured = captured
-        self.grids: dict[str, Grid] = {op.name: Grid() for op in model.ops}
+        self.grids: dict[str, Grid] = {}
         self.orders: list[Order] = []
         self.journal: list[Entry] = []
-        self._by_name = {op.name: op for op in model.ops}
+        self.rewrite(model)
 
     def copy(self) -> Graph:
         """Return a graph with the same model and its own parts."""
@@ -138,12 +138,12 @@ class Graph:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """All ops in execution order: forward, then optimizer. Mirrors follow their forward ops."""
-        return self.model.ops
+        """All ops in execution order: forward, then optimizer. Mirrors and twins follow their forward ops."""
+        return self._ops
 
     @property
     def forward_ops(self) -> tuple[Op, ...]:
-        return tuple(op for op in self.model.ops if op.is_forward)
+        return self._forward_ops
 
     @property
     def factors(self) -> dict[str, Factor]:
@@ -174,11 +174,35 @@ class Graph:
             is_taken = new in self.model.factors
             why = "is the name of another factor" if is_taken else "is no name (letters, digits, _ and .)"
             raise InputError(f"rename_factor('{old}', '{new}'): '{new}' {why}; choose another.")
-        self.model = renamed(self.model, old, new)
-        self._by_name = {op.name: op for op in self.model.ops}
+        self.rewrite(renamed(self.model, old, new))
         frame = sys._getframe(1)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.journal.append(Entry("rename_factor", old, f"to {new}", where))
+
+    def rewrite(self, model: Model) -> None:
+        """Take a model with other ops from now on; new ones have no parts yet. `twins` has them by the op's name."""
+        self.model = model
+        self.twins = {op.origin: op for op in model.ops if op.origin}
+        self.grids = {op.name: self.grids.get(op.name) or Grid() for op in model.ops}
+        self._by_name = {op.name: op for op in model.ops}
+        self._ops = tuple(op for op in model.ops if not op.origin)
+        self._forward_ops = tuple(op for op in self._ops if op.is_forward)
+
+    def settle(self) -> None:
+        """Give twins that no verb has touched the grids of their ops, the same objects, and their place in orders."""
+        for name, twin in self.twins.items():
+            grid = self.grids[twin.name]
+            if not grid.axes and not grid.children and int(grid.devices) == UNASSIGNED:
+                self.grids[twin.name] = self.grids[name]
+
+        def settled(group: Group) -> Group:
+            names = {name: twin.name for name, twin in self.twins.items() if group.kind == "R" or twin.has_mirror}
+            if group.kind == "F":
+                return group
+            members = tuple((names.get(name, name), paths) for name, paths in group.members)
+            return replace(group, kind="F" if group.kind == "R" else group.kind, members=members)
+
+        self.orders = [replace(o, before=settled(o.before), after=settled(o.after)) for o in self.orders]
 
     def parts(self, op: Op) -> Parts:
         """Return the parts of an op that was not cut irregularly, as one grid."""
@@ -202,14 +226,16 @@ class Graph:
 
         Raises InputError when nothing matches.
         """
-        if kind not in ("F", "B"):
-            raise InputError(unknown("kind of work", kind, ["F", "B"]))
+        if kind not in ("F", "B", "R"):
+            raise InputError(unknown("kind of work", kind, ["F", "B", "R"]))
         if microbatch is not None and not isinstance(microbatch, Integral):
             raise InputError(f"microbatch {microbatch!r} is no number; give 0 for the first, or None for all.")
         chosen = self.forward_ops if ops is None else tuple(ops)
         if module is not None:
             chosen = tuple(o for o in chosen if o.module == module or o.module.startswith(module + "."))
-        chosen = tuple(o for o in chosen if not o.from_data and (o.has_mirror or kind == "F"))
+        if kind == "B":
+            chosen = tuple(o for o in chosen if self.twins.get(o.name, o).has_mirror)
+        chosen = tuple(o for o in chosen if not o.from_data and (kind != "R" or o.name in self.twins))
         if not chosen:
             paths = {o.module for o in self.forward_ops}
             raise InputError(unknown("module", module, paths) if module else "the selection matches no op.")

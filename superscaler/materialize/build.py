@@ -145,7 +145,7 @@ class _Builder:
                 continue
             name = self.values.value(Place(BACKWARD, segment.number, key, number))
             row = int(segment.row_of[output.op.name][at])
-            is_one = output.tensor == self.model.loss and self.schedule.edges.seeds_gradient(row)
+            is_one = self.model.origin(output.tensor) == self.model.loss and self.schedule.edges.seeds_gradient(row)
             gradients.append(ONE if is_one else name)
         made: list[tuple[Value | None, Place]] = []
         wide = []
@@ -153,8 +153,8 @@ class _Builder:
             if alias.labels is None:
                 continue
             place = Place(BACKWARD, segment.number, key, number)
-            like = self.code.like(alias.tensor, is_gradient=True)
-            made.append((self.code.fresh(rank, like) if place in self.values.piece_of else None, place))
+            like = self.code.like(self.model.origin(alias.tensor), is_gradient=True)
+            made.append((self.code.fresh(rank, like) if place in self.values.pieces_of else None, place))
             tensor = self.model.tensors[alias.tensor]
             wide.append(alias.tensor in self.context.from_weights and tensor.wide_dtype != tensor.dtype)
         outputs = tuple(n for n, _ in made)

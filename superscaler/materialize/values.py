@@ -16,11 +16,12 @@ class Values:
 
     def __init__(self, writer: Writer) -> None:
         self.writer, self.code, self.transfers = writer, writer.code, writer.transfers
-        self.piece_of: dict[Place, EndOf] = {}
+        self.pieces_of: dict[Place, list[EndOf]] = {}
         self.readers_of: dict[Place, list[EndOf]] = {}
         for number, transfer in enumerate(self.transfers):
             for p, piece in enumerate(transfer.pieces):
-                self.piece_of.update(dict.fromkeys(piece.places, (number, p)))
+                for place in piece.places:
+                    self.pieces_of.setdefault(place, []).append((number, p))
             for r, reader in enumerate(transfer.readers):
                 for place in reader.places:
                     self.readers_of.setdefault(place, []).append((number, r))
@@ -28,10 +29,9 @@ class Values:
         self._totals: dict[tuple[EndOf, ...], Value] = {}
 
     def made(self, place: Place, name: Value, rank: int) -> None:
-        """Record that a value exists; add it to the sum that it belongs to."""
-        owner = self.piece_of.get(place)
-        if owner is not None:
-            names, key = self.writer.names, (owner[0], rank, owner[1])
+        """Record that a value exists; add it to the sums that it belongs to."""
+        for number, p in self.pieces_of.get(place, ()):
+            names, key = self.writer.names, (number, rank, p)
             names[key] = self.code.add(rank, names[key], name) if key in names else name
 
     def value(self, place: Place) -> Value | None:

@@ -27,7 +27,7 @@ from superscaler.ir.moves import Move, paths
 from superscaler.ir.notes import Path
 from superscaler.ir.parts import Axis as Cut
 from superscaler.ir.parts import Grid
-from superscaler.ir.program import Backward, Collective, Forward, Instruction, Send
+from superscaler.ir.program import Backward, Collective, Forward, Instruction, Program, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
 from superscaler.report.explain_file import VERSION, Axis, Block, Sent, Split, Weights, adapter
@@ -121,7 +121,7 @@ def hash_values(values: Mapping[str, Tensor]) -> str:
 def _plan_text(graph: Graph) -> str:
     """Return the journal without its places in files, then what it does not tell: cuts, devices, members of orders."""
     lines = [f"{e.verb} {e.op} {e.what}" for e in graph.journal]
-    lines += [f"{op.name} {_grid_text(graph.grids[op.name])}" for op in graph.ops]
+    lines += [f"{op.name} {_grid_text(graph.grids[op.name])}" for op in graph.model.ops]
     return "\n".join([*lines, *(f"{order.before!r} before {order.after!r}" for order in graph.orders)])
 
 
@@ -140,24 +140,35 @@ def summary(compiled: Compiled) -> str:
         code = compiled.program.devices[ranks[0]].instructions
         kinds = Counter(i.kind for i in code if isinstance(i, Collective))
         kinds["send"] = sum(isinstance(i, Send) for i in code)
-        work = f"{sum(isinstance(i, Forward) for i in code)} F, {sum(isinstance(i, Backward) for i in code)} B"
+        runs = Counter(_letter(compiled.program, i) for i in code if isinstance(i, Forward | Backward))
+        work = ", ".join(f"{runs[kind]} {kind}" for kind in "FRB" if runs[kind] or kind != "R")
         told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
         functions = (compiled.program.functions[i.function] for i in code if isinstance(i, Forward))
         modules = list(dict.fromkeys(f.module for f in functions if f.module))
         shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
-        order = microbatches(code)
+        order = microbatches(compiled.program, code)
         devices = ", ".join(map(str, ranks[:16])) + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
         lines.append(f"  {name}: devices {devices}: {work}; {told}; {shown}")
         lines += [f"    {order}"] if order else []
     return "\n".join(lines)
 
 
-def microbatches(code: Sequence[Instruction]) -> str:
+def _letter(program: Program, i: Forward | Backward) -> str:
+    """Return the kind of work: F, B, or R for a forward that is computed again."""
+    is_again = isinstance(i, Forward) and any(op.origin for op in program.functions[i.function].ops)
+    return "R" if is_again else type(i).__name__[0]
+
+
+def microbatches(program: Program, code: Sequence[Instruction]) -> str:
     """Return the order of a device's forwards and backwards of microbatches, as F0 F1 B0 ...; empty without them."""
-    kinds = ((i, "F" if isinstance(i, Forward) else "B") for i in code if isinstance(i, Forward | Backward))
-    # Forwards without a gradient prepare data, whenever it suits.
-    work = [(i.task.microbatch, kind) for i, kind in kinds if isinstance(i, Backward) or any(i.grads)]
-    numbered = [f"{kind}{microbatch}" for microbatch, kind in work if microbatch >= 0]
+    # Forwards that neither keep anything nor are computed again prepare data, whenever it suits.
+    work = (
+        i
+        for i in code
+        if isinstance(i, Backward)
+        or (isinstance(i, Forward) and (any(i.grads) or any(op.region for op in program.functions[i.function].ops)))
+    )
+    numbered = [f"{_letter(program, i)}{i.task.microbatch}" for i in work if i.task.microbatch >= 0]
     return " ".join(word for word, _ in groupby(numbered))
 
 
@@ -243,7 +254,7 @@ class _Blocks:
                 self.uses[op.inputs[1].tensor].append((op, 1))
         self.layouts: dict[tuple[str, bool], str] = {}
         self.ops: dict[str, list[Op]] = {}
-        for op in self.graph.forward_ops:
+        for op in self.model.forward_ops:
             self.ops.setdefault(_block(op), []).append(op)
         # Weights belong to what reads them first, constants of several blocks to none, activations to what makes them.
         self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in self.uses.items() if found}
@@ -288,7 +299,8 @@ class _Blocks:
                 run.setdefault(device, []).append(name)
         programs, devices = self.compiled.emitted.programs, self.compiled.program.devices
         # Of devices that run one program, any tells its order.
-        order = {name: microbatches(devices[k].instructions) for name, k in dict(zip(programs, count())).items()}
+        program, first = self.compiled.program, dict(zip(programs, count()))
+        order = {name: microbatches(program, devices[k].instructions) for name, k in first.items()}
         found = group(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
         return [{"devices": ranges(d), "blocks": list(b), "order": text} for (b, text), d in found.items()]
 

@@ -63,7 +63,7 @@ def find_turns(edges: Edges) -> Mapping[Unit, int]:
 def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
     """Yield what waits for any one of what, the nearest first; work that waits for nothing with an empty list."""
     graph = edges.graph
-    for op in graph.ops:
+    for op in graph.model.ops:
         mirror = edges.mirrors.get(op.name)
         for key in edges.rows[op.name].keys:
             updates: Unit = UPDATES, (key[0], -1, -1)

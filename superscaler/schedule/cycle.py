@@ -110,7 +110,7 @@ def _runs(nodes: Nodes, done: Sequence[Node], called: Mapping[Node, str]) -> dic
         if is_work := nodes.is_work(n) and _is_shown(nodes, node):
             mine = runs.setdefault(node.device, [])
             is_plain = node.kind in "FB" and node.key[1] < 0
-            name = called.get(node) or (node.kind if is_plain else _short(nodes, node))
+            name = called.get(node) or (nodes.letter(node) if is_plain else _short(nodes, node))
             if not mine or mine[-1][1] != name:
                 mine.append((max(level[n], mine[-1][0] + 1 if mine else 0), name, []))
             mine[-1][2].append(node)
@@ -121,7 +121,7 @@ def _runs(nodes: Nodes, done: Sequence[Node], called: Mapping[Node, str]) -> dic
 
 
 def _run(nodes: Nodes, name: str, some: Sequence[Node]) -> str:
-    if name not in ("F", "B"):
+    if name not in ("F", "B", "R"):
         return name
     ops = [op.name for node in some for op in nodes.schedule.segments[node.number].ops]
     return f"{name} to {ops[-1]}" if len(ops) > 1 else f"{name} {ops[0]}"
@@ -137,7 +137,8 @@ def _short(nodes: Nodes, node: Node) -> str:
     part = f" part {node.key[2]}" if node.key[2] > 0 else ""
     if node.kind == "P":
         return f"U {nodes.name(node)}{part}"
-    return f"{node.kind}{node.key[1]}" if node.key[1] >= 0 else f"{node.kind} {nodes.name(node)}{part}"
+    kind = nodes.letter(node)
+    return f"{kind}{node.key[1]}" if node.key[1] >= 0 else f"{kind} {nodes.name(node)}{part}"
 
 
 def _coupled(nodes: Nodes, transfer: Transfer) -> str:

@@ -63,10 +63,12 @@ class Edges:
         for tensor, uses in self.model.uses().items():
             if name := self.model.gradient(tensor):
                 self.extents[name] = self.extents[tensor]
-                self.makers[name] = [(self.mirrors[op.name], k) for op, k in uses if op.has_mirror]
+                made = [(self.mirrors[op.name], k) for op, k in uses if op.has_mirror]
+                self.makers[name] = self.makers.get(name, []) + made
         for mirror in self.mirrors.values():
             for j, operand in enumerate(mirror.inputs):
-                self.readers.setdefault(operand.tensor, []).append((mirror, j))
+                if operand.tensor:
+                    self.readers.setdefault(operand.tensor, []).append((mirror, j))
 
     def _update(self, op: Op) -> Op:
         """Return an optimizer op with the gradient that it reads as its second input."""
@@ -212,13 +214,13 @@ class Edges:
         op, rows = self.graph.op(mirror.of), self.rows[mirror.name]
         served: list[set[Hashable]] = [set() for _ in rows.boxes]
         first: list[set[Hashable]] = [set() for _ in served]
-        for j, output in enumerate(op.outputs):
-            if output.tensor == self.model.loss:
+        for j, gradient in enumerate(mirror.inputs):
+            if gradient.tensor == self.model.gradient(self.model.loss):
                 for addends in served:
                     addends.add("loss")
-                for row in self.loss_rows():
+                for row in self.whole(self.held(op, j)):
                     first[row].add("loss")
-            for n, (user, k) in enumerate(self.makers.get(mirror.inputs[j].tensor, ())):
+            for n, (user, k) in enumerate(self.makers.get(gradient.tensor, ())):
                 seen: set[Hashable] = set()
                 labels, read = self.labels(user, k), self._whole((op, j), (self.graph.op(user.of), k))
                 for row in self._one_tiling(user, k):
@@ -247,8 +249,8 @@ class Edges:
 
     def seeds_gradient(self, row: int) -> bool:
         """Tell whether the mirror of a part of the loss starts from one: all do, but of routing replicas one."""
-        op, _ = self.producers[self.model.loss]
-        return not self.rows[op.name].routes or "loss" in self.served(self.mirrors[op.name])[row]
+        ((mirror, _),) = self.readers[self.model.gradient(self.model.loss)]
+        return not self.rows[mirror.name].routes or "loss" in self.served(mirror)[row]
 
     def _one_tiling(self, mirror: Op, k: int) -> list[int]:
         """Return the parts of a mirror that contribute to a gradient: of misaligned replicas one branch."""

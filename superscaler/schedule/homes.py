@@ -20,7 +20,7 @@ def place_updates(graph: Graph) -> None:
     producers, uses = graph.model.producers(), graph.model.uses()
     places: dict[Hashable, frozenset[Located]] = {}
     grids: dict[Hashable, Grid] = {}
-    for op in graph.ops:
+    for op in graph.model.ops:
         grid = graph.grids[op.name]
         if op.is_forward or grid.axes or grid.children or int(grid.devices) >= 0:
             continue

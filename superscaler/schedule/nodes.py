@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.transformed import Group, Order
+from superscaler.schedule.again import Again
 from superscaler.schedule.alternatives import members as parts_of
 from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.segments import Segment
@@ -63,7 +65,7 @@ class Nodes:
         self.after: list[list[int]] = []
         self.waits: list[int] = []
         self.reason: dict[tuple[int, int], str] = {}
-        self._op_number = {op.name: number for number, op in enumerate(self.graph.ops)}
+        self._op_number = {op.name: number for number, op in enumerate(self.graph.model.ops)}
         self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
         # Kind and segment by op, mirrors included.
         self.work_of = {name: ("F", segment.number) for name, segment in self.segment_of.items()}
@@ -77,6 +79,7 @@ class Nodes:
         self._add_updates()
         for number, transfer in enumerate(schedule.transfers):
             self._add_transfer(number, transfer)
+        again = self._delay()
         for order_number, order in enumerate(self.graph.orders):
             hub = Node("O", order_number)
             self._add(hub)
@@ -86,6 +89,11 @@ class Nodes:
                 self._edge(node, hub, f"op_order, {order.where}")
             for node in after:
                 self._edge(hub, node, f"op_order, {order.where}")
+                # What is computed again for a backward waits for what that waits for.
+                visit = again.entries.get(node[:3])
+                if visit is not None and all(again.visit(other[:3]) != visit for other in before):
+                    for work in again.runs[visit]:
+                        self._edge(hub, Node(*work), f"op_order, {order.where}")
 
     @cached_property
     def early(self) -> frozenset[int]:
@@ -119,12 +127,19 @@ class Nodes:
                 for kind in "FB" if segment.has_mirror else "F":
                     self._edge(Node(kind, segment.number, key), Node("U", key[0]), "read before update")
 
-    def _add_transfer(self, number: int, transfer: Transfer) -> None:
+    @staticmethod
+    def _nodes(number: int, transfer: Transfer) -> list[Node]:
         if transfer.is_one and transfer.links:
-            self._add_message(Node("C", number), transfer, transfer.pieces, transfer.readers)
-            return
-        for link, (p, r) in enumerate(transfer.links):
-            self._add_message(Node("C", number, link=link), transfer, [transfer.pieces[p]], [transfer.readers[r]])
+            return [Node("C", number)]
+        return [Node("C", number, link=link) for link in range(len(transfer.links))]
+
+    def _add_transfer(self, number: int, transfer: Transfer) -> None:
+        for node in self._nodes(number, transfer):
+            if node.link < 0:
+                self._add_message(node, transfer, transfer.pieces, transfer.readers)
+            else:
+                p, r = transfer.links[node.link]
+                self._add_message(node, transfer, [transfer.pieces[p]], [transfer.readers[r]])
 
     def _add_message(self, node: Node, transfer: Transfer, pieces: Sequence[End], readers: Sequence[End]) -> None:
         self._add(node)
@@ -137,6 +152,23 @@ class Nodes:
         for reader in readers:
             for place in reader.places:
                 self._edge(node, Node("U", reader.device) if place.kind == UPDATE else Node(*place[:3]))
+
+    def _delay(self) -> Again:
+        """Let what is computed again, and its weights, wait for the backward, unless a plan orders it."""
+        groups = (group for order in self.graph.orders for group in (order.before, order.after) if group.kind == "F")
+        ops = (self.graph.op(name) for group in groups for name, _ in group.members)
+        ordered = frozenset(op.region for op in ops if op.origin)
+        again = Again(self.schedule.segments, self.schedule.transfers, ordered)
+        for visit, works in again.runs.items():
+            for before, work in product(again.waits.get(visit, ()), works):
+                self._edge(Node(*before), Node(*work), "computed again when the backward comes to it")
+        for number, transfer in enumerate(self.schedule.transfers if again.waits else ()):
+            for before in dict.fromkeys(
+                work for visit in again.brings(transfer) for work in again.waits.get(visit, ())
+            ):
+                for node in self._nodes(number, transfer):
+                    self._edge(Node(*before), node)
+        return again
 
     def members(self, group: Group, where: str) -> list[Node]:
         found: dict[Node, None] = {}
@@ -197,17 +229,22 @@ class Nodes:
     def name(self, node: Node) -> str:
         """Return the name of the weight of an update, or of the first op of a segment."""
         if node.kind == "P":
-            return self.graph.ops[node.number].inputs[0].tensor
+            return self.graph.model.ops[node.number].inputs[0].tensor
         return self.schedule.segments[node.number].ops[0].name
+
+    def letter(self, node: Node) -> str:
+        """Return the kind of work as plans name it: R for a forward that is computed again."""
+        is_again = node.kind == "F" and self.schedule.segments[node.number].region
+        return "R" if is_again else "U" if node.kind == "P" else node.kind
 
     def describe(self, node: Node) -> str:
         device, micro, ordinal = node.key
         if node.kind == "P":
-            where, names = self.name(node), self.graph.ops[node.number].name
+            where, names = self.name(node), self.graph.model.ops[node.number].name
         else:
             segment = self.schedule.segments[node.number]
             where = segment.module or segment.ops[0].name
             names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
         number = f"microbatch {micro}, " if micro >= 0 else ""
         part = f", part {ordinal}" if ordinal else ""
-        return f"{'U' if node.kind == 'P' else node.kind} of {where} ({names}), {number}device {device}{part}"
+        return f"{self.letter(node)} of {where} ({names}), {number}device {device}{part}"

@@ -39,7 +39,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
         attempt = relaxed
     schedule = attempt.nodes.schedule
     schedule.order = [n for n in attempt.order if n.kind not in "OP"]
-    in_order = {name: tuple(op.name for op in graph.ops if op.name in ops) for name, ops in attempt.taken.items()}
+    in_order = {name: tuple(op.name for op in graph.model.ops if op.name in ops) for name, ops in attempt.taken.items()}
     schedule.relaxations = tuple(Relaxation(name, ops) for name, ops in in_order.items())
     return schedule
 
@@ -105,7 +105,7 @@ RELAXATIONS: Sequence[Callable[[_Attempt], _Attempt | None]] = (_send_apart, _sp
 def check_assigned(graph: Graph) -> None:
     """Raise ScheduleError naming the ops that no op_assign placed. Untouched optimizer ops follow their weights."""
     missing = []
-    for op in graph.ops:
+    for op in graph.model.ops:
         grid = graph.grids[op.name]
         if not op.is_forward and not grid.axes and not grid.children and int(grid.devices) < 0:
             continue
@@ -115,7 +115,7 @@ def check_assigned(graph: Graph) -> None:
         lines = [f"  {op.name} ({op.module or op.target}): {count} parts" for op, count in missing[:8]]
         more = [f"  and {len(missing) - 8} more"] if len(missing) > 8 else []
         raise ScheduleError(
-            f"{len(missing)} of {len(graph.ops)} ops have parts on no device; call op_assign for:\n"
+            f"{len(missing)} of {len(graph.model.ops)} ops have parts on no device; call op_assign for:\n"
             + "\n".join(lines + more)
         )
 
@@ -181,6 +181,11 @@ def _priority(nodes: Nodes, number: int) -> tuple[int, int, int, int, int]:
     node = nodes.names[number]
     is_early = node.kind == "F" and node.number in nodes.early
     rank = 2 if is_early else {"O": 0, "C": 1, "B": 3, "F": 4, "U": 5, "P": 6}[node.kind]
-    place = -node.number if node.kind == "B" else node.number
+    place = node.number
+    if node.kind in "FB":
+        segment = nodes.schedule.segments[node.number]
+        place = -segment.position if node.kind == "B" else segment.position
+        # Just before its backward.
+        rank = 3 if segment.region else rank
     is_late = node.kind == "C" and nodes.schedule.transfers[node.number].is_to_updates
     return rank, is_late or node.key[1], place, node.key[0], number

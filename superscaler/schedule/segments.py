@@ -67,7 +67,10 @@ class Output:
 
 @dataclass(eq=False)
 class Segment:
+    """`position` is where its first op is in the model; of what is computed again, where that is computed first."""
+
     number: int
+    position: int
     ops: tuple[Op, ...]
     keys: tuple[Key, ...]
     aliases: tuple[Alias, ...] = ()
@@ -79,6 +82,11 @@ class Segment:
         return any(op.has_mirror for op in self.ops)
 
     @property
+    def region(self) -> str:
+        """Return with what the segment is computed again, '' for what is computed first."""
+        return self.ops[0].region if self.ops[0].origin else ""
+
+    @property
     def module(self) -> str:
         """Return the module path that all its ops share."""
         levels = zip(*(op.module.split(".") for op in self.ops if op.module), strict=False)
@@ -87,7 +95,7 @@ class Segment:
 
 def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Segment]:
     """Group the forward ops into segments, in order. Ops named in `alone` each get a segment of their own."""
-    ops = edges.graph.forward_ops
+    ops = edges.model.forward_ops
     marks, stretches = _signatures(edges.graph), _stretches(edges)
     local: dict[tuple[str, str], bool] = {}
     levels: dict[str, int] = {}
@@ -110,7 +118,9 @@ def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Seg
     members: dict[str, list[Op]] = {}
     for op in ops:
         members.setdefault(root(parent, op.name), []).append(op)
-    segments = [_segment(edges, number, tuple(group)) for number, group in enumerate(members.values())]
+    position = {op.name: at for at, op in enumerate(ops)}
+    first = ((group[0].origin or group[0].name, tuple(group)) for group in members.values())
+    segments = [_segment(edges, number, position[name], group) for number, (name, group) in enumerate(first)]
     _find_outputs(edges, segments)
     return segments
 
@@ -121,7 +131,7 @@ def _stretches(edges: Edges) -> dict[str, int]:
     of_block: dict[str, int] = {}
     counted: set[str] = set()
     number = weight = 0
-    for op in edges.graph.forward_ops:
+    for op in edges.model.forward_ops:
         block = block_of(op.module) or op.name
         if block not in of_block and weight >= SEGMENT_BYTES:
             number, weight = number + 1, 0
@@ -157,8 +167,8 @@ def root(parent: dict[T, T], name: T) -> T:
 
 
 def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
-    """Return for each op in which orders it takes part, and how: only equal ones may share a segment."""
-    found: dict[str, set[Hashable]] = {op.name: set() for op in graph.ops}
+    """Return for each op in which orders and region it takes part, and how: only equal ones may share a segment."""
+    found: dict[str, set[Hashable]] = {op.name: {(op.region, bool(op.origin))} for op in graph.model.ops}
     for number, order in enumerate(graph.orders):
         for side, group in enumerate((order.before, order.after)):
             for name, paths in group.members:
@@ -167,10 +177,10 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     return {name: frozenset(signature) for name, signature in found.items()}
 
 
-def _segment(edges: Edges, number: int, ops: tuple[Op, ...]) -> Segment:
+def _segment(edges: Edges, number: int, position: int, ops: tuple[Op, ...]) -> Segment:
     own = edges.rows[ops[0].name]
     keys = tuple(own.keys[row] for row in edges.in_order(own))
-    segment = Segment(number, ops, keys)
+    segment = Segment(number, position, ops, keys)
     for op in ops:
         at = {key: row for row, key in enumerate(edges.rows[op.name].keys)}
         segment.row_of[op.name] = np.array([at[key] for key in keys], dtype=np.int64)
@@ -206,12 +216,13 @@ def _normal(labels: list[Hashable]) -> Labels:
 
 def _find_outputs(edges: Edges, segments: list[Segment]) -> None:
     read = {a.tensor for s in segments for a in s.aliases} | set(edges.readers)
-    with_gradient = {a.tensor for s in segments for a in s.aliases if a.labels is not None}
-    loss = edges.model.loss
+    gradient, loss = edges.model.gradient, edges.model.loss
+    with_gradient = {gradient(a.tensor) for s in segments for a in s.aliases if a.labels is not None} | {gradient(loss)}
     for segment in segments:
-        segment.outputs = tuple(
-            Output(o.tensor, op, j, op.has_mirror and (o.tensor in with_gradient or o.tensor == loss))
+        found = [
+            Output(o.tensor, op, j, op.has_mirror and gradient(o.tensor) in with_gradient)
             for op in segment.ops
             for j, o in enumerate(op.outputs)
-            if o.tensor in read or o.tensor == loss
-        )
+        ]
+        # The gradient of what a twin makes may come from readers of the value that was made first.
+        segment.outputs = tuple(o for o in found if o.tensor in read or o.tensor == loss or o.has_gradient)

@@ -24,12 +24,12 @@ def find_fold(graph: Graph) -> Fold | None:
     """Return the fold of a plan whose optimizer ops are placed, or None where no axis of the mesh looks the same."""
     if any(paths for order in graph.orders for group in (order.before, order.after) for _, paths in group.members):
         return None
-    signatures: dict[str, Hashable] = {op.name: graph.grids[op.name].signature() for op in graph.ops}
-    distinct = {signatures[op.name]: graph.grids[op.name] for op in graph.ops}
+    signatures: dict[str, Hashable] = {op.name: graph.grids[op.name].signature() for op in graph.model.ops}
+    distinct = {signatures[op.name]: graph.grids[op.name] for op in graph.model.ops}
     found_in = {signature: list(leaves(grid)) for signature, grid in distinct.items()}
     if not all(found_in.values()):
         return None
-    forward = dict.fromkeys(signatures[op.name] for op in graph.forward_ops)
+    forward = dict.fromkeys(signatures[op.name] for op in graph.model.forward_ops)
     slim = [grid.slim.squeeze() for signature in forward for _, grid in found_in[signature]]
     seed = max(slim, key=lambda d: (d.size, -d.ndim))
     slim += [grid.slim.squeeze() for found in found_in.values() for _, grid in found]
@@ -160,8 +160,8 @@ def _is_even(made: Sequence[tuple[tuple[int, ...], bool]], read: Sequence[tuple[
 def _edges(graph: Graph) -> Iterator[tuple[Op, Operand, Op, Operand]]:
     """Yield all pairs of ops between which data flows: with the home of a weight as with what makes an activation."""
     producers = {name: (op, op.outputs[j]) for name, (op, j) in graph.model.producers().items()}
-    producers |= {op.inputs[0].tensor: (op, op.outputs[0]) for op in graph.ops if not op.is_forward}
-    for op in graph.ops:
+    producers |= {op.inputs[0].tensor: (op, op.outputs[0]) for op in graph.model.ops if not op.is_forward}
+    for op in graph.model.ops:
         for operand in op.inputs if op.is_forward else op.inputs[1:] if op.is_write else ():
             if operand.tensor in producers:
                 yield *producers[operand.tensor], op, operand

@@ -83,28 +83,39 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
 
     With `joins` those of replicas to other devices are one transfer, for which all of them must be made.
     """
-    reads: dict[str, list[tuple[Segment, int, Alias]]] = {}
+    model = edges.model
+    reads, addends = dict[str, Reads](), dict[str, Reads]()
     outputs: dict[str, tuple[Segment, int]] = {}
     for segment in segments:
         for number, alias in enumerate(segment.aliases):
             reads.setdefault(alias.tensor, []).append((segment, number, alias))
+            if alias.labels is not None:
+                addends.setdefault(model.gradient(alias.tensor), []).append((segment, number, alias))
         for number, output in enumerate(segment.outputs):
             outputs[output.tensor] = (segment, number)
     found: list[Transfer] = []
     for tensor in dict.fromkeys((*reads, *edges.readers)):
-        readers, source = reads.get(tensor, []), outputs.get(tensor)
-        if tensor not in edges.makers or tensor not in edges.model.tensors:
+        if tensor not in edges.makers or tensor not in model.tensors:
             continue
-        updates = [_of_update(edges, port, is_made=False) for port in edges.readers.get(tensor, ())]
-        made = _of_update(edges, edges.makers[tensor][0]) if source is None else _of_output(edges, FORWARD, *source)
-        found += _move(edges, tensor, FORWARD, [made], [*(_alias(edges, *read) for read in readers), *updates], joins)
-        with_gradient = [read for read in readers if read[2].labels is not None]
-        if with_gradient and (source is None or source[0].outputs[source[1]].has_gradient):
-            addends = [_gradient(edges, some) for some in _merge(edges, with_gradient)]
-            (port,) = edges.readers[edges.model.gradient(tensor)]
-            sink = _of_update(edges, port, is_made=False) if source is None else _of_output(edges, BACKWARD, *source)
-            found += _move(edges, tensor, BACKWARD, addends, [sink], joins)
+        made = _side(edges, outputs, edges.makers[tensor][0])
+        taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
+        for readers in _apart(reads.get(tensor, []), tensor in edges.homes):
+            taken = [*(_alias(edges, *read) for read in readers), *taken]
+            found += _move(edges, tensor, FORWARD, [made], taken, joins) if taken else []
+            taken = []
+        gradient = addends.pop(model.gradient(tensor), [])
+        for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
+            parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
+            found += _move(edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins)
     return found
+
+
+def _apart(readers: Reads, is_at_rest: bool) -> list[Reads]:
+    """Return apart who reads a weight at rest when it is computed again: it is brought there again, too."""
+    found: dict[str, Reads] = {}
+    for read in readers:
+        found.setdefault(read[0].region if is_at_rest else "", []).append(read)
+    return list(found.values()) or [[]]
 
 
 Reads = list[tuple[Segment, int, Alias]]
@@ -137,20 +148,15 @@ def _move(
     return found
 
 
-def _of_update(edges: Edges, port: Port, is_made: bool = True) -> Side:
-    """Return the weight at rest, or the gradient or new value that its update reads."""
-    return _side(edges, port, UPDATE, edges.home_number[port[0].inputs[0].tensor], 0, is_made)
-
-
-def _of_output(edges: Edges, kind: str, segment: Segment, number: int) -> Side:
-    """Return an output of a segment, or its gradient that the mirrors read."""
-    op, slot = segment.outputs[number].op, segment.outputs[number].slot
-    port = (op, slot) if kind == FORWARD else (edges.mirrors[op.name], slot)
-    return _side(edges, port, kind, segment.number, number, kind == FORWARD)
-
-
-def _side(edges: Edges, port: Port, kind: str, segment: int, number: int, is_made: bool) -> Side:
-    places = [(Place(kind, segment, key, number),) for key in edges.rows[port[0].name].keys]
+def _side(edges: Edges, outputs: Mapping[str, tuple[Segment, int]], port: Port) -> Side:
+    """Return what makes a value or reads its gradient: an output of a segment, or a weight at rest and its update."""
+    op, slot = port
+    if op.is_forward or op.is_mirror:
+        segment, number = outputs[edges.graph.op(op.of or op.name).outputs[slot].tensor]
+        kind, at, is_made = FORWARD if op.is_forward else BACKWARD, segment.number, op.is_forward
+    else:
+        kind, at, number, is_made = UPDATE, edges.home_number[op.inputs[0].tensor], 0, slot == 0
+    places = [(Place(kind, at, key, number),) for key in edges.rows[op.name].keys]
     return Side(port, range(len(places)), edges.held(*port) if is_made else edges.wanted(*port), places)
 
 

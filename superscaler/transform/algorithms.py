@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from superscaler.errors import TransformError, unknown
 from superscaler.ir.graph import Op
 from superscaler.ir.parts import Axis, Mirror
 
 
+@runtime_checkable
 class Algorithm(Protocol):
     """What `op_trans` applies: a name for the journal, and the axis that it adds to a part with `sizes` (per index)."""
 

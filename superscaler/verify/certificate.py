@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from superscaler.errors import ScheduleError
+from superscaler.ir.graph import Model
 from superscaler.ir.interpret import interpret
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Program
@@ -19,10 +22,27 @@ def check_program(program: Program) -> None:
 
     All devices are looked at, each with its own data; devices that run one program together.
     """
+    _check_twins(program.model)
     masks = Masks(program)
     interpret(program, masks)
     _check_weights(program, masks)
     _check_loss(program, masks)
+
+
+def _check_twins(model: Model) -> None:
+    """What is computed again is what was computed first, and has the mirror of that, once."""
+    ops, seen = {op.name: op for op in model.ops}, set[str]()
+    for tensor in (t for t in model.tensors.values() if t.origin):
+        if replace(tensor, name=tensor.origin, origin="") != model.tensors.get(tensor.origin):
+            raise ScheduleError(f"{tensor.name} is not as {tensor.origin}, which it is made of again.")
+    for op in (op for op in model.ops if op.origin):
+        inputs, outputs = (
+            [replace(o, tensor=model.origin(o.tensor)) for o in side] for side in (op.inputs, op.outputs)
+        )
+        again = replace(op, name=op.origin, origin="", inputs=tuple(inputs), outputs=tuple(outputs), has_mirror=False)
+        if again != ops.get(op.origin) or op.origin in seen:
+            raise ScheduleError(f"{op.name} does not compute {op.origin} again, or that has two twins or mirrors.")
+        seen.add(op.origin)
 
 
 def _check_weights(program: Program, masks: Masks) -> None:

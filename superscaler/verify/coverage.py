@@ -50,15 +50,16 @@ class Kinds:
 
     @cached_property
     def uses(self) -> Mapping[str, Sequence[tuple[Op, int]]]:
-        """Return for each tensor with a gradient the uses that it is the sum over."""
-        tensors = self.model.tensors
-        return {
-            name: [(op, k) for op, k in uses if op.has_mirror] if tensors[name].requires_grad else []
-            for name, uses in self.model.uses().items()
-        }
+        """Return for each tensor with a gradient the uses that it is the sum over, those of its twin included."""
+        found: dict[str, list[tuple[Op, int]]] = {}
+        for name, uses in self.model.uses().items():
+            own = found.setdefault(self.model.origin(name), [])
+            own += [(op, k) for op, k in uses if op.has_mirror and self.model.tensors[name].requires_grad]
+        return found
 
     def heads(self, tensor: str, is_gradient: bool) -> tuple[Chain, ...]:
         """Return the chains of a whole value that no part passed on."""
+        tensor = self.model.origin(tensor) if is_gradient else tensor
         if (tensor, is_gradient) not in self._heads:
             self._heads[tensor, is_gradient] = tuple(self._find_heads(tensor, is_gradient))
         return self._heads[tensor, is_gradient]
@@ -107,6 +108,7 @@ class Kinds:
 
     def complete(self, tensor: str, is_gradient: bool, chains: Sequence[Chain]) -> tuple[Chain, ...]:
         """Return the chains which, each once, are the whole value, told as finely as `chains` are."""
+        tensor = self.model.origin(tensor) if is_gradient else tensor
         if not chains or set(chains) <= set(self.heads(tensor, is_gradient)):
             return self.heads(tensor, is_gradient)
         if not is_gradient:

@@ -15,7 +15,7 @@ from superscaler.compiler import Compiled
 from superscaler.emit.expressions import ranges
 from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import RuntimeFailure
-from superscaler.ir.graph import RANDOM, Model, Op
+from superscaler.ir.graph import RANDOM, Model, Op, without_twins
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.names import task
@@ -52,8 +52,8 @@ def first_difference(exact: Compiled, values: Values, batch: Values, timeout: fl
 
 def model_step(exact: Compiled, known: Values, step: int = 0) -> tuple[Values, Values]:
     """Return every tensor of one step on whole tensors, in the names of the graph, and the gradients of those."""
-    model = exact.graph.model
-    forward = exact.graph.forward_ops
+    model = without_twins(exact.graph.model)
+    forward = model.forward_ops
     made = {o.tensor for op in forward for o in op.outputs}
     uses = {
         (op.name, k): (o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad)
@@ -213,10 +213,11 @@ class _Search:
         for output, given in zip(saved, event.given, strict=True):
             row = int(segment.row_of[output.op.name][at])
             rows = self.edges.rows[output.op.name]
-            if rows.routes or output.tensor in skipped or output.tensor not in self.gradients:
+            name = self.model.origin(output.tensor)
+            if rows.routes or output.tensor in skipped or name not in self.gradients:
                 continue
-            box = ranges(output.op.outputs[output.slot], self.model.tensors[output.tensor], rows.box(row))
-            want = self._take(self.gradients[output.tensor], output.tensor, box)
+            box = ranges(output.op.outputs[output.slot], self.model.tensors[name], rows.box(row))
+            want = self._take(self.gradients[name], name, box)
             have = torch.zeros_like(want) if given is None else given
             error = self._error("B", output.tensor, box, have)
             if not error <= TOLERANCE:
@@ -228,7 +229,7 @@ class _Search:
 
     def _error(self, kind: str, tensor: str, box: Box, have: Tensor) -> float:
         """Return the largest difference, relative to the largest element of the whole tensor."""
-        whole = (self.whole if kind == "F" else self.gradients)[tensor]
+        whole = (self.whole if kind == "F" else self.gradients)[self.model.origin(tensor)]
         want = self._take(whole, tensor, box)
         if have.numel() != want.numel():
             return float("inf")

@@ -158,7 +158,7 @@ class Passes:
             if name == ONE:
                 content = self._seed(tensor, segment.made(tensor, tape.at)[1])
             if content is not None:
-                if (content.tensor, content.is_gradient) != (tensor, True):
+                if (content.tensor, content.is_gradient) != (self.model.origin(tensor), True):
                     raise Refusal(f"reads {kind_of(content)} as the gradient of {tensor}.")
                 must_equal(
                     content.box, segment.made(tensor, tape.at)[1], f"the gradient of {tensor} is read as", swap=True
@@ -178,11 +178,14 @@ class Passes:
                 raise Refusal(f"{'does not make' if is_wide else 'makes'} the gradient of {spec.name} float32.")
             if out is not None:
                 dtype = spec.wide_dtype if is_wide else spec.dtype
-                content = Content(spec.name, True, tape.inputs[n].box, addends.get(n, {}), dtype, is_shared=True)
+                content = Content(
+                    self.model.origin(spec.name), True, tape.inputs[n].box, addends.get(n, {}), dtype, is_shared=True
+                )
                 found.append(self.sums.settled(content))
         return found
 
     def _seed(self, tensor: str, box: Ints) -> Content:
+        tensor = self.model.origin(tensor)
         if tensor != self.model.loss:
             raise Refusal(f"starts the gradient of {tensor} from one, which is not the loss.")
         heads = self.kinds.heads(tensor, True)
@@ -245,7 +248,8 @@ class Passes:
             content = given.get(output.tensor)
             if content is not None:
                 parts.append(self.sums.told(content))
-            total = self.sums.settled(Content(output.tensor, True, box, self.sums.total(parts), ""), deep=True)
+            name = self.model.origin(output.tensor)
+            total = self.sums.settled(Content(name, True, box, self.sums.total(parts), ""), deep=True)
             is_whole &= total.addends is None
             if total.addends is not None or self.kinds.heads(output.tensor, True):
                 mirrors += [(((j, chain), boxes),) for chain, boxes in total.told.items()]

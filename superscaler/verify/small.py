@@ -54,7 +54,7 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
     _drop_microbatches(graph)
     sizes = _sizes(whole, graph)
     model = _resized(graph.model, sizes)
-    used = sorted(set[int]().union(*(graph.grids[op.name].used() for op in graph.ops)))
+    used = sorted(set[int]().union(*(graph.grids[op.name].used() for op in graph.model.ops)))
     if len(used) > MOST_DEVICES:
         raise InputError(
             f"the plan still needs {len(used)} devices at its smallest, but at most {MOST_DEVICES} run in one process; "
@@ -63,7 +63,7 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
     number = np.zeros(used[-1] + 1, dtype=np.int64)
     number[used] = np.arange(len(used))
     small = Graph(model, graph.captured)
-    pairs = zip(whole.ops, model.ops, strict=True)
+    pairs = zip(whole.model.ops, model.ops, strict=True)
     small.grids = {op.name: _refit(graph.grids[op.name], old, op, number) for old, op in pairs}
     small.orders, small.journal = graph.orders, list(graph.journal)
     shrunk = {name: (x.size, sizes[name]) for name, x in whole.factors.items() if sizes[name] != x.size}
@@ -118,7 +118,7 @@ def _sizes(whole: Graph, graph: Graph) -> dict[str, int]:
     """Return the new size of each factor: as many elements as its cuts need, or its own where an op needs it whole."""
     parts, must = dict.fromkeys(whole.factors, 1), set[str]()
     pinned = _looked_up(whole.model, whole.captured.values)
-    for op in whole.ops:
+    for op in whole.model.ops:
         if whole.grids[op.name].children and not list(leaves(whole.grids[op.name])):
             pinned |= {i.factor: f"only some parts of {op.name} are cut" for i in op.indices}
         for (outer, grid), (_, before) in zip(leaves(graph.grids[op.name]), leaves(whole.grids[op.name]), strict=True):

@@ -1,0 +1,76 @@
+"""When what is computed again runs: as late as it can, when the backward comes to its region.
+
+Work is (kind, segment number, key), as in places. A *visit* is a region on one device and microbatch: (region, device,
+microbatch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import product
+
+from superscaler.schedule.edges import Key
+from superscaler.schedule.segments import Segment
+from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, Transfer
+
+Work = tuple[str, int, Key]
+Visit = tuple[str, int, int]
+
+
+class Again:
+    """The visits of a schedule, but for those of `ordered` regions: a plan says when these run."""
+
+    def __init__(self, segments: Sequence[Segment], transfers: Sequence[Transfer], ordered: frozenset[str]) -> None:
+        self.segments, self.transfers = segments, transfers
+        self.twins = [s for s in segments if s.region and s.region not in ordered]
+        # The last segment of each region: the backward enters there.
+        self.last = {s.region: s for s in sorted(self.twins, key=lambda s: s.position)}
+
+    def visit(self, work: Work) -> Visit:
+        """Return which visit work belongs to, of region '' if to none."""
+        kind, number, key = work
+        return self.segments[number].region if kind in "FB" else "", key[0], key[1]
+
+    @cached_property
+    def runs(self) -> Mapping[Visit, Sequence[Work]]:
+        """Return what each visit computes again."""
+        found: dict[Visit, list[Work]] = {}
+        for work in (("F", segment.number, key) for segment in self.twins for key in segment.keys):
+            found.setdefault(self.visit(work), []).append(work)
+        return found
+
+    @cached_property
+    def entries(self) -> Mapping[Work, Visit]:
+        """Return the backwards with which the backward of each visit begins."""
+        entered = (("B", segment.number, key) for segment in self.last.values() for key in segment.keys)
+        return {work: self.visit(work) for work in entered}
+
+    @cached_property
+    def waits(self) -> Mapping[Visit, Sequence[Work]]:
+        """Return after which backwards each visit may run: of the last op that reads what the region makes.
+
+        An op behind the whole region never waits for it, whatever else is computed again.
+        """
+        found: dict[Visit, tuple[int, dict[Work, None]]] = {}
+        for transfer in self.transfers if self.twins else ():
+            for p, r in transfer.links if transfer.kind == BACKWARD and not transfer.is_to_updates else ():
+                for place, source in product(transfer.readers[r].places, transfer.pieces[p].places):
+                    visit, position = self.visit(place[:3]), self.segments[source.segment].position
+                    if visit[0] not in self.last or position <= self.last[visit[0]].position:
+                        continue
+                    if position > found.get(visit, (-1,))[0]:
+                        found[visit] = position, {}
+                    if position == found[visit][0]:
+                        found[visit][1][source[:3]] = None
+        return {visit: list(sources) for visit, (_, sources) in found.items()}
+
+    def brings(self, transfer: Transfer) -> list[Visit]:
+        """Return the visits for which a transfer brings weights at rest; none where it does for several microbatches,
+        whose order only the plan knows.
+        """
+        if transfer.is_local or any(place.kind != UPDATE for end in transfer.pieces for place in end.places):
+            return []
+        places = (place for end in transfer.readers for place in end.places if place.kind == FORWARD)
+        found = dict.fromkeys(self.visit(place[:3]) for place in places)
+        return list(found) if len({visit[:2] for visit in found}) == len(found) else []

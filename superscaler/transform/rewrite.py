@@ -1,0 +1,112 @@
+"""The algorithms of `op_trans` that put other ops in the place of some, and what any such algorithm must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from superscaler.errors import TransformError
+from superscaler.ir.graph import Model, Op, Operand
+from superscaler.ir.transformed import Entry, Graph, Parts
+
+
+@runtime_checkable
+class Rewrite(Protocol):
+    """What `op_trans` applies to whole ops: a name for the journal, and the model with others in the place of `ops`."""
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Compute ops again in the backward instead of keeping what they need for it.
+
+    y = f(x); d(x) += d.f(d(y))  ->  y = f(x), no tape; y.r = f(x); d(x) += d.f.r(d(y))
+
+    All ops of one `op_trans` are one region: inside it twins read what twins make, so only what the region reads from
+    outside is kept. They run when the backward comes to the region (`select(kind="R")` orders them otherwise), on the
+    parts of their ops; weights and values inside are communicated again, and random numbers are those of the ops.
+    """
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        again = next((op for op in ops if op.region), None)
+        if again is not None:
+            raise TransformError(f"Recompute of {again.name} is asked for twice; leave it out of one of them.")
+        chosen = _needed([op for op in ops if op.is_forward and not op.from_data])
+        if not any(op.has_mirror for op in chosen):
+            raise TransformError("Recompute needs ops that have a backward; none of these do.")
+        names = {o.tensor for op in chosen for o in op.outputs}
+        copies = [replace(model.tensors[name], name=f"{name}.r", origin=name) for name in names]
+        region = {op.name for op in chosen}
+
+        def kept(op: Op) -> Op:
+            return replace(op, has_mirror=False, region=chosen[0].name) if op.name in region else op
+
+        def renamed(operands: Sequence[Operand]) -> tuple[Operand, ...]:
+            return tuple(replace(o, tensor=f"{o.tensor}.r") if o.tensor in names else o for o in operands)
+
+        twins = [
+            replace(op, name=f"{op.name}.r", inputs=renamed(op.inputs), outputs=renamed(op.outputs), origin=op.name)
+            for op in chosen
+        ]
+        forward, updates = ([op for op in model.ops if op.is_forward is side] for side in (True, False))
+        after = [replace(twin, region=chosen[0].name) for twin in twins]
+        tensors = {**model.tensors, **{tensor.name: tensor for tensor in sorted(copies, key=lambda t: t.name)}}
+        return replace(model, tensors=tensors, ops=(*map(kept, forward), *after, *updates))
+
+
+def _needed(ops: Sequence[Op]) -> list[Op]:
+    """Return the ops that have a mirror, and those that make what these read."""
+    read, found = set[str](), list[Op]()
+    for op in reversed(ops):
+        if op.has_mirror or any(o.tensor in read for o in op.outputs):
+            read.update(o.tensor for o in op.inputs)
+            found.append(op)
+    return found[::-1]
+
+
+def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> list[Parts]:
+    """Apply an algorithm that puts other ops in the place of some. Returns the parts of the ops that it made."""
+    before = graph.model
+    names = {op.name for op in ops}
+    after = algorithm.rewrite(before, tuple(op for op in before.ops if op.name in names))
+    wrong = _wrong(before, after)
+    if wrong:
+        raise TransformError(f"op_trans at {where}: {type(algorithm).__name__} {wrong}")
+    graph.rewrite(after)
+    graph.journal += [Entry("op_trans", name, str(algorithm), where) for name in sorted(names)]
+    known = {op.name for op in before.ops}
+    return [graph.parts(op) for op in after.ops if op.name not in known]
+
+
+def _wrong(before: Model, after: Model) -> str:
+    """Return what a model that an algorithm made may not be, and what to do instead; '' where it may."""
+    if not isinstance(after, Model):
+        return f"gives {after!r}; its method rewrite must return a Model."
+    made = {name for name, tensor in after.tensors.items() if tensor.kind != "activation"}
+    names = [op.name for op in after.ops]
+    twice = next((name for name in names if names.count(name) > 1), "") if len(set(names)) < len(names) else ""
+    if twice:
+        return f"makes two ops named {twice}; give each a name of its own."
+    for op in after.ops:
+        for operand in (*op.inputs, *op.outputs):
+            extents = after.tensors[operand.tensor].extents if operand.tensor in after.tensors else None
+            sizes = [None if i is None else op.indices[i].size if i < len(op.indices) else -1 for i in operand.slots]
+            if extents is None or len(sizes) != len(extents):
+                return (
+                    f"lets {op.name} have {operand.tensor} as {operand.slots} of its indices; it has slots {extents}."
+                )
+            if any(s not in (None, e) for s, e in zip(sizes, extents, strict=True)):
+                return f"lets {op.name} have {operand.tensor} of {extents} as indices of {sizes}; make these equal."
+        missing = next((o.tensor for o in op.inputs if o.tensor not in made), "")
+        if missing:
+            return f"lets {op.name} read {missing} before it is made; put what makes it first."
+        double = next((o.tensor for o in op.outputs if op.is_forward and o.tensor in made), "")
+        if double:
+            return f"lets {op.name} make {double}, which is made already; give it a tensor of its own."
+        made.update(o.tensor for o in op.outputs)
+    updates = ([op for op in model.ops if not op.is_forward] for model in (before, after))
+    if after.loss not in made or next(updates) != next(updates):
+        return "changes what is updated, or loses the loss; only forward ops may change."
+    return ""

@@ -1,0 +1,202 @@
+"""Plans that compute parts of the model again in the backward: equal, in less memory, whenever a plan says."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import superscaler as ss
+from superscaler.artifact import initial_values
+from superscaler.errors import ScheduleError
+from superscaler.models import build
+from superscaler.plan import Plan
+from superscaler.plans import resolve
+from superscaler.report.account import summary
+from superscaler.runtime.step import Step
+from superscaler.verify.certificate import check_program
+from superscaler.verify.locate import on_threads
+
+SProgram = Callable[[ss.Graph, ss.Cluster], Any]
+
+
+class Normed(nn.Module):
+    """Blocks with batch norms, whose buffers change, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)
+        )
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.h:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.out(x), y)
+
+
+def normed() -> ss.Graph:
+    torch.manual_seed(0)
+    module = Normed()
+    data = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    return ss.capture(module, data, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3))
+
+
+def library(spec: str) -> ss.Graph:
+    built = build(spec)
+    return ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+
+
+def recomputed(plan: SProgram, inside: str = "blocks") -> SProgram:
+    """Return a plan that also computes again all blocks, one block, a module of each block, or everything."""
+
+    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        plan(graph, cluster)
+        blocks = graph.blocks[-1:] if inside == "one" else graph.blocks
+        if inside == "all":
+            ss.op_trans(graph, graph.forward_ops, ss.Recompute())
+        for block in blocks if inside != "all" else ():
+            path = block.path if inside in ("blocks", "one") else f"{block.path}.{inside}"
+            ss.op_trans(graph, graph.select(module=path), ss.Recompute())
+
+    return sprogram
+
+
+PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2"]
+REGIONS = [("gpt2:size=tiny", "blocks"), ("gpt2:size=tiny", "attn"), ("gpt2:size=tiny", "one"),
+           ("gpt2:size=tiny", "all"), ("normed", "blocks"), ("mixtral:size=tiny", "blocks")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "inside"), REGIONS)
+def test_recompute_changes_no_number(spec: str, inside: str) -> None:
+    graph = normed() if spec == "normed" else library(spec)
+    for plan in PLANS:
+        # The norms of the one, and the router of the other, are of the whole batch.
+        name = plan if spec.startswith("gpt2") else plan.replace("microbatches=2", "microbatches=1")
+        compiled = ss.compile(graph, recomputed(resolve(name), inside), "local:1" if plan == "single" else "local:2")
+        found = compiled.verify()
+        assert found["equal"], (plan, found)
+        compiled.explain()
+
+
+def test_recompute_under_a_folded_plan_is_equal_at_a_small_shape() -> None:
+    plan = ss.compile(
+        library("gpt2:size=tiny"), recomputed(resolve("hybrid:dp=4,tp=4,pp=2,microbatches=2")), "v100:4x8"
+    )
+    assert plan.compiled.fold is not None
+    found = plan.verify(shapes="small")
+    assert found["equal"], found
+    assert "F0 F1 R0 B0 R1 B1" in summary(plan.compiled)
+
+
+def ran(plan: Plan, run: Callable[[Step], Any]) -> list[Any]:
+    captured = plan.compiled.graph.captured
+    values = initial_values(plan.compiled.graph.model, captured.values)
+    return on_threads(plan.compiled, {name: value.clone() for name, value in values.items()}, run, 60.0)
+
+
+def test_dropout_is_drawn_again_alike() -> None:
+    graph = normed()
+
+    def train(step: Step) -> tuple[list[float], dict[str, Tensor]]:
+        batch = graph.captured.batch
+        return [float(step(batch)) for _ in range(3)], {n: w.detach() for n, w in step.state.weights.items()}
+
+    plain, again = (ss.compile(graph, plan, "local:1") for plan in (resolve("single"), recomputed(resolve("single"))))
+    (losses, weights), (found, others) = ran(plain, train)[0], ran(again, train)[0]
+    assert found == losses
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that are made inside, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
+            if storage not in self.known:
+                self.known.add(storage)
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return out
+
+    def _add(self, count: int) -> None:
+        self.live += count
+        self.peak = max(self.peak, self.live)
+
+
+def test_recomputed_blocks_take_a_third_of_the_memory() -> None:
+    graph = library("gpt2:size=tiny,layers=4,seq=128")
+
+    def peak(step: Step) -> int:
+        with Live() as live:
+            step(graph.captured.batch)
+        return live.peak
+
+    plans = (ss.compile(graph, plan, "local:1") for plan in (resolve("single"), recomputed(resolve("single"))))
+    before, after = (ran(plan, peak)[0] for plan in plans)
+    assert before > 30e6
+    assert after < 13e6
+
+
+def sharded(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Data parallel, with weights at rest in slices."""
+    devices = list(range(len(cluster.devices)))
+    for op in graph.ops:
+        own = next((i.factor for i in op.indices if i.size % len(devices) == 0), "")
+        factor = "batch" if op.is_forward else own
+        made = ss.op_trans(graph, op, ss.Split(factor, len(devices)) if factor else ss.Replicate(len(devices)))
+        ss.op_assign(graph, made, devices)
+
+
+def test_sharded_weights_are_gathered_again() -> None:
+    graph = library("gpt2:size=tiny")
+    plain, again = (ss.compile(graph, plan, "local:2") for plan in (sharded, recomputed(sharded, "all")))
+    assert again.verify()["equal"]
+    parameters = list(graph.model.parameters())
+    gathered = 4 * sum(prod(t.shape) for t in parameters)
+    assert plain.compiled.program.bytes_moved <= again.compiled.program.bytes_moved - gathered * 0.9
+
+
+def test_a_plan_says_when_to_compute_again() -> None:
+    def early(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        recomputed(resolve("single"))(graph, cluster)
+        first, second = graph.blocks
+        ss.op_order(graph, graph.select(module=first.path, kind="R"), graph.select(module=second.path, kind="B"))
+
+    def wrong(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        recomputed(resolve("single"))(graph, cluster)
+        path = graph.blocks[0].path
+        ss.op_order(graph, graph.select(module=path, kind="B"), graph.select(module=path, kind="R"))
+
+    graph = library("gpt2:size=tiny")
+    late, soon = (ss.compile(graph, plan, "local:1") for plan in (recomputed(resolve("single")), early))
+    assert soon.verify()["equal"]
+    codes = [plan.compiled.emitted.files["program_0.py"] for plan in (late, soon)]
+    at = [(code.index("add_7_r,) = rt.forward"), code.index("d_add_7,")) for code in codes]
+    assert at[0][0] > at[0][1]
+    assert at[1][0] < at[1][1]
+    with pytest.raises(ScheduleError, match=r"R of transformer.h.0.ln_1 \(layer_norm.r\), device 0 needs B of"):
+        ss.compile(graph, wrong, "local:1")
+
+
+def test_a_twin_that_computes_something_else_is_refused() -> None:
+    program = ss.compile(library("mlp"), recomputed(resolve("single"), "all"), "local:1").compiled.program
+    twin = next(op for op in program.model.ops if op.origin and op.args)
+    ops = tuple(replace(op, origin="mul", args=()) if op is twin else op for op in program.model.ops)
+    with pytest.raises(ScheduleError, match=f"{twin.name} does not compute mul again"):
+        check_program(replace(program, model=replace(program.model, ops=ops)))

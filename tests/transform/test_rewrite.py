@@ -1,0 +1,100 @@
+"""What algorithms make of whole ops, and what they may not make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from chains import chain
+
+from superscaler.errors import InputError, TransformError
+from superscaler.ir.graph import Model, Op, Operand, without_twins
+from superscaler.ir.text import parse_model, print_model
+from superscaler.verbs import Recompute, Split, op_assign, op_order, op_trans
+
+
+def test_recompute_makes_twins_that_have_the_mirrors() -> None:
+    graph = chain()
+    captured = graph.model
+    made = op_trans(graph, graph.forward_ops[:2], Recompute())
+    assert [parts.op.name for parts in made] == ["mul0.r", "mul1.r"]
+    first, second = (graph.op(name) for name in ("mul1", "mul1.r"))
+    assert (first.has_mirror, second.has_mirror) == (False, True)
+    assert [o.tensor for o in second.inputs] == ["h0.r", "w"]
+    assert graph.model.mirror(second).inputs[0].tensor == graph.model.gradient("h1") == "d(h1)"
+    assert [op.name for op in graph.ops] == [op.name for op in captured.ops]
+    assert without_twins(graph.model) == captured
+    assert parse_model(print_model(graph.model)) == graph.model
+
+
+def test_twins_have_the_parts_of_their_ops_unless_they_are_given_others() -> None:
+    graph = chain()
+    op_trans(graph, graph.forward_ops[:2], Recompute())
+    for op in graph.forward_ops[:2]:
+        op_assign(graph, op_trans(graph, op, Split("batch", 2)), 0)
+    op_assign(graph, graph.op("mul1.r"), 1)
+    graph.settle()
+    assert graph.grids["mul0.r"] is graph.grids["mul0"]
+    assert graph.grids["mul1.r"].used() == {1}
+
+
+def test_orders_of_backwards_are_those_of_twins() -> None:
+    graph = chain()
+    first, second, *_ = graph.forward_ops
+    op_order(graph, graph.select(ops=[second], kind="B"), graph.select(ops=[first], kind="B"))
+    op_trans(graph, [first], Recompute())
+    op_order(graph, graph.select(ops=[first], kind="R"), graph.select(ops=[second], kind="B"))
+    graph.settle()
+    members = [[(group.kind, group.members[0][0]) for group in (o.before, o.after)] for o in graph.orders]
+    assert members == [[("B", "mul1"), ("B", "mul0.r")], [("F", "mul0.r"), ("B", "mul1")]]
+    with pytest.raises(InputError, match="matches no op"):
+        graph.select(ops=[second], kind="R")
+
+
+def test_recompute_is_refused_where_it_has_no_meaning() -> None:
+    graph = chain()
+    part = op_trans(graph, graph.op("mul2"), Split("batch", 2))[0]
+    with pytest.raises(TransformError, match="whole ops, not of 1 of the 2 parts of mul2"):
+        op_trans(graph, part, Recompute())
+    op_trans(graph, graph.forward_ops[:2], Recompute())
+    with pytest.raises(TransformError, match="Recompute of mul1 is asked for twice"):
+        op_trans(graph, graph.op("mul1"), Recompute())
+    with pytest.raises(TransformError, match="needs ops that have a backward"):
+        op_trans(graph, graph.ops[-1:], Recompute())
+
+
+@dataclass(frozen=True)
+class Own:
+    """A user's own algorithm, which makes any model."""
+
+    make: Callable[[Model], object]
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        return self.make(model)  # type: ignore[return-value]
+
+
+def changed(model: Model, at: int, **fields: object) -> Model:
+    ops = list(model.ops)
+    ops[at] = replace(ops[at], **fields)  # type: ignore[arg-type]
+    return replace(model, ops=tuple(ops))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: None, "gives None; its method rewrite must return a Model"),
+        (lambda m: changed(m, 1, name="mul0"), "makes two ops named mul0"),
+        (lambda m: changed(m, 1, inputs=(Operand("h9", (0, 1)),)), "lets mul1 have h9 as .* it has slots None"),
+        (lambda m: changed(m, 1, inputs=(Operand("h0", (0,)),)), r"lets mul1 have h0 as \(0,\) .* slots \(8, 6\)"),
+        (lambda m: changed(m, 1, inputs=(Operand("h0", (1, 0)),)), r"of \(8, 6\) as indices of \[6, 8\]; make these"),
+        (lambda m: changed(m, 1, inputs=(Operand("h2", (0, 1)),)), "lets mul1 read h2 before it is made"),
+        (lambda m: changed(m, 1, outputs=(Operand("h0", (0, 1)),)), "lets mul1 make h0, which is made already"),
+        (lambda m: changed(m, -1, group=3), "changes what is updated"),
+        (lambda m: replace(m, ops=m.ops[:-2] + m.ops[-1:]), "loses the loss"),
+    ],
+)
+def test_what_an_own_algorithm_makes_is_checked(make: Callable[[Model], object], message: str) -> None:
+    graph = chain()
+    with pytest.raises(TransformError, match=rf"op_trans at .*test_rewrite.py:\d+: Own .*{message}"):
+        op_trans(graph, graph.forward_ops, Own(make))
