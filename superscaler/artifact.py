@@ -37,7 +37,7 @@ from superscaler.specs.saved_plan import (
 )
 from superscaler.specs.staging import settle, staged, sync_all
 
-RUN = '''"""Train with this plan: torchrun --nproc-per-node {world} run.py --steps 20. Written by superscaler."""
+RUN = '''"""Train with this plan on {world} devices; superscaler launch torchrun says how. Written by superscaler."""
 
 import sys
 from pathlib import Path

@@ -94,7 +94,7 @@ def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path
     if not cluster.is_local:
         raise InputError(
             f"train starts processes on this machine, but --cluster is {cluster}; write local:N, "
-            "or compile with --out and start the directory's run.py with torchrun on each server."
+            "or compile with --out, and start it as superscaler launch says."
         )
     if clip is not None and not clip > 0:
         raise InputError(f"--clip is {clip}, but a norm to clip to is a number above 0.")

@@ -73,9 +73,11 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_was_stopped_goes_on_bit_for_bit(stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     done = steps(stopped)
-    through = train(capfd, *TWO, "--steps", str(done + 3), "--save", str(tmp_path / "a"), "--seed", "3")
-    # The seeds are those of the checkpoint; what is saved goes into its folder.
-    resumed = train(capfd, *TWO, "--steps", str(done + 3), "--resume", str(stopped))
+    # The same folder twice: what is there is gone on from, and where nothing is, training starts anew.
+    both = [["--save", str(folder), "--resume", str(folder)] for folder in (tmp_path / "a", stopped)]
+    through = train(capfd, *TWO, "--steps", str(done + 3), *both[0], "--seed", "3")
+    # The seeds are those of the checkpoint.
+    resumed = train(capfd, *TWO, "--steps", str(done + 3), *both[1])
     assert resumed["losses"] == through["losses"][done:]
     assert (resumed["start"], resumed["steps"]) == (done, done + 3)
     name = f"step-{done + 3:08d}"
@@ -149,7 +151,7 @@ def test_wrong_input_is_said_before_anything_is_built(
         ("--save", ""): "--save is empty",
         ("--save", str(tmp_path / "text")): "text is a file; choose a folder",
         ("--resume", str(tmp_path)): "has no checkpoint and no weights: none of manifest.json, latest",
-        ("--resume", str(tmp_path / "no")): "no does not exist",
+        ("--resume", str(tmp_path / "no")): "no has no checkpoint yet; to start anew there, ",
         ("--resume", folder, "--weights", folder): "--weights has no use",
         ("--resume", folder, "--steps", str(done)): f"trained for {done} steps, and --steps {done} counts these",
         ("--resume", folder, "--steps", str(done + 9), "--data", str(tmp_path / "text")): (
