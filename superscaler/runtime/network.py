@@ -12,7 +12,7 @@ from datetime import timedelta
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from superscaler.errors import InputError, RuntimeFailure
 
@@ -53,7 +53,7 @@ def launched() -> Launched:
 def _number(name: str, low: int, high: int | None = None) -> int:
     text = os.environ.get(name, str(low))
     if not text.isdecimal() or int(text) < low or (high is not None and int(text) > high):
-        limits = f"{low} or more" if high is None else f"from {low} to {high}"
+        limits = f"of {low} or more" if high is None else f"from {low} to {high}"
         raise InputError(f"{name} is {text!r}, but must be a number {limits}; start this program with torchrun.")
     return int(text)
 
@@ -82,14 +82,16 @@ def meet(told: Launched) -> tuple[Store, str]:
 
 
 def _store(told: Launched) -> Store:
+    # Without torchrun's, rank 0 keeps one.
     is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_ours, limit = not is_there and told.rank == 0, timedelta(seconds=_REACH if is_there else _MEET)
     try:
-        store: Store = next(rendezvous("env://", timeout=timedelta(seconds=_REACH if is_there else _MEET)))[0]
-    except dist.DistError:
+        store = TCPStore(told.host, told.port, is_master=is_ours, timeout=limit)
+    except dist.DistError as error:
         raise RuntimeFailure(
             f"rank {told.rank} on {socket.gethostname()} cannot reach {told.host}:{told.port}, the store of this "
-            f"launch; if {told.host} is no name here of the server that has it, start torchrun on every server with "
-            "--local-addr ADDRESS, its own, by which the others reach it."
+            f"launch ({str(error).splitlines()[0].rstrip('.')}); if {told.host} is no name here of the server that has "
+            "it, start torchrun on every server with --local-addr ADDRESS, its own, by which the others reach it."
         ) from None
     store.set_timeout(timedelta(seconds=_MEET))
     return store

@@ -36,9 +36,9 @@ def test_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "WORLD_SIZE",
             "four",
-            "WORLD_SIZE is 'four', but must be a number 1 or more; start this program with torchrun.",
+            "WORLD_SIZE is 'four', but must be a number of 1 or more; start this program with torchrun.",
         ),
-        ("WORLD_SIZE", "0", "WORLD_SIZE is '0', but must be a number 1 or more"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE is '0', but must be a number of 1 or more"),
         ("RANK", "4", "RANK is '4', but must be a number from 0 to 3"),
         ("RANK", "-1", "RANK is '-1', but"),
         ("RANK", None, "WORLD_SIZE is set, but RANK not: start this program with torchrun."),
