@@ -49,7 +49,8 @@ def connect(timeout: float = 1800.0) -> DistributedCommunicator:
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound, **given)
         except RuntimeError as error:
-            _fail(f"connecting by {os.environ.get('GLOO_SOCKET_IFNAME')}", error)
+            chosen = f"{backend.upper()}_SOCKET_IFNAME"
+            _fail(f"rank {told.rank}: connecting with {chosen}={os.environ.get(chosen, '')}", error)
     return DistributedCommunicator(device, start, store)
 
 
