@@ -40,7 +40,7 @@ class Step:
         self.rank, self.world = self.communicator.rank, self.communicator.world
         (Path(sys.argv[0]).parent / f"pid{{self.rank}}").write_text(str(os.getpid()))
 
-    def __call__(self, batch, clip=None):
+    def __call__(self, batch, clip=None, check_finite=False):
         self.count += 1
         rank = self.rank
         if self.count == 3:

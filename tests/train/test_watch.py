@@ -25,6 +25,7 @@ RUN = """
 import os, sys, time
 from pathlib import Path
 from superscaler.runtime import executor, watch
+from superscaler.runtime.step import load
 from superscaler.train.loop import main
 
 watch.SILENCE, watch.LEAST = 6.0, 3.0
@@ -40,7 +41,8 @@ def forward(self, *args):
     return whole(self, *args)
 
 executor.Rank.forward = forward
-main([str(here), *sys.argv[1:]])
+# This file is not the one that compile wrote.
+main([str(here), *sys.argv[1:]], load=lambda directory: load(directory, manifest=False))
 """
 TRAIN = "import sys, pathlib; from superscaler.train.launch import train; "
 TRAIN += "train(pathlib.Path(sys.argv[1]), world=2, steps=10**9)"
