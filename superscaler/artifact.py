@@ -173,7 +173,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
                 "put it into a .py file and import that."
             )
     weights = kept_values(compiled.graph, values)
-    data = json.loads(json.dumps({**describe(compiled, seed), "operators": operators}))
+    data = {**describe(compiled, seed), "operators": operators}
     files = {**{name: text.encode() for name, text in _texts(compiled).items()}, **sources}
     hashes = {name: disk.digest(data) for name, data in files.items()}
     kept = {**manifest(compiled, values), "data": disk.data_hash(data), "files": hashes}

@@ -59,7 +59,7 @@ def check_out(out: Path | None) -> None:
         return
     # The nearest folder above that is there: the rest will be made in it.
     above = next((p for p in (out, *out.parents) if os.path.lexists(p)), Path())
-    if not above.is_dir():
+    if not os.path.isdir(above):
         raise InputError(f"--out {out}: {above} is {_kind(above)}; choose a directory.")
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"--out {out}: nothing can be written into {above}; choose another directory.")
@@ -68,7 +68,7 @@ def check_out(out: Path | None) -> None:
 
 
 def _kind(path: Path) -> str:
-    return "a file" if path.exists() else "a link to nothing"
+    return "a file" if os.path.exists(path) else "a link to nothing"
 
 
 def saved(out: Path | None, cluster: Cluster, is_new: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -98,7 +99,7 @@ def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path
         )
     if clip is not None and not clip > 0:
         raise InputError(f"--clip is {clip}, but a norm to clip to is a number above 0.")
-    if data is not None and not data.is_file():
+    if data is not None and not os.path.isfile(data):
         raise InputError(f"--data {data} is not a file; give a text, or leave it out.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +34,7 @@ def validate(
 
     Exit code 1 and the instruction, the tensor and the device when it does not hold.
     """
-    if Path(request.model).is_dir() and not request.plan:
+    if os.path.isdir(request.model) and not request.plan:
         from superscaler.verify.saved import validate_directory
 
         printer.result = validate_directory(Path(request.model), manifest=not no_manifest)
@@ -41,7 +42,9 @@ def validate(
         return
     for name in ("plan", "cluster"):
         if not getattr(request, name):
-            raise InputError(f"{request.model} is no directory, so that it is a model; give --{name}, too.")
+            raise InputError(
+                f"{request.model} is no directory that can be read, so that it is a model; give --{name}, too."
+            )
     compiled, _ = request.compile()
     printer.result = compiled.validate()
     printer.show(compiled.summary(), "the plan holds: every part is covered, and no device waits forever")

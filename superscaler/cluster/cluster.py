@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -173,7 +174,7 @@ class Cluster:
 
 
 def _from_file(path: Path) -> Cluster:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"there is no cluster file {path}; {_FORMS}.")
     try:
         text = path.read_text(encoding="utf-8")

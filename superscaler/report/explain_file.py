@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
-from superscaler.specs.plan_file import Option
+from superscaler.specs.plan_file import Checked, Option
 
 # Another one is not read.
 VERSION = 4
@@ -91,11 +91,7 @@ def adapter() -> TypeAdapter[list[Block]]:
     return TypeAdapter(list[Block])
 
 
-class _Checked(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Model(_Checked):
+class Model(Checked):
     parameters: Count
     parameter_bytes: Count
     trained_parameters: Count
@@ -106,18 +102,18 @@ class Model(_Checked):
     options: list[dict[str, Option]]
 
 
-class Order(_Checked):
+class Order(Checked):
     devices: str
     blocks: list[str]
     order: str
 
 
-class Relaxation(_Checked):
+class Relaxation(Checked):
     name: str
     ops: list[str]
 
 
-class Total(_Checked):
+class Total(Checked):
     direction: Direction
     way: Literal["local", "collective", "messages"]
     kind: str
@@ -126,7 +122,7 @@ class Total(_Checked):
     moved: Count
 
 
-class Step(_Checked):
+class Step(Checked):
     kind: str
     groups: list[list[Count]]
     moved: Count
@@ -134,7 +130,7 @@ class Step(_Checked):
     layout: str
 
 
-class Path(_Checked):
+class Path(Checked):
     direction: Direction
     tensors: list[str]
     count: Count
@@ -144,7 +140,7 @@ class Path(_Checked):
     steps: list[Step]
 
 
-class Account(_Checked):
+class Account(Checked):
     version: int
     world: Count
     cluster: str

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.runtime.communicator import Communicator
-from superscaler.runtime.folder import discard, lock, new_folder, prune, reason, sync, write_text
+from superscaler.runtime.folder import discard, lock, new_folder, prune, reason
 from superscaler.runtime.pieces import located, owners, whole
 from superscaler.runtime.stored import (
     FORMAT,
@@ -32,7 +32,7 @@ from superscaler.runtime.stored import (
     file_hash,
     manifest_hash,
 )
-from superscaler.specs.files import data_hash
+from superscaler.specs.files import data_hash, replacing, sync, write_file
 
 if TYPE_CHECKING:
     from superscaler.runtime.step import Step
@@ -245,12 +245,10 @@ def shard_name(rank: int) -> str:
 
 def _write_shard(file: Path, tensors: dict[str, Tensor], entries: list[dict[str, Any]]) -> None:
     """Write a shard, then what is in it and its checksum, each aside and then moved."""
-    aside = file.with_suffix(".part")
-    save_file(tensors, aside)
-    told = {"bytes": aside.stat().st_size, "sha256": file_hash(aside)}
-    sync(aside)
-    os.replace(aside, file)
-    write_text(file.with_suffix(".json"), json.dumps({**told, "entries": entries}))
+    with replacing(file) as aside:
+        save_file(tensors, aside)
+        told = {"bytes": aside.stat().st_size, "sha256": file_hash(aside)}
+    write_file(file.with_suffix(".json"), json.dumps({**told, "entries": entries}))
 
 
 def _all_written(save: _Save, ranks: list[int]) -> bool:
@@ -269,7 +267,7 @@ def _commit(folder: Path, head: dict[str, Any], ranks: list[int]) -> None:
     write_manifest(folder, head, {shard: json.loads(file.read_text()) for shard, file in files.items()})
     for file in files.values():
         file.unlink()
-    write_text(folder.parent / POINTER_FILE, f"{folder.name}\n")
+    write_file(folder.parent / POINTER_FILE, f"{folder.name}\n")
 
 
 def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[str, Any]]) -> None:
@@ -285,7 +283,7 @@ def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[
     first = json.dumps({**head, "shards": shards, "sha256": manifest_hash(made)}, indent=1).removesuffix("\n}")
     # A line a tensor.
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
-    write_text(folder / MANIFEST_FILE, f'{first},\n "tensors": {{\n{lines}\n }}\n}}\n')
+    write_file(folder / MANIFEST_FILE, f'{first},\n "tensors": {{\n{lines}\n }}\n}}\n')
     sync(folder.parent)
 
 

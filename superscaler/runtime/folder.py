@@ -12,12 +12,13 @@ from itertools import count
 from pathlib import Path
 
 from superscaler.runtime.stored import MANIFEST_FILE, POINTER_FILE, checkpoints
+from superscaler.specs.files import ASIDE
 
 # A run has a lock on this file as long as it writes; the system takes it back from a process that ends.
 LOCK_FILE = ".lock"
 _FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
 # What a checkpoint has before it is whole.
-_PARTS = re.compile(r"rank-\d{5,}\.(safetensors|json|part)|\.(rank-\d{5,}|manifest)\.json\.part")
+_PARTS = re.compile(rf"rank-\d{{5,}}\.(safetensors|json)|\.(rank-\d{{5,}}|manifest)\.\w+\.\w+{re.escape(ASIDE)}")
 
 
 def lock(directory: Path, is_first: bool = False) -> int:
@@ -71,29 +72,6 @@ def prune(directory: Path, keep: int | None) -> None:
         # First what says that it is whole.
         (folder / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file whole or not at all, and make it last."""
-    aside = file.with_name(f".{file.name}.part")
-    try:
-        aside.write_text(text)
-        sync(aside)
-        os.replace(aside, file)
-    except OSError:
-        with suppress(OSError):
-            aside.unlink()
-        raise
-    sync(file.parent)
-
-
-def sync(path: Path) -> None:
-    """Make what was written to a file or folder last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def reason(file: Path, error: Exception) -> str:

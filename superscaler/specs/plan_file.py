@@ -25,11 +25,13 @@ Path = Annotated[str, AfterValidator(_inside)]
 Target = Annotated[str, Field(pattern=r"^\w+\.\w+\.\w+$")]
 
 
-class _Checked(BaseModel):
+class Checked(BaseModel):
+    """Has these fields, of these types, and no others."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Weight(_Checked):
+class Weight(Checked):
     name: str
     tensor: str
     box: Box
@@ -38,14 +40,14 @@ class Weight(_Checked):
     group: Count
 
 
-class Draw(_Checked):
+class Draw(Checked):
     op: Count
     box: Box
     extents: list[Count]
     shape: list[Count]
 
 
-class Tables(_Checked):
+class Tables(Checked):
     """Of one device."""
 
     weights: list[Weight]
@@ -57,7 +59,7 @@ class Tables(_Checked):
     counted: list[list[bool]]
 
 
-class Owned(_Checked):
+class Owned(Checked):
     """Which of the user's tensors a tensor is."""
 
     name: str
@@ -68,13 +70,13 @@ class Owned(_Checked):
     start: Count
 
 
-class Optimizer(_Checked):
+class Optimizer(Checked):
     name: str
     groups: list[dict[str, Option]]
     scaler: dict[str, Option]
 
 
-class Operator(_Checked):
+class Operator(Checked):
     """Who registers an operator of the user's: `file` is the copy, empty for a module that is installed."""
 
     module: str
@@ -82,7 +84,7 @@ class Operator(_Checked):
     sha256: Hash
 
 
-class Manifest(_Checked):
+class Manifest(Checked):
     """Hashes of what a plan is compiled from (`model` to `sources`), what compiled it, and hashes of its files.
 
     `header` is that of the weights file up to the data, `tensors` those of the data; `self` that of the manifest.
@@ -105,11 +107,11 @@ class Manifest(_Checked):
     self: Hash
 
 
-class PlanFile(_Checked):
+class PlanFile(Checked):
     version: Number
     world: Count
     cluster: str
-    seed: Number
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
     programs: list[Annotated[str, Field(pattern=r"^program_\d+$")]]
     devices: list[Tables]
     inputs: dict[str, tuple[list[Count], str]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -45,7 +46,7 @@ def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -
     path, _, rest = spec.partition(":")
     name, _, keys = rest.partition(":")
     file = Path(path)
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise InputError(f"there is no {kind} file {path}; write NAME or path/to/file.py:function.")
     module = load_file(file)
     found = {k: v for k, v in vars(module).items() if inspect.isfunction(v)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -78,6 +79,21 @@ def test_damage_is_refused(damage: Damage, folder: Path, saved: Path, capsys: py
         if reader != "validate":
             assert damage.told in told
     assert contents(folder) == before
+
+
+def test_what_may_not_be_read_is_one_line(
+    folder: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(file: Path) -> bytes:
+        if file == folder / "program_0.py":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return read(file)
+
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    for reader in ("explain", "diff", "validate", "load"):
+        told = refusal(reader, folder, saved, capsys)
+        assert told.startswith(f"{folder}/program_0.py cannot be read: Permission denied; write it again")
 
 
 def sealed_with(folder: Path, name: str, text: str) -> None:

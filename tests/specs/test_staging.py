@@ -102,8 +102,7 @@ def test_copies_of_operators_that_a_new_plan_has_not_are_removed(plans: list[ss.
     file.parent.mkdir(parents=True)
     for path in (file, tmp_path / "operators" / "mine.py"):
         path.write_text("x = 1\n")
-    (tmp_path / "plan.json").write_text(
-        text.replace('"run.py":', f'"operators/kernels/ops.py": "{"0" * 64}", "run.py":')
-    )
+    listed = '"operators/kernels/ops.py": "", "run.py":'
+    (tmp_path / "plan.json").write_text(text.replace('"run.py":', listed))
     plans[1].save(tmp_path)
     assert [str(f.relative_to(tmp_path)) for f in (tmp_path / "operators").rglob("*")] == ["operators/mine.py"]

@@ -386,7 +386,7 @@ def test_a_save_that_fails_leaves_the_others_as_they_were(
     full: list[int] = []
 
     def write(tensors: dict[str, Tensor], file: Path) -> None:
-        if full and file.name.startswith(f"rank-0000{rank}"):
+        if full and f"rank-0000{rank}" in file.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         save_file(tensors, file)
 
@@ -412,10 +412,13 @@ def test_a_save_that_fails_leaves_the_others_as_they_were(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "latest", "step-00000001", "step-00000003"]
 
 
+LEFT = ".rank-00000.safetensors.0a1b.tmp"
+
+
 def leftover(folder: Path, *more: str) -> Path:
     """Make what a run that was killed while it saved has left."""
     folder.mkdir()
-    for name in ("rank-00000.part", "rank-00001.safetensors", "rank-00001.json", ".manifest.json.part", *more):
+    for name in (LEFT, "rank-00001.safetensors", "rank-00001.json", ".manifest.json.0a1b.tmp", *more):
         (folder / name).write_text("x")
     return folder
 
@@ -430,7 +433,7 @@ def test_what_killed_runs_left_is_removed_and_nothing_else(checkpoint: Path, tmp
         checkpoint / "step-00000003" / "rank-00000.safetensors",
     ]
     (checkpoint / "step-00000009").symlink_to(tmp_path / "elsewhere")
-    kept += [checkpoint / "step-00000009" / "rank-00000.part"]
+    kept += [checkpoint / "step-00000009" / LEFT]
     other = lock(checkpoint)
     run("mixed", "data_parallel", lambda step: (step.restore(checkpoint), step.save(checkpoint)))
     # Another run writes there.
