@@ -23,15 +23,9 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.folder import discard, lock, new_folder, prune, reason, sync, write_text
+from superscaler.runtime.manifest import FORMAT, VERSION, manifest_hash
 from superscaler.runtime.pieces import located, owners, whole
-from superscaler.runtime.stored import (
-    FORMAT,
-    MANIFEST_FILE,
-    POINTER_FILE,
-    VERSION,
-    file_hash,
-    manifest_hash,
-)
+from superscaler.runtime.stored import MANIFEST_FILE, POINTER_FILE, file_hash
 from superscaler.specs.files import data_hash
 
 if TYPE_CHECKING:

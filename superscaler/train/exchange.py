@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from superscaler.errors import InputError
 from superscaler.runtime.checkpoint import publish
+from superscaler.runtime.manifest import DTYPES
 from superscaler.runtime.pieces import whole
 from superscaler.runtime.stored import WHOLE_FILE, Stored, open_checkpoint, open_stored, told_of
 from superscaler.runtime.weights import load_weights, named
@@ -81,7 +85,9 @@ def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
     """Write the weights of a safetensors file or folder, or of `torch.distributed.checkpoint` with `trust`, as the
     first checkpoint of a folder. Returns the checkpoint.
     """
-    if (source / DISTRIBUTED_FILE).is_file():
+    with told_of(source):
+        is_theirs = (source / DISTRIBUTED_FILE).is_file()
+    if is_theirs:
         if not trust:
             raise InputError(f"{source} is of torch.distributed.checkpoint: {_TRUST}.")
         tensors = _read_distributed(source)
@@ -90,6 +96,10 @@ def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
         if stored.manifest is not None:
             raise InputError(f"{source} is a checkpoint of ours already; give it to --resume or --weights.")
         tensors = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
+    if not tensors:
+        raise InputError(f"{source} has no tensors.")
+    if other := [n for n, t in tensors.items() if str(t.dtype).removeprefix("torch.") not in DTYPES.values()]:
+        raise InputError(f"{source} has {other[0]} in {tensors[other[0]].dtype}, which no checkpoint of ours can have.")
     with _made(out) as folder:
         name = publish(folder, tensors)
     return out / name
@@ -111,12 +121,9 @@ def _read_distributed(source: Path) -> dict[str, Tensor]:
                 load(state, storage_reader=FileSystemReader(source), no_dist=True)
         except OSError:
             raise
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             # A pickle can fail in any way.
-            told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(f"{source} cannot be read by torch.distributed.checkpoint: {told}.") from None
-    if not state:
-        raise InputError(f"{source} has no tensors.")
+            raise InputError(f"{source} cannot be read by torch.distributed.checkpoint: {_line(error)}.") from None
     return {name.removeprefix("model."): value for name, value in state.items()}
 
 
@@ -124,19 +131,24 @@ def _read_distributed(source: Path) -> dict[str, Tensor]:
 def _made(out: Path) -> Iterator[Path]:
     """Give a folder aside, which takes the place of `out` when it is whole. Raises InputError if that is not empty."""
     out = out.absolute()
-    aside = out.with_name(f".{out.name}.part")
+    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
     with told_of(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out} is there already and is not empty; choose another folder.")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
         aside.replace(out)
-    except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror or error}; choose another folder.") from error
+    except (OSError, SafetensorError, CheckpointException) as error:
+        told = (error.strerror if isinstance(error, OSError) else None) or _line(error)
+        raise InputError(f"{out} cannot be written: {told}; choose another folder.") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _line(error: BaseException) -> str:
+    """Return the last line of what an error says, its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def inspect(path: Path) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
@@ -133,3 +134,21 @@ def test_torch_distributed_checkpoint_both_ways(gpt2: Path, tmp_path: Path) -> N
     with pytest.raises(InputError, match=r"out cannot be read by torch.distributed.checkpoint: "):
         import_weights(tmp_path / "out", tmp_path / "third", trust=True)
     assert not (tmp_path / "third").exists()
+
+
+def test_a_disk_that_is_full_is_said(gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    save_file({"first.weight": torch.eye(4)}, tmp_path / "theirs.safetensors")
+    monkeypatch.setattr("superscaler.train.exchange.save_file", write)
+    monkeypatch.setattr("superscaler.runtime.checkpoint.save_file", write)
+    for work in (
+        lambda: export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out"),
+        lambda: import_weights(tmp_path / "theirs.safetensors", tmp_path / "out"),
+    ):
+        with pytest.raises(
+            InputError, match=r"out cannot be written: .*No space left on device .*; choose another folder"
+        ):
+            work()
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.safetensors"]
