@@ -25,6 +25,8 @@ from superscaler.runtime.weights import load_weights, named
 
 # What torch.distributed.checkpoint writes beside its shards.
 DISTRIBUTED_FILE = ".metadata"
+# How it calls the tensors of a model, and the optimizer's states of these.
+_MODEL, _STATE = "model.", "optimizer.state."
 _TRUST = (
     "its metadata is a pickle, and reading a pickle runs whatever code is in it; if you trust who wrote it, say --trust"
 )
@@ -82,31 +84,32 @@ def _states(stored: Stored, name: str) -> dict[str, Tensor]:
 
 
 def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
-    """Write the weights of a safetensors file or folder, or of `torch.distributed.checkpoint` with `trust`, as the
-    first checkpoint of a folder. Returns the checkpoint.
+    """Write the weights of a safetensors file or folder, or of `torch.distributed.checkpoint` with `trust`, with the
+    optimizer's state of them if that has one, as the first checkpoint of a folder. Returns the checkpoint.
     """
     with told_of(source):
         is_theirs = (source / DISTRIBUTED_FILE).is_file()
     if is_theirs:
         if not trust:
             raise InputError(f"{source} is of torch.distributed.checkpoint: {_TRUST}.")
-        tensors = _read_distributed(source)
+        tensors, states = _read_distributed(source)
     else:
         stored = open_stored(source)
         if stored.manifest is not None:
             raise InputError(f"{source} is a checkpoint of ours already; give it to --resume or --weights.")
         tensors = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
+        states = {}
     if not tensors:
         raise InputError(f"{source} has no tensors.")
     if other := [n for n, t in tensors.items() if str(t.dtype).removeprefix("torch.") not in DTYPES.values()]:
         raise InputError(f"{source} has {other[0]} in {tensors[other[0]].dtype}, which no checkpoint of ours can have.")
     with _made(out) as folder:
-        name = publish(folder, tensors)
+        name = publish(folder, tensors, states)
     return out / name
 
 
-def _read_distributed(source: Path) -> dict[str, Tensor]:
-    """Return the tensors under `model.`, or all where there are none."""
+def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return the tensors under `model.`, or all where there are none, and those under `optimizer.state.` by name."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -115,7 +118,8 @@ def _read_distributed(source: Path) -> dict[str, Tensor]:
         try:
             known = FileSystemReader(source).read_metadata().state_dict_metadata
             kept = {n: t for n, t in known.items() if isinstance(t, TensorStorageMetadata)}
-            kept = {n: t for n, t in kept.items() if n.startswith("model.")} or kept
+            if any(name.startswith(_MODEL) for name in kept):
+                kept = {n: t for n, t in kept.items() if n.startswith((_MODEL, _STATE))}
             state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in kept.items()}
             with _quiet():
                 load(state, storage_reader=FileSystemReader(source), no_dist=True)
@@ -124,7 +128,15 @@ def _read_distributed(source: Path) -> dict[str, Tensor]:
         except (Exception, CheckpointException) as error:
             # A pickle can fail in any way.
             raise InputError(f"{source} cannot be read by torch.distributed.checkpoint: {_line(error)}.") from None
-    return {name.removeprefix("model."): value for name, value in state.items()}
+    tensors = {n.removeprefix(_MODEL): value for n, value in state.items() if not n.startswith(_STATE)}
+    states: dict[str, dict[str, Tensor]] = {}
+    for key in (key for key in state if key.startswith(_STATE)):
+        name, _, kind = key.removeprefix(_STATE).rpartition(".")
+        states.setdefault(name, {})[kind] = state[key]
+    for name, kinds in states.items():
+        if "step" in kinds and kinds["step"].numel() != 1:
+            raise InputError(f"{source} has the step of {name} in shape {tuple(kinds['step'].shape)}, not as a number.")
+    return tensors, {name: kinds for name, kinds in states.items() if name in tensors}
 
 
 @contextmanager
