@@ -70,12 +70,15 @@ def delay(folder: Path, repeat: int) -> None:
     saver.finish()
     plain, held, beside = [], [], []
     for _ in range(repeat):
-        plain.append(seconds(lambda: step(batch)))
+        # Before and after, so that what others do on these cores at that time weighs on both.
+        before = seconds(lambda: step(batch))
         held.append(seconds(saver.save))
-        beside.append(seconds(lambda: step(batch)))
+        during = seconds(lambda: step(batch))
         saver.finish()
+        plain.append((before + seconds(lambda: step(batch))) / 2)
+        beside.append(during - plain[-1])
     usual = statistics.median(plain)
-    held_up, slower = statistics.median(held) / usual, statistics.median(beside) / usual - 1
+    held_up, slower = statistics.median(held) / usual, statistics.median(beside) / usual
     size = sum(file.stat().st_size for file in (folder / "kept").rglob("*.safetensors")) / 1e6
     print(f"delay: {size:.0f} MB, a step of {usual:.2f} s; held up {held_up:.1%}, the step beside it {slower:+.1%}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,15 +24,9 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.folder import discard, lock, new_folder, prune, reason
+from superscaler.runtime.manifest import FORMAT, VERSION, manifest_hash
 from superscaler.runtime.pieces import located, owners, whole
-from superscaler.runtime.stored import (
-    FORMAT,
-    MANIFEST_FILE,
-    POINTER_FILE,
-    VERSION,
-    file_hash,
-    manifest_hash,
-)
+from superscaler.runtime.stored import MANIFEST_FILE, POINTER_FILE, file_hash
 from superscaler.specs.files import data_hash, replacing, sync, write_file
 
 if TYPE_CHECKING:
@@ -39,6 +34,8 @@ if TYPE_CHECKING:
 
 # Seconds between two looks for the shards of other ranks.
 _POLL = 0.02
+# The least of all priorities.
+_NICE = 19
 
 
 def share(communicator: Communicator, text: str) -> str:
@@ -163,6 +160,7 @@ class Saver:
     def _write(self, save: _Save) -> None:
         """Write what this rank saves; on rank 0 then the manifest, once the shards of all ranks are there."""
         file = save.folder / shard_name(self.step.rank)
+        _yield_cores()
         # Whatever it was: a save that fails does not end the training.
         try:
             if save.tensors:
@@ -182,6 +180,13 @@ class Saver:
             # It is saved, whatever becomes of older ones.
             with suppress(OSError):
                 prune(self.directory, self.keep)
+
+
+def _yield_cores() -> None:
+    """Let the step's threads go before this one, which runs where they leave a core."""
+    # Linux alone has a priority for each thread.
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def snapshot(step: Step, owned: list[Mapping[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -297,14 +302,21 @@ def save(step: Step, directory: str | Path, keep: int | None = None) -> Path:
     return saver.last
 
 
-def publish(directory: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors that were trained elsewhere as a checkpoint of no step into an empty folder; return its name."""
-    folder = directory / new_folder(directory, 0)
-    entries = [
-        _entry(n, list(t.shape), str(t.dtype).removeprefix("torch."), n, whole(t.shape)) for n, t in tensors.items()
-    ]
-    file = folder / shard_name(0)
-    _write_shard(file, {name: _copy(tensor) for name, tensor in tensors.items()}, entries)
+def publish(
+    directory: Path, tensors: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> str:
+    """Write tensors that were trained elsewhere, and an optimizer's states of these, as a checkpoint of no step into an
+    empty folder; return its name.
+    """
+    folder, stored, entries = directory / new_folder(directory, 0), {}, []
+    for name, tensor in tensors.items():
+        kinds = dict((states or {}).get(name, {}))
+        count = kinds.pop("step", None)
+        stored[name] = _copy(tensor)
+        stored.update({f"{name}/{kind}": _copy(value) for kind, value in kinds.items()})
+        entry = _entry(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), name, whole(tensor.shape))
+        entries.append(entry | {"states": sorted(kinds), "steps": None if count is None else float(count)})
+    _write_shard(folder / shard_name(0), stored, entries)
     nothing = dict.fromkeys(("plan", "world", "seed", "optimizer", "scaler", "training"))
     _commit(folder, {"format": FORMAT, "version": VERSION, "step": 0, **nothing, "aliases": {}}, [0])
     return folder.name

@@ -6,17 +6,15 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from superscaler.runtime.stored import MANIFEST_FILE, POINTER_FILE, checkpoints
+from superscaler.runtime.stored import FOLDER, MANIFEST_FILE, POINTER_FILE, checkpoints
 from superscaler.specs.files import ASIDE
 
 # A run has a lock on this file as long as it writes; the system takes it back from a process that ends.
 LOCK_FILE = ".lock"
-_FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
 # What a checkpoint has before it is whole.
 _PARTS = re.compile(rf"rank-\d{{5,}}\.(safetensors|json)|\.(rank-\d{{5,}}|manifest)\.\w+\.\w+{re.escape(ASIDE)}")
 
@@ -39,9 +37,18 @@ def lock(directory: Path, is_first: bool = False) -> int:
 def _sweep(directory: Path) -> None:
     """Remove checkpoints that are not whole, and hold nothing that a checkpoint has not."""
     for folder in directory.iterdir():
-        is_ours = _FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+        is_ours = FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
         if is_ours and all(_PARTS.fullmatch(name) for name in os.listdir(folder)):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the files of a checkpoint, first the one that says that it is whole, and the folder if that is empty."""
+    for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST_FILE):
+        if name == MANIFEST_FILE or _PARTS.fullmatch(name):
+            (folder / name).unlink()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def new_folder(directory: Path, steps: int) -> str:
@@ -59,7 +66,7 @@ def discard(folder: Path) -> None:
     pointer = folder.parent / POINTER_FILE
     with suppress(OSError):
         if not pointer.is_file() or pointer.read_text().strip() != folder.name:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
 
 
 def prune(directory: Path, keep: int | None) -> None:
@@ -69,9 +76,7 @@ def prune(directory: Path, keep: int | None) -> None:
     named = (directory / POINTER_FILE).read_text().strip()
     others = [folder for folder in checkpoints(directory) if folder.name != named]
     for folder in others[: max(0, len(others) + 1 - keep)]:
-        # First what says that it is whole.
-        (folder / MANIFEST_FILE).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
 
 def reason(file: Path, error: Exception) -> str:

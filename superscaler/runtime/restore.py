@@ -30,7 +30,9 @@ def restore(step: Step, path: str | Path) -> Mapping[str, Any]:
     def read() -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
         stored.append(open_checkpoint(path))
         _check_plan(step, stored[0])
-        weights, states = _read(step, stored[0]), _read_states(step, stored[0])
+        weights = _read(step, stored[0])
+        _check_states(step, stored[0])
+        states = _read_states(step, stored[0])
         if step.rank == 0:
             _check_names(step, stored[0])
         return weights, states
@@ -87,6 +89,31 @@ def _check_plan(step: Step, stored: Stored) -> None:
             f"{stored.directory} was trained by {kept['name']} with {len(kept['lr'])} parameter groups, but this plan "
             f"has {ours['name']} with {len(ours['groups'])}; take the same optimizer, or load the weights only."
         )
+
+
+def _check_states(step: Step, stored: Stored) -> None:
+    """Raise InputError for trained weights without the state that the optimizer goes on from."""
+    made = {number: _state_names(step, group) for number, group in step.groups().items()}
+    for entry in step.state.tables["weights"]:
+        for name in _called(step, located(step.plan, entry)[0]) if entry["trained"] else []:
+            kept, wanted = stored.tensors.get(name), made[entry["group"]] if entry["trained"] else set()
+            found = {*kept.states, *(() if kept.steps is None else ("step",))} if kept is not None else set()
+            # None before the first step that was not skipped.
+            if found not in (set(), wanted):
+                raise InputError(
+                    f"{stored.directory} has {', '.join(sorted(found))} of {name}, but the optimizer "
+                    f"{step.plan['optimizer']['name']} goes on from {', '.join(sorted(wanted)) or 'nothing'}; "
+                    "load the weights only."
+                )
+
+
+def _state_names(step: Step, group: Mapping[str, Any]) -> set[str]:
+    """Return what the optimizer keeps of a weight after a step."""
+    weight = torch.nn.Parameter(torch.zeros(1, device=step.state.device))
+    weight.grad = torch.ones_like(weight)
+    optimizer = getattr(torch.optim, step.plan["optimizer"]["name"])([{**group, "params": [weight]}])
+    optimizer.step()
+    return {name for name, value in optimizer.state[weight].items() if value is not None}
 
 
 def _check_names(step: Step, stored: Stored) -> None:

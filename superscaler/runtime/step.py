@@ -172,17 +172,17 @@ class Step:
     def set_rates(self, rates: Sequence[Any]) -> None:
         """Set the learning rate of each parameter group of the user's optimizer."""
         self._lr = [float(rate) for rate in rates]
-        for number, group in self._groups().items():
+        for number, group in self.groups().items():
             group["lr"] = self._lr[number]
 
-    def _groups(self) -> dict[int, dict[str, Any]]:
+    def groups(self) -> dict[int, dict[str, Any]]:
         """Return the optimizer's groups on this rank by their numbers: it has those of the weights that are here."""
         numbers = sorted({w["group"] for w in self.state.tables["weights"] if w["trained"]})
         return dict(zip(numbers, self.state.optimizer.param_groups if self.state.optimizer else [], strict=True))
 
     def rates(self) -> list[float]:
         """Return the learning rate of each parameter group of the user's optimizer."""
-        here = self._groups()
+        here = self.groups()
         return [float(here[number]["lr"]) if number in here else rate for number, rate in enumerate(self._lr)]
 
     def close(self) -> None:

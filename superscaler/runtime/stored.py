@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
+import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,18 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.runtime.manifest import DTYPES, read_manifest
 from superscaler.runtime.pieces import Ranges, overlap, sizes, whole
-from superscaler.specs.files import digest
 
-MANIFEST_FILE, POINTER_FILE, VERSION = "manifest.json", "latest", 1
-FORMAT = "superscaler checkpoint"
-_HEAD = {"step", "seed", "world", "optimizer", "scaler", "aliases", "training", "shards", "tensors"}
+MANIFEST_FILE, POINTER_FILE = "manifest.json", "latest"
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# How safetensors calls the dtypes.
-DTYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"},
-    **{f"I{n}": f"int{n}" for n in (8, 16, 32, 64)},
-}
+# Of the name of a checkpoint.
+_LONGEST = 200
+FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +62,15 @@ class Stored:
     def read(self, name: str, ranges: Ranges, state: str = "") -> Tensor:
         """Return a piece of a tensor, or of a state of it. Raises InputError naming the file that is damaged."""
         entry = self.tensors[name]
+        if not math.prod(sizes(ranges)):
+            return torch.empty(sizes(ranges), dtype=getattr(torch, entry.dtype))
         out: Tensor | None = None
         filled = 0
         for piece in entry.pieces:
             common = overlap(piece.ranges, ranges)
             if common is None:
                 continue
-            found = self._slice(piece, f"/{state}" if state else "", [here for here, _ in common])
+            found = self._slice(piece, f"/{state}" if state else "", [here for here, _ in common], entry.dtype)
             out = torch.zeros(sizes(ranges), dtype=found.dtype) if out is None else out
             out[tuple(torch.from_numpy(i) for i in np.ix_(*(there for _, there in common)))] = found
             filled += found.numel()
@@ -77,21 +78,22 @@ class Stored:
             raise InputError(f"{self.directory} has {filled} of the {np.prod(sizes(ranges))} elements read of {name}.")
         return out
 
-    def _slice(self, piece: Piece, suffix: str, places: list[np.ndarray]) -> Tensor:
+    def _slice(self, piece: Piece, suffix: str, places: list[np.ndarray], dtype: str) -> Tensor:
         file = self.directory / piece.file
         with told_of(file):
             if piece.file not in self._files:
                 self.check(piece.file)
                 self._files[piece.file] = safe_open(file, framework="pt")
-            stored = self._files[piece.file]
-            if not places:
-                return stored.get_tensor(piece.key + suffix)
-            view = stored.get_slice(piece.key + suffix)
-            if tuple(view.get_shape()) != sizes(piece.ranges):
+            view = self._files[piece.file].get_slice(piece.key + suffix)
+            found_as = tuple(view.get_shape()), DTYPES.get(view.get_dtype(), view.get_dtype())
+            # The states of a weight may be of another dtype.
+            if found_as[0] != sizes(piece.ranges) or (not suffix and found_as[1] != dtype):
                 raise InputError(
-                    f"{file} has {piece.key + suffix} of shape {tuple(view.get_shape())}, but it should be "
-                    f"{sizes(piece.ranges)}; the file is of another checkpoint."
+                    f"{file} has {piece.key + suffix} as {found_as[1]} of shape {found_as[0]}, but the manifest says "
+                    f"{dtype} of shape {sizes(piece.ranges)}; take another checkpoint."
                 )
+            if not places:
+                return self._files[piece.file].get_tensor(piece.key + suffix)
             found = view[tuple(slice(int(p[0]), int(p[-1]) + 1) for p in places)]
         for dim, place in enumerate(places):
             if len(place) != found.shape[dim]:
@@ -104,6 +106,8 @@ class Stored:
             return
         file, kept = self.directory / name, self.manifest["shards"][name]
         with told_of(file):
+            if not stat.S_ISREG(file.lstat().st_mode):
+                raise InputError(f"{file} is no file of its own; a checkpoint has no links, folders or pipes.")
             size, found = file.stat().st_size, "" if file.stat().st_size != kept["bytes"] else file_hash(file)
         if found != kept["sha256"]:
             differs = f"{size:,} bytes, not {kept['bytes']:,}" if not found else f"sha256 {found}, not {kept['sha256']}"
@@ -125,8 +129,12 @@ def told_of(file: Path) -> Iterator[None]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    with told_of(file), safe_open(file, framework="pt") as stored:
-        yield stored
+    with told_of(file):
+        # A pipe is never opened: that would wait for a writer.
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise InputError(f"{file} is no file; give a safetensors file, or a folder with some.")
+        with safe_open(file, framework="pt") as stored:
+            yield stored
 
 
 def file_hash(file: Path) -> str:
@@ -139,8 +147,11 @@ def open_stored(path: str | Path) -> Stored:
     `model.safetensors` or its index. Raises InputError for anything else, and for what is damaged.
     """
     path = Path(path)
-    if path.is_file():
-        return _plain(path.parent, dict.fromkeys(_keys(path), path.name))
+    with told_of(path):
+        if not path.exists():
+            raise InputError(f"{path} does not exist; give a checkpoint, or a safetensors file or folder.")
+        if path.is_file():
+            return _plain(path.parent, dict.fromkeys(_keys(path), path.name))
     kinds: dict[str, Callable[[Path], Stored]] = {
         MANIFEST_FILE: _checkpoint,
         POINTER_FILE: lambda path: _checkpoint(pointed(path)),
@@ -150,8 +161,6 @@ def open_stored(path: str | Path) -> Stored:
     for name, read in kinds.items():
         if (path / name).is_file():
             return read(path)
-    if not path.exists():
-        raise InputError(f"{path} does not exist; give a checkpoint, or a safetensors file or folder.")
     raise InputError(f"{path} has no checkpoint and no weights: none of {', '.join(kinds)} is there.")
 
 
@@ -166,55 +175,43 @@ def open_checkpoint(path: str | Path) -> Stored:
 def pointed(directory: Path) -> Path:
     """Return the checkpoint that `latest` names."""
     file = directory / POINTER_FILE
-    with told_of(file):
-        name = file.read_bytes().decode(errors="replace").strip()
-    if not name or Path(name).name != name or not (directory / name / MANIFEST_FILE).is_file():
+    with told_of(file), file.open("rb") as stream:
+        name = stream.read(_LONGEST).decode(errors="replace").strip()
+    folder = directory / name if FOLDER.fullmatch(name) else directory
+    if folder == directory or folder.is_symlink() or not (folder / MANIFEST_FILE).is_file():
         kept = ", ".join(str(found) for found in checkpoints(directory))
         hint = f"give one of the whole ones there: {kept}" if kept else "there is no whole one there"
-        raise InputError(f"{file} names '{name[:80]}', which is no whole checkpoint; {hint}.")
-    return directory / name
+        raise InputError(f"{file} names {name[:80]!r}, which is no whole checkpoint; {hint}.")
+    return folder
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """Return the whole checkpoints in a folder, the one saved first first."""
-    found = directory.glob(f"step-*/{MANIFEST_FILE}")
+    found = [f for f in directory.glob(f"step-*/{MANIFEST_FILE}") if FOLDER.fullmatch(f.parent.name) and _is_own(f)]
     return [file.parent for file in sorted(found, key=lambda file: (file.stat().st_mtime_ns, file))]
 
 
-def manifest_hash(manifest: Mapping[str, Any]) -> str:
-    """Return the hash of a manifest without the one in it."""
-    return digest(json.dumps({k: v for k, v in manifest.items() if k != "sha256"}, sort_keys=True))
+def _is_own(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink() and not file.parent.is_symlink()
 
 
 def _checkpoint(directory: Path) -> Stored:
     file = directory / MANIFEST_FILE
+    if file.is_symlink():
+        raise InputError(f"{file} is a link, which no checkpoint has; take another checkpoint.")
     with told_of(file):
         text = file.read_bytes()
     try:
-        manifest = json.loads(text)
-        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
-            raise InputError(
-                f"{file} is of a {manifest['format']} of version {manifest['version']}; "
-                f"this superscaler reads {FORMAT} of version {VERSION}."
-            )
-        if manifest["sha256"] != manifest_hash(manifest):
-            raise ValueError("its hash differs")
-        if not (manifest.keys() >= _HEAD and isinstance(manifest["step"], int)):
-            raise ValueError(f"without {', '.join(sorted(_HEAD - manifest.keys())) or 'a number of steps'}")
-        return Stored(directory, {n: _entry(manifest, **entry) for n, entry in manifest["tensors"].items()}, manifest)
+        manifest = read_manifest(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file} is damaged or is no manifest of a checkpoint ({error}); take another checkpoint."
         ) from None
+    return Stored(directory, {name: _entry(**entry) for name, entry in manifest["tensors"].items()}, manifest)
 
 
-def _entry(manifest: Mapping[str, Any], pieces: Any, shape: Any, dtype: str, states: Any, steps: Any) -> Entry:
+def _entry(pieces: Any, shape: Any, dtype: str, states: Any, steps: Any, **_: Any) -> Entry:
     made = tuple(Piece(p["shard"], p["key"], [[(a, b) for a, b in dim] for dim in p["ranges"]]) for p in pieces)
-    for piece in made:
-        if Path(piece.file).name != piece.file or not {"bytes", "sha256"} <= manifest["shards"][piece.file].keys():
-            raise ValueError(f"shard {piece.file}")
-        if not all(isinstance(end, int) for dim in piece.ranges for run in dim for end in run):
-            raise ValueError(f"pieces of {piece.key}")
     return Entry(tuple(shape), dtype, made, tuple(states), steps)
 
 
@@ -228,8 +225,8 @@ def _index(file: Path) -> dict[str, str]:
         text = file.read_bytes()
     try:
         found = dict(json.loads(text)["weight_map"])
-        if any(Path(name).name != name for name in found.values()):
-            raise ValueError("a file outside of the folder")
+        if wrong := [name for name in found.values() if Path(name).name != name or not name.endswith(".safetensors")]:
+            raise ValueError(f"{wrong[0]!r} is no safetensors file in the folder")
         return found
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{file} is no index of safetensors files ({error}).") from None
@@ -237,6 +234,8 @@ def _index(file: Path) -> dict[str, str]:
 
 def _plain(directory: Path, files: Mapping[str, str]) -> Stored:
     """Return the tensors of safetensors files, each whole."""
+    if unclear := [name for name in files if not name.isprintable()]:
+        raise InputError(f"{directory / files[unclear[0]]} has a tensor with the name {unclear[0]!r}, which is none.")
     tensors = {}
     for file in sorted(set(files.values())):
         with opened(directory / file) as stored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from superscaler.errors import InputError
 from superscaler.runtime.checkpoint import publish
+from superscaler.runtime.manifest import DTYPES
 from superscaler.runtime.pieces import whole
 from superscaler.runtime.stored import WHOLE_FILE, Stored, open_checkpoint, open_stored, told_of
 from superscaler.runtime.weights import load_weights, named
 
 # What torch.distributed.checkpoint writes beside its shards.
 DISTRIBUTED_FILE = ".metadata"
+# How it calls the tensors of a model, and the optimizer's states of these.
+_MODEL, _STATE = "model.", "optimizer.state."
 _TRUST = (
     "its metadata is a pickle, and reading a pickle runs whatever code is in it; if you trust who wrote it, say --trust"
 )
@@ -78,25 +84,32 @@ def _states(stored: Stored, name: str) -> dict[str, Tensor]:
 
 
 def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
-    """Write the weights of a safetensors file or folder, or of `torch.distributed.checkpoint` with `trust`, as the
-    first checkpoint of a folder. Returns the checkpoint.
+    """Write the weights of a safetensors file or folder, or of `torch.distributed.checkpoint` with `trust`, with the
+    optimizer's state of them if that has one, as the first checkpoint of a folder. Returns the checkpoint.
     """
-    if (source / DISTRIBUTED_FILE).is_file():
+    with told_of(source):
+        is_theirs = (source / DISTRIBUTED_FILE).is_file()
+    if is_theirs:
         if not trust:
             raise InputError(f"{source} is of torch.distributed.checkpoint: {_TRUST}.")
-        tensors = _read_distributed(source)
+        tensors, states = _read_distributed(source)
     else:
         stored = open_stored(source)
         if stored.manifest is not None:
             raise InputError(f"{source} is a checkpoint of ours already; give it to --resume or --weights.")
         tensors = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
+        states = {}
+    if not tensors:
+        raise InputError(f"{source} has no tensors.")
+    if other := [n for n, t in tensors.items() if str(t.dtype).removeprefix("torch.") not in DTYPES.values()]:
+        raise InputError(f"{source} has {other[0]} in {tensors[other[0]].dtype}, which no checkpoint of ours can have.")
     with _made(out) as folder:
-        name = publish(folder, tensors)
+        name = publish(folder, tensors, states)
     return out / name
 
 
-def _read_distributed(source: Path) -> dict[str, Tensor]:
-    """Return the tensors under `model.`, or all where there are none."""
+def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return the tensors under `model.`, or all where there are none, and those under `optimizer.state.` by name."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -105,38 +118,49 @@ def _read_distributed(source: Path) -> dict[str, Tensor]:
         try:
             known = FileSystemReader(source).read_metadata().state_dict_metadata
             kept = {n: t for n, t in known.items() if isinstance(t, TensorStorageMetadata)}
-            kept = {n: t for n, t in kept.items() if n.startswith("model.")} or kept
+            if any(name.startswith(_MODEL) for name in kept):
+                kept = {n: t for n, t in kept.items() if n.startswith((_MODEL, _STATE))}
             state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in kept.items()}
             with _quiet():
                 load(state, storage_reader=FileSystemReader(source), no_dist=True)
         except OSError:
             raise
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             # A pickle can fail in any way.
-            told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(f"{source} cannot be read by torch.distributed.checkpoint: {told}.") from None
-    if not state:
-        raise InputError(f"{source} has no tensors.")
-    return {name.removeprefix("model."): value for name, value in state.items()}
+            raise InputError(f"{source} cannot be read by torch.distributed.checkpoint: {_line(error)}.") from None
+    tensors = {n.removeprefix(_MODEL): value for n, value in state.items() if not n.startswith(_STATE)}
+    states: dict[str, dict[str, Tensor]] = {}
+    for key in (key for key in state if key.startswith(_STATE)):
+        name, _, kind = key.removeprefix(_STATE).rpartition(".")
+        states.setdefault(name, {})[kind] = state[key]
+    for name, kinds in states.items():
+        if "step" in kinds and kinds["step"].numel() != 1:
+            raise InputError(f"{source} has the step of {name} in shape {tuple(kinds['step'].shape)}, not as a number.")
+    return tensors, {name: kinds for name, kinds in states.items() if name in tensors}
 
 
 @contextmanager
 def _made(out: Path) -> Iterator[Path]:
     """Give a folder aside, which takes the place of `out` when it is whole. Raises InputError if that is not empty."""
     out = out.absolute()
-    aside = out.with_name(f".{out.name}.part")
+    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
     with told_of(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out} is there already and is not empty; choose another folder.")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
         aside.replace(out)
-    except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror or error}; choose another folder.") from error
+    except (OSError, SafetensorError, CheckpointException) as error:
+        told = (error.strerror if isinstance(error, OSError) else None) or _line(error)
+        raise InputError(f"{out} cannot be written: {told}; choose another folder.") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _line(error: BaseException) -> str:
+    """Return the last line of what an error says, its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def inspect(path: Path) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from superscaler.ir.listing import parse_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import parse_model
 from superscaler.report.account import own_operators
-from superscaler.runtime.stored import DTYPES
+from superscaler.runtime.manifest import DTYPES
 from superscaler.specs.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE
 from superscaler.specs.saved_plan import AGAIN, check_files, read_plan, read_text, require_file
 from superscaler.verify.checks import CHECKS

@@ -1,11 +1,12 @@
 """Training that is killed at random moments and goes on from its last checkpoint, as a user would do it.
 
-    python tests/faults/kills.py [--trials 50] [--victim rank|launcher|torchrun] [--seed 0]
+    python tests/faults/kills.py [--trials 50] [--victim rank|launcher|torchrun|job] [--saving] [--seed 0] [--out FILE]
 
-Every trial trains two ranks with a checkpoint a step, kills one process with SIGKILL, waits until all have ended, and
-resumes. It fails where a process lives on, the culprit is not named, the checkpoint is not the newest whole one, or a
-loss is not that of the run which nobody disturbed, bit for bit. With `--victim torchrun` a rank is killed under
-`torchrun --max-restarts 1`, which starts all ranks again by the same command.
+Every trial trains two ranks with a checkpoint a step, kills a rank, the launcher, or all ranks of a job without one,
+with SIGKILL, at any moment or while a checkpoint is written, waits until all have ended, and resumes. It fails where a
+process lives on, the culprit is not named, the checkpoint is not the newest whole one, a loss is not that of the run
+which nobody disturbed, bit for bit, or a checkpoint that is not whole is still there at the end. With `--victim
+torchrun` a rank is killed under `torchrun --max-restarts 1`, which starts all ranks again by the same command.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.train.loop import main as main_of_rank
 
 ROOT = Path(__file__).parents[2]
 STEPS, WORLD, LIMIT = 60, 2, 30.0
@@ -66,6 +70,83 @@ def start(plan: Path, out: Path, **keeping: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+class Job:
+    """Ranks that are forked from this process, which starts them within a second; what `start` returns, of these."""
+
+    def __init__(self, plan: Path, out: Path, **keeping: Any) -> None:
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in keeping.items()]
+        self.out, self.metrics, port = out, out.with_suffix(".metrics"), free_port()
+        options += [f"--steps={STEPS}", f"--metrics={self.metrics}", f"--launched={out.parent}", str(plan)]
+        self.ranks = [os.fork() or self._train(rank, port, options) for rank in range(WORLD)]
+
+    @staticmethod
+    def _train(rank: int, port: int, options: list[str]) -> NoReturn:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            torch.set_num_threads(1)
+            main_of_rank(options)
+        finally:
+            os._exit(1)
+
+    def poll(self) -> int | None:
+        return None if any(map(is_alive, self.ranks)) else 0
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            os.kill(rank, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> None:
+        for rank in self.ranks:
+            os.waitpid(rank, 0)
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end; return what `train` would."""
+        self.wait()
+        outcome = json.loads((self.out.parent / "outcome.json").read_text())
+        return outcome | {"losses": [json.loads(line)["loss"] for line in self.metrics.read_text().splitlines()]}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def job_trial(plan: Path, folder: Path, whole: list[float], draw: random.Random, is_saving: bool) -> str:
+    """Kill all ranks of a job at once and let it go on, as `trial` does."""
+    saved = folder / "checkpoints"
+    job = Job(plan, folder / "out", save=saved, save_every=1, keep=3)
+    wait_for_save(saved, job, draw, is_saving)
+    job.kill()
+    step, left = last_step(saved), unfinished(saved)
+    if step < STEPS:
+        result = Job(plan, folder / "out", resume=saved, save_every=20).result()
+        check(result, step, whole, saved)
+    return f"job, goes on from step {step}{', half of one left' if left else ''}"
+
+
+def wait_for_save(saved: Path, process: Any, draw: random.Random, is_saving: bool) -> None:
+    """Wait for a first checkpoint, then for a random moment, in a save if `is_saving`."""
+    wait_for_checkpoint(process, saved)
+    time.sleep(draw.uniform(0.0, 1.0 if is_saving else 2.0))
+    while is_saving and not unfinished(saved) and process.poll() is None:
+        time.sleep(0.0005)
+    time.sleep(draw.uniform(0.0, 0.005))
+
+
+def last_step(saved: Path) -> int:
+    return int((saved / "latest").read_text().strip().removeprefix("step-").split(".")[0])
+
+
+def check(result: dict[str, Any], step: int, whole: list[float], saved: Path) -> None:
+    assert result["start"] == step, (result["start"], step)
+    assert result["losses"] == whole[step:], "other losses than those of the run that nobody disturbed"
+    assert not unfinished(saved), unfinished(saved)
+
+
 def losses_of(plan: Path, folder: Path) -> list[float]:
     """Return the losses of a run that nobody disturbs."""
     out = folder / "whole.json"
@@ -89,12 +170,18 @@ def ranks_of(launcher: int) -> list[int]:
     return sorted(found)
 
 
-def trial(plan: Path, folder: Path, whole: list[float], victim: str, draw: random.Random) -> str:
+def unfinished(saved: Path) -> list[str]:
+    """Return the checkpoints that are not whole, or not yet."""
+    return [folder.name for folder in saved.glob("step-*") if not (folder / "manifest.json").is_file()]
+
+
+def trial(
+    plan: Path, folder: Path, whole: list[float], victim: str, draw: random.Random, is_saving: bool = False
+) -> str:
     """Disturb one run and let it go on. Returns what was done; raises AssertionError for what is not right."""
     saved, out = folder / "checkpoints", folder / "out.json"
     process = start(plan, out, save=saved, save_every=1, keep=3)
-    wait_for_checkpoint(process, saved)
-    time.sleep(draw.uniform(0.0, 2.0))
+    wait_for_save(saved, process, draw, is_saving)
     ranks = ranks_of(process.pid)
     number = draw.randrange(WORLD)
     dead = process.pid if victim == "launcher" or len(ranks) < WORLD else ranks[number]
@@ -107,16 +194,17 @@ def trial(plan: Path, folder: Path, whole: list[float], victim: str, draw: rando
     seconds = time.monotonic() - killed
     if dead != process.pid and not out.is_file():
         assert f"rank {number} of {WORLD} was killed by SIGKILL" in text, text[-2000:]
-    step = int((saved / "latest").read_text().strip().removeprefix("step-").split(".")[0])
-    done = f"{victim} {number}, ended in {seconds:.1f} s, goes on from step {step}"
+    step = last_step(saved)
+    left = unfinished(saved)
+    done = (
+        f"{victim} {number}, ended in {seconds:.1f} s, goes on from step {step}{', half of one left' if left else ''}"
+    )
     if step == STEPS:
         return done
     out.unlink(missing_ok=True)
     text = start(plan, out, resume=saved).communicate(timeout=600)[1]
     assert out.is_file(), text[-2000:]
-    result = json.loads(out.read_text())
-    assert result["start"] == step, (result["start"], step)
-    assert result["losses"] == whole[step:], "other losses than those of the run that nobody disturbed"
+    check(json.loads(out.read_text()), step, whole, saved)
     return done
 
 
@@ -140,10 +228,10 @@ def restart(plan: Path, folder: Path, whole: list[float], draw: random.Random) -
     return f"rank {number}, {len(steps) - STEPS} steps were trained again" if "goes on from" in text else "too late"
 
 
-def wait_for_checkpoint(process: subprocess.Popen[str], saved: Path) -> None:
+def wait_for_checkpoint(process: Any, saved: Path) -> None:
     deadline = time.monotonic() + 120
     while not (saved / "latest").is_file():
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, "it ended before the first checkpoint"
         assert time.monotonic() < deadline, "no checkpoint came"
         time.sleep(0.02)
 
@@ -159,9 +247,12 @@ def is_alive(pid: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=50)
-    parser.add_argument("--victim", choices=["rank", "launcher", "torchrun"], default="rank")
+    parser.add_argument("--victim", choices=["rank", "launcher", "torchrun", "job"], default="rank")
+    parser.add_argument("--saving", action="store_true", help="kill while a checkpoint is written")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="file to which the result is added")
     options = parser.parse_args()
+    done: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         plan = make_plan(Path(folder) / "plan")
         whole = losses_of(plan, Path(folder))
@@ -169,9 +260,25 @@ def main() -> None:
             own = Path(folder) / f"trial{number}"
             own.mkdir()
             draw = random.Random(options.seed + number)
-            kind = restart if options.victim == "torchrun" else partial(trial, victim=options.victim)
-            print(number, kind(plan, own, whole, draw=draw), flush=True)
-    print(f"{options.trials} trials, all resumed bit for bit")
+            kinds = {
+                "torchrun": restart,
+                "job": partial(job_trial, is_saving=options.saving),
+                "rank": partial(trial, victim="rank", is_saving=options.saving),
+                "launcher": partial(trial, victim="launcher", is_saving=options.saving),
+            }
+            told = kinds[options.victim](plan, own, whole, draw=draw)
+            print(number, told, flush=True)
+            done["half of one left"] += told.endswith("left")
+            done["ended before"] += f"from step {STEPS}" in told
+    when = "while a checkpoint is written" if options.saving else "at any moment"
+    line = (
+        f"{options.victim:8} killed {when:29} {options.trials:4} trials, all resumed bit for bit; "
+        f"{done['half of one left']:3} left half a checkpoint, {done['ended before']} came after the end"
+    )
+    print(line)
+    if options.out is not None:
+        with options.out.open("a") as file:
+            print(line, file=file)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,6 @@ def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for number, victim in enumerate(("rank", "launcher")):
         folder = tmp_path / victim
         folder.mkdir()
-        trial(plan, folder, whole, victim, random.Random(number))
+        trial(plan, folder, whole, victim, random.Random(number), is_saving=victim == "rank")
     (tmp_path / "torchrun").mkdir()
     assert "trained again" in restart(plan, tmp_path / "torchrun", whole, random.Random(0))

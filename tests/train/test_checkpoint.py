@@ -24,9 +24,10 @@ from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.runtime.checkpoint import Saver
 from superscaler.runtime.folder import discard, lock, prune
+from superscaler.runtime.manifest import manifest_hash
 from superscaler.runtime.pieces import located, sizes
 from superscaler.runtime.step import Step, build_step, modules
-from superscaler.runtime.stored import checkpoints, manifest_hash, open_checkpoint
+from superscaler.runtime.stored import checkpoints, open_checkpoint
 from superscaler.runtime.threads import run_ranks
 
 PLANS = {
@@ -236,7 +237,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "half a manifest": (MANIFEST, lambda f: f.write_text(f.read_text()[:900]), "is damaged or is no manifest"),
     "an empty manifest": (MANIFEST, lambda file: file.write_text(""), "is damaged or is no manifest"),
     "a manifest that is a list": (MANIFEST, lambda file: file.write_text("[1]"), "is damaged or is no manifest"),
-    "a manifest to come": (MANIFEST, lambda file: edit(file, version=2), "of version 2; this superscaler reads"),
+    "a manifest to come": (MANIFEST, lambda file: edit(file, version=2), "of version 2, and this superscaler reads"),
     "a path as a shard": (
         MANIFEST,
         lambda file: file.write_text(file.read_text().replace("rank-00001.", "../rank-00001.")),
@@ -306,7 +307,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(checkpoint: Path)
     assert "float32 of shape (8,) in this model" in message
     edit(file, tensors=tensors | {"frozen": {**tensors["frozen"], "pieces": []}})
     message = refusal("mixed", "single", "AdamW", lambda step: step.restore(checkpoint))
-    assert "has 0 of the 8 elements read of frozen" in message
+    assert "the pieces of 'frozen' do not have each of its 8 elements once" in message
 
 
 def test_a_buffer_that_became_a_constant_must_be_what_it_was(checkpoint: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
@@ -15,6 +16,7 @@ import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
 from superscaler.models import build
+from superscaler.runtime.pieces import whole
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.stored import open_checkpoint
 from superscaler.runtime.threads import run_ranks
@@ -44,6 +46,18 @@ def trained(name: str, folder: Path) -> None:
         step.save(folder)
 
     run_ranks(2, work)
+
+
+def goes_on(name: str, folder: Path) -> None:
+    """Check that an optimizer takes the states of a checkpoint."""
+    built = build(SPECS[name])
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-2)
+    found = ss.compile(ss.capture(built.module, built.args, built.kwargs, optimizer), "single", "local:1").compiled
+    values = initial_values(found.graph.model, found.graph.captured.values)
+    (step,) = run_ranks(1, lambda c: build_step(describe(found), modules(found.emitted.files), values, c))
+    assert step.restore(folder) == 0
+    assert {float(state["step"]) for state in step.state.optimizer.state.values()} == {2.0}
+    step({name: value.clamp(min=0) for name, value in found.graph.captured.batch.items()})
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +143,33 @@ def test_torch_distributed_checkpoint_both_ways(gpt2: Path, tmp_path: Path) -> N
     other = build(SPECS["gpt2"] + ",seed=6").module
     ss.load_weights(other, import_weights(tmp_path / "out", tmp_path / "again", trust=True))
     assert all(torch.equal(v, expected.state_dict()[n]) for n, v in other.state_dict().items())
+    # The optimizer's state comes along.
+    ours, theirs = open_checkpoint(gpt2), open_checkpoint(tmp_path / "again")
+    for name, entry in ours.tensors.items():
+        assert (theirs.tensors[name].states, theirs.tensors[name].steps) == (entry.states, entry.steps)
+        for state in entry.states:
+            assert torch.equal(*(stored.read(name, whole(entry.shape), state) for stored in (ours, theirs)))
+    assert any(entry.states for entry in ours.tensors.values())
+    goes_on("gpt2", tmp_path / "again")
     (tmp_path / "out" / ".metadata").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"out cannot be read by torch.distributed.checkpoint: "):
         import_weights(tmp_path / "out", tmp_path / "third", trust=True)
     assert not (tmp_path / "third").exists()
+
+
+def test_a_disk_that_is_full_is_said(gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    save_file({"first.weight": torch.eye(4)}, tmp_path / "theirs.safetensors")
+    monkeypatch.setattr("superscaler.train.exchange.save_file", write)
+    monkeypatch.setattr("superscaler.runtime.checkpoint.save_file", write)
+    for work in (
+        lambda: export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out"),
+        lambda: import_weights(tmp_path / "theirs.safetensors", tmp_path / "out"),
+    ):
+        with pytest.raises(
+            InputError, match=r"out cannot be written: .*No space left on device .*; choose another folder"
+        ):
+            work()
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.safetensors"]
