@@ -67,7 +67,8 @@ def _is_constant(node: Node, constants: Container[Node]) -> bool:
 
 
 def _evaluate(trace: Trace, node: Node, device: torch.device) -> list[Tensor]:
-    function: Any = node.target
+    # What repeats has stride 0 here, of which torch makes no view that joins dims.
+    function: Any = torch.ops.aten.reshape.default if target_of(node) == "aten.view.default" else node.target
     if (name := target_of(node)) in _FILLS:
         number = _FILLS[name]
         fill: Any = node.args[-1] if number is None else number

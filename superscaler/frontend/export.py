@@ -6,11 +6,14 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -26,6 +29,8 @@ from superscaler.frontend.refusals import explain, forward_line
 _COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hinge_embedding_loss kl_div less less_equal
 margin_ranking_loss multiply negative not_equal poisson_nll_loss prelu repeat_interleave subtract tensordot tile
 true_divide type_as"""
+# Dropouts, each with how many dims one example has that it takes without a batch.
+_DROPOUTS = {F.dropout: 0, F.dropout1d: 2, F.dropout2d: 0, F.dropout3d: 4}
 
 # What torch also raises, which is told in one line, they print with its traceback.
 _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -40,7 +45,7 @@ def export(
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
     refuse_hooks(module)
-    with _only_loss(module, autocast), experts.chosen(module), warnings.catch_warnings():
+    with _only_loss(module, autocast), experts.chosen(module), _unchecked(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             exported = _settled(module, args, dict(kwargs))
@@ -145,6 +150,17 @@ def _only_loss(module: nn.Module, autocast: Autocast | None) -> Iterator[None]:
             module.forward = own  # type: ignore[method-assign]
 
 
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Let torch's distributions take what they are given: whether it is valid is no part of a graph."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
 def loss_of(output: Any, name: str) -> Tensor:
     """Return the scalar loss that the output of `name` is or holds. Raises CaptureError where there is none."""
     loss = output
@@ -165,7 +181,8 @@ def loss_of(output: Any, name: str) -> Tensor:
 
 class _Explicit(TorchFunctionMode):
     """Makes explicit what the graph of torch.export loses: what is computed without gradients is detached (and the
-    switch is hidden, which would split autocast regions), and what autocast casts inside of an einsum is cast before.
+    switch is hidden, which would split autocast regions), what autocast casts inside of an einsum is cast before, and
+    dropout in place or of channels, which torch writes as draws of random numbers, is a dropout.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -174,8 +191,21 @@ class _Explicit(TorchFunctionMode):
                 return func(*args)
         if func is torch.functional.einsum:
             args = casts.cast_product(*args)
+        if isinstance(func, FunctionType) and func in _DROPOUTS:
+            func = partial(_drop, func)
         result = func(*args, **(kwargs or {}))
         return result if torch.is_grad_enabled() else pytree.tree_map(_detach, result)
+
+
+def _drop(function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or not p:
+        return input
+    kept = input.shape if function is F.dropout else input.shape[: 1 if input.dim() == _DROPOUTS[function] else 2]
+    if len(kept) == input.dim():
+        result = F.dropout(input, p)
+    else:
+        result = input * F.dropout(input.new_ones(*kept, *[1] * (input.dim() - len(kept))), p)
+    return input.copy_(result) if inplace else result
 
 
 def _detach(value: Any) -> Any:

@@ -57,6 +57,11 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "reads a buffer or parameter of a name that torch.export has a use for",
         "give it another name",
     ),
+    (
+        r"Couldn't swap",
+        "casts or moves a module, which changes its parameters",
+        "do it once before the step, and cast the tensors that it is given",
+    ),
     (r"UnsupportedOperator", "runs an operator whose result has no shape before it ran", "use a dense one"),
 )
 # So many elements are tried at most, to see whether a function's own backward is its derivative.
@@ -88,7 +93,8 @@ def explain(module: nn.Module, error: BaseException) -> CaptureError:
             return CaptureError(f"{where or forward_line(module)} {what}; {remedy}. (torch.export: {short})")
     return CaptureError(
         f"torch.export cannot capture {name}{f' at {where}' if where else ''}: {said}. "
-        "Run the module once on these arguments; where that works, the line branches on data or mutates state."
+        "Run the module once on these arguments; where that works, the line branches on data, mutates state, or does "
+        "something else while torch.export traces it."
     )
 
 

@@ -137,7 +137,7 @@ def stages(graph: Graph, count: int) -> list[list[Op]]:
             units.append([op])
     flops = np.array([sum(op.flops for op in unit) for unit in units], dtype=float)
     trained = np.array([sum(op.has_mirror for op in unit) for unit in units], dtype=float)
-    most = int((trained > 0).sum())
+    most = max(int((x > 0).sum()) for x in (flops, trained))
     if not 1 <= count <= most:
         raise InputError(f"{count} stages do not fit a model of {most} blocks and single ops; choose 1 to {most}.")
     # Every stage gets products to compute; with more stages than that allows, at least something to train.
@@ -175,8 +175,9 @@ def schedule_1f1b(count: int, microbatches: int) -> list[list[Work]]:
 
 
 def order_stages(graph: Graph, parts: list[list[Op]], schedule: list[list[Work]]) -> None:
-    """Order the work of each stage as its row of the schedule says."""
+    """Order the work of each stage as its row of the schedule says. A stage that trains nothing has no backward."""
     for row in schedule:
+        row = [w for w in row if w.kind == "F" or any(op.has_mirror for op in parts[w.stage])]
         groups = [graph.select(ops=parts[w.stage], microbatch=w.microbatch, kind=w.kind, label=str(w)) for w in row]
         for before, after in itertools.pairwise(groups):
             op_order(graph, before, after)

@@ -11,7 +11,7 @@ from superscaler.ir.mask import Mask
 from superscaler.ir.work import Work
 from superscaler.schedule.nodes import Node, Nodes
 from superscaler.schedule.timetable import Row, timetable
-from superscaler.schedule.transfers import FORWARD, Transfer
+from superscaler.schedule.transfers import BACKWARD, FORWARD, Transfer
 
 
 def shortest_cycle(nodes: Nodes, sorted_nodes: Sequence[Node]) -> list[Node]:
@@ -50,8 +50,21 @@ def _cycle_from(nodes: Nodes, start: int, done: np.ndarray, limit: int) -> list[
 
 
 def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
-    """Return the message of a cycle: each work with what it needs and why, what is `done` before, what to do."""
+    """Return the message of a cycle: each work with what it needs and why, what is `done` before, what to do.
+
+    Where a step couples its microbatches, it is told by the op that does, and by the order that it cannot have.
+    """
     ring = list(cycle)
+    orders = [nodes.graph.orders[n.number] for n in ring if n.kind == "O"]
+    transfers = [nodes.schedule.transfers[n.number] for n in ring if n.kind == "C"]
+    coupled = next(filter(None, (_coupled(nodes, t) for t in transfers)), "")
+    if coupled and orders:
+        order = next((o for o in orders if o.before.kind != "F"), orders[0])
+        return (
+            f"{coupled} of several microbatches, as norms and losses over the batch do, but "
+            f"{order.before} is ordered before {order.after} ({order.where}). Use 1 microbatch; or order nothing but "
+            "all forwards before all backwards."
+        )
     lines = ["the schedule has a cycle, so no device can go on."]
     work = [n for n in ring if n.kind not in "CO"]
     for node in work:
@@ -59,14 +72,6 @@ def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
         why, previous = _why(nodes, ring, at)
         lines.append(f"  {nodes.describe(node)} needs {nodes.describe(previous)}  ({why})")
     lines += ["", "What each device does until it is stuck:", *timetable(_rows(nodes, work, done)), ""]
-    transfers = [nodes.schedule.transfers[n.number] for n in ring if n.kind == "C"]
-    coupled = next(((t.tensor, reader) for t in transfers if (reader := _coupled(nodes, t))), None)
-    if coupled:
-        lines.append(
-            f"{coupled[1]} reads {coupled[0]} of several microbatches, as norms and losses over the batch do: "
-            "order all forwards before the first backward, or use 1 microbatch."
-        )
-    orders = [nodes.graph.orders[n.number] for n in ring if n.kind == "O"]
     if orders:
         lines.append("Remove or reverse one op_order:" if len(orders) > 1 else "Remove or reverse this op_order:")
         lines += dict.fromkeys(f"  {o.before} before {o.after}, at {o.where}" for o in orders)
@@ -142,14 +147,18 @@ def _short(nodes: Nodes, node: Node) -> str:
 
 
 def _coupled(nodes: Nodes, transfer: Transfer) -> str:
-    """Return what reads an activation of other microbatches than its own, if anything does."""
+    """Return which op of a microbatch reads what of others, if one does."""
     made = {place.key[1] for piece in transfer.pieces for place in piece.places} - {-1}
-    readers = (place for reader in transfer.readers for place in reader.places if place.kind == FORWARD)
-    if transfer.kind != FORWARD or len(made) < 2:
+    places = (place for reader in transfer.readers for place in reader.places if place.kind in (FORWARD, BACKWARD))
+    place = next((p for p in places if p.key[1] >= 0), None)
+    if place is None or len(made) < 2:
         return ""
-    place = next((p for p in readers if p.key[1] >= 0), None)
-    segment = None if place is None else nodes.schedule.segments[place.segment]
-    return "" if segment is None else segment.module or segment.ops[0].name
+    ops, is_forward = nodes.schedule.segments[place.segment].ops, transfer.kind == FORWARD
+    reads = (op for op in ops for o in (op.inputs if is_forward else op.outputs) if o.tensor == transfer.tensor)
+    op = next(reads, ops[0])
+    where = " of ".join(filter(None, (op.source, op.module)))
+    told = f"{op.name} ({where})" if where else op.name
+    return f"{told} reads {'' if is_forward else 'the gradient of '}{transfer.tensor}"
 
 
 def _why(nodes: Nodes, ring: list[Node], at: int) -> tuple[str, Node]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _WIDE = torch.float64
 _DTYPE = vars(torch._C.TensorBase)["dtype"].__get__
-_DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout[123]?d?_?$")
+_DROPOUT = re.compile("dropout([123]d)?$")
 # Where the probability of a dropout is among the arguments of what has one inside, and its name.
 _INNER = {F.scaled_dot_product_attention: (4, "dropout_p"), F.multi_head_attention_forward: (9, "dropout_p")}
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
@@ -36,7 +36,7 @@ _DRAWN: Mapping[str, Callable[..., Tensor]] = {
 }
 _RANDOM = re.compile(
     "(normal|uniform|bernoulli|exponential|geometric|cauchy|log_normal|random|rrelu)_$|normal$|rrelu$|"
-    "multinomial|randint|randperm|poisson$"
+    "multinomial|randint|randperm|poisson$|(feature_|alpha_)+dropout_?$|dropout_$"
 )
 
 
@@ -201,6 +201,7 @@ class _Wide(TorchFunctionMode):
             torch.set_default_dtype(self.default)
             return func(*args, **kwargs)
         torch.set_default_dtype(_WIDE)
+        func = _grouped if name in ("grouped_mm", "_grouped_mm") else func
         if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
             _widen_in_place(args[0])
         args, kwargs = pytree.tree_map(_widened, (args, kwargs))
@@ -216,6 +217,13 @@ class _Wide(TorchFunctionMode):
         )
         self.add(drawn)
         return drawn
+
+
+def _grouped(x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:
+    """Multiply the rows of `x` up to each offset with the weight of that number: the kernel of it has no float64."""
+    bounds = [0, *offs.tolist()]
+    found = [x[start:end] @ w for start, end, w in zip(bounds, bounds[1:], weights, strict=False)]
+    return F.pad(torch.cat(found), (0, 0, 0, len(x) - bounds[-1]))
 
 
 def _without_dropout(

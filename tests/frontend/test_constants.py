@@ -73,6 +73,27 @@ def test_choices_that_constants_make_are_no_operators(evaluated: list[Tensor]) -
     assert all(x.is_contiguous() for x in captured.values.values())
 
 
+class Interleaved(nn.Module):
+    """Adds a table whose numbers repeat in pairs, and in every row: a view of it joins dims that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.arange(3.0).add(1).reciprocal()[None, :, None].expand(4, 3, 2)
+        return self.linear(x + (table * 1.0).flatten(1) + (table + 0.0).view(4, 6)).square().mean()
+
+
+def test_a_constant_that_repeats_is_viewed_over_dims_that_do_and_do_not() -> None:
+    torch.manual_seed(0)
+    captured = capture(Interleaved(), (torch.randn(4, 6),))
+    cuts, loss = check_cuts(captured)
+    assert cuts > 5
+    expected, *_ = reference_step(captured, captured.batch, captured.values, torch.float64)
+    torch.testing.assert_close(loss, expected)
+
+
 @pytest.mark.parametrize(
     ("mask", "kind"),
     [

@@ -124,7 +124,7 @@ def test_other_buffers(devices: int) -> None:
 def test_statistics_of_the_batch_cannot_wait_for_later_microbatches() -> None:
     graph = ss.capture(m := Convolutions(), images(), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
     assert ss.compile(graph, partial(stages, microbatches=1), ss.Cluster.local(2)).verify()["equal"]
-    with pytest.raises(PlanError, match=r"blocks\.0\.1 reads .* of several microbatches, as norms and losses"):
+    with pytest.raises(PlanError, match=r"blocks\.0\.1\) reads .* of several microbatches, as norms and losses"):
         ss.compile(graph, partial(stages, microbatches=2), ss.Cluster.local(2))
 
 

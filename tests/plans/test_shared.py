@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from chains import chain
+from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError
@@ -64,3 +66,20 @@ def test_every_plan_of_the_library_has_a_name_and_a_text() -> None:
     assert {"single", "data_parallel", "tensor_parallel", "pipeline_1f1b", "hybrid"} <= set(names())
     for name in names():
         assert callable(resolve(name))
+
+
+@pytest.mark.parametrize("frozen", [(0, 1), (0, 1, 2), (3,), (1, 2)])
+@pytest.mark.parametrize("plan", ["pipeline_1f1b:stages=4,microbatches=2", "hybrid:dp=2,pp=2,microbatches=2"])
+def test_a_stage_may_have_nothing_to_train(plan: str, frozen: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), Square())
+    for k in frozen:
+        module[k].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=optimizer)
+    assert ss.compile(graph, plan, "local:4").verify()["equal"]
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
