@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from superscaler.materialize.steps import Collective
 from superscaler.schedule.segments import SEGMENT_BYTES
-from superscaler.schedule.transfers import UPDATE, Transfer
+from superscaler.schedule.transfers import Transfer
 
 # As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
@@ -43,8 +43,7 @@ class Buckets:
     def add(self, entry: Entry, transfer: Transfer, dtype: str) -> None:
         """Add a collective; one to updates, which come last, waits until there are enough of them."""
         is_late, how = transfer.is_to_updates, entry.step.how
-        is_from_rest = all(place.kind == UPDATE for piece in transfer.pieces for place in piece.places)
-        way = "to updates" if is_late else "from weights at rest" if is_from_rest else "between segments"
+        way = "to updates" if is_late else "from weights at rest" if transfer.is_from_rest else "between segments"
         some = self._waiting.setdefault((how.group, how.kind, dtype, way), _Bucket())
         some.entries.append(entry)
         some.weight += entry.weight

@@ -19,6 +19,9 @@ from superscaler.materialize.steps import Cut, Join, Lowered, Message, Slot, Ste
 from superscaler.schedule.nodes import Node
 from superscaler.schedule.transfers import BACKWARD, Transfer
 
+# How many buckets of gradients are on their way into slices at once: one is being sent while the next one is made.
+FLYING = 2
+
 
 class Writer:
     """Writes the steps of transfers into the code of devices. Values go by the number of their transfer and their slot:
@@ -33,6 +36,8 @@ class Writer:
         self._lowered: dict[int, Lowered] = {}
         # Those of the layers of a model are often equal.
         self._alike: dict[Hashable, Lowered] = {}
+        # Gradients on their way into slices, by group: what they are made of is held until they are waited for.
+        self._flying: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
         # The rounds of transfers that are left: they follow at the first read, so that nothing is waited for before.
         self._left: dict[int, list[tuple[Step, ...]]] = {}
         self._messages = self._started = self._point = 0
@@ -187,6 +192,11 @@ class Writer:
                 ways.append(self._way(entry, source or out, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
             self.code.of[rank].append(Collective(how.kind, *some, dtype, weight, notes))
+        if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
+            flying = self._flying.setdefault(how.group, [])
+            flying.append(bucket)
+            for entry in flying.pop(0) if len(flying) > FLYING else ():
+                self._receive(entry.number, entry.step)
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
         source, out = step.slots[0]

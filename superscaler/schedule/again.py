@@ -12,7 +12,7 @@ from itertools import product
 
 from superscaler.schedule.edges import Key
 from superscaler.schedule.segments import Segment
-from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, Transfer
+from superscaler.schedule.transfers import BACKWARD, Transfer
 
 Work = tuple[str, int, Key]
 Visit = tuple[str, int, int]
@@ -64,13 +64,3 @@ class Again:
                     if position == found[visit][0]:
                         found[visit][1][source[:3]] = None
         return {visit: list(sources) for visit, (_, sources) in found.items()}
-
-    def brings(self, transfer: Transfer) -> list[Visit]:
-        """Return the visits for which a transfer brings weights at rest; none where it does for several microbatches,
-        whose order only the plan knows.
-        """
-        if transfer.is_local or any(place.kind != UPDATE for end in transfer.pieces for place in end.places):
-            return []
-        places = (place for end in transfer.readers for place in end.places if place.kind == FORWARD)
-        found = dict.fromkeys(self.visit(place[:3]) for place in places)
-        return list(found) if len({visit[:2] for visit in found}) == len(found) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +16,9 @@ from superscaler.schedule.alternatives import members as parts_of
 from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
+
+# How many segments before its first reader a weight is brought there: while one is computed, the next one's come.
+AHEAD = 1
 
 
 class Node(NamedTuple):
@@ -127,19 +131,12 @@ class Nodes:
                 for kind in "FB" if segment.has_mirror else "F":
                     self._edge(Node(kind, segment.number, key), Node("U", key[0]), "read before update")
 
-    @staticmethod
-    def _nodes(number: int, transfer: Transfer) -> list[Node]:
-        if transfer.is_one and transfer.links:
-            return [Node("C", number)]
-        return [Node("C", number, link=link) for link in range(len(transfer.links))]
-
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
-        for node in self._nodes(number, transfer):
-            if node.link < 0:
-                self._add_message(node, transfer, transfer.pieces, transfer.readers)
-            else:
-                p, r = transfer.links[node.link]
-                self._add_message(node, transfer, [transfer.pieces[p]], [transfer.readers[r]])
+        if transfer.is_one and transfer.links:
+            self._add_message(Node("C", number), transfer, transfer.pieces, transfer.readers)
+            return
+        for link, (p, r) in enumerate(transfer.links):
+            self._add_message(Node("C", number, link=link), transfer, [transfer.pieces[p]], [transfer.readers[r]])
 
     def _add_message(self, node: Node, transfer: Transfer, pieces: Sequence[End], readers: Sequence[End]) -> None:
         self._add(node)
@@ -154,7 +151,7 @@ class Nodes:
                 self._edge(node, Node("U", reader.device) if place.kind == UPDATE else Node(*place[:3]))
 
     def _delay(self) -> Again:
-        """Let what is computed again, and its weights, wait for the backward, unless a plan orders it."""
+        """Let what is computed again wait for the backward, unless a plan orders it."""
         groups = (group for order in self.graph.orders for group in (order.before, order.after) if group.kind == "F")
         ops = (self.graph.op(name) for group in groups for name, _ in group.members)
         ordered = frozenset(op.region for op in ops if op.origin)
@@ -162,12 +159,6 @@ class Nodes:
         for visit, works in again.runs.items():
             for before, work in product(again.waits.get(visit, ()), works):
                 self._edge(Node(*before), Node(*work), "computed again when the backward comes to it")
-        for number, transfer in enumerate(self.schedule.transfers if again.waits else ()):
-            for before in dict.fromkeys(
-                work for visit in again.brings(transfer) for work in again.waits.get(visit, ())
-            ):
-                for node in self._nodes(number, transfer):
-                    self._edge(Node(*before), node)
         return again
 
     def members(self, group: Group, where: str) -> list[Node]:
@@ -222,6 +213,26 @@ class Nodes:
                 by_microbatch.setdefault(key[1], []).append(key)
             self.keys_of[segment.number] = by_microbatch
         return self.keys_of[segment.number].get(microbatch, [])
+
+    def bring_late(self, order: Sequence[Node]) -> bool:
+        """Given an order, let what is at rest be sent `AHEAD` segments before its first readers; tell if any is."""
+        position = {node: at for at, node in enumerate(order)}
+        runs: dict[int, list[int]] = {}
+        for at, node in enumerate(order):
+            if node.kind in "FB" and not self.schedule.segments[node.number].ops[0].from_data:
+                runs.setdefault(node.device, []).append(at)
+        found = False
+        for node in (node for node in order if node.kind == "C" and self.schedule.transfers[node.number].is_from_rest):
+            after = (self.names[n] for n in self.after[self.number[node]])
+            readers = sorted((position[reader], reader.device) for reader in after if reader.kind == "F")
+            for device, at in {device: at for at, device in reversed(readers)}.items():
+                own = runs.get(device, [])
+                before = bisect_left(own, at) - 1 - AHEAD
+                # Sent just before its first reader anywhere, it is in time on all devices.
+                if before >= 0 and own[before] < readers[0][0]:
+                    self._edge(order[own[before]], node)
+                    found = True
+        return found
 
     def is_work(self, number: int) -> bool:
         return self.names[number].kind not in "CO"

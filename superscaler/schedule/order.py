@@ -37,8 +37,10 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
         if relaxed is None:
             raise ScheduleError(explain(attempt.nodes, attempt.cycle, attempt.order))
         attempt = relaxed
-    schedule = attempt.nodes.schedule
-    schedule.order = [n for n in attempt.order if n.kind not in "OP"]
+    schedule, order = attempt.nodes.schedule, attempt.order
+    if attempt.nodes.bring_late(order):
+        order = sort(attempt.nodes)
+    schedule.order = [n for n in order if n.kind not in "OP"]
     in_order = {name: tuple(op.name for op in graph.model.ops if op.name in ops) for name, ops in attempt.taken.items()}
     schedule.relaxations = tuple(Relaxation(name, ops) for name, ops in in_order.items())
     return schedule

@@ -73,6 +73,11 @@ class Transfer:
         return self.kind == BACKWARD and all(place.kind == UPDATE for end in self.readers for place in end.places)
 
     @property
+    def is_from_rest(self) -> bool:
+        """Tell whether it brings weights at rest to other devices."""
+        return not self.is_local and all(place.kind == UPDATE for end in self.pieces for place in end.places)
+
+    @property
     def is_one(self) -> bool:
         """Tell whether it runs at one point of the order; else each of its messages goes when it can."""
         return self.is_joint or self.is_to_updates or bool(self.classes)

@@ -204,16 +204,33 @@ class Author:
                 one, other = (self.draw.choice(list(self.graph.parts(ops[k]).flat())) for k in (first, second))
                 ss.op_order(self.graph, one, other)
 
+    def recompute(self, apart: float) -> None:
+        """Compute a few runs of ops, or any ops, again; twins with parts of their own as often as `apart` says."""
+        left = list(self.graph.forward_ops)
+        for _ in range(self.draw.choice([1, 1, 2, 3])):
+            start = self.draw.randrange(len(left))
+            run = left[start : start + self.draw.randint(1, len(left))]
+            chosen = run if self.draw.random() < 0.7 else [op for op in left if self.draw.random() < 0.4]
+            if any(op.has_mirror and not op.from_data for op in chosen) and len(chosen) < len(left):
+                left = [op for op in left if op not in chosen]
+                for parts in ss.op_trans(self.graph, chosen, ss.Recompute()):
+                    if self.draw.random() < apart:
+                        self.cut(parts.op, depth=self.draw.choice([0, 1, 2]))
+
 
 def cuttable(op: Op) -> set[str]:
     return {index.factor for index in op.indices if index.mark != "frozen"}
 
 
-def random_sprogram(seed: int, kind: str) -> Callable[[Graph, Cluster], None]:
+def random_sprogram(seed: int, kind: str, apart: float | None = None) -> Callable[[Graph, Cluster], None]:
+    """Return a random sProgram; with `apart` one that computes ops again (see `Author.recompute`)."""
+
     def sprogram(graph: Graph, cluster: Cluster) -> None:
         author = Author(graph, random.Random(seed), len(cluster.devices))
         author.layered() if kind == "layered" else author.free()
         author.optimizers()
         author.orders()
+        if apart is not None:
+            author.recompute(apart)
 
     return sprogram

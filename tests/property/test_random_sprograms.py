@@ -14,13 +14,13 @@ from superscaler.models import build
 from superscaler.verbs import Graph
 
 
-def check(graph: Graph, seeds: range) -> None:
+def check(graph: Graph, seeds: range, apart: float | None = None) -> None:
     found: Counter[str] = Counter()
     for seed in seeds:
         for kind in ("free", "layered"):
             cluster = ss.Cluster.local(1 + seed % 4)
             try:
-                plan = ss.compile(graph, random_sprogram(seed, kind), cluster)
+                plan = ss.compile(graph, random_sprogram(seed, kind, apart), cluster)
             except ScheduleError as error:
                 known = "op_order" in str(error) and ("cycle" in str(error) or "at the end of a step" in str(error))
                 found["refused" if known else str(error)] += 1
@@ -54,3 +54,30 @@ def test_random_sprograms_on_transformers(spec: str) -> None:
         ),
         range(20),
     )
+
+
+def check_again(graph: Graph, seeds: range) -> None:
+    """What can run can run with parts of it computed again, on the parts of their ops."""
+    for seed in seeds:
+        for kind in ("free", "layered"):
+            cluster = ss.Cluster.local(1 + seed % 4)
+            try:
+                ss.compile(graph, random_sprogram(seed, kind), cluster)
+            except ScheduleError:
+                continue
+            result = ss.compile(graph, random_sprogram(seed, kind, 0.0), cluster).verify()
+            assert result["equal"], (seed, kind, result)
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_what_is_computed_again_is_equal(model: str) -> None:
+    check_again(captured(model), range(4))
+    check(captured(model), range(4), apart=0.4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("model", list(MODELS))
+def test_much_more_is_computed_again(model: str, block: int) -> None:
+    check_again(captured(model), range(1000 + 20 * block, 1020 + 20 * block))
+    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), apart=0.4)
