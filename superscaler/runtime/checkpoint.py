@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 # Seconds between two looks for the shards of other ranks.
 _POLL = 0.02
-# The least of all priorities.
-_NICE = 19
 
 
 def share(communicator: Communicator, text: str) -> str:
@@ -160,7 +157,6 @@ class Saver:
     def _write(self, save: _Save) -> None:
         """Write what this rank saves; on rank 0 then the manifest, once the shards of all ranks are there."""
         file = save.folder / shard_name(self.step.rank)
-        _yield_cores()
         # Whatever it was: a save that fails does not end the training.
         try:
             if save.tensors:
@@ -180,13 +176,6 @@ class Saver:
             # It is saved, whatever becomes of older ones.
             with suppress(OSError):
                 prune(self.directory, self.keep)
-
-
-def _yield_cores() -> None:
-    """Let the step's threads go before this one, which runs where they leave a core."""
-    # Linux alone has a priority for each thread.
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def snapshot(step: Step, owned: list[Mapping[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
