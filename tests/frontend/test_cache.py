@@ -296,18 +296,19 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(folder: Path, monkeyp
     "spec", ["gpt2:size=tiny,dropout=0.1", "gpt2:size=tiny,device=meta", "mixtral:size=tiny", "swin:size=tiny"]
 )
 def test_a_plan_of_a_cached_capture_is_verified(spec: str, exports: list[nn.Module]) -> None:
-    graphs = []
+    graphs, counts = [], []
     for _ in range(2):
         built = build(spec)
         optimizer = torch.optim.SGD(built.module.parameters(), lr=1e-2)
         graphs.append(ss.capture(built.module, built.args, built.kwargs, optimizer, cache=spec))
+        counts.append(len(exports))
     first, second = (g.captured for g in graphs)
     assert print_model(first.model) == print_model(second.model)
     assert list(first.values) == list(second.values)
     assert all(torch.equal(v, second.values[k]) for k, v in first.values.items())
     batch = built.make_batch(0) if built.make_batch else None
     assert ss.compile(graphs[1], "data_parallel", "local:2").verify(batch=batch)["equal"]
-    assert len(exports) == 1
+    assert counts[0] == counts[1] > 0
 
 
 def test_registered_operators_and_segments_come_back(exports: list[nn.Module]) -> None:
