@@ -127,6 +127,12 @@ def told_of(file: Path) -> Iterator[None]:
         raise InputError(f"{file} cannot be read: {error.strerror or error}.") from None
 
 
+def is_there(path: Path) -> bool:
+    """Tell whether there is a file or folder. Raises InputError where that cannot be told."""
+    with told_of(path):
+        return path.exists()
+
+
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     with told_of(file):
@@ -147,11 +153,10 @@ def open_stored(path: str | Path) -> Stored:
     `model.safetensors` or its index. Raises InputError for anything else, and for what is damaged.
     """
     path = Path(path)
-    with told_of(path):
-        if not path.exists():
-            raise InputError(f"{path} does not exist; give a checkpoint, or a safetensors file or folder.")
-        if path.is_file():
-            return _plain(path.parent, dict.fromkeys(_keys(path), path.name))
+    if not is_there(path):
+        raise InputError(f"{path} does not exist; give a checkpoint, or a safetensors file or folder.")
+    if path.is_file():
+        return _plain(path.parent, dict.fromkeys(_keys(path), path.name))
     kinds: dict[str, Callable[[Path], Stored]] = {
         MANIFEST_FILE: _checkpoint,
         POINTER_FILE: lambda path: _checkpoint(pointed(path)),
@@ -159,7 +164,7 @@ def open_stored(path: str | Path) -> Stored:
         WHOLE_FILE: lambda path: _plain(path, dict.fromkeys(_keys(path / WHOLE_FILE), WHOLE_FILE)),
     }
     for name, read in kinds.items():
-        if (path / name).is_file():
+        if is_there(path / name):
             return read(path)
     raise InputError(f"{path} has no checkpoint and no weights: none of {', '.join(kinds)} is there.")
 

@@ -17,7 +17,7 @@ from superscaler.errors import InputError, RuntimeFailure, unknown
 from superscaler.runtime.checkpoint import Saver, share
 from superscaler.runtime.restore import restore
 from superscaler.runtime.step import Step
-from superscaler.runtime.stored import POINTER_FILE, open_checkpoint
+from superscaler.runtime.stored import POINTER_FILE, is_there, open_checkpoint, told_of
 
 # Files in the folder of the launcher: that training is to stop, and how it ended.
 STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def saving_folder(save: Path | None, resume: Path | None) -> Path | None:
     """Return where checkpoints go: a run that goes on from a checkpoint saves beside it, unless told otherwise."""
     beside = [] if resume is None else [resume, resume.resolve().parent]
-    return save or next((folder for folder in beside if (folder / POINTER_FILE).is_file()), None)
+    return save or next((folder for folder in beside if is_there(folder / POINTER_FILE)), None)
 
 
 def check_saving(options: Any, folder: Path | None) -> None:
@@ -61,19 +61,19 @@ def check_saving(options: Any, folder: Path | None) -> None:
     if folder is None:
         return
     theirs = [] if options.resume is None else [options.resume.resolve(), options.resume.resolve().parent]
-    if (folder / POINTER_FILE).exists() and folder.resolve() not in theirs:
+    if is_there(folder / POINTER_FILE) and folder.resolve() not in theirs:
         raise InputError(
             f"--save {folder} has the checkpoints of another run; go on from them with --resume {folder}, "
             "or choose another folder."
         )
-    above = next((p for p in (folder, *folder.parents) if p.exists()), Path())
+    above = next((p for p in (folder, *folder.parents) if is_there(p)), Path())
     if not above.is_dir():
         raise InputError(f"--save {folder}: {above} is a file; choose a folder.")
 
 
 def is_first(save: Path | None, resume: Path | None) -> bool:
     """Tell whether a run is to go on from the folder that it saves into, where nothing is yet: so it starts anew."""
-    return save is not None and resume == save and not (save / POINTER_FILE).exists()
+    return save is not None and resume == save and not is_there(save / POINTER_FILE)
 
 
 def continued(step: Step, options: argparse.Namespace, folder: Path) -> argparse.Namespace:
@@ -97,7 +97,9 @@ def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raises InputError where `steps` leave nothing to train, or where it was
     trained on other data.
     """
-    if not resume.exists() or (resume.is_dir() and not any(resume.iterdir())):
+    with told_of(resume):
+        is_empty = not resume.exists() or (resume.is_dir() and not any(resume.iterdir()))
+    if is_empty:
         raise InputError(
             f"--resume {resume} has no checkpoint yet; to start anew there, and to go on when the same command is "
             f"given again, add --save {resume}."

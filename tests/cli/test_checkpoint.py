@@ -152,6 +152,8 @@ def test_wrong_input_is_said_before_anything_is_built(
         ("--save", str(tmp_path / "text")): "text is a file; choose a folder",
         ("--resume", str(tmp_path)): "has no checkpoint and no weights: none of manifest.json, latest",
         ("--resume", str(tmp_path / "no")): "no has no checkpoint yet; to start anew there, ",
+        ("--resume", "n" * 300): "cannot be read: File name too long",
+        ("--save", "n" * 300): "cannot be read: File name too long",
         ("--resume", folder, "--weights", folder): "--weights has no use",
         ("--resume", folder, "--steps", str(done)): f"trained for {done} steps, and --steps {done} counts these",
         ("--resume", folder, "--steps", str(done + 9), "--data", str(tmp_path / "text")): (
