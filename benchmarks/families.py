@@ -1,24 +1,25 @@
 """Families of `transformers`, tiny and unmodified, each captured and verified against its own eager training.
 
-    python benchmarks/families.py [--only NAME ...] [--jobs 2] [--markdown]
+    python benchmarks/families.py [--only NAME ...] [--jobs 2]
 
 Each family runs in a process of its own: a tiny config, random weights, dropout as the library has it (and off in
 `verify`), AdamW. Two steps in float64 of every plan are compared with two of the module that torch runs eagerly. A cell
 is the largest error of losses, gradients, weights, buffers and optimizer state; or `refused`, WRONG or CRASH, with the
 reason below. `judge` is `eager`; or `export` where the module cannot be it, with the reason below. Exits with 1 where a
-cell is WRONG or CRASH. With --markdown the table is one of Markdown.
+cell is WRONG or CRASH.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ PLANS = {
     "1F1B": ("pipeline_1f1b:stages=2,microbatches=2", 2),
 }
 SECONDS = 600
+PROCESSES = multiprocessing.get_context("forkserver")
 ROOT = str(Path(__file__).parents[1]) + os.sep
 BATCH, SEQUENCE, VOCABULARY, HIDDEN = 4, 8, 64, 32
 
@@ -312,7 +314,6 @@ def one(name: str) -> Iterator[Values]:
     if tiny.model.endswith(("ForCausalLM", "LMHeadModel", "WithLMHead")):
         module.loss_type = "ForCausalLM"
     kwargs = inputs_of(tiny.inputs, torch.Generator().manual_seed(0))
-    yield {"weights": sum(p.numel() for p in module.parameters())}
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     try:
         graph = ss.capture(module, (), kwargs, optimizer)
@@ -351,15 +352,9 @@ class Row:
     def text(self) -> str:
         return f"{self.name:32}{self.ops:>6} {self.judge:8}" + "".join(f"{cell:>9}" for cell in self.cells)
 
-    def markdown(self) -> str:
-        return f"| `{self.name}` | {self.ops} | {self.judge} | {' | '.join(self.cells)} |"
 
-
-def row_of(name: str, lines: list[str], last: str) -> Row:
-    """Return the row of a family from the lines that its process wrote; `last` says why it ended, if it crashed."""
-    found: Values = {}
-    for line in lines:
-        found |= json.loads(line)
+def row_of(name: str, found: Values, last: str) -> Row:
+    """Return the row of a family from what its process found; `last` says why that ended, if something is missing."""
     results = [found.get(column, {"crash": last}) for column in PLANS]
     cells = tuple(map(_cell, results))
     judges = dict.fromkeys(r["reference"] for r in results if "reference" in r)
@@ -378,38 +373,51 @@ def _cell(result: Values) -> str:
 
 
 def run(name: str) -> Row:
-    command = [sys.executable, __file__, "--one", name]
+    """Return the row of a family, found in a process of its own."""
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_work, args=(name, sender))
+    process.start()
+    sender.close()
+    found: Values = {}
+    end = time.monotonic() + SECONDS
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        out, last = done.stdout, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    except subprocess.TimeoutExpired as late:
-        out, last = bytes(late.stdout or b"").decode(), f"took more than {SECONDS} s"
-    return row_of(name, [line for line in out.splitlines() if line.startswith("{")], last)
+        while receiver.poll(max(0.0, end - time.monotonic())):
+            found |= receiver.recv()
+        found["crash"] = f"took more than {SECONDS} s"
+        process.kill()
+    except EOFError:
+        process.join()
+    return row_of(name, found, found.get("crash") or f"exit code {process.exitcode}")
+
+
+def _work(name: str, sender: Connection) -> None:
+    try:
+        for found in one(name):
+            sender.send(found)
+    except Exception as error:
+        sender.send({"crash": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"})
+        raise
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="NAME")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--one", choices=FAMILIES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        for found in one(options.one):
-            print(json.dumps(found), flush=True)
-        return 0
-    head = Row("family", "ops", "judge", tuple(PLANS), ())
-    print(head.markdown().replace("`", "") + "\n|" + "---|" * (3 + len(PLANS)) if options.markdown else head.text())
+    PROCESSES.set_forkserver_preload(
+        ["torch.export", "transformers.modeling_utils", "superscaler.frontend.capture", "superscaler.verify.verify"]
+    )
+    print(Row("family", "ops", "judge", tuple(PLANS), ()).text(), flush=True)
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(run, options.only):
-            print(row.markdown() if options.markdown else row.text(), flush=True)
+            print(row.text(), flush=True)
             rows.append(row)
     whole = sum(all("refused" not in cell for cell in row.cells) and row.is_right for row in rows)
     captured = sum(row.ops != "-" for row in rows)
     print(f"\n{len(rows)} families: {captured} captured, {whole} equal under every plan\n")
     for reason in (reason for row in rows for reason in row.reasons):
-        print(f"- {reason}" if options.markdown else reason)
+        print(reason)
     return not all(row.is_right for row in rows)
 
 

@@ -1,6 +1,8 @@
-"""Writes docs/models.md: every named model under two plans on four devices, with what `verify` finds.
+"""Writes docs/models.md: every named model under two plans on four devices, with what `verify` finds; and families.
 
 python docs/models.py
+
+The section of families is what `benchmarks/families.py` wrote into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -24,12 +26,29 @@ operator without a rule is replicated and placed, but never cut.
 | model | plan | operators | without a rule | factors | equal | largest error |
 |---|---|---|---|---|---|---|
 """
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "families.txt"
+FAMILIES = """
+## Families of transformers
+
+Written by `python benchmarks/families.py`: families of the library, unmodified, tiny, random weights, AdamW.
+Two steps in float64 of each plan (on two devices, `single` on one; `1F1B` with two microbatches) are compared with two
+steps of the module itself, run eagerly by torch. A number is the largest error of losses, gradients, weights, buffers
+and optimizer state. What is refused is told below with the line of the library that is the cause.
+
+"""
 
 
 def main() -> None:
     specs = [name if name == "mlp" else f"{name}:size=tiny" for name in names()]
     rows = [row for spec in specs for row in rows_of(spec)]
-    Path(__file__).with_suffix(".md").write_text(HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    Path(__file__).with_suffix(".md").write_text(HEAD + table + families())
+
+
+def families() -> str:
+    """Return the section of families: the table as it was printed, and a list of reasons."""
+    table, count, reasons = RESULTS.read_text().strip().split("\n\n")
+    return f"{FAMILIES}```\n{table}\n```\n\n{count}.\n\n" + "".join(f"- {line}\n" for line in reasons.splitlines())
 
 
 def rows_of(spec: str) -> Iterator[tuple[str, ...]]:

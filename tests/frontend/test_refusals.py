@@ -71,6 +71,11 @@ def nonzero(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
     return y.flatten()[torch.nonzero(x.flatten())].sum()
 
 
+def casts_a_module(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
+    m.linear = m.linear.to(x.dtype)
+    return m.linear(x).sum()
+
+
 def with_numpy(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
     return y.sum() + float(np.tanh(x.numpy()).sum())
 
@@ -160,6 +165,7 @@ LINES = {
     size: r"a tensor as a size or an index; keep a fixed shape|takes a Python value out of a tensor",
     mask: r"runs aten\.index\.Tensor, whose result has as many elements as the data says; keep a fixed shape",
     nonzero: r"runs aten\.nonzero\.default, whose result has as many elements as the data says",
+    casts_a_module: r"casts or moves a module, which changes its parameters; do it once before the step",
     with_numpy: r"calls numpy on a tensor, which no graph sees; use torch's own function",
     device: r"mixes tensors of two devices; create tensors with device=x\.device .* cpu and meta",
     random: r"draws random numbers by aten\.poisson\.default",

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.verify.eager import Eager
+from superscaler.verify.eager import Eager, _grouped
 from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import gpt2, llama, tokens
 
@@ -58,6 +58,20 @@ def test_a_right_capture_equals_its_module(between: Callable[[Any, Tensor], Tens
     torch.manual_seed(0)
     result = verified(Net(between))
     assert (result["equal"], result["reference"], result["note"]) == (True, "eager", ""), result["first_difference"]
+
+
+@pytest.mark.parametrize("dropout", [F.alpha_dropout, F.feature_alpha_dropout])
+def test_what_torch_draws_for_a_dropout_is_left_to_the_export(dropout: Callable[..., Tensor]) -> None:
+    result = verified(Net(lambda m, h: dropout(h, 0.5, training=True)))
+    assert (result["equal"], result["reference"]) == (True, "export")
+    assert result["note"] == f"it draws random numbers by {dropout.__name__}"
+
+
+def test_rows_of_experts_multiply_as_in_torchs_kernel() -> None:
+    torch.manual_seed(0)
+    x, weights, ends = torch.randn(8, 16), torch.randn(3, 16, 16), torch.tensor([3, 3, 8], dtype=torch.int32)
+    torch.testing.assert_close(_grouped(x, weights, offs=ends), F.grouped_mm(x, weights, offs=ends))
+    assert _grouped(x, weights, offs=ends - 2).shape == (8, 16)
 
 
 def test_noise_of_a_true_zero_is_no_error_under_adam() -> None:
