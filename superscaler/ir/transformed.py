@@ -202,7 +202,8 @@ class Graph:
             members = tuple((names.get(name, name), paths) for name, paths in group.members)
             return replace(group, kind="F" if group.kind == "R" else group.kind, members=members)
 
-        self.orders = [replace(o, before=settled(o.before), after=settled(o.after)) for o in self.orders]
+        if self.twins:
+            self.orders = [replace(o, before=settled(o.before), after=settled(o.after)) for o in self.orders]
 
     def parts(self, op: Op) -> Parts:
         """Return the parts of an op that was not cut irregularly, as one grid."""

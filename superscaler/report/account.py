@@ -20,7 +20,7 @@ import superscaler
 from superscaler.cache import sources
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
-from superscaler.ir.graph import Model, Op, Operand, width, without_sources
+from superscaler.ir.graph import Model, Op, Operand, width, without_sources, without_twins
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.moves import Move, paths
@@ -44,7 +44,8 @@ _NONE = "the model"
 def account(compiled: Compiled) -> dict[str, Any]:
     """Return explain.json: what `superscaler.report.explain` puts into words. Equal blocks share one entry."""
     told = _Blocks(compiled)
-    found, optimizer = describe(compiled.graph.model), compiled.graph.model.optimizer
+    model = without_twins(compiled.graph.model)
+    found, optimizer = describe(model), model.optimizer
     alike = group(map(told.describe, told.ops), lambda block: replace(block, names=()))
     blocks = [replace(one, names=tuple(b.names[0] for b in blocks)) for one, blocks in alike.items()]
     return {
@@ -80,7 +81,7 @@ def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict
     users' files that register operators, the weights `values`, our own sources, and versions. Equal ones give equal
     plans.
     """
-    model = without_sources(graph.model)
+    model = without_sources(without_twins(graph.model))
     return {
         "model": digest(print_model(model)),
         "plan": digest(_plan_text(graph)),
@@ -286,7 +287,8 @@ class _Blocks:
 
         asked = Counter(f"{e.verb} {within(e.what)}" for e in self.journal.get(name, ()))
         splits, weights, devices = tuple(self._splits(name)), tuple(self._weights(name)), ranges(self.devices(name))
-        return Block((name,), len(self.ops[name]), devices, splits, weights, self._moves(name), asked)
+        again = sum(bool(op.origin) for op in self.ops[name])
+        return Block((name,), len(self.ops[name]) - again, devices, splits, weights, self._moves(name), asked, again)
 
     def devices(self, name: str) -> set[int]:
         return set[int]().union(*(self.graph.grids[op.name].used() for op in self.ops[name]))
@@ -309,7 +311,10 @@ class _Blocks:
             grid = self.graph.grids[op.name]
             return _axes(op, grid, name), ranges(grid.used())
 
-        for (axes, devices), some in group(self.ops[name], key).items():
+        # Most twins have the parts of their ops.
+        grids = self.graph.grids
+        shown = (op for op in self.ops[name] if not op.origin or grids[op.name] is not grids[op.origin])
+        for (axes, devices), some in group(shown, key).items():
             yield Split(axes, devices, len(some), tuple(dict.fromkeys(_label(op, name) for op in some)))
 
     def _weights(self, name: str) -> Iterator[Weights]:

@@ -110,6 +110,8 @@ def _held(block: Block) -> Iterator[str]:
         shared = len(list(levels))
         yield f"{_on(devices)}: {_axes(rows[0].axes[:shared], 'cut in several ways')}"
         yield from (f"  {_axes(row.axes[shared:], 'not cut further')}: {_ops(row)}" for row in rows)
+    if block.again:
+        yield f"{block.again} op{'s' * (block.again > 1)} computed again in the backward"
     yield from map(_weights, block.weights)
 
 

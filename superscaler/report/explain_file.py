@@ -74,7 +74,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Block:
-    """Equal blocks. `asked` has how often the plan called which verb."""
+    """Equal blocks. `asked` has how often the plan called which verb; `again` how many ops are computed again."""
 
     names: tuple[str, ...]
     ops: int
@@ -83,6 +83,7 @@ class Block:
     weights: tuple[Weights, ...]
     moves: tuple[Sent, ...]
     asked: Mapping[str, int] = field(hash=False)
+    again: int = 0
 
 
 @functools.cache

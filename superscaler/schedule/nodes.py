@@ -94,7 +94,7 @@ class Nodes:
             for node in after:
                 self._edge(hub, node, f"op_order, {order.where}")
                 # What is computed again for a backward waits for what that waits for.
-                visit = again.entries.get(node[:3])
+                visit = again.entries.get(node[:3]) if again.entries else None
                 if visit is not None and all(again.visit(other[:3]) != visit for other in before):
                     for work in again.runs[visit]:
                         self._edge(hub, Node(*work), f"op_order, {order.where}")
@@ -152,7 +152,8 @@ class Nodes:
 
     def _delay(self) -> Again:
         """Let what is computed again wait for the backward, unless a plan orders it."""
-        groups = (group for order in self.graph.orders for group in (order.before, order.after) if group.kind == "F")
+        orders = self.graph.orders if self.graph.twins else ()
+        groups = (group for order in orders for group in (order.before, order.after) if group.kind == "F")
         ops = (self.graph.op(name) for group in groups for name, _ in group.members)
         ordered = frozenset(op.region for op in ops if op.origin)
         again = Again(self.schedule.segments, self.schedule.transfers, ordered)
@@ -216,13 +217,14 @@ class Nodes:
 
     def bring_late(self, order: Sequence[Node]) -> bool:
         """Given an order, let what is at rest be sent `AHEAD` segments before its first readers; tell if any is."""
-        position = {node: at for at, node in enumerate(order)}
+        rest = {n for n, transfer in enumerate(self.schedule.transfers) if transfer.is_from_rest}
+        position = {node: at for at, node in enumerate(order)} if rest else {}
         runs: dict[int, list[int]] = {}
-        for at, node in enumerate(order):
+        for node, at in position.items():
             if node.kind in "FB" and not self.schedule.segments[node.number].ops[0].from_data:
                 runs.setdefault(node.device, []).append(at)
         found = False
-        for node in (node for node in order if node.kind == "C" and self.schedule.transfers[node.number].is_from_rest):
+        for node in (node for node in position if node.kind == "C" and node.number in rest):
             after = (self.names[n] for n in self.after[self.number[node]])
             readers = sorted((position[reader], reader.device) for reader in after if reader.kind == "F")
             for device, at in {device: at for at, device in reversed(readers)}.items():

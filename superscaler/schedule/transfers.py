@@ -75,7 +75,7 @@ class Transfer:
     @property
     def is_from_rest(self) -> bool:
         """Tell whether it brings weights at rest to other devices."""
-        return not self.is_local and all(place.kind == UPDATE for end in self.pieces for place in end.places)
+        return all(place.kind == UPDATE for end in self.pieces for place in end.places) and not self.is_local
 
     @property
     def is_one(self) -> bool:

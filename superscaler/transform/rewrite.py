@@ -36,24 +36,23 @@ class Recompute:
         chosen = _needed([op for op in ops if op.is_forward and not op.from_data])
         if not any(op.has_mirror for op in chosen):
             raise TransformError("Recompute needs ops that have a backward; none of these do.")
-        names = {o.tensor for op in chosen for o in op.outputs}
-        copies = [replace(model.tensors[name], name=f"{name}.r", origin=name) for name in names]
-        region = {op.name for op in chosen}
-
-        def kept(op: Op) -> Op:
-            return replace(op, has_mirror=False, region=chosen[0].name) if op.name in region else op
+        made = (model.tensors[o.tensor] for op in chosen for o in op.outputs)
+        twins = {tensor.name: replace(tensor, name=f"{tensor.name}.r", origin=tensor.name) for tensor in made}
+        inside, region = {op.name for op in chosen}, chosen[0].name
 
         def renamed(operands: Sequence[Operand]) -> tuple[Operand, ...]:
-            return tuple(replace(o, tensor=f"{o.tensor}.r") if o.tensor in names else o for o in operands)
+            return tuple(replace(o, tensor=twins[o.tensor].name) if o.tensor in twins else o for o in operands)
 
-        twins = [
-            replace(op, name=f"{op.name}.r", inputs=renamed(op.inputs), outputs=renamed(op.outputs), origin=op.name)
-            for op in chosen
-        ]
-        forward, updates = ([op for op in model.ops if op.is_forward is side] for side in (True, False))
-        after = [replace(twin, region=chosen[0].name) for twin in twins]
-        tensors = {**model.tensors, **{tensor.name: tensor for tensor in sorted(copies, key=lambda t: t.name)}}
-        return replace(model, tensors=tensors, ops=(*map(kept, forward), *after, *updates))
+        def twin(op: Op) -> Op:
+            inputs, outputs = renamed(op.inputs), renamed(op.outputs)
+            return replace(op, name=f"{op.name}.r", inputs=inputs, outputs=outputs, origin=op.name, region=region)
+
+        def first(op: Op) -> Op:
+            return replace(op, has_mirror=False, region=region) if op.name in inside else op
+
+        updates = (op for op in model.ops if not op.is_forward)
+        ops = *map(first, model.forward_ops), *map(twin, chosen), *updates
+        return replace(model, tensors={**model.tensors, **{t.name: t for t in twins.values()}}, ops=ops)
 
 
 def _needed(ops: Sequence[Op]) -> list[Op]:
