@@ -27,7 +27,7 @@ _WIDE = torch.float64
 _DTYPE = vars(torch._C.TensorBase)["dtype"].__get__
 _DROPOUT = re.compile("dropout([123]d)?$")
 # Where the probability of a dropout is among the arguments of what has one inside, and its name.
-_INNER = {F.scaled_dot_product_attention: (4, "dropout_p"), F.multi_head_attention_forward: (9, "dropout_p")}
+_INNER = {F.scaled_dot_product_attention: (4, "dropout_p"), F.multi_head_attention_forward: (10, "dropout_p")}
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 _DRAWN: Mapping[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("rand", "rand_like"), lambda u, *_: u),

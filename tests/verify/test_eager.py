@@ -23,6 +23,7 @@ class Net(nn.Module):
     def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5)
         self.between = between
         self.register_buffer("table", torch.linspace(0.1, 1.0, 8))
         self.register_buffer("seen", torch.zeros(8))
@@ -44,6 +45,7 @@ RIGHT = {
     "dropout": lambda m, h: F.dropout(F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.5)[0], 0.5),
     "dropout in place": lambda m, h: F.dropout(h * 2, 0.5, inplace=True),
     "dropout of channels": lambda m, h: F.dropout2d(h[..., None], 0.5)[..., 0] + F.dropout1d(h, 0.5, inplace=True),
+    "dropout of attention": lambda m, h: m.attention(h[None], h[None], h[None])[0][0],
     "a distribution": lambda m, h: h * torch.distributions.Normal(h, h.exp()).log_prob(m.table.sum()),
     "written buffer": lambda m, h: m.norm(h),
     "written into a constant": lambda m, h: torch.zeros(4, 8).index_copy(0, torch.arange(4), h),
