@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from superscaler.errors import InputError
@@ -25,7 +24,8 @@ from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.folder import discard, lock, new_folder, prune, reason
 from superscaler.runtime.manifest import FORMAT, VERSION, manifest_hash
 from superscaler.runtime.pieces import located, owners, whole
-from superscaler.runtime.stored import MANIFEST_FILE, POINTER_FILE, file_hash
+from superscaler.runtime.shard import write_tensors
+from superscaler.runtime.stored import MANIFEST_FILE, POINTER_FILE
 from superscaler.specs.files import data_hash, replacing, sync, write_file
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class _Save:
     error: str = ""
     is_written: threading.Event = field(default_factory=threading.Event)
     is_given_up: threading.Event = field(default_factory=threading.Event)
+    # Somebody waits for it.
+    hurry: threading.Event = field(default_factory=threading.Event)
 
 
 class Saver:
@@ -88,6 +90,8 @@ class Saver:
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
         self._lock: int | None = None
+        # What the last save wrote: memory that the next one copies into.
+        self._copies: dict[str, Tensor] = {}
 
     @property
     def has_failed(self) -> bool:
@@ -107,7 +111,8 @@ class Saver:
             # Where the folder is not on this rank's disk, writing says so.
             with suppress(OSError):
                 self._lock = lock(self.directory)
-        tensors, entries = snapshot(self.step, self._owners[self.step.rank])
+        tensors, entries = snapshot(self.step, self._owners[self.step.rank], self._copies)
+        self._copies = tensors
         save = _Save(self.directory / made, steps, _head(self.step, training), entries, tensors)
         self._save, self._thread = save, threading.Thread(target=self._write, args=(save,), daemon=True)
         self._thread.start()
@@ -132,6 +137,7 @@ class Saver:
         if save is None or thread is None:
             return
         communicator = self.step.state.communicator
+        save.hurry.set()
         save.is_written.wait()
         error = share(communicator, save.error)
         if error:
@@ -160,7 +166,7 @@ class Saver:
         # Whatever it was: a save that fails does not end the training.
         try:
             if save.tensors:
-                _write_shard(file, save.tensors, save.entries)
+                _write_shard(file, save.tensors, save.entries, save.hurry)
             save.is_written.set()
             if self.step.rank == 0:
                 file = save.folder
@@ -178,22 +184,26 @@ class Saver:
                 prune(self.directory, self.keep)
 
 
-def snapshot(step: Step, owned: list[Mapping[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return copies on the CPU of what a rank saves by key, and per weight what of which tensor it is."""
+def snapshot(
+    step: Step, owned: list[Mapping[str, Any]], older: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return copies on the CPU of what a rank saves by key, and per weight what of which tensor it is. Those of an
+    older save are overwritten.
+    """
     tensors, entries = {}, []
     for entry in owned:
         weight, key = step.state.weights[entry["name"]], entry["name"]
         name, ranges = located(step.plan, entry)
         states = _states(step, weight)
         count = states.pop("step", None)
-        tensors[key] = _copy(weight)
-        tensors.update({f"{key}/{state}": _copy(value) for state, value in states.items()})
+        for place, value in {key: weight, **{f"{key}/{state}": value for state, value in states.items()}}.items():
+            tensors[place] = _copy(value, older.get(place))
         shape, dtype = step.plan["tensors"][entry["tensor"]]["shape"], step.plan["tensors"][entry["tensor"]]["dtype"]
         steps = None if count is None else float(count)
         entries.append(_entry(name, shape, dtype, key, ranges) | {"states": sorted(states), "steps": steps})
     for name, value in step.fixed.items():
         # No name of a weight on a device has a slash.
-        tensors[f"fixed/{name}"] = _copy(value)
+        tensors[f"fixed/{name}"] = _copy(value, older.get(f"fixed/{name}"))
         dtype = str(value.dtype).removeprefix("torch.")
         entries.append(_entry(name, list(value.shape), dtype, f"fixed/{name}", whole(value.shape)))
     return tensors, entries
@@ -212,7 +222,9 @@ def _states(step: Step, weight: Tensor) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _copy(x: Tensor) -> Tensor:
+def _copy(x: Tensor, older: Tensor | None = None) -> Tensor:
+    if older is not None and older.shape == x.shape and older.dtype == x.dtype:
+        return older.copy_(x.detach())
     return x.detach().to("cpu", copy=True).contiguous()
 
 
@@ -237,11 +249,10 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _write_shard(file: Path, tensors: dict[str, Tensor], entries: list[dict[str, Any]]) -> None:
+def _write_shard(file: Path, tensors: dict[str, Tensor], entries: list[dict[str, Any]], hurry: threading.Event) -> None:
     """Write a shard, then what is in it and its checksum, each aside and then moved."""
     with replacing(file) as aside:
-        save_file(tensors, aside)
-        told = {"bytes": aside.stat().st_size, "sha256": file_hash(aside)}
+        told = {"sha256": write_tensors(aside, tensors, hurry), "bytes": aside.stat().st_size}
     write_file(file.with_suffix(".json"), json.dumps({**told, "entries": entries}))
 
 
@@ -305,7 +316,9 @@ def publish(
         stored.update({f"{name}/{kind}": _copy(value) for kind, value in kinds.items()})
         entry = _entry(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), name, whole(tensor.shape))
         entries.append(entry | {"states": sorted(kinds), "steps": None if count is None else float(count)})
-    _write_shard(folder / shard_name(0), stored, entries)
+    hurry = threading.Event()
+    hurry.set()
+    _write_shard(folder / shard_name(0), stored, entries, hurry)
     nothing = dict.fromkeys(("plan", "world", "seed", "optimizer", "scaler", "training"))
     _commit(folder, {"format": FORMAT, "version": VERSION, "step": 0, **nothing, "aliases": {}}, [0])
     return folder.name

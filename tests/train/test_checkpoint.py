@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from superscaler.runtime.checkpoint import Saver
 from superscaler.runtime.folder import discard, lock, prune
 from superscaler.runtime.manifest import manifest_hash
 from superscaler.runtime.pieces import located, sizes
+from superscaler.runtime.shard import write_tensors
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.stored import checkpoints, open_checkpoint
 from superscaler.runtime.threads import run_ranks
@@ -386,12 +388,12 @@ def test_a_save_that_fails_leaves_the_others_as_they_were(
 ) -> None:
     full: list[int] = []
 
-    def write(tensors: dict[str, Tensor], file: Path) -> None:
+    def write(file: Path, tensors: dict[str, Tensor], hurry: threading.Event) -> str:
         if full and f"rank-0000{rank}" in file.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_file(tensors, file)
+        return write_tensors(file, tensors, hurry)
 
-    monkeypatch.setattr("superscaler.runtime.checkpoint.save_file", write)
+    monkeypatch.setattr("superscaler.runtime.checkpoint.write_tensors", write)
     told: list[str] = []
 
     def work(step: Step) -> list[str]:

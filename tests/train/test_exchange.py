@@ -163,7 +163,7 @@ def test_a_disk_that_is_full_is_said(gpt2: Path, tmp_path: Path, monkeypatch: py
 
     save_file({"first.weight": torch.eye(4)}, tmp_path / "theirs.safetensors")
     monkeypatch.setattr("superscaler.train.exchange.save_file", write)
-    monkeypatch.setattr("superscaler.runtime.checkpoint.save_file", write)
+    monkeypatch.setattr("superscaler.runtime.checkpoint.write_tensors", write)
     for work in (
         lambda: export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out"),
         lambda: import_weights(tmp_path / "theirs.safetensors", tmp_path / "out"),
