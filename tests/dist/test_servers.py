@@ -19,6 +19,15 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = "{name: two servers, preset: local, servers: 2, devices_per_server: 2}"
 
 
+def _last_words(process: subprocess.Popen[str]) -> str:
+    """Return the standard error of a process when it has ended, which it has to within two minutes."""
+    try:
+        return process.communicate(timeout=120)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"stopped after two minutes: {process.communicate()[1]}"
+
+
 @pytest.mark.dist
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_two_servers_train_as_one(
@@ -42,7 +51,7 @@ def test_two_servers_train_as_one(
             subprocess.Popen([*server, *command], env=environment, stderr=subprocess.PIPE, text=True)
             for server in enter
         ]
-        texts = [process.communicate(timeout=120)[1] for process in ranks]
+        texts = [_last_words(process) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(texts)
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
     assert losses == train(plan, world=4, steps=4)["losses"]
