@@ -86,7 +86,7 @@ def launch(program: Path, options: list[str], world: int, folder: Path | None = 
         tail = _standard_error(folder, rank)
         if tail:
             print(f"rank {rank}:\n{tail}", file=sys.stderr)
-        raise RuntimeFailure(_describe(rank, failure, world, tail)) from None
+        raise RuntimeFailure(_describe(rank, failure, world, tail, folder)) from None
     except SignalException as error:
         _end_line()
         if error.sigval == signal.SIGINT:
@@ -136,10 +136,13 @@ def _exception(failure: ProcessFailure) -> str:
     return str(message.get("message", "")) if isinstance(message, dict) else ""
 
 
-def _describe(rank: int, failure: ProcessFailure, world: int, tail: str) -> str:
+def _describe(rank: int, failure: ProcessFailure, world: int, tail: str, folder: Path) -> str:
     text = _exception(failure)
     if failure.exitcode < 0 and not text:
         how = f"was killed by {failure.signal_name()}"
+        # What its watch wrote, a moment before.
+        at = folder / f"at{rank}"
+        how += f" at {at.read_text()}" if at.is_file() else ""
         how += " (the system does this when memory runs out)" if failure.exitcode == -signal.SIGKILL else ""
     else:
         how = f"failed with exit code {failure.exitcode}"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -65,6 +66,8 @@ class Watch:
         self._next, self._word, self._heard = (rank + 1) % world, b"", 0.0
         # Looks since the store last answered: a process that was stopped itself has not looked.
         self._silent = 0
+        # The launcher's folder, for where this rank was if it is killed.
+        self.log: Path | None = None
         self._end = threading.Event()
 
     def close(self) -> None:
@@ -82,6 +85,8 @@ class Watch:
                 # Nobody is left to tell.
                 os._exit(1)
             self._look()
+            if self.log is not None:
+                (self.log / f"at{self._rank}").write_text(self._spot.text)
             self._silent += 1
             if self._silent * LOOK > SILENCE:
                 where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
