@@ -58,8 +58,9 @@ def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
     orders = [nodes.graph.orders[n.number] for n in ring if n.kind == "O"]
     transfers = [nodes.schedule.transfers[n.number] for n in ring if n.kind == "C"]
     coupled = next(filter(None, (_coupled(nodes, t) for t in transfers)), "")
-    if coupled and orders:
-        order = next((o for o in orders if o.before.kind != "F"), orders[0])
+    order = next((o for o in orders if o.before.kind != "F"), orders[0] if orders else None)
+    # Groups of exact parts have no name, and are drawn.
+    if coupled and order is not None and str(order.before) and str(order.after):
         return (
             f"{coupled} of several microbatches, as norms and losses over the batch do, but "
             f"{order.before} is ordered before {order.after} ({order.where}). Use 1 microbatch; or order nothing but "

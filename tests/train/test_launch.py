@@ -33,6 +33,7 @@ class Step:
     inputs = {{"input_ids": ((2, 8), "int64"), "labels": ((2, 8), "int64")}}
     bounds = {{}}
     last_norm = None
+    watch = None
     count = 0
 
     def __init__(self):
