@@ -20,7 +20,7 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 # Bytes of a piece, and how many times as long as it took to write one nothing is done: training has the cores then.
-_PIECE, _REST = 1 << 22, 12
+_PIECE, _REST = 1 << 22, 40
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], hurry: Event) -> str:
