@@ -71,6 +71,9 @@ class Stored:
             if common is None:
                 continue
             found = self._slice(piece, f"/{state}" if state else "", [here for here, _ in common], entry.dtype)
+            if tuple(found.shape) == sizes(ranges):
+                # It has all of them, in their order.
+                return found
             out = torch.zeros(sizes(ranges), dtype=found.dtype) if out is None else out
             out[tuple(torch.from_numpy(i) for i in np.ix_(*(there for _, there in common)))] = found
             filled += found.numel()
