@@ -167,7 +167,10 @@ def open_stored(path: str | Path) -> Stored:
         WHOLE_FILE: lambda path: _plain(path, dict.fromkeys(_keys(path / WHOLE_FILE), WHOLE_FILE)),
     }
     for name, read in kinds.items():
-        if is_there(path / name):
+        with told_of(path):
+            # Not a pipe, which nobody writes.
+            is_file = (path / name).is_file()
+        if is_file:
             return read(path)
     raise InputError(f"{path} has no checkpoint and no weights: none of {', '.join(kinds)} is there.")
 
