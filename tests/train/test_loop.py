@@ -17,6 +17,8 @@ from superscaler.train.loop import choose_batches, parser, peak_memory, train_ra
 class FakeStep:
     """Its loss is the step number; it keeps the batches that it was given."""
 
+    watch = None
+
     def __init__(self, inputs: dict[str, tuple[tuple[int, ...], str]], rank: int = 0) -> None:
         self.inputs = inputs
         self.bounds: dict[str, int] = {}
