@@ -13,13 +13,14 @@ from threading import Event
 import torch
 from torch import Tensor
 
+from superscaler.runtime.manifest import DTYPES
+
 # As the format calls them (github.com/huggingface/safetensors).
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-# Bytes of a piece, and how many times as long as it took to write one nothing is done: training has the cores then.
+NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()} | {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+# Bytes after which nothing is done for so many times as long as they took: training has the cores then.
 _PIECE, _REST = 1 << 22, 40
 
 
@@ -32,20 +33,23 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], hurry: Event) -> st
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     header, end = {}, 0
     for name, tensor in ordered.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in NAMES:
             raise TypeError(f"{name} is of {tensor.dtype}, which no safetensors file holds")
         shape, start, end = list(tensor.shape), end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     found = hashlib.sha256()
     with file.open("wb") as stream:
         head: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+        started, written = time.thread_time(), 0
         for piece in chain(head, *map(_pieces, ordered.values())):
-            started = time.thread_time()
             stream.write(piece)
             found.update(piece)
-            hurry.wait(_REST * (time.thread_time() - started))
+            written += len(piece)
+            if written >= _PIECE:
+                hurry.wait(_REST * (time.thread_time() - started))
+                started, written = time.thread_time(), 0
     return found.hexdigest()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from superscaler.runtime.shard import DTYPES, write_tensors
+from superscaler.runtime.shard import NAMES, write_tensors
 
 
 def set_event() -> Event:
@@ -22,7 +22,7 @@ def set_event() -> Event:
 def test_the_library_reads_every_dtype_and_shape(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shapes: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0, 4), (5, 7)]
-    tensors = {f"{d}{s}": (torch.rand(s) * 9).to(d) for d in DTYPES for s in shapes}
+    tensors = {f"{d}{s}": (torch.rand(s) * 9).to(d) for d in NAMES for s in shapes}
     found = write_tensors(tmp_path / "file", tensors, set_event())
     assert found == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
     stored = load_file(tmp_path / "file")
