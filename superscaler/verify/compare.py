@@ -63,7 +63,8 @@ class Comparison:
 
     def __init__(self, exact: Compiled, values: Values) -> None:
         self.exact, self.model = exact, exact.graph.model
-        self.known = dict(values)
+        # Whole tensors, into which the weights of each step are written.
+        self.known = {name: value.clone(memory_format=torch.contiguous_format) for name, value in values.items()}
         self.errors = Errors()
         self.steps = 0
         self.groups = {op.inputs[0].tensor: op.group for op in self.model.ops if not (op.is_forward or op.is_write)}
@@ -96,11 +97,9 @@ class Comparison:
             )
         self._gradients(results, expected, here)
         self._weights(results, expected, here)
-        for rank, device in enumerate(self.exact.program.devices):
-            for weight in device.weights:
-                whole = self.known[weight.tensor].clone()
-                put(whole, slots_of(self.model, weight.tensor), weight.box, results[rank].weights[str(weight.name)])
-                self.known[weight.tensor] = whole
+        for rank, weight in self._each():
+            piece = results[rank].weights[str(weight.name)]
+            put(self.known[weight.tensor], slots_of(self.model, weight.tensor), weight.box, piece)
 
     def _each(self) -> Iterator[tuple[int, Weight]]:
         for rank, device in enumerate(self.exact.program.devices):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -143,20 +142,15 @@ def _floats(module: nn.Module) -> torch.dtype | None:
 
 def _draws(model: Model, draw: Draw) -> Callable[..., Tensor]:
     """Return what gives the uniform numbers of the module's next call that draws some: the graph has them in order."""
-    names = iter([op.name for op in model.ops if op.target in RANDOM and "dropout" not in op.target])
+    ops = (op for op in model.ops if op.target in RANDOM and "dropout" not in op.target)
 
     def following(shape: tuple[int, ...]) -> Tensor:
-        name = next(names, None)
-        if name is None or tuple(n for t in _made(model, name) for n in t) != shape:
+        op = next(ops, None)
+        if op is None or model.tensors[op.outputs[0].tensor].shape != shape:
             raise Unlike("its random numbers do not come in the order of the captured ones")
-        return draw(name, shape)
+        return draw(op.name, shape)
 
     return following
-
-
-def _made(model: Model, name: str) -> list[tuple[int, ...]]:
-    op = next(op for op in model.ops if op.name == name)
-    return [model.tensors[o.tensor].shape for o in op.outputs]
 
 
 class _Wide(TorchFunctionMode):
@@ -229,7 +223,7 @@ def _grouped(x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dt
 def _without_dropout(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    at, name = _INNER.get(func, (math.inf, "")) if callable(func) else (math.inf, "")
+    at, name = _INNER.get(func, (None, ""))
     if name in kwargs:
         kwargs = {**kwargs, name: 0.0}
     return tuple(0.0 if k == at else a for k, a in enumerate(args)), kwargs
