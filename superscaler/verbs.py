@@ -136,7 +136,8 @@ def _device_id(where: str, device: Any) -> int:
 def op_order(graph: Graph, before: Target | Group, after: Target | Group) -> None:
     """Make everything in `before` happen before everything in `after`, on every device.
 
-    Updates (optimizer ops) run at the end of a step, so they come before other updates only.
+    Updates (optimizer ops) run at the end of a step, or where they are ordered before other work: after all that reads
+    their weight on their device, and once its gradient is whole.
     """
     where = _where(graph)
     graph.orders.append(Order(_group(graph, before), _group(graph, after), where))

@@ -174,7 +174,8 @@ class _Writer:
             case p.Wait():
                 return f"{_name(i.out)} = {_name(i.work)}.wait().reshape({i.shape})"
             case p.Update():
-                update = f"rt.update({self._pairs(i.weights, i.gradients)})"
+                early = ", early=True" if i.is_early else ""
+                update = f"rt.update({self._pairs(i.weights, i.gradients)}{early})"
                 return f"{update}\n    rt.write({self._pairs(i.buffers, i.values)})" if i.buffers else update
             case p.Loss():
                 counted = self.number("counted", lambda j: j.counted)

@@ -27,6 +27,7 @@ from superscaler.ir.program import (
     Recv,
     Role,
     Send,
+    Slice,
     Update,
     Value,
     Wait,
@@ -165,7 +166,7 @@ class _Interpreter(Generic[V]):
             case Wait():
                 return self._wait(run, i)
             case Update():
-                self._check_awaited(run)
+                self._check_awaited(run, i)
         read = self._read(run, i)
         if isinstance(i, Send | Recv | Collective):
             self._start(run, i, read)
@@ -219,12 +220,18 @@ class _Interpreter(Generic[V]):
                 raise Refusal(f"makes {name}, which is there already.")
             run.handles[name] = post, part
 
-    def _check_awaited(self, run: _Run[V]) -> None:
-        """Sends and broadcasts are waited for before weights change, other collectives need a Wait before."""
+    def _check_awaited(self, run: _Run[V], i: Update) -> None:
+        """Sends and broadcasts are waited for before weights change, other collectives of these need a Wait before."""
+        code, changed = run.cohort.code, {*i.weights, *i.buffers}
         for post in itertools.chain.from_iterable(run.collectives.values()):
-            i = run.cohort.code[post.at]
-            if not post.is_awaited and not (isinstance(i, Collective) and i.kind == "broadcast"):
-                raise Refusal(f"comes while {describe(self.program, i)} may still read what it changes.")
+            how = code[post.at]
+            if post.is_awaited or not isinstance(how, Collective) or how.kind == "broadcast":
+                continue
+            sources = set(how.sources)
+            # A slice may be a view.
+            sources |= {s.source for s in code[: post.at] if isinstance(s, Slice) and s.out in sources}
+            if sources & changed:
+                raise Refusal(f"comes while {describe(self.program, how)} may still read what it changes.")
 
     def _check_devices(self, devices: Ints) -> None:
         wrong = (devices < 0) | (devices >= self.program.world)

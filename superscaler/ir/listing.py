@@ -43,6 +43,8 @@ from superscaler.ir.spmd import Fold, Folded
 
 _DATA = (Role.EVEN, Role.GROUP, Role.PEER, Role.MESSAGE)
 _WEIGHT = {f.name: {"name": Role.WRITE, "box": Role.EVEN, "counted": Role.EVEN}.get(f.name) for f in fields(Weight)}
+# Left out where they are not set.
+_FLAGS = {(kind.__name__, f.name): f.default for kind in KINDS for f in fields(kind) if f.default in (False, "")}
 _ROLES: Mapping[str, Mapping[str, Role | None]] = {"Weight": _WEIGHT, **{kind.__name__: ROLES[kind] for kind in KINDS}}
 _KINDS: Mapping[str, type] = {"Weight": Weight, **{kind.__name__: kind for kind in KINDS}}
 
@@ -89,6 +91,8 @@ def _section(devices: Sequence[Device]) -> Iterator[str]:
             if role is Role.NOTE:
                 continue
             values = tuple(getattr(row, name) for row in rows)
+            if values[0] == _FLAGS.get((kind, name)):
+                continue
             if role is Role.WRITE:
                 made = [_text(v) for v in ((values[0],) if isinstance(values[0], Value) else values[0])]
             elif role in _DATA and any(value != values[0] for value in values[1:]):
@@ -196,7 +200,9 @@ class _Reader:
                 is_one = name in ("out", "work", "name")
                 found[name] = made if is_one or (isinstance(made, tuple) and not isinstance(made, Value)) else (made,)
                 continue
-            node = given[name]
+            node = given.get(name) if (kind, name) in _FLAGS else given[name]
+            if node is None:
+                continue
             if isinstance(node, ast.Subscript):
                 found[name] = self.tables[ast.literal_eval(node.slice)][row]
             elif name == "task":

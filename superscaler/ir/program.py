@@ -241,12 +241,15 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Run the optimizer on `weights` at rest with their `gradients`, and set `buffers` to `values`."""
+    """Run the optimizer on `weights` at rest with their `gradients`, and set `buffers` to `values`. `is_early`: another
+    one follows on the device.
+    """
 
     weights: Reads
     gradients: Reads
     buffers: Reads = ()
     values: Reads = ()
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,13 +127,15 @@ class Graph:
         self.grids: dict[str, Grid] = {}
         self.orders: list[Order] = []
         self.journal: list[Entry] = []
+        # The updates whose gradient is reduced in each of so many microbatches.
+        self.reduced: dict[str, int] = {}
         self.rewrite(model)
 
     def copy(self) -> Graph:
         """Return a graph with the same model and its own parts."""
         twin = Graph(self.model, self.captured)
         twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
-        twin.orders, twin.journal = list(self.orders), list(self.journal)
+        twin.orders, twin.journal, twin.reduced = list(self.orders), list(self.journal), dict(self.reduced)
         return twin
 
     @property

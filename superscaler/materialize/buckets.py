@@ -30,6 +30,7 @@ class _Bucket:
     """Collectives that start together: when others wait for one of them, or they are worth one."""
 
     entries: list[Entry] = field(default_factory=list)
+    microbatches: set[int] = field(default_factory=set)
     weight: int = 0
     is_due: bool = False
 
@@ -44,8 +45,10 @@ class Buckets:
         """Add a collective; one to updates, which come last, waits until there are enough of them."""
         is_late, how = transfer.is_to_updates, entry.step.how
         way = "to updates" if is_late else "from weights at rest" if transfer.is_from_rest else "between segments"
-        some = self._waiting.setdefault((how.group, how.kind, dtype, way), _Bucket())
+        key = how.group, how.kind, dtype, way
+        some = self._waiting.setdefault(key, _Bucket())
         some.entries.append(entry)
+        some.microbatches |= {place.key[1] for piece in transfer.pieces for place in piece.places} if is_late else set()
         some.weight += entry.weight
         some.is_due |= not is_late or some.weight >= SEGMENT_BYTES
 
@@ -54,6 +57,13 @@ class Buckets:
         due = [key for key, some in self._waiting.items() if some.is_due or not ended.isdisjoint(key[0])]
         for key in due:
             yield from _filled(self._waiting.pop(key).entries)
+
+    def close(self, devices: Set[int], microbatch: int) -> bool:
+        """Let the gradients of one microbatch go that a device is done with; tell if any do."""
+        for key, some in self._waiting.items():
+            is_one = len(some.microbatches) == 1 and -1 not in some.microbatches
+            some.is_due |= is_one and microbatch not in some.microbatches and not devices.isdisjoint(key[0])
+        return any(some.is_due for some in self._waiting.values())
 
 
 def _filled(entries: list[Entry]) -> Iterator[list[Entry]]:

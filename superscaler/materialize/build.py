@@ -7,6 +7,7 @@ communication has the time in between.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from superscaler.ir.program import (
@@ -72,21 +73,26 @@ class _Builder:
             if kind == "C":
                 self.writer.start(run)
                 continue
-            if kind == "U":
-                self.writer.flush({node.number for node in run})
+            devices = {node.device for node in run}
+            if kind == "U" or self.writer.buckets.close(devices, run[0].key[1]):
+                self.writer.flush(devices if kind == "U" else frozenset())
             self.values.finish(place for node in run for place in self._reads(node))
-            for node in run:
-                if kind == "U" and self.context.is_told(node.number):
-                    self._update(node.number)
-                elif kind != "U" and self.context.is_told(node.key[0]):
-                    work = self._forward if kind == "F" else self._backward
-                    work(self.schedule.segments[node.number], node.key)
+            told = [node for node in run if self.context.is_told(node.device)]
+            if kind == "U":
+                self._update(told)
+                continue
+            for node in told:
+                work = self._forward if kind == "F" else self._backward
+                work(self.schedule.segments[node.number], node.key)
 
     def program(self) -> Program:
         for rank, code in enumerate(self.code.of):
-            # Global norms are sums over all devices, so devices without weights take part in the update too.
-            if not any(isinstance(i, Update) for i in code):
+            # Global norms are sums over all devices, so devices without weights take part in the last update too.
+            updates = [(at, i) for at, i in enumerate(code) if isinstance(i, Update)]
+            if not updates:
                 code.append(Update((), ()))
+            for at, i in updates[:-1]:
+                code[at] = replace(i, is_early=True)
             parts = self.loss_parts[rank]
             code.append(Loss(tuple(name for name, _ in parts), tuple(counted for _, counted in parts)))
         devices: Sequence[Device] = tuple(
@@ -99,8 +105,7 @@ class _Builder:
 
     def _reads(self, node: Node) -> Iterator[Place]:
         if node.kind == "U":
-            places = (self.residents.places.get((node.number, name)) for name in self.residents.weights[node.number])
-            yield from (place for place in places if place is not None)
+            yield Place(*node[:3], 0)
         else:
             segment = self.schedule.segments[node.number]
             count = len(segment.aliases if node.kind == "F" else segment.outputs)
@@ -163,14 +168,17 @@ class _Builder:
             if made_name is not None:
                 self.values.made(place, made_name, rank)
 
-    def _update(self, rank: int) -> None:
-        pairs: dict[bool, list[tuple[Value, Value]]] = {True: [], False: []}
-        for weight in self.residents.weights[rank].values():
-            place = self.residents.places.get((rank, weight.name))
-            value = self.values.value(place) if place is not None else None
+    def _update(self, nodes: Sequence[Node]) -> None:
+        """Update the weights of some nodes, those of a device as one."""
+        pairs: dict[int, tuple[list[tuple[Value, Value]], list[tuple[Value, Value]]]] = {}
+        for node in nodes:
+            place = Place(*node[:3], 0)
+            weight, value = self.residents.of[place], self.values.value(place)
+            of_device = pairs.setdefault(node.device, ([], []))
             if value is not None:
-                pairs[weight.trained].append((weight.name, value))
-        self.code.of[rank].append(Update(*(side for some in (True, False) for side in _sides(pairs[some]))))
+                of_device[not weight.trained].append((weight.name, value))
+        for rank, (weights, buffers) in pairs.items():
+            self.code.of[rank].append(Update(*_sides(weights), *_sides(buffers)))
 
     def _loss_places(self) -> set[Place]:
         """Return the parts of the loss that together are its value: one replica of each addend."""

@@ -13,12 +13,12 @@ from superscaler.schedule.transfers import UPDATE, Place
 
 
 class Residents:
-    """Weights of each device by name. `places` has where the update of one reads its gradient, or its new value."""
+    """Weights of each device by name. `of` has those at rest, by where their update reads."""
 
     def __init__(self, edges: Edges, code: Code) -> None:
         self.code, self.edges = code, edges
         self.weights: list[dict[Value, Weight]] = [{} for _ in code.of]
-        self.places: dict[tuple[int, Value], Place] = {}
+        self.of: dict[Place, Weight] = {}
         self._slices: dict[tuple[int, str, Box], Value] = {}
         self._count: Counter[tuple[int, str]] = Counter()
 
@@ -30,10 +30,11 @@ class Residents:
             for row, key in enumerate(rows.keys):
                 rank, box = key[0], held.box(row)
                 name = self.code.fresh(rank, self.code.like(tensor)._replace(part=key[2]))
-                self.weights[rank][name] = Weight(name, tensor, box, not op.is_write, row in counted, op.group)
+                place = Place(UPDATE, self.edges.home_number[tensor], key, 0)
+                weight = Weight(name, tensor, box, not op.is_write, row in counted, op.group)
+                self.weights[rank][name] = self.of[place] = weight
                 self.code.of[rank].append(Load(name, tensor, box))
-                self.places[rank, name] = Place(UPDATE, self.edges.home_number[tensor], key, 0)
-                yield self.places[rank, name], name
+                yield place, name
 
     def slice(self, rank: int, tensor: str, box: Box) -> Value:
         """Return the name of a slice of an input, a constant, or a frozen weight: every device can have any."""

@@ -27,6 +27,9 @@ class Values:
                     self.readers_of.setdefault(place, []).append((number, r))
         self._read: dict[EndOf, Value | None] = {}
         self._totals: dict[tuple[EndOf, ...], Value] = {}
+        # What has come so far of sums.
+        self._so_far: dict[tuple[EndOf, ...], Value] = {}
+        writer.landed = self._add_up
 
     def made(self, place: Place, name: Value, rank: int) -> None:
         """Record that a value exists; add it to the sums that it belongs to."""
@@ -39,7 +42,8 @@ class Values:
         owners = tuple(self.readers_of.get(place, ()))
         if owners in self._totals:
             return self._totals[owners]
-        names = [name for owner in owners if (name := self._of(owner)) is not None]
+        so_far = [self._so_far[owners]] if owners in self._so_far else []
+        names = so_far + [name for owner in owners if (name := self._of(owner)) is not None]
         if len(names) < 2:
             return names[0] if names else None
         transfer = self.transfers[owners[0][0]]
@@ -48,6 +52,15 @@ class Values:
         dtype = self.writer.context.dtype(transfer)
         self._totals[owners] = self.code.join(reader.device, like, transfer.tensor, parts, reader.box, dtype)
         return self._totals[owners]
+
+    def _add_up(self, number: int) -> None:
+        """Add what a transfer brought to the sums that it belongs to."""
+        for r, reader in enumerate(self.transfers[number].readers):
+            owners = tuple(self.readers_of[reader.places[0]])
+            if len(owners) > 1 and (name := self._of((number, r))) is not None:
+                so_far = self._so_far.get(owners)
+                self._so_far[owners] = name if so_far is None else self.code.add(reader.device, so_far, name)
+                self._read[number, r] = None
 
     def _of(self, owner: EndOf) -> Value | None:
         """Return the name of a reader's value, joining what came for it at the first call."""

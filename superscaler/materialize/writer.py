@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from math import prod
 
 from superscaler.ir.graph import width
@@ -36,7 +36,9 @@ class Writer:
         self._lowered: dict[int, Lowered] = {}
         # Those of the layers of a model are often equal.
         self._alike: dict[Hashable, Lowered] = {}
-        # Gradients on their way into slices, by group: what they are made of is held until they are waited for.
+        # Gradients on their way into slices, by group: what they are made of is held until they are waited for, of
+        # which `landed` is told.
+        self.landed: Callable[[int], None] = lambda number: None
         self._flying: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
         # The rounds of transfers that are left: they follow at the first read, so that nothing is waited for before.
         self._left: dict[int, list[tuple[Step, ...]]] = {}
@@ -197,6 +199,7 @@ class Writer:
             flying.append(bucket)
             for entry in flying.pop(0) if len(flying) > FLYING else ():
                 self._receive(entry.number, entry.step)
+                self.landed(entry.number)
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
         source, out = step.slots[0]

@@ -51,6 +51,7 @@ class Rank:
         self.optimizer = _optimizer(self.tables["weights"], self.weights, *chosen)
         self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
         self._tapes: dict[str, tuple[list[GradientEdge | None], list[Tensor]]] = {}
+        self._early: list[tuple[str, Tensor]] = []
 
     @property
     def one(self) -> Tensor:
@@ -182,11 +183,16 @@ class Rank:
 
     # The end of a step.
 
-    def update(self, pairs: Pairs) -> None:
+    def update(self, pairs: Pairs, early: bool = False) -> None:
         """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm.
 
-        With a scaler they are divided by the loss scale first; where one is not finite, no rank changes a weight.
+        With a scaler they are divided by the loss scale first; where one is not finite, no rank changes a weight. Both
+        need the gradients of all weights: an `early` update then waits for the last one.
         """
+        if early and (self.held is not None or self.clip is not None or self.scaler is not None):
+            self._early += pairs
+            return
+        pairs, self._early = [*self._early, *pairs], []
         if self.held is not None:
             self.held.append((self.update, pairs))
             return
@@ -196,7 +202,7 @@ class Rank:
         if self.clip is not None:
             self._clip(self.clip, gradients)
         if self.keep_gradients:
-            self.gradients = gradients
+            self.gradients = {**self.gradients, **gradients}
         if self.optimizer is not None and is_finite:
             for name, gradient in gradients.items():
                 self.weights[name].grad = gradient.to(self.weights[name].dtype)

@@ -13,8 +13,8 @@ from superscaler.ir.transformed import Group, rows_under
 from superscaler.schedule.cover import alternatives
 from superscaler.schedule.edges import Edges, Port, Unit
 
-# All updates of a device, and an op_order by its number.
-UPDATES, ORDER = "*updates", "*order"
+# An op_order by its number.
+ORDER = "*order"
 
 
 def members(edges: Edges, group: Group) -> Iterator[Unit]:
@@ -66,16 +66,16 @@ def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
     for op in graph.model.ops:
         mirror = edges.mirrors.get(op.name)
         for key in edges.rows[op.name].keys:
-            updates: Unit = UPDATES, (key[0], -1, -1)
-            if not op.is_forward:
-                yield (op.name, key), [updates]
-                continue
             yield (op.name, key), []
-            yield updates, [(op.name, key)]
             if mirror is not None:
-                yield updates, [(mirror.name, key)]
                 yield (mirror.name, key), [(op.name, key)]
         for k, operand in enumerate(op.inputs if op.is_forward else ()):
+            if home := edges.homes.get(operand.tensor):
+                # A weight is read before its update.
+                at = [(key[0], (home.name, key)) for key in edges.rows[home.name].keys]
+                for key in edges.rows[op.name].keys:
+                    last = op.name if mirror is None else mirror.name, key
+                    yield from ((update, [last]) for device, update in at if device == key[0])
             if operand.tensor in edges.producers:
                 yield from _data(edges, edges.producers[operand.tensor], (op, k))
             gradient = mirror.outputs[k].tensor if mirror is not None else ""

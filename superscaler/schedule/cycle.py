@@ -134,14 +134,16 @@ def _run(nodes: Nodes, name: str, some: Sequence[Node]) -> str:
 
 
 def _is_shown(nodes: Nodes, node: Node) -> bool:
-    """Tell whether work has a step: preparing data has none, nor have updates, which nothing waits for."""
-    return node.kind == "P" or (node.kind in "FB" and not nodes.schedule.segments[node.number].ops[0].from_data)
+    """Tell whether work has a step: preparing data has none, nor have updates that nothing waits for."""
+    if node.kind == "U":
+        return bool(nodes.after[nodes.number[node]])
+    return node.kind in "FB" and not nodes.schedule.segments[node.number].ops[0].from_data
 
 
 def _short(nodes: Nodes, node: Node) -> str:
     """Return the name of work on its device: that of its microbatch, or else of its op."""
     part = f" part {node.key[2]}" if node.key[2] > 0 else ""
-    if node.kind == "P":
+    if node.kind == "U":
         return f"U {nodes.name(node)}{part}"
     kind = nodes.letter(node)
     return f"{kind}{node.key[1]}" if node.key[1] >= 0 else f"{kind} {nodes.name(node)}{part}"

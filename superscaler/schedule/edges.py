@@ -96,6 +96,11 @@ class Edges:
         """Return for each weight with a home a number below -1, which stands for its optimizer op in places."""
         return {tensor: -2 - n for n, tensor in enumerate(self.homes)}
 
+    @cached_property
+    def by_home(self) -> dict[int, Op]:
+        """Return the optimizer op that each home number stands for."""
+        return {self.home_number[tensor]: op for tensor, op in self.homes.items()}
+
     def face(self, op: Op, operand: Operand) -> tuple[Ints, Ints]:
         rows, extents = self.rows[op.name], self.extents[operand.tensor]
         key = (id(rows), operand.slots, extents)
@@ -152,6 +157,18 @@ class Edges:
             places = [rows.share(row, k) for row in range(len(rows))]
             self._joins[key] = share_out(self.held(maker, j), self.wanted(reader, k), places)
         return self._joins[key]
+
+    def meetings(self, one: Port, other: Port) -> list[tuple[Key, Key]]:
+        """Return the parts of two ops on one device whose inputs have elements in common."""
+        (alo, ahi), (blo, bhi) = (self.face(op, op.inputs[k]) for op, k in (one, other))
+        keys, others = self.rows[one[0].name].keys, self.rows[other[0].name].keys
+        at: dict[int, list[int]] = {}
+        for row, key in enumerate(keys):
+            at.setdefault(key[0], []).append(row)
+        pairs = [(a, b) for b, key in enumerate(others) for a in at.get(key[0], ())]
+        a, b = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        common = (np.maximum(alo[a], blo[b]) < np.minimum(ahi[a], bhi[b])).all(axis=1)
+        return [(keys[pairs[n][0]], others[pairs[n][1]]) for n in np.flatnonzero(common)]
 
     def _whole(self, made: Port, read: Port, is_timed: bool = False) -> list[list[int]]:
         """Return whom each part would take an input from if none shared it out."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.transformed import Group, Order
+from superscaler.ir.graph import Op
+from superscaler.ir.transformed import Group
 from superscaler.schedule.again import Again
 from superscaler.schedule.alternatives import members as parts_of
 from superscaler.schedule.edges import Edges, Key
@@ -22,10 +23,10 @@ AHEAD = 1
 
 
 class Node(NamedTuple):
-    """A unit of work: F or B of a segment instance, U (the updates of a device), or C (transfer `number`).
+    """A unit of work: F or B of a segment instance, U (the update by a part of an optimizer op, by its home number), or
+    C (transfer `number`).
 
-    For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order, P the
-    update by the part `key` of op `number` where an op_order names it: U comes before it, and runs it.
+    For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order.
     """
 
     kind: str
@@ -35,7 +36,7 @@ class Node(NamedTuple):
 
     @property
     def device(self) -> int:
-        """The device of F, B and P."""
+        """The device of F, B and U."""
         return self.key[0]
 
 
@@ -69,11 +70,12 @@ class Nodes:
         self.after: list[list[int]] = []
         self.waits: list[int] = []
         self.reason: dict[tuple[int, int], str] = {}
-        self._op_number = {op.name: number for number, op in enumerate(self.graph.model.ops)}
         self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
         # Kind and segment by op, mirrors included.
         self.work_of = {name: ("F", segment.number) for name, segment in self.segment_of.items()}
         self.work_of |= {m.name: ("B", self.work_of[name][1]) for name, m in schedule.edges.mirrors.items()}
+        homes, number_of = schedule.edges.homes, schedule.edges.home_number
+        self.work_of |= {op.name: ("U", number_of[tensor]) for tensor, op in homes.items()}
         self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
         for segment in schedule.segments:
             for key in segment.keys:
@@ -88,7 +90,6 @@ class Nodes:
             hub = Node("O", order_number)
             self._add(hub)
             before, after = (self.members(group, order.where) for group in (order.before, order.after))
-            self._check_updates_last(order, before, after)
             for node in before:
                 self._edge(node, hub, f"op_order, {order.where}")
             for node in after:
@@ -123,13 +124,20 @@ class Nodes:
             self.reason[a, b] = reason
 
     def _add_updates(self) -> None:
-        """Every read of a weight on a device comes before its update there (anti-dependencies)."""
+        """All that reads elements of a weight where they are at rest comes before their update (anti-dependencies)."""
         edges = self.schedule.edges
-        devices = {key[0] for op in edges.homes.values() for key in edges.rows[op.name].keys}
-        for segment in self.schedule.segments:
-            for key in (key for key in segment.keys if key[0] in devices):
-                for kind in "FB" if segment.has_mirror else "F":
-                    self._edge(Node(kind, segment.number, key), Node("U", key[0]), "read before update")
+        uses, known = edges.model.uses(), dict[Hashable, list[tuple[Key, Key]]]()
+        for tensor, op in edges.homes.items():
+            for key in edges.rows[op.name].keys:
+                self._add(Node("U", edges.home_number[tensor], key))
+            for reader, k in uses[tensor]:
+                ends = id(edges.rows[op.name]), op.inputs[0].slots, id(edges.rows[reader.name]), reader.inputs[k].slots
+                if ends not in known:
+                    known[ends] = edges.meetings((op, 0), (reader, k))
+                kind, number = "B" if reader.has_mirror else "F", self.segment_of[reader.name].number
+                for home, key in known[ends]:
+                    update = Node("U", edges.home_number[tensor], home)
+                    self._edge(Node(kind, number, key), update, "read before update")
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
         if transfer.is_one and transfer.links:
@@ -144,11 +152,11 @@ class Nodes:
             for place in piece.places:
                 if place.kind != UPDATE:
                     self._edge(Node(*place[:3]), node)
-            if transfer.kind == FORWARD and piece.places[0].kind == UPDATE:
-                self._edge(node, Node("U", piece.device), "sent before update")
+                elif transfer.kind == FORWARD:
+                    self._edge(node, Node(*place[:3]), "sent before update")
         for reader in readers:
             for place in reader.places:
-                self._edge(node, Node("U", reader.device) if place.kind == UPDATE else Node(*place[:3]))
+                self._edge(node, Node(*place[:3]))
 
     def _delay(self) -> Again:
         """Let what is computed again wait for the backward, unless a plan orders it."""
@@ -176,13 +184,7 @@ class Nodes:
                 keys = self._keys(segment, group.microbatch)
                 found.update(dict.fromkeys(Node(group.kind, segment.number, key) for key in keys))
         for name, key in parts_of(self.schedule.edges, replace(group, members=tuple(rest))):
-            if name in self.work_of:
-                found[Node(*self.work_of[name], key)] = None
-                continue
-            update = Node("P", self._op_number[name], key)
-            found[update] = None
-            if update not in self.number:
-                self._edge(Node("U", key[0]), update)
+            found[Node(*self.work_of[name], key)] = None
         existing = [n for n in found if n in self.number]
         if not existing:
             raise ScheduleError(
@@ -190,21 +192,6 @@ class Nodes:
                 "choose a microbatch that Microbatch made, and for B ops that have a backward."
             )
         return existing
-
-    def _check_updates_last(self, order: Order, before: Sequence[Node], after: Sequence[Node]) -> None:
-        first = next((n for n in before if n.kind == "P"), None)
-        last = next((n for n in after if n.kind != "P"), None)
-        if first is not None and last is not None:
-            instead = (
-                f"Put B of the ops that read {self.name(first)} there instead, or remove this op_order."
-                if last.kind == "B"
-                else "Remove this op_order: the forwards of the next step come after all updates."
-            )
-            raise ScheduleError(
-                f"op_order at {order.where}: {self.describe(first)} cannot come before {self.describe(last)}. All "
-                "updates run at the end of a step, when all gradients are there, because clipping takes the norm of "
-                f"all. {instead}"
-            )
 
     def _keys(self, segment: Segment, microbatch: int | None) -> list[Key]:
         """Return the keys of a segment, of all microbatches or of one."""
@@ -236,24 +223,28 @@ class Nodes:
                     found = True
         return found
 
+    def home(self, number: int) -> Op:
+        """Return the optimizer op of a home number."""
+        return self.schedule.edges.by_home[number]
+
     def is_work(self, number: int) -> bool:
         return self.names[number].kind not in "CO"
 
     def name(self, node: Node) -> str:
         """Return the name of the weight of an update, or of the first op of a segment."""
-        if node.kind == "P":
-            return self.graph.model.ops[node.number].inputs[0].tensor
+        if node.kind == "U":
+            return self.home(node.number).inputs[0].tensor
         return self.schedule.segments[node.number].ops[0].name
 
     def letter(self, node: Node) -> str:
         """Return the kind of work as plans name it: R for a forward that is computed again."""
         is_again = node.kind == "F" and self.schedule.segments[node.number].region
-        return "R" if is_again else "U" if node.kind == "P" else node.kind
+        return "R" if is_again else node.kind
 
     def describe(self, node: Node) -> str:
         device, micro, ordinal = node.key
-        if node.kind == "P":
-            where, names = self.name(node), self.graph.model.ops[node.number].name
+        if node.kind == "U":
+            where, names = self.name(node), self.home(node.number).name
         else:
             segment = self.schedule.segments[node.number]
             where = segment.module or segment.ops[0].name

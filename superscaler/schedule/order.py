@@ -40,7 +40,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
     schedule, order = attempt.nodes.schedule, attempt.order
     if attempt.nodes.bring_late(order):
         order = sort(attempt.nodes)
-    schedule.order = [n for n in order if n.kind not in "OP"]
+    schedule.order = [n for n in order if n.kind != "O"]
     in_order = {name: tuple(op.name for op in graph.model.ops if op.name in ops) for name, ops in attempt.taken.items()}
     schedule.relaxations = tuple(Relaxation(name, ops) for name, ops in in_order.items())
     return schedule
@@ -172,18 +172,18 @@ def _orbits(nodes: Nodes) -> list[int]:
             p, r = transfer.links[max(node.link, 0)]
             ends = transfer.pieces[p].places[0], transfer.readers[r].places[0]
             found.append(first.setdefault((transfer.tensor, node.link < 0, *map(base, ends)), number))
-        elif node.kind == "U":
-            found.append(first.setdefault(("U", fold.places[node.number][0]), number))
         else:
-            found.append(number if node.kind in "OP" else first.setdefault(base(node), number))
+            found.append(number if node.kind == "O" else first.setdefault(base(node), number))
     return found
 
 
 def _priority(nodes: Nodes, number: int) -> tuple[int, int, int, int, int]:
     node = nodes.names[number]
     is_early = node.kind == "F" and node.number in nodes.early
-    rank = 2 if is_early else {"O": 0, "C": 1, "B": 3, "F": 4, "U": 5, "P": 6}[node.kind]
-    place = node.number
+    # An update that something waits for, or else at the end.
+    is_early |= node.kind == "U" and bool(nodes.after[number])
+    rank = 2 if is_early else {"O": 0, "C": 1, "B": 3, "F": 4, "U": 5}[node.kind]
+    place = -node.number if node.kind == "U" else node.number
     if node.kind in "FB":
         segment = nodes.schedule.segments[node.number]
         place = -segment.position if node.kind == "B" else segment.position

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from superscaler.errors import ScheduleError
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Tree
 from superscaler.schedule.cover import Held, Wanted
@@ -111,7 +112,8 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
         gradient = addends.pop(model.gradient(tensor), [])
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
             parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
-            found += _move(edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins)
+            apart = edges.graph.reduced.get(port[0].name, 0)
+            found += _move(edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins, apart)
     return found
 
 
@@ -136,9 +138,11 @@ class Side(NamedTuple):
 
 
 def _move(
-    edges: Edges, tensor: str, kind: str, made: Sequence[Side], read: Sequence[Side], joins: bool
+    edges: Edges, tensor: str, kind: str, made: Sequence[Side], read: Sequence[Side], joins: bool, apart: int = 0
 ) -> list[Transfer]:
-    """Return the transfers from what makes a tensor, each an addend of it, to all that reads it."""
+    """Return the transfers from what makes a tensor, each an addend of it, to all that reads it; those of `apart`
+    microbatches each by itself.
+    """
     columns = zip(*(side.boxes.columns() for side in read), strict=True)
     wanted = Wanted(*(np.concatenate(column) for column in columns))
     users = [place for side in read for (place,) in side.places]
@@ -149,8 +153,20 @@ def _move(
             joined = edges.join(side.port, reader.port)
             pairs += ([at[source] for source in joined[row]] for row in reader.rows)
         assert isinstance(side.boxes, Held)
-        found += _group(tensor, kind, side.boxes, side.places, wanted, users, pairs, joins)
+        for some in _by_microbatch(side.boxes, pairs, tensor, apart) if apart else (pairs,):
+            found += _group(tensor, kind, side.boxes, side.places, wanted, users, some, joins)
     return found
+
+
+def _by_microbatch(held: Held, pairs: list[list[int]], tensor: str, count: int) -> list[list[list[int]]]:
+    microbatch = [at for _, at in held.at]
+    found = sorted({microbatch[source] for pair in pairs for source in pair})
+    if found[-1:] != [-1] and len(found) != count:
+        raise ScheduleError(
+            f"Microbatch({count}) of the update of {tensor}, but its gradient comes in {len(found)} microbatches; "
+            f"cut the update into {len(found)} of them."
+        )
+    return [[[source for source in pair if microbatch[source] == at] for pair in pairs] for at in found]
 
 
 def _side(edges: Edges, outputs: Mapping[str, tuple[Segment, int]], port: Port) -> Side:

@@ -113,7 +113,10 @@ class ValueSplit:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Split the batch into `parts` microbatches, and mark the parts with their number."""
+    """Split the batch into `parts` microbatches, and mark the parts with their number.
+
+    An update runs once: it keeps its parts, but its gradient is reduced in each microbatch, not their sum at the end.
+    """
 
     parts: int
     factor: str = "batch"

@@ -30,13 +30,11 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     axis = made[sizes[0]]
     if axis.is_microbatch and any(a.is_microbatch for a in (*graph.grids[op.name].axes, *grid.axes)):
         raise TransformError(f"op_trans at {where} cuts {op.name} into microbatches, but it is one already; split it.")
-    if axis.is_microbatch and not op.is_forward:
-        raise TransformError(
-            f"op_trans at {where} cuts {op.name} into microbatches, but an update runs once, at the end of a step; "
-            "cut graph.forward_ops into microbatches, and an update by Split or Replicate."
-        )
     note = " (replicated: no index to cut)" if factor is not None and axis.index is None and not axis.value else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
+    if axis.is_microbatch and not op.is_forward:
+        graph.reduced[op.name] = len(axis.sizes)
+        return parts
     count = prod(len(a.sizes) for a in grid.axes)
     chosen = count if covers(parts.cells, count) else len(np.unique(parts.cells))
     if chosen == count and len(set(made.values())) == 1 and not grid.children:

@@ -246,8 +246,9 @@ class Masks:
     # The end of a step.
 
     def _update(self, cohort: Cohort, at: int, i: Update, read: Sequence[Content]) -> Sequence[Content]:
-        if cohort.number in self.updated:
-            raise Refusal("is the second update of this device.")
+        is_last = not any(isinstance(other, Update) for other in cohort.code[at + 1 :])
+        if i.is_early == is_last:
+            raise Refusal("is the last of its device." if is_last else "is not the last of its device.")
         done = self.updated.setdefault(cohort.number, set())
         weights = {w.name: w for w in cohort.weights}
         count, ends = len(i.weights), len(i.weights) * 2 + len(i.buffers)

@@ -65,7 +65,7 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
     small = Graph(model, graph.captured)
     pairs = zip(whole.model.ops, model.ops, strict=True)
     small.grids = {op.name: _refit(graph.grids[op.name], old, op, number) for old, op in pairs}
-    small.orders, small.journal = graph.orders, list(graph.journal)
+    small.orders, small.journal, small.reduced = graph.orders, list(graph.journal), graph.reduced
     shrunk = {name: (x.size, sizes[name]) for name, x in whole.factors.items() if sizes[name] != x.size}
     shrunk |= {"devices": (len(compiled.cluster.devices), len(used))}
     given = {n: v for n, v in whole.captured.values.items() if model.tensors[n].kind != "parameter"}
@@ -84,6 +84,7 @@ def _drop_microbatches(graph: Graph) -> None:
     is_single = any(paths for order in graph.orders for end in (order.before, order.after) for _, paths in end.members)
     if is_single or any(grid.children for grid in graph.grids.values()):
         return
+    graph.reduced = {name: min(count, MICROBATCHES) for name, count in graph.reduced.items()}
     for name, grid in graph.grids.items():
         at = next((k for k, axis in enumerate(grid.axes) if axis.is_microbatch), None)
         if at is not None:

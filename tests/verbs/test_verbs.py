@@ -32,11 +32,13 @@ def test_a_wrong_number_of_devices_is_refused() -> None:
         op_assign(graph, parts, [0, 1, 2])
 
 
-@pytest.mark.parametrize("factor", ["hidden", "batch"])
-def test_an_update_is_not_cut_into_microbatches(factor: str) -> None:
+def test_microbatches_of_an_update_leave_its_parts() -> None:
     graph = chain()
-    with pytest.raises(TransformError, match=r"op_trans at .*test_verbs.py:\d+ cuts update.w .* an update runs once"):
-        op_trans(graph, graph.ops, Microbatch(2, factor))
+    update = graph.op("update.w")
+    parts = op_trans(graph, op_trans(graph, update, Split("hidden", 2)), Microbatch(4))
+    assert len(parts) == len(graph.rows(update)) == 2
+    assert graph.copy().reduced == {"update.w": 4}
+    assert parts.cells.tolist() == [0, 1]
 
 
 def test_one_part_moves_after_all_were_assigned_by_a_broadcast() -> None:
