@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from superscaler.verbs import Recompute as Recompute
     from superscaler.verbs import Replicate as Replicate
     from superscaler.verbs import Split as Split
+    from superscaler.verbs import Stale as Stale
     from superscaler.verbs import ValueSplit as ValueSplit
     from superscaler.verbs import op_assign as op_assign
     from superscaler.verbs import op_order as op_order
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Graph", "Microbatch", "Recompute", "Replicate", "Split", "ValueSplit", "op_assign", "op_order", "op_trans",
-    "sprogram",
+    "Graph", "Microbatch", "Recompute", "Replicate", "Split", "Stale", "ValueSplit", "op_assign", "op_order",
+    "op_trans", "sprogram",
 )  # fmt: skip
 _HOMES = {
     "Cluster": "superscaler.cluster",

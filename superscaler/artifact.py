@@ -150,7 +150,9 @@ def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) ->
     """Return every weight, buffer and constant; those of a model captured on meta are drawn from the seed."""
     found = dict(values)
     for number, (name, tensor) in enumerate(model.tensors.items()):
-        if tensor.kind in ("parameter", "buffer", "constant") and name not in found:
+        if tensor.kind == "buffer" and tensor.origin:
+            found.setdefault(name, found[tensor.origin])
+        elif tensor.kind in ("parameter", "buffer", "constant") and name not in found:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.02
             found[name] = drawn.to(getattr(torch, tensor.dtype))

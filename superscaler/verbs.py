@@ -17,11 +17,12 @@ from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, ValueSplit
 from superscaler.transform.cut import cut
-from superscaler.transform.rewrite import Recompute, Rewrite, rewrite
+from superscaler.transform.rewrite import Recompute, Rewrite, Stale, rewrite
 
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Microbatch", "Op", "Parts",
-    "Recompute", "Replicate", "Rewrite", "Split", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "sprogram",
+    "Recompute", "Replicate", "Rewrite", "Split", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans",
+    "sprogram",
 ]  # fmt: skip
 
 P = ParamSpec("P")

@@ -176,7 +176,10 @@ class _Writer:
             case p.Update():
                 early = ", early=True" if i.is_early else ""
                 update = f"rt.update({self._pairs(i.weights, i.gradients)}{early})"
-                return f"{update}\n    rt.write({self._pairs(i.buffers, i.values)})" if i.buffers else update
+                write = f"rt.write({self._pairs(i.buffers, i.values)})" if i.buffers else ""
+                # What only sets buffers needs no update, but for the last one, for which global norms wait.
+                is_one = bool(i.weights) or not i.is_early
+                return "\n    ".join([update] * is_one + [write] * bool(write)) or "pass"
             case p.Loss():
                 counted = self.number("counted", lambda j: j.counted)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"

@@ -46,7 +46,7 @@ class PTensor:
 
     `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
     `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
-    `origin` is the tensor whose value a twin makes again.
+    `origin` is the tensor whose value a twin makes again; of a buffer, the weight whose value it had a step ago.
     """
 
     name: str
@@ -217,6 +217,11 @@ class Model:
         """Return the name of the gradient of a pTensor, one with that of its twin, '' where it has none."""
         return f"d({self.origin(tensor)})" if self.tensors[tensor].requires_grad else ""
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return the older versions of weights, each with its weight."""
+        return {t.name: t.origin for t in self.tensors.values() if t.kind == "buffer" and t.origin}
+
     def mirror(self, op: Op) -> Op:
         """Return the backward op of a forward one.
 
@@ -260,10 +265,17 @@ def width(dtype: str) -> int:
 
 
 def without_twins(model: Model) -> Model:
-    """Return the model in which nothing is computed again."""
-    twins = {op.origin: op for op in model.ops if op.origin}
-    kept = (op for op in model.ops if not op.origin)
-    ops = tuple(replace(op, region="", has_mirror=twins.get(op.name, op).has_mirror) for op in kept)
+    """Return the model in which nothing is computed again, and no weight has an older version."""
+    twins, versions = {op.origin: op for op in model.ops if op.origin}, model.versions
+
+    def plain(op: Op) -> Op:
+        inputs = op.inputs
+        if any(o.tensor in versions for o in inputs):
+            inputs = tuple(replace(o, tensor=versions.get(o.tensor, o.tensor)) for o in inputs)
+        return replace(op, region="", has_mirror=twins.get(op.name, op).has_mirror, inputs=inputs)
+
+    kept = (op for op in model.ops if not (op.origin or (op.is_write and op.inputs[0].tensor in versions)))
+    ops = tuple(map(plain, kept))
     return replace(model, tensors={n: t for n, t in model.tensors.items() if not t.origin}, ops=ops)
 
 

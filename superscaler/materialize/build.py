@@ -169,15 +169,19 @@ class _Builder:
                 self.values.made(place, made_name, rank)
 
     def _update(self, nodes: Sequence[Node]) -> None:
-        """Update the weights of some nodes, those of a device as one."""
-        pairs: dict[int, tuple[list[tuple[Value, Value]], list[tuple[Value, Value]]]] = {}
+        """Update the weights of some nodes, those of a device as one, after what takes over their values."""
+        pairs: dict[int, tuple[list[tuple[Value, Value]], ...]] = {}
         for node in nodes:
             place = Place(*node[:3], 0)
             weight, value = self.residents.of[place], self.values.value(place)
-            of_device = pairs.setdefault(node.device, ([], []))
+            weights, buffers, versions = pairs.setdefault(node.device, ([], [], []))
             if value is not None:
-                of_device[not weight.trained].append((weight.name, value))
-        for rank, (weights, buffers) in pairs.items():
+                is_version = self.model.tensors[weight.tensor].origin
+                kind = weights if weight.trained else versions if is_version else buffers
+                kind.append((weight.name, value))
+        for rank, (weights, buffers, versions) in pairs.items():
+            if versions:
+                self.code.of[rank].append(Update((), (), *_sides(versions)))
             self.code.of[rank].append(Update(*_sides(weights), *_sides(buffers)))
 
     def _loss_places(self) -> set[Place]:

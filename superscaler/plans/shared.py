@@ -36,7 +36,7 @@ def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split | Replicate]
     values read are all of one kind, and are summed together.
     """
     splits: dict[str, list[Split]] = {}
-    weights = {name for name, tensor in graph.model.tensors.items() if tensor.kind == "parameter"}
+    weights = {t.name for t in graph.model.parameters()} | graph.model.versions.keys()
     weights |= {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
     scopes = [block.ops for block in graph.blocks] + [graph.forward_ops]
     for ops in scopes:

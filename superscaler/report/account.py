@@ -136,7 +136,8 @@ def summary(compiled: Compiled) -> str:
     groups = group(range(compiled.program.world), lambda rank: compiled.emitted.programs[rank])
     fold = compiled.fold
     mesh = "" if fold is None else f", folded over {' x '.join(map(str, fold.widths))} places"
-    lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}"]
+    stale = f"; {len(versions)} weights are read one step stale" if (versions := compiled.graph.model.versions) else ""
+    lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}{stale}"]
     for name, ranks in groups.items():
         code = compiled.program.devices[ranks[0]].instructions
         kinds = Counter(i.kind for i in code if isinstance(i, Collective))

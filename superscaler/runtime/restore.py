@@ -13,7 +13,7 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.runtime.checkpoint import share
 from superscaler.runtime.pieces import located, whole
-from superscaler.runtime.stored import Stored, missing, open_checkpoint, open_stored, read_named
+from superscaler.runtime.stored import Stored, missing, newest, open_checkpoint, open_stored, read_named
 
 if TYPE_CHECKING:
     from superscaler.runtime.step import Step
@@ -62,7 +62,7 @@ def load_weights(step: Step, path: str | Path) -> list[str]:
 
     _set_weights(step, _agreed(step, read))
     # Rank 0 knows all names.
-    unread = json.dumps(sorted(set(stored[0].tensors) - set(_names(step)))) if step.rank == 0 else ""
+    unread = json.dumps(sorted(stored[0].names - set(_names(step)))) if step.rank == 0 else ""
     return list(json.loads(share(step.state.communicator, unread)))
 
 
@@ -118,7 +118,7 @@ def _state_names(step: Step, group: Mapping[str, Any]) -> set[str]:
 
 def _check_names(step: Step, stored: Stored) -> None:
     """Raise InputError for a checkpoint that has more than the model."""
-    more = sorted(set(stored.tensors) - set(_names(step)))
+    more = sorted(stored.names - set(_names(step)))
     if more:
         raise InputError(
             f"{stored.directory} has {len(more)} tensors that this model has not, {more[0]} first; "
@@ -151,8 +151,9 @@ def _read(step: Step, stored: Stored) -> dict[str, Tensor]:
 
 
 def _called(step: Step, name: str) -> list[str]:
-    """Return all names of a tied parameter, the one that is kept first."""
-    return [name, *(alias for alias, kept in step.plan["aliases"].items() if kept == name)]
+    """Return all names of a tied parameter, the one that is kept first; an older version may be the newest one."""
+    names = list(dict.fromkeys((name, newest(name))))
+    return [*names, *(alias for alias, kept in step.plan["aliases"].items() if kept == names[-1])]
 
 
 def _read_fixed(step: Step, stored: Stored) -> dict[str, Tensor]:

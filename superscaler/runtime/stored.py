@@ -50,6 +50,15 @@ class Entry:
     steps: float | None = None
 
 
+def newest(name: str) -> str:
+    """Return the name of the weight of which a tensor is an older version, or its own.
+
+    >>> newest("head.weight~1"), newest("head.weight")
+    ('head.weight', 'head.weight')
+    """
+    return name.removesuffix("~1")
+
+
 @dataclass
 class Stored:
     """A checkpoint (with a manifest), or weights of another program (without). A shard is checked before it is read."""
@@ -58,6 +67,11 @@ class Stored:
     tensors: Mapping[str, Entry]
     manifest: Mapping[str, Any] | None = None
     _files: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """Return the names of the model's tensors: those without the older versions that a plan keeps of some."""
+        return {name for name in self.tensors if newest(name) == name}
 
     def read(self, name: str, ranges: Ranges, state: str = "") -> Tensor:
         """Return a piece of a tensor, or of a state of it. Raises InputError naming the file that is damaged."""

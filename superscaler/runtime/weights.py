@@ -33,7 +33,7 @@ def load_weights(module: nn.Module, path: str | Path) -> list[str]:
     with torch.no_grad():
         for tensor, value in found:
             tensor.copy_(value)
-    return sorted(set(stored.tensors) - {name for names, _ in tensors for name in names})
+    return sorted(stored.names - {name for names, _ in tensors for name in names})
 
 
 def named(module: nn.Module) -> list[tuple[list[str], Tensor]]:

@@ -18,6 +18,9 @@ Located = tuple[int, Box]
 def place_updates(graph: Graph) -> None:
     """Located the optimizer ops that no op_assign placed: where their weight is read, or else made."""
     producers, uses = graph.model.producers(), graph.model.uses()
+    for version, weight in graph.model.versions.items():
+        # Where all that reads a weight reads an older version, that is where it is read.
+        uses[weight] = uses[weight] or uses[version]
     places: dict[Hashable, frozenset[Located]] = {}
     grids: dict[Hashable, Grid] = {}
     for op in graph.model.ops:

@@ -154,6 +154,10 @@ class Nodes:
                     self._edge(Node(*place[:3]), node)
                 elif transfer.kind == FORWARD:
                     self._edge(node, Node(*place[:3]), "sent before update")
+                    # An older version is set before the weight changes, which it may read in place.
+                    older = (end for end in readers if end.device == piece.device and end.places[0].kind == UPDATE)
+                    for end in older:
+                        self._edge(Node(*end.places[0][:3]), Node(*place[:3]), "read before update")
         for reader in readers:
             for place in reader.places:
                 self._edge(node, Node(*place[:3]))
@@ -213,7 +217,7 @@ class Nodes:
         found = False
         for node in (node for node in position if node.kind == "C" and node.number in rest):
             after = (self.names[n] for n in self.after[self.number[node]])
-            readers = sorted((position[reader], reader.device) for reader in after if reader.kind == "F")
+            readers = sorted((position[reader], reader.device) for reader in after if reader.kind in "FU")
             for device, at in {device: at for at, device in reversed(readers)}.items():
                 own = runs.get(device, [])
                 before = bisect_left(own, at) - 1 - AHEAD

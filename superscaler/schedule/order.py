@@ -181,7 +181,7 @@ def _priority(nodes: Nodes, number: int) -> tuple[int, int, int, int, int]:
     node = nodes.names[number]
     is_early = node.kind == "F" and node.number in nodes.early
     # An update that something waits for, or else at the end.
-    is_early |= node.kind == "U" and bool(nodes.after[number])
+    is_early |= node.kind == "U" and any(nodes.names[after].kind != "U" for after in nodes.after[number])
     rank = 2 if is_early else {"O": 0, "C": 1, "B": 3, "F": 4, "U": 5}[node.kind]
     place = -node.number if node.kind == "U" else node.number
     if node.kind in "FB":

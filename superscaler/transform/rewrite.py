@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from superscaler.errors import TransformError
-from superscaler.ir.graph import Model, Op, Operand
+from superscaler.ir.graph import Model, Op, Operand, PTensor, Ref
 from superscaler.ir.transformed import Entry, Graph, Parts
 
 
@@ -55,6 +55,44 @@ class Recompute:
         return replace(model, tensors={**model.tensors, **{t.name: t for t in twins.values()}}, ops=ops)
 
 
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Read weights as they were one step ago, while the updates change the newest ones: PipeDream-2BW.
+
+    y = f(x, w)  ->  y = f(x, w~1); d(w) += d.f(d(y)); w~1 = w; w = update(w, d(w))
+    W(t+1) = W(t) - lr grad(W(t-1)), W(-1) = W(0)
+
+    The steps are not those of the model: `verify` compares them with this recurrence on one device, and says that they
+    are stale by 1.
+    """
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        names = {op.name for op in ops}
+        updates = {op.inputs[0].tensor: op for op in model.ops if not op.is_forward and not op.is_write}
+        chosen = [op for op in model.ops if op.name in names or op.origin in names]
+        read = dict.fromkeys(o.tensor for op in chosen for o in op.inputs if o.tensor in updates)
+        if not read:
+            raise TransformError("Stale needs ops that read trained weights themselves; none of these does.")
+        older = {n: replace(model.tensors[n], name=f"{n}~1", kind="buffer", origin=n) for n in read}
+        known = {t.name for t in older.values()} & model.tensors.keys()
+        tensors = {**model.tensors, **{t.name: t for t in older.values()}}
+
+        def stale(op: Op) -> Op:
+            inputs = tuple(replace(o, tensor=older[o.tensor].name) if o.tensor in older else o for o in op.inputs)
+            return replace(op, inputs=inputs) if op.name in names or op.origin in names else op
+
+        writes = (write_op(updates[n], tensor) for n, tensor in older.items() if tensor.name not in known)
+        return replace(model, tensors=tensors, ops=(*map(stale, model.ops), *writes))
+
+
+def write_op(update: Op, version: PTensor) -> Op:
+    """Return the op that sets an older version of a weight to the weight, before the update changes it."""
+    weight = update.inputs[0]
+    older = replace(weight, tensor=version.name)
+    made = replace(update, name=f"write.{version.name}", target="ss.write", args=(Ref(0), Ref(1)), kwargs=(), group=0)
+    return replace(made, inputs=(older, weight), outputs=(older,))
+
+
 def _needed(ops: Sequence[Op]) -> list[Op]:
     """Return the ops that have a mirror, and those that make what these read."""
     read, found = set[str](), list[Op]()
@@ -83,6 +121,7 @@ def _wrong(before: Model, after: Model) -> str:
     """Return what a model that an algorithm made may not be, and what to do instead; '' where it may."""
     if not isinstance(after, Model):
         return f"gives {after!r}; its method rewrite must return a Model."
+    known = {op.name for op in before.ops}
     made = {name for name, tensor in after.tensors.items() if tensor.kind != "activation"}
     names = [op.name for op in after.ops]
     twice = next((name for name in names if names.count(name) > 1), "") if len(set(names)) < len(names) else ""
@@ -105,7 +144,11 @@ def _wrong(before: Model, after: Model) -> str:
         if double:
             return f"lets {op.name} make {double}, which is made already; give it a tensor of its own."
         made.update(o.tensor for o in op.outputs)
-    updates = ([op for op in model.ops if not op.is_forward] for model in (before, after))
+    updates = ([op for op in model.ops if not op.is_forward and op.name in known] for model in (before, after))
     if after.loss not in made or next(updates) != next(updates):
         return "changes what is updated, or loses the loss; only forward ops may change."
+    more = (op for op in after.ops if not op.is_forward and op.name not in known)
+    wrong = next((op.name for op in more if not op.is_write or op.inputs[0].tensor in before.tensors), "")
+    if wrong:
+        return f"adds the update {wrong}; only older versions of weights may be set."
     return ""

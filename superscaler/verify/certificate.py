@@ -10,6 +10,7 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Model
 from superscaler.ir.interpret import interpret
 from superscaler.ir.mask import Mask
+from superscaler.ir.parts import Ints
 from superscaler.ir.program import Program
 from superscaler.verify.content import Content
 from superscaler.verify.coverage import Boxes, is_tiled
@@ -33,11 +34,13 @@ def _check_twins(model: Model) -> None:
     """What is computed again is what was computed first, and has the mirror of that, once."""
     ops, seen = {op.name: op for op in model.ops}, set[str]()
     for tensor in (t for t in model.tensors.values() if t.origin):
-        if replace(tensor, name=tensor.origin, origin="") != model.tensors.get(tensor.origin):
+        kind = "parameter" if tensor.kind == "buffer" else tensor.kind
+        if replace(tensor, name=tensor.origin, origin="", kind=kind) != model.tensors.get(tensor.origin):
             raise ScheduleError(f"{tensor.name} is not as {tensor.origin}, which it is made of again.")
     for op in (op for op in model.ops if op.origin):
         inputs, outputs = (
-            [replace(o, tensor=model.origin(o.tensor)) for o in side] for side in (op.inputs, op.outputs)
+            [o if o.tensor in model.versions else replace(o, tensor=model.origin(o.tensor)) for o in side]
+            for side in (op.inputs, op.outputs)
         )
         again = replace(op, name=op.origin, origin="", inputs=tuple(inputs), outputs=tuple(outputs), has_mirror=False)
         if again != ops.get(op.origin) or op.origin in seen:
@@ -78,10 +81,23 @@ def _check_weights(program: Program, masks: Masks) -> None:
         whole = np.array([(0, e) for e in model.tensors[tensor].extents], dtype=np.int64).reshape(1, -1, 2)
         if not held[tensor]:
             raise ScheduleError(f"{tensor} is at rest on no device.")
-        if not op.is_write and not is_tiled(Boxes.of(np.concatenate(counted[tensor])[None]), whole).all():
+        if not op.is_write and not _tile(np.concatenate(counted[tensor]), whole):
             raise ScheduleError(f"the elements of {tensor} are not counted once each by the devices that hold them.")
-        if op.is_write and not is_tiled(Boxes.of(np.unique(np.concatenate(held[tensor]), axis=0)[None]), whole).all():
+        parts = np.unique(np.concatenate(held[tensor]), axis=0)
+        # Some devices may hold all, and others slices.
+        if op.is_write and not any(_tile(kind(parts), whole) for kind in (np.asarray, _outer)):
             raise ScheduleError(f"the parts of {tensor} at rest are not the whole tensor.")
+
+
+def _tile(boxes: Ints, whole: Ints) -> bool:
+    return bool(is_tiled(Boxes.of(boxes[None]), whole).all())
+
+
+def _outer(boxes: Ints) -> Ints:
+    """Return boxes [boxes, slots, 2], all different, without those inside of others."""
+    inside = (boxes[:, None, :, 0] >= boxes[:, :, 0]) & (boxes[:, None, :, 1] <= boxes[:, :, 1])
+    found: Ints = boxes[inside.all(axis=2).sum(axis=1) == 1]
+    return found
 
 
 def _check_loss(program: Program, masks: Masks) -> None:

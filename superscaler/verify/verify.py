@@ -130,6 +130,7 @@ def _certificate(
     """
     if backend not in _BACKENDS:
         raise InputError(unknown("backend", backend, _BACKENDS))
+    model = exact.graph.model
     refused = {name: _refusal(partial(check, exact.program)) for name, check in CHECKS.items()}
     first = next((text for text in refused.values() if text), "")
     results: list[list[Result]] = []
@@ -159,6 +160,7 @@ def _certificate(
         "backend": backend,
         "bytes_moved": sum(steps[0].moved for steps in results),
         "bytes_planned": exact.program.bytes_moved,
+        "stale": int(bool(model.versions)),
         "loss": float(results[0][0].loss) if results else float("nan"),
     }
 
@@ -172,7 +174,7 @@ def _judged(
         try:
             oracle, comparison = make(), Comparison(exact, values)
             for number, step in enumerate(zip(*results, strict=True)):
-                comparison.add(step, oracle(comparison.known, number))
+                comparison.add(step, _recurrence(oracle, exact.graph.model.versions, comparison.known, number))
         except Unlike as why:
             note = str(why)
             continue
@@ -180,6 +182,13 @@ def _judged(
         if comparison.errors.is_equal:
             break
     return found
+
+
+def _recurrence(oracle: Oracle, versions: Mapping[str, str], known: Values, number: int) -> Reference:
+    """Return a step whose gradients are those of older versions of weights, where a plan has some."""
+    older = {weight: known[version] for version, weight in versions.items()}
+    step = oracle({**known, **older}, number)
+    return step._replace(buffers={**step.buffers, **{version: known[weight] for version, weight in versions.items()}})
 
 
 def _draw(step: int) -> Draw:
