@@ -9,7 +9,7 @@ groups, peers and slices moved along the axis.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -17,13 +17,11 @@ import numpy as np
 from superscaler.ir.graph import Op, Operand
 from superscaler.ir.parts import Axis, Grid, Ints
 from superscaler.ir.spmd import KEPT, Fold
-from superscaler.ir.transformed import Graph
+from superscaler.ir.transformed import Address, Graph, Group, rows_under
 
 
 def find_fold(graph: Graph) -> Fold | None:
     """Return the fold of a plan whose optimizer ops are placed, or None where no axis of the mesh looks the same."""
-    if any(paths for order in graph.orders for group in (order.before, order.after) for _, paths in group.members):
-        return None
     signatures: dict[str, Hashable] = {op.name: graph.grids[op.name].signature() for op in graph.model.ops}
     distinct = {signatures[op.name]: graph.grids[op.name] for op in graph.model.ops}
     found_in = {signature: list(leaves(grid)) for signature, grid in distinct.items()}
@@ -132,7 +130,16 @@ class _Line:
                 for a, b in zip(output.slots, operand.slots, strict=True):
                     if not _is_even(_of(made, a), _of(read, b)):
                         return False
-        return True
+        return all(self._is_alike(graph.grids[name], paths) for name, paths in _ordered(graph) if paths)
+
+    def _is_alike(self, grid: Grid, paths: Sequence[Address]) -> bool:
+        """Tell whether parts that are ordered apart from others of their op are so at all places along the line."""
+        along = None if grid.children else self.along(grid)
+        chosen = np.zeros(grid.devices.size, dtype=bool)
+        for lo, hi in (rows_under(grid, path) for path in paths if along is not None):
+            chosen[lo:hi] = True
+        chosen = chosen.reshape(grid.devices.shape)
+        return along is not None and bool((chosen == chosen.take([0], along)).all())
 
 
 # The index that an axis cuts, into which sizes, and whether it follows the line.
@@ -157,6 +164,10 @@ def _is_even(made: Sequence[tuple[tuple[int, ...], bool]], read: Sequence[tuple[
     return len(other) <= (place or 0) and list(other) == list(cut[: len(other)])
 
 
+def _ordered(graph: Graph) -> Iterator[tuple[str, tuple[Address, ...]]]:
+    return (member for order in graph.orders for group in (order.before, order.after) for member in group.members)
+
+
 def _edges(graph: Graph) -> Iterator[tuple[Op, Operand, Op, Operand]]:
     """Yield all pairs of ops between which data flows: with the home of a weight as with what makes an activation."""
     producers = {name: (op, op.outputs[j]) for name, (op, j) in graph.model.producers().items()}
@@ -171,6 +182,10 @@ def restrict(graph: Graph, fold: Fold, places: int = KEPT) -> Graph:
     """Return the graph with the parts at the first places of each fold axis only."""
     kept = {d for d, place in fold.places.items() if all(c < places for c in place[1:])}
     twin = graph.copy()
+    twin.orders = [
+        replace(o, before=_restricted_group(graph, o.before, kept), after=_restricted_group(graph, o.after, kept))
+        for o in graph.orders
+    ]
     done: dict[Hashable, Grid] = {}
     for name, grid in twin.grids.items():
         signature = grid.signature()
@@ -184,14 +199,39 @@ def _restricted(grid: Grid, kept: set[int]) -> Grid:
     if grid.children:
         children = {cell: _restricted(child, kept) for cell, child in grid.children.items()}
         return Grid(grid.axes, grid.devices, children, grid.replaced_at)
-    wanted = np.array(sorted(kept))
     axes: list[Axis] = []
     devices = grid.devices
-    for at, axis in enumerate(grid.axes):
-        other = tuple(a for a in range(devices.ndim) if a != at)
-        once = devices[tuple(slice(0, 1 if s == 0 and a != at else None) for a, s in enumerate(devices.strides))]
-        places = np.flatnonzero(np.isin(once, wanted).any(axis=other)).tolist()
+    for at, (axis, places) in enumerate(zip(grid.axes, _kept_places(grid, kept), strict=True)):
         if len(places) < len(axis.sizes):
             devices = devices.take(places, at)
         axes.append(Axis(axis.index, tuple(axis.sizes[k] for k in places), axis.mirror, axis.is_microbatch, axis.value))
     return Grid(tuple(axes), devices, {}, grid.replaced_at)
+
+
+def _kept_places(grid: Grid, kept: set[int]) -> list[list[int]]:
+    """Return for each axis of a grid the places that have some of the devices."""
+    wanted, devices, found = np.array(sorted(kept)), grid.devices, list[list[int]]()
+    for at in range(devices.ndim):
+        other = tuple(a for a in range(devices.ndim) if a != at)
+        once = devices[tuple(slice(0, 1 if s == 0 and a != at else None) for a, s in enumerate(devices.strides))]
+        found.append(np.flatnonzero(np.isin(once, wanted).any(axis=other)).tolist())
+    return found
+
+
+def _restricted_group(graph: Graph, group: Group, kept: set[int]) -> Group:
+    """Return a group without the parts that are not at the first places; of a line all or none are in it."""
+
+    def moved(grid: Grid, path: Address) -> Address | None:
+        ((level, cell),) = path
+        places = _kept_places(grid, kept)[:level]
+        where = np.unravel_index(cell, [len(axis.sizes) for axis in grid.axes[:level]])
+        if not all(int(c) in own for c, own in zip(where, places, strict=True)):
+            return None
+        own = [some.index(int(c)) for c, some in zip(where, places, strict=True)]
+        return ((level, int(np.ravel_multi_index(own, [len(some) for some in places]))),)
+
+    members = []
+    for name, paths in group.members:
+        found = tuple(path for path in (moved(graph.grids[name], path) for path in paths) if path is not None)
+        members += [(name, found)] if found or not paths else []
+    return replace(group, members=tuple(members))

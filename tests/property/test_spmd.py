@@ -252,11 +252,13 @@ def lay_out(
     microbatches: tuple[int, bool] = (1, False),
     vocabulary: bool = False,
     zero: bool = False,
+    ordered: slice | int | None = None,
 ) -> None:
     """Cut the batch along the first axis of a mesh, and replicate over the second.
 
     `tail` is another mesh for the later ops, `odd` one for a single op; `microbatches` are outside or inside of the
-    batch axis; the last op with a vocabulary is cut on it along the second axis; the updates are cut along the first.
+    batch axis; the last op with a vocabulary is cut on it along the second axis; the updates are cut along the first;
+    parts at some places along the first are `ordered`, inner microbatch after inner microbatch.
     """
     ops = graph.forward_ops
     last = [op.name for op in ops if any(i.size == 24 for i in op.indices)]
@@ -273,6 +275,8 @@ def lay_out(
             made = ss.op_trans(graph, made, algorithm)
         made = ss.op_trans(graph, made, rest)
         ss.op_assign(graph, made, here[:, None] if is_inner else here)
+        if ordered is not None:
+            ss.op_order(graph, made[ordered, 0], made[ordered, 1])
     for op in graph.ops if zero else ():
         if not op.is_forward:
             made = ss.op_trans(graph, op, ss.Split(op.indices[0].factor, mesh.shape[0]))
@@ -291,6 +295,8 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "the same, devices in any order": (True, {"mesh": SHUFFLED[0], "tail": SHUFFLED[1], "vocabulary": True}),
     "microbatches outside": (True, {"mesh": LINE[:3], "microbatches": (2, False)}),
     "microbatches inside": (True, {"mesh": LINE[:3], "microbatches": (2, True)}),
+    "parts in order": (True, {"mesh": LINE[:3], "microbatches": (2, True), "ordered": slice(None)}),
+    "parts of one device in order": (False, {"mesh": LINE[:3], "microbatches": (2, True), "ordered": 1}),
     "microbatches of stages": (True, {"mesh": MESH[0], "tail": MESH[1], "microbatches": (2, False)}),
     "updates split": (True, {"mesh": LINE, "zero": True}),
     "updates split, two axes": (True, {"mesh": MESH[0], "zero": True}),
