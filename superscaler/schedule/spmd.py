@@ -135,10 +135,9 @@ class _Line:
     def _is_alike(self, grid: Grid, paths: Sequence[Address]) -> bool:
         """Tell whether parts that are ordered apart from others of their op are so at all places along the line."""
         along = None if grid.children else self.along(grid)
-        chosen = np.zeros(grid.devices.size, dtype=bool)
+        chosen = np.zeros(grid.devices.shape, dtype=bool)
         for lo, hi in (rows_under(grid, path) for path in paths if along is not None):
-            chosen[lo:hi] = True
-        chosen = chosen.reshape(grid.devices.shape)
+            chosen.reshape(-1)[lo:hi] = True
         return along is not None and bool((chosen == chosen.take([0], along)).all())
 
 
