@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from superscaler.verbs import Microbatch as Microbatch
     from superscaler.verbs import Recompute as Recompute
     from superscaler.verbs import Replicate as Replicate
+    from superscaler.verbs import Save as Save
     from superscaler.verbs import Split as Split
     from superscaler.verbs import Stale as Stale
     from superscaler.verbs import ValueSplit as ValueSplit
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Graph", "Microbatch", "Recompute", "Replicate", "Split", "Stale", "ValueSplit", "op_assign", "op_order",
+    "Graph", "Microbatch", "Recompute", "Replicate", "Save", "Split", "Stale", "ValueSplit", "op_assign", "op_order",
     "op_trans", "sprogram",
 )  # fmt: skip
 _HOMES = {

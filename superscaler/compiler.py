@@ -21,6 +21,7 @@ from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.spmd import find_fold, restrict
 from superscaler.timing import timed, without_garbage_collection
+from superscaler.transform.rewrite import recompute_checkpoints
 
 SProgram = Callable[[Graph, Cluster], Any]
 
@@ -82,6 +83,7 @@ def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph
     with without_garbage_collection(), timed(seconds, "plan"):
         planned = graph.copy()
         _run(sprogram, planned, cluster)
+        recompute_checkpoints(planned)
         place(planned, cluster)
     return planned, seconds
 

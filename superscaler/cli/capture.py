@@ -22,7 +22,7 @@ def capture(printer: Printer, request: ModelRequest) -> None:
     ops = table(("operator", "count", "one of them", "frozen on"), _ops(found), ("count",), "Forward operators")
     numbers = ("size", "count", *_MARKS)
     factors = table(("factor", *numbers, "where"), _factors(found), numbers, "Factors")
-    printer.show(ops, factors, _summary(built.name, found), *_frozen(found))
+    printer.show(ops, factors, _summary(built.name, found), *_checkpoints(found), *_frozen(found))
     printer.result = {"model": built.name, **found, "seconds": dict(graph.captured.seconds)}
 
 
@@ -55,6 +55,13 @@ def _summary(name: str, found: dict[str, Any]) -> str:
         f"forward of a step {found['flops']:.4g} FLOPs, and {_bytes(found['activation_bytes'])} of activations that "
         "mirrors read"
     )
+
+
+def _checkpoints(found: dict[str, Any]) -> Iterator[str]:
+    """Yield a line on what the model itself computes again."""
+    named = ", ".join(f"{module} ({count})" for module, count in found["checkpoints"].items())
+    if named:
+        yield f"regions that the model checkpoints, computed again in the backward unless a plan saves them: {named}"
 
 
 def _frozen(found: dict[str, Any]) -> list[str]:

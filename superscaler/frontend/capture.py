@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
@@ -35,7 +35,8 @@ from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
 from superscaler.frontend.segments import Segments, cut_segments
 from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, read, reads, shape_of, target_of
-from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref, TensorKind
+from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref, TensorKind, common_module
+from superscaler.ir.text import unique
 from superscaler.timing import without_garbage_collection
 
 
@@ -227,7 +228,7 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: 
     if trace.loss not in needed:
         raise CaptureError(
             f"the loss depends on none of the {len(training.groups)} parameters that the optimizer trains; "
-            "check requires_grad, torch.no_grad and .detach() in the model."
+            "check requires_grad, torch.no_grad, .detach() and reentrant checkpoints in the model."
         )
     found = infer(trace)
     builder = Builder(trace, found, needed)
@@ -256,6 +257,7 @@ class Builder:
         self.flops: dict[Any, int] = {}
         self.from_weights = depends(trace, "parameter")
         self.from_inputs = depends(trace, "input")
+        self.checkpoints = _checkpoints(indexed.call for indexed in found.calls)
 
     def factors(self) -> dict[str, Factor]:
         spans = [s for name in self.found.dims for dim in self.found.classes(name) for s in dim]
@@ -290,6 +292,7 @@ class Builder:
             flops=flops(call, self.flops),
             from_data=self.from_weights.isdisjoint(made),
             from_weights=self.from_inputs.isdisjoint(made),
+            checkpoint=self.checkpoints.get(call.meta.get("region"), ""),
         )
 
     def update(self, weight: Node, group: int, training: Training) -> Op:
@@ -321,6 +324,17 @@ class Builder:
             from_weights=True,
             group=group,
         )
+
+
+def _checkpoints(calls: Iterable[Node]) -> dict[int | None, str]:
+    """Return names of the regions of the model's own checkpoints: the module of each, or else its first op."""
+    members: dict[int | None, list[Node]] = {}
+    for call in calls:
+        members.setdefault(call.meta.get("region"), []).append(call)
+    members.pop(None, None)
+    taken: set[str] = set()
+    modules = {number: common_module(call.meta["module"] for call in some) for number, some in members.items()}
+    return {number: unique(modules[number] or op_name(some[0]), taken) for number, some in members.items()}
 
 
 _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking"})

@@ -58,7 +58,8 @@ def key_of(name: str, module: nn.Module, inputs: Any, *options: Any) -> str:
     leaves, spec = pytree.tree_flatten(inputs)
     seen = [name, options, flags, torch.get_default_device(), torch.cuda.is_available(), versions, spec]
     seen += [_layout(x) if isinstance(x, Tensor) else x for x in leaves]
-    seen += [module, [m.training for m in module.modules()]]
+    # The second is where transformers notes what it checkpoints.
+    seen += [module, [(m.training, vars(m).get("gradient_checkpointing")) for m in module.modules()]]
     seen += [(n, _layout(x)) for n, x in module.named_parameters(remove_duplicate=False)]
     seen += [(n, _layout(x), _bits(x)) for n, x in module.named_buffers(remove_duplicate=False)]
     return hashlib.sha256("\n".join(map(repr, [*seen, *_files()])).encode()).hexdigest()

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, PlanError
 from superscaler.frontend import autocast as casts
-from superscaler.frontend import experts
+from superscaler.frontend import checkpoints, experts
 from superscaler.frontend.autocast import Autocast
 from superscaler.frontend.effects import Unsettled, call, refuse_hooks
 from superscaler.frontend.refusals import explain, forward_line
@@ -45,7 +45,10 @@ def export(
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
     refuse_hooks(module)
-    with _only_loss(module, autocast), experts.chosen(module), _unchecked(), warnings.catch_warnings():
+    with (
+        _only_loss(module, autocast), experts.chosen(module), checkpoints.marked(), _unchecked(),
+        warnings.catch_warnings(),
+    ):  # fmt: skip
         warnings.simplefilter("ignore")
         try:
             exported = _settled(module, args, dict(kwargs))

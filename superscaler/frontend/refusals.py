@@ -19,7 +19,6 @@ from torch.autograd import Function
 from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointFunction
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.trace import FRAME, source_of
@@ -137,25 +136,19 @@ _LOST: tuple[tuple[Any, str, str], ...] = (
         "uses {}, whose own backward is not its derivative and would not run; write it in differentiable operators, as "
         "x + (f(x) - x).detach() for a gradient straight through, or make it an operator by superscaler.register",
     ),
-    (
-        CheckpointFunction,
-        "apply",
-        "uses a reentrant checkpoint, which runs without gradients; pass use_reentrant=False, or leave recomputation "
-        "to the plan",
-    ),
 )
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    saved = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in _LOST]
+    saved = [(owner, name, owner.__dict__[name]) for owner, name, _ in _LOST]
     try:
         for (owner, name, text), (_, _, original) in zip(_LOST, saved, strict=True):
             setattr(owner, name, _refusing(text) if name != "apply" else _refusing_apply(original, text))
         yield
     finally:
         for owner, name, original in saved:
-            setattr(owner, name, original) if original is not None else delattr(owner, name)
+            setattr(owner, name, original)
 
 
 def _refusing(text: str) -> Any:
@@ -172,9 +165,9 @@ def _refusing_apply(original: Any, text: str) -> Any:
     """
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if original is not None and (cls.__module__.startswith("torch.") or _in_operator(sys._getframe(1))):
+        if cls.__module__.startswith("torch.") or _in_operator(sys._getframe(1)):
             return original.__func__(cls, *args, **kwargs)
-        if original is None or kwargs or not _is_derivative(cls, original, args):
+        if kwargs or not _is_derivative(cls, original, args):
             raise Lost(text.format(cls.__qualname__))
         return _forward(cls, *args)
 

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.checkpoints import mark_of
 from superscaler.ir.graph import TensorKind
 from superscaler.ir.text import unique
 
@@ -28,9 +29,10 @@ T = TypeVar("T")
 class Trace:
     """A graph in execution order, and the known values of its leaves by name.
 
-    The metadata of a node are its value without data (`val`), its `module` and `source`, the `kind` of a leaf, and the
-    name of the `op` where it is not that of the result. All results of a call that has several are nodes behind it.
-    The graph returns what each of the buffers in `writes` is set to at the end of the step, and last the loss.
+    The metadata of a node are its value without data (`val`), its `module` and `source`, the number of the checkpointed
+    `region` that it is in, if any, the `kind` of a leaf, and the name of the `op` where that is not its result. All
+    results of a call that has several are nodes behind it. The graph returns what each of the buffers in `writes` is
+    set to at the end of the step, and last the loss.
     """
 
     graph: Graph
@@ -221,7 +223,7 @@ def _read_call(trace: Trace, node: Node) -> None:
     if "_assert" in str(node.target) or value is None:
         trace.graph.erase_node(node)
         return
-    meta = {"module": _module(node), "source": source_of(node.meta.get("stack_trace") or "")}
+    meta = {"module": _module(node), "source": source_of(node.meta.get("stack_trace") or ""), "region": mark_of(node)}
     results = trace.settle(node, node.name, meta, value)
     for part in parts if isinstance(value, list | tuple) else ():
         part.replace_all_uses_with(results[part.args[1]])  # type: ignore[index]

@@ -9,9 +9,10 @@ op that sets a buffer (`ss.write`) which the model changes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import takewhile
 from math import prod
 from typing import Any, Literal
 
@@ -109,6 +110,9 @@ class Op:
     `linear` holds the sets of inputs through which partial values may pass: all at once in a sum, one at a time in a
     product. `passes` names for some factors the set whose value is a sum over that factor: cutting an op that lacks
     the factor on it splits that value. `of` is the op of which a backward op is the mirror.
+
+    `origin` is the op that a twin computes again, and `region` with what; `checkpoint` names the region of the model's
+    own `torch.utils.checkpoint` that the op is in.
     """
 
     name: str
@@ -131,6 +135,7 @@ class Op:
     of: str = ""
     origin: str = ""
     region: str = ""
+    checkpoint: str = ""
 
     @property
     def is_write(self) -> bool:
@@ -254,6 +259,16 @@ def draw_number(op: str) -> int:
     return int.from_bytes(blake2b(op.encode(), digest_size=6).digest(), "big")
 
 
+def common_module(modules: Iterable[str]) -> str:
+    """Return the module path that all of these share; what is in no module does not count.
+
+    >>> common_module(["h.0.attn.c_attn", "h.0.ln_1", "", "h.0"])
+    'h.0'
+    """
+    levels = zip(*(module.split(".") for module in modules if module), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
+
+
 def width(dtype: str) -> int:
     """Return the bytes of an element.
 
@@ -272,7 +287,7 @@ def without_twins(model: Model) -> Model:
         inputs = op.inputs
         if any(o.tensor in versions for o in inputs):
             inputs = tuple(replace(o, tensor=versions.get(o.tensor, o.tensor)) for o in inputs)
-        return replace(op, region="", has_mirror=twins.get(op.name, op).has_mirror, inputs=inputs)
+        return replace(op, region="", checkpoint="", has_mirror=twins.get(op.name, op).has_mirror, inputs=inputs)
 
     kept = (op for op in model.ops if not (op.origin or (op.is_write and op.inputs[0].tensor in versions)))
     ops = tuple(map(plain, kept))

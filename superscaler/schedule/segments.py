@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from math import prod
 from typing import TypeVar
 
 import numpy as np
 
-from superscaler.ir.graph import Op, width
+from superscaler.ir.graph import Op, common_module, width
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints, Rows
@@ -89,8 +88,7 @@ class Segment:
     @property
     def module(self) -> str:
         """Return the module path that all its ops share."""
-        levels = zip(*(op.module.split(".") for op in self.ops if op.module), strict=False)
-        return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
+        return common_module(op.module for op in self.ops)
 
 
 def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Segment]:

@@ -33,26 +33,39 @@ class Recompute:
         again = next((op for op in ops if op.region), None)
         if again is not None:
             raise TransformError(f"Recompute of {again.name} is asked for twice; leave it out of one of them.")
-        chosen = _needed([op for op in ops if op.is_forward and not op.from_data])
-        if not any(op.has_mirror for op in chosen):
+        chosen = _needed(ops)
+        if not chosen:
             raise TransformError("Recompute needs ops that have a backward; none of these do.")
-        made = (model.tensors[o.tensor] for op in chosen for o in op.outputs)
-        twins = {tensor.name: replace(tensor, name=f"{tensor.name}.r", origin=tensor.name) for tensor in made}
-        inside, region = {op.name for op in chosen}, chosen[0].name
+        return _with_twins(model, [chosen])
 
-        def renamed(operands: Sequence[Operand]) -> tuple[Operand, ...]:
-            return tuple(replace(o, tensor=twins[o.tensor].name) if o.tensor in twins else o for o in operands)
 
-        def twin(op: Op) -> Op:
-            inputs, outputs = renamed(op.inputs), renamed(op.outputs)
-            return replace(op, name=f"{op.name}.r", inputs=inputs, outputs=outputs, origin=op.name, region=region)
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Keep what the backward of ops needs, although the model wraps them in `torch.utils.checkpoint`.
 
-        def first(op: Op) -> Op:
-            return replace(op, has_mirror=False, region=region) if op.name in inside else op
+    Without it the ops of each such region (`op.checkpoint`) are recomputed together once the plan has run, unless the
+    plan recomputes some of them itself.
+    """
 
-        updates = (op for op in model.ops if not op.is_forward)
-        ops = *map(first, model.forward_ops), *map(twin, chosen), *updates
-        return replace(model, tensors={**model.tensors, **{t.name: t for t in twins.values()}}, ops=ops)
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        again = next((op for op in ops if op.region), None)
+        if again is not None:
+            raise TransformError(f"Save of {again.name} comes after its Recompute; leave it out of one of them.")
+        names = {op.name for op in ops}
+        kept = (replace(op, checkpoint="") if op.name in names else op for op in model.ops)
+        return replace(model, ops=tuple(kept))
+
+
+def recompute_checkpoints(graph: Graph) -> None:
+    """Recompute what the model itself asks to, as far as the plan did not say otherwise."""
+    found: dict[str, list[Op]] = {}
+    for op in (op for op in graph.forward_ops if op.checkpoint):
+        found.setdefault(op.checkpoint, []).append(op)
+    regions = [needed for ops in found.values() if not any(op.region for op in ops) and (needed := _needed(ops))]
+    if regions:
+        graph.rewrite(_with_twins(graph.model, regions))
+        names = (op.name for ops in regions for op in ops)
+        graph.journal += [Entry("op_trans", name, "Recompute()", "the model's own checkpoint") for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +109,31 @@ def write_op(update: Op, version: PTensor) -> Op:
 def _needed(ops: Sequence[Op]) -> list[Op]:
     """Return the ops that have a mirror, and those that make what these read."""
     read, found = set[str](), list[Op]()
-    for op in reversed(ops):
+    for op in reversed([op for op in ops if op.is_forward and not op.from_data]):
         if op.has_mirror or any(o.tensor in read for o in op.outputs):
             read.update(o.tensor for o in op.inputs)
             found.append(op)
     return found[::-1]
+
+
+def _with_twins(model: Model, regions: Sequence[Sequence[Op]]) -> Model:
+    """Return the model with a twin of each op of some regions, which read what twins of their own region make."""
+    of = {op.name: ops[0].name for ops in regions for op in ops}
+    made = {o.tensor: of[op.name] for ops in regions for op in ops for o in op.outputs}
+    twins = {name: replace(model.tensors[name], name=f"{name}.r", origin=name) for name in made}
+
+    def renamed(operands: Sequence[Operand], region: str) -> tuple[Operand, ...]:
+        return tuple(replace(o, tensor=twins[o.tensor].name) if made.get(o.tensor) == region else o for o in operands)
+
+    def twin(op: Op, region: str) -> Op:
+        inputs, outputs = renamed(op.inputs, region), renamed(op.outputs, region)
+        return replace(op, name=f"{op.name}.r", inputs=inputs, outputs=outputs, origin=op.name, region=region)
+
+    forward = (replace(op, has_mirror=False, region=of[op.name]) if op.name in of else op for op in model.forward_ops)
+    again = (twin(op, ops[0].name) for ops in regions for op in ops)
+    updates = (op for op in model.ops if not op.is_forward)
+    ops = *forward, *again, *updates
+    return replace(model, tensors={**model.tensors, **{t.name: t for t in twins.values()}}, ops=ops)
 
 
 def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> list[Parts]:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from superscaler.errors import PlanError
+from superscaler.frontend.checkpoints import marked
 from superscaler.frontend.export import loss_of
 from superscaler.ir.graph import RANDOM, Model
 from superscaler.verify.oracle import Draw, Reference, packed, retyped
@@ -101,7 +102,7 @@ class Eager:
         try:
             for module, is_training in zip(modules, self.call.training, strict=True):
                 module.training = is_training
-            with mode, torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+            with mode, marked(), torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
                 whole = _Gradients(self.call.module)
                 loss, found = functional_call(whole, state, (self.args, self.kwargs, leaves))
                 return loss, found

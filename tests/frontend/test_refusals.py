@@ -146,10 +146,6 @@ def mixed_dtypes(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
     return torch.nn.functional.linear(y.double(), m.linear.weight).sum()
 
 
-def reentrant(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
-    return checkpoint(torch.tanh, y, use_reentrant=True).sum()
-
-
 def attribute(m: Wrong, x: Tensor, y: Tensor, extra: Any) -> Tensor:
     return y.summ()
 
@@ -182,7 +178,6 @@ LINES = {
     hook: r"registers a gradient hook, which the captured step would not run",
     own_backward: r"uses Rounded, whose own backward is not its derivative and would not run; write it in",
     mixed_dtypes: r"multiplies tensors of float32 and float64 \(aten\.linear\.default\); torch wants one dtype",
-    reentrant: r"uses a reentrant checkpoint, which runs without gradients; pass use_reentrant=False",
     attribute: r"AttributeError: .*summ'",
     missing_file: r"FileNotFoundError: .*Run the module once on these arguments",
 }
