@@ -21,7 +21,9 @@ HEAD = """# Models
 
 Written by `python docs/models.py`: one training step of each model, unmodified, on four devices (`local:4`) in float64
 against the module itself on one. The error is the largest of the loss, all gradients, weights and optimizer state. An
-operator without a rule is replicated and placed, but never cut.
+operator without a rule is replicated and placed, but never cut. What a model wraps in `torch.utils.checkpoint` itself
+(`model.gradient_checkpointing_enable()`, as it is called on models of transformers) is
+[computed again](tour.md#computing-again-instead-of-keeping) under every plan.
 
 | model | plan | operators | without a rule | factors | equal | largest error |
 |---|---|---|---|---|---|---|

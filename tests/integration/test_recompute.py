@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import superscaler as ss
 from superscaler.artifact import initial_values
-from superscaler.errors import ScheduleError
+from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.program import Collective, Free, Value, Wait
 from superscaler.models import build
 from superscaler.plan import Plan
@@ -205,6 +206,90 @@ def test_a_plan_says_when_to_compute_again() -> None:
     assert at[1][0] < at[1][1]
     with pytest.raises(ScheduleError, match=r"R of transformer.h.0.ln_1 \(layer_norm.r\), device 0 needs B of"):
         ss.compile(graph, wrong, "local:1")
+
+
+def checkpointed(spec: str = "gpt2:size=tiny,dropout=0.1", **kwargs: Any) -> ss.Graph:
+    built = build(spec)
+    built.module.gradient_checkpointing_enable(**kwargs)
+    return ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+
+
+def twins(plan: Plan) -> list[str]:
+    return [op.origin for op in plan.compiled.graph.model.ops if op.origin]
+
+
+def test_blocks_that_the_model_checkpoints_are_computed_again() -> None:
+    asked = ss.compile(checkpointed(), "single", "local:1")
+    written = ss.compile(library("gpt2:size=tiny,dropout=0.1"), recomputed(resolve("single")), "local:1")
+    assert asked.compiled.emitted.files == written.compiled.emitted.files
+    assert str(asked.compiled.graph.journal[-1]).startswith("the model's own checkpoint: op_trans")
+    assert {op.module.split(".")[1] for op in asked.compiled.graph.forward_ops if op.region} == {"h"}
+    for plan in PLANS[1:]:
+        found = ss.compile(
+            checkpointed(gradient_checkpointing_kwargs={"use_reentrant": True}), plan, "local:2"
+        ).verify()
+        assert found["equal"], (plan, found)
+        assert found["reference"] == "eager"
+
+
+def test_a_plan_saves_what_the_model_checkpoints_or_computes_other_regions_again() -> None:
+    graph = checkpointed()
+    first, second = graph.blocks
+
+    def saving(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        resolve("single")(graph, cluster)
+        ss.op_trans(graph, graph.select(module=first.path), ss.Save())
+        ss.op_trans(graph, [op for op in second.ops if op.target.startswith("aten.mm")], ss.Save())
+
+    def selective(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        resolve("single")(graph, cluster)
+        ss.op_trans(graph, graph.select(module=f"{first.path}.attn"), ss.Recompute())
+
+    def late(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        selective(graph, cluster)
+        ss.op_trans(graph, graph.select(module=first.path), ss.Save())
+
+    plans = [ss.compile(graph, plan, "local:1") for plan in (saving, selective)]
+    products = {op.name for op in second.ops if op.target.startswith("aten.mm")}
+    assert products
+    assert set(twins(plans[0])) == {op.name for op in second.ops if op.has_mirror} - products
+    module = {op.name: op.module for op in graph.ops}
+    again = {module[name] for name in twins(plans[1])}
+    assert {p for p in again if p.startswith(first.path)} == {p for p in module.values() if f"{first.path}.attn" in p}
+    assert {p for p in again if p.startswith(second.path)} == {op.module for op in second.ops}
+    assert all(plan.verify()["equal"] for plan in plans)
+    with pytest.raises(TransformError, match=r"Save of .* comes after its Recompute"):
+        ss.compile(graph, late, "local:1")
+
+
+class Sampled(nn.Module):
+    """A region with a batch norm, whose buffers change, random numbers, and a part without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.normed, self.out = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def noisy(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                noise = torch.rand_like(x) * self.into(x)
+            return self.normed(x + noise) * scale, x.argmax(-1)
+
+        h, _ = checkpoint(noisy, self.into(x), scale=x[:1], use_reentrant=False)
+        return nn.functional.cross_entropy(self.out(h), y)
+
+
+def test_what_is_random_or_changes_in_a_region_is_as_in_one_forward() -> None:
+    torch.manual_seed(0)
+    module = Sampled()
+    data = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    graph = ss.capture(module, data, optimizer=torch.optim.SGD(module.parameters(), lr=1e-3))
+    for plan in PLANS[:2]:
+        compiled = ss.compile(graph, plan, "local:1" if plan == "single" else "local:2")
+        found = compiled.verify()
+        assert found["equal"], (plan, found)
+        assert found["reference"] == "eager"
+        assert twins(compiled)
 
 
 def test_a_twin_that_computes_something_else_is_refused() -> None:
