@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from superscaler.verbs import op_assign as op_assign
     from superscaler.verbs import op_order as op_order
     from superscaler.verbs import op_trans as op_trans
+    from superscaler.verbs import place as place
     from superscaler.verbs import sprogram as sprogram
 
 __version__ = "0.1.0"
 
 _VERBS = (
     "Graph", "Microbatch", "Recompute", "Replicate", "Save", "Split", "Stale", "ValueSplit", "op_assign", "op_order",
-    "op_trans", "sprogram",
+    "op_trans", "place", "sprogram",
 )  # fmt: skip
 _HOMES = {
     "Cluster": "superscaler.cluster",

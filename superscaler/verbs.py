@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ParamSpec, TypeVar, overload
 
 import numpy as np
 
 from superscaler.cluster import Cluster, Device
-from superscaler.errors import InputError, TransformError
-from superscaler.ir.graph import Op
+from superscaler.errors import InputError, TransformError, unknown
+from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.parts import Ints
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
@@ -22,8 +22,7 @@ from superscaler.transform.rewrite import Recompute, Rewrite, Save, Stale, rewri
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Microbatch", "Op", "Parts",
     "Recompute", "Replicate", "Rewrite", "Save", "Split", "Stale", "ValueSplit", "Work", "op_assign", "op_order",
-    "op_trans",
-    "sprogram",
+    "op_trans", "place", "sprogram",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -110,6 +109,51 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
                 "were given; give one device, or one for each part."
             ) from None
         graph.journal.append(Entry("op_assign", parts.op.name, f"{parts.cells.size} parts", where))
+
+
+def place(
+    graph: Graph,
+    parameter: str | PTensor,
+    parts: Algorithm | Sequence[Algorithm] | Parts,
+    devices: Device | int | Sequence[Device | int] | Any,
+    ahead: int | None = None,
+) -> Parts:
+    """Cut and place a weight at rest, with its optimizer state: the parts of its optimizer op.
+
+    place(graph, w, Split("mlp", 4), range(4)):  w and its state on every reader  ->  w[0:64] on 0, w[64:128] on 1, ...
+
+    Several algorithms cut one after the other; `devices` are as in `op_assign`. Readers get the weight `ahead` segments
+    before the first that reads it (0: when it is needed; default: 1). Raises InputError for what is not trained.
+    """
+    where, name = _where(graph), parameter.name if isinstance(parameter, PTensor) else parameter
+    update = _update(graph, graph.model.aliases.get(name, name), where)
+    if isinstance(parts, Parts) and parts.op.name != update.name:
+        raise InputError(f"place at {where}: {name} is at rest in parts of {update.name}, not of {parts.op.name}.")
+    if not isinstance(parts, Parts):
+        algorithms = parts if isinstance(parts, list | tuple) else [parts]
+        parts = reduce(partial(op_trans, graph), algorithms, graph.parts(update))
+    op_assign(graph, parts, devices)
+    if ahead is not None:
+        if not isinstance(ahead, int | np.integer) or ahead < 0:
+            raise InputError(f"place at {where}: ahead={ahead!r} is no number of segments; give 0, 1, 2, ...")
+        graph.ahead[update.inputs[0].tensor] = int(ahead)
+        graph.journal.append(Entry("place", update.name, f"ahead={ahead}", where))
+    return parts
+
+
+def _update(graph: Graph, name: str, where: str) -> Op:
+    """Return the optimizer op of a parameter."""
+    if name in graph.updates:
+        return graph.updates[name]
+    pieces = [piece for piece, (packed, *_) in graph.model.segments.items() if packed == name]
+    if pieces:
+        raise InputError(f"place at {where}: {name} is packed; place its segments {', '.join(pieces)}.")
+    if name in graph.model.tensors and graph.model.tensors[name].kind == "parameter":
+        raise InputError(
+            f"place at {where}: {name} is not trained, so it has no optimizer op that says where it rests: each device "
+            "keeps what it reads of it. Place its readers by op_assign."
+        )
+    raise InputError(f"place at {where}: {unknown('parameter', str(name).splitlines()[0], graph.updates)}")
 
 
 def _items(target: Target, where: str) -> list[Op | Parts]:

@@ -129,13 +129,16 @@ class Graph:
         self.journal: list[Entry] = []
         # The updates whose gradient is reduced in each of so many microbatches.
         self.reduced: dict[str, int] = {}
+        # The weights that are brought other than one segment before their first reader: how many before.
+        self.ahead: dict[str, int] = {}
         self.rewrite(model)
 
-    def copy(self) -> Graph:
-        """Return a graph with the same model and its own parts."""
-        twin = Graph(self.model, self.captured)
+    def copy(self, model: Model | None = None) -> Graph:
+        """Return a graph with its own parts, of the same model or of another one with the same ops."""
+        twin = Graph(model or self.model, self.captured)
         twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
-        twin.orders, twin.journal, twin.reduced = list(self.orders), list(self.journal), dict(self.reduced)
+        twin.orders, twin.journal = list(self.orders), list(self.journal)
+        twin.reduced, twin.ahead = dict(self.reduced), dict(self.ahead)
         return twin
 
     @property
@@ -182,9 +185,12 @@ class Graph:
         self.journal.append(Entry("rename_factor", old, f"to {new}", where))
 
     def rewrite(self, model: Model) -> None:
-        """Take a model with other ops from now on; new ones have no parts yet. `twins` has them by the op's name."""
+        """Take a model with other ops from now on; new ones have no parts yet. `twins` has them by the op's name,
+        `updates` the optimizer ops by that of the weight.
+        """
         self.model = model
         self.twins = {op.origin: op for op in model.ops if op.origin}
+        self.updates = {op.inputs[0].tensor: op for op in model.ops if op.kind == "optimizer" and not op.is_write}
         self.grids = {op.name: self.grids.get(op.name) or Grid() for op in model.ops}
         self._by_name = {op.name: op for op in model.ops}
         self._ops = tuple(op for op in model.ops if not op.origin)

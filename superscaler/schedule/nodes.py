@@ -18,7 +18,8 @@ from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
 
-# How many segments before its first reader a weight is brought there: while one is computed, the next one's come.
+# How many segments before its first reader a weight is brought there, unless a plan says otherwise: while one is
+# computed, the next one's come.
 AHEAD = 1
 
 
@@ -207,7 +208,7 @@ class Nodes:
         return self.keys_of[segment.number].get(microbatch, [])
 
     def bring_late(self, order: Sequence[Node]) -> bool:
-        """Given an order, let what is at rest be sent `AHEAD` segments before its first readers; tell if any is."""
+        """Given an order, let what is at rest be sent some segments before its first readers; tell if any is."""
         rest = {n for n, transfer in enumerate(self.schedule.transfers) if transfer.is_from_rest}
         position = {node: at for at, node in enumerate(order)} if rest else {}
         runs: dict[int, list[int]] = {}
@@ -216,11 +217,12 @@ class Nodes:
                 runs.setdefault(node.device, []).append(at)
         found = False
         for node in (node for node in position if node.kind == "C" and node.number in rest):
+            ahead = self.graph.ahead.get(self.schedule.transfers[node.number].tensor, AHEAD)
             after = (self.names[n] for n in self.after[self.number[node]])
             readers = sorted((position[reader], reader.device) for reader in after if reader.kind in "FU")
             for device, at in {device: at for at, device in reversed(readers)}.items():
                 own = runs.get(device, [])
-                before = bisect_left(own, at) - 1 - AHEAD
+                before = bisect_left(own, at) - 1 - ahead
                 # Sent just before its first reader anywhere, it is in time on all devices.
                 if before >= 0 and own[before] < readers[0][0]:
                     self._edge(order[own[before]], node)

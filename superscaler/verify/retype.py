@@ -20,10 +20,7 @@ def retype(graph: Graph, dtype: str, dropout: bool) -> Graph:
     model = graph.model
     tensors = {name: _retyped(tensor, dtype) for name, tensor in model.tensors.items()}
     ops = tuple(_retyped_op(op, dtype, dropout) for op in model.ops)
-    twin = Graph(replace(model, tensors=tensors, ops=ops), graph.captured)
-    twin.grids = {name: grid.copy() for name, grid in graph.grids.items()}
-    twin.orders, twin.journal = list(graph.orders), list(graph.journal)
-    return twin
+    return graph.copy(replace(model, tensors=tensors, ops=ops))
 
 
 def _retyped(tensor: PTensor, dtype: str) -> PTensor:

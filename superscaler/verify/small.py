@@ -62,10 +62,9 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
         )
     number = np.zeros(used[-1] + 1, dtype=np.int64)
     number[used] = np.arange(len(used))
-    small = Graph(model, graph.captured)
+    small = graph.copy(model)
     pairs = zip(whole.model.ops, model.ops, strict=True)
     small.grids = {op.name: _refit(graph.grids[op.name], old, op, number) for old, op in pairs}
-    small.orders, small.journal, small.reduced = graph.orders, list(graph.journal), graph.reduced
     shrunk = {name: (x.size, sizes[name]) for name, x in whole.factors.items() if sizes[name] != x.size}
     shrunk |= {"devices": (len(compiled.cluster.devices), len(used))}
     given = {n: v for n, v in whole.captured.values.items() if model.tensors[n].kind != "parameter"}

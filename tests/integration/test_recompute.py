@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import superscaler as ss
 from superscaler.artifact import initial_values
 from superscaler.errors import ScheduleError, TransformError
-from superscaler.ir.program import Collective, Free, Value, Wait
+from superscaler.ir.program import Collective, Free, Program, Value, Wait
 from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve
@@ -156,14 +157,29 @@ def test_recomputed_blocks_take_a_third_of_the_memory() -> None:
     assert after < 13e6
 
 
-def sharded(graph: ss.Graph, cluster: ss.Cluster) -> None:
+def sharded(graph: ss.Graph, cluster: ss.Cluster, ahead: int | None = None) -> None:
     """Data parallel, with weights at rest in slices."""
-    devices = list(range(len(cluster.devices)))
-    for op in graph.ops:
-        own = next((i.factor for i in op.indices if i.size % len(devices) == 0), "")
-        factor = "batch" if op.is_forward else own
-        made = ss.op_trans(graph, op, ss.Split(factor, len(devices)) if factor else ss.Replicate(len(devices)))
-        ss.op_assign(graph, made, devices)
+    resolve("data_parallel")(graph, cluster)
+    devices = range(len(cluster.devices))
+    for weight, update in graph.updates.items():
+        factor = next((i.factor for i in update.indices if i.size % len(devices) == 0), "")
+        parts = ss.Split(factor, len(devices)) if factor else ss.Replicate(len(devices))
+        ss.place(graph, weight, parts, devices, ahead)
+
+
+def blocks_at_once(program: Program) -> int:
+    """Return of how many blocks a device has gathered weights at once."""
+    alive: set[Value] = set()
+    most = 0
+    for i in program.devices[0].instructions:
+        if isinstance(i, Collective) and i.kind == "all_gather":
+            alive.update(i.works)
+        elif isinstance(i, Wait) and i.work in alive:
+            alive.add(i.out)
+        elif isinstance(i, Free):
+            alive.difference_update(i.names)
+        most = max(most, len({found[1] for value in alive if (found := re.search(r"_h_(\d)_", str(value)))}))
+    return most
 
 
 def test_sharded_weights_are_gathered_again_late_and_freed_early() -> None:
@@ -171,19 +187,16 @@ def test_sharded_weights_are_gathered_again_late_and_freed_early() -> None:
     plain, again = (ss.compile(graph, plan, "local:2") for plan in (sharded, recomputed(sharded)))
     inside = 4 * sum(prod(t.shape) for t in graph.model.parameters() if ".h." in t.name)
     assert again.compiled.program.bytes_moved == plain.compiled.program.bytes_moved + inside
-    alive: set[Value] = set()
-    most = 0
-    for i in again.compiled.program.devices[0].instructions:
-        if isinstance(i, Collective) and i.kind == "all_gather":
-            alive.update(i.works)
-        elif isinstance(i, Wait) and i.work in alive:
-            alive.add(i.out)
-        elif isinstance(i, Free):
-            alive.difference_update(i.names)
-        blocks = {found[1] for value in alive if (found := re.search(r"_h_(\d)_", str(value)))}
-        most = max(most, len(blocks))
-    assert most == 2
+    assert blocks_at_once(again.compiled.program) == 2
     assert again.verify()["equal"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_weights_are_gathered_as_many_blocks_ahead_as_the_plan_says(ahead: int) -> None:
+    plan = ss.compile(library("gpt2:size=tiny,layers=4"), recomputed(partial(sharded, ahead=ahead)), "local:2")
+    assert blocks_at_once(plan.compiled.program) == 1 + ahead
+    assert any(str(entry).endswith(f"ahead={ahead}") for entry in plan.compiled.graph.journal)
+    assert plan.verify(shapes="small")["equal"]
 
 
 def test_a_plan_says_when_to_compute_again() -> None:

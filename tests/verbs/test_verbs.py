@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from chains import chain
 
@@ -9,7 +11,7 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError, ScheduleError, TransformError
 from superscaler.ir.transformed import Graph
-from superscaler.verbs import Microbatch, Replicate, Split, op_assign, op_order, op_trans
+from superscaler.verbs import Microbatch, Replicate, Split, op_assign, op_order, op_trans, place
 
 
 def test_an_unassigned_op_is_named() -> None:
@@ -109,3 +111,50 @@ def test_compiling_leaves_the_graph_as_it_was() -> None:
         assert compiled.program.world == world
     assert not graph.journal
     assert graph.rows(graph.op("mul0")).device.tolist() == [-1]
+
+
+def test_place_cuts_and_places_the_update_of_a_weight() -> None:
+    graph = chain()
+    parts = place(graph, "w", [Split("hidden", 3), Replicate(2)], [[0], [1], [2]], ahead=0)
+    assert parts.cells.shape == (3, 2)
+    assert graph.rows(graph.op("update.w")).device.tolist() == [0, 0, 1, 1, 2, 2]
+    assert place(graph, graph.model.tensors["w"], parts, 4) is parts
+    assert graph.rows(graph.op("update.w")).device.tolist() == [4] * 6
+    assert graph.copy().ahead == {"w": 0}
+    assert [entry.verb for entry in graph.journal] == ["op_trans", "op_trans", "op_assign", "place", "op_assign"]
+    assert all("test_verbs.py" in entry.where for entry in graph.journal)
+
+
+def test_place_finds_a_tied_weight() -> None:
+    model = chain().model
+    graph = Graph(replace(model, aliases={"tied": "w"}))
+    place(graph, "tied", Split("hidden", 2), [0, 1], ahead=2)
+    assert graph.rows(graph.op("update.w")).device.tolist() == [0, 1]
+    assert graph.ahead == {"w": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ww", "unknown parameter 'ww'; did you mean 'w'"),
+        ("frozen", "frozen is not trained, so it has no optimizer op"),
+        ("packed", r"packed is packed; place its segments packed\.0, packed\.1\."),
+    ],
+)
+def test_place_says_what_it_cannot_place(name: str, message: str) -> None:
+    model = chain().model
+    tensors = {**model.tensors, "frozen": replace(model.tensors["w"], name="frozen", requires_grad=False)}
+    pieces = {f"packed.{k}": ("packed", 0, 3 * k, 3 * k + 3) for k in range(2)}
+    with pytest.raises(InputError, match=rf"place at .*test_verbs.py:\d+: {message}"):
+        place(Graph(replace(model, tensors=tensors, segments=pieces)), name, Split("hidden", 2), [0, 1])
+
+
+def test_place_refuses_other_parts_and_a_wrong_number_of_segments() -> None:
+    graph = chain()
+    other = op_trans(graph, graph.op("mul0"), Split("hidden", 2))
+    with pytest.raises(InputError, match=r"w is at rest in parts of update\.w, not of mul0"):
+        place(graph, "w", other, [0, 1])
+    with pytest.raises(InputError, match=r"ahead=-1 is no number of segments; give 0, 1, 2"):
+        place(graph, "w", Split("hidden", 2), [0, 1], ahead=-1)
+    with pytest.raises(TransformError, match=r"does not divide: update\.w \(ss\.SGD\) has 6"):
+        place(chain(), "w", Split("hidden", 4), [0, 1, 2, 3])
