@@ -221,6 +221,22 @@ def test_a_plan_says_when_to_compute_again() -> None:
         ss.compile(graph, wrong, "local:1")
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_backward_runs_where_its_op_is_computed_again(cut: bool) -> None:
+    def elsewhere(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_assign(graph, graph.ops, 0)
+        made = ss.op_trans(graph, graph.select(module=graph.blocks[1].path), ss.Recompute())
+        for parts in made:
+            ss.op_assign(graph, ss.op_trans(graph, parts, ss.Split("batch", 2)) if cut else parts, [0, 1] if cut else 1)
+
+    plan = ss.compile(library("gpt2:size=tiny,dropout=0.1"), elsewhere, "local:2")
+    ran = [[type(i).__name__ for i in device.instructions] for device in plan.compiled.program.devices]
+    assert ran[1].count("Backward") == ran[1].count("Forward") > 0
+    assert ran[0].count("Forward") > ran[1].count("Forward")
+    found = plan.verify()
+    assert found["equal"], found
+
+
 def checkpointed(spec: str = "gpt2:size=tiny,dropout=0.1", **kwargs: Any) -> ss.Graph:
     built = build(spec)
     built.module.gradient_checkpointing_enable(**kwargs)
