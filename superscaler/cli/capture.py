@@ -22,7 +22,7 @@ def capture(printer: Printer, request: ModelRequest) -> None:
     ops = table(("operator", "count", "one of them", "frozen on"), _ops(found), ("count",), "Forward operators")
     numbers = ("size", "count", *_MARKS)
     factors = table(("factor", *numbers, "where"), _factors(found), numbers, "Factors")
-    printer.show(ops, factors, _summary(built.name, found), *_checkpoints(found), *_frozen(found))
+    printer.show(ops, factors, _summary(built.name, found), *_frozen(found))
     printer.result = {"model": built.name, **found, "seconds": dict(graph.captured.seconds)}
 
 
@@ -47,6 +47,7 @@ def _factors(found: dict[str, Any]) -> Iterator[Sequence[str]]:
 
 
 def _summary(name: str, found: dict[str, Any]) -> str:
+    regions = ", ".join(f"{module} ({count})" for module, count in found["checkpoints"].items())
     return (
         f"{name}: {found['parameters']:,} parameters ({_bytes(found['parameter_bytes'])}), "
         f"{found['trained_parameters']:,} of them trained; {found['buffers']:,} elements of buffers "
@@ -54,14 +55,12 @@ def _summary(name: str, found: dict[str, Any]) -> str:
         f"{sum(found['ops'].values())} forward ops, {found['mirrors']} mirrors, {found['updates']} updates; in the "
         f"forward of a step {found['flops']:.4g} FLOPs, and {_bytes(found['activation_bytes'])} of activations that "
         "mirrors read"
+        + (
+            f"\nregions that the model checkpoints, computed again unless a plan saves them: {regions}"
+            if regions
+            else ""
+        )
     )
-
-
-def _checkpoints(found: dict[str, Any]) -> Iterator[str]:
-    """Yield a line on what the model itself computes again."""
-    named = ", ".join(f"{module} ({count})" for module, count in found["checkpoints"].items())
-    if named:
-        yield f"regions that the model checkpoints, computed again in the backward unless a plan saves them: {named}"
 
 
 def _frozen(found: dict[str, Any]) -> list[str]:

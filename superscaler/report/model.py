@@ -23,13 +23,14 @@ def describe(model: Model) -> dict[str, Any]:
     `checkpoints` counts per module the regions that the model wraps in `torch.utils.checkpoint`.
     """
     forward = [op for op in model.ops if op.is_forward]
+    regions = dict.fromkeys(op.checkpoint for op in forward if op.checkpoint and op.has_mirror)
     parameters, buffers = ([t for t in model.tensors.values() if t.kind == k] for k in ("parameter", "buffer"))
     return {
         "ops": dict(Counter(op.target for op in forward).most_common()),
         "operators": _operators(model, forward),
         "factors": _factors(model, forward),
         "frozen": _frozen(model, forward),
-        "checkpoints": dict(Counter(collapse(f"{name}.").rstrip(".") for name in _checkpoints(forward))),
+        "checkpoints": dict(Counter(collapse(f"{name}.").rstrip(".") for name in regions)),
         "mirrors": sum(op.has_mirror for op in forward),
         "updates": len(model.ops) - len(forward),
         "parameters": _elements(parameters),
@@ -129,11 +130,6 @@ def _kept(model: Model, forward: list[Op]) -> list[str]:
         for operand in op.inputs
     )
     return [name for name in dict.fromkeys(read) if model.tensors[name].kind == "activation"]
-
-
-def _checkpoints(forward: list[Op]) -> Iterable[str]:
-    """Return the regions of the model's own checkpoints that have a backward."""
-    return dict.fromkeys(op.checkpoint for op in forward if op.checkpoint and op.has_mirror)
 
 
 def _elements(tensors: Iterable[PTensor]) -> int:

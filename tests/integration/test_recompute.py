@@ -321,6 +321,30 @@ def test_what_is_random_or_changes_in_a_region_is_as_in_one_forward() -> None:
         assert twins(compiled)
 
 
+def test_only_regions_with_a_backward_are_computed_again() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    layers[:2].requires_grad_(False)
+
+    class Tuned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(lambda x, f=layer: torch.tanh(f(x)), x, use_reentrant=False)
+            return checkpoint(lambda x: (torch.sigmoid(x) * x).mean(), x, use_reentrant=False)
+
+    trained = [p for p in layers.parameters() if p.requires_grad]
+    graph = ss.capture(Tuned(), (torch.randn(4, 8),), optimizer=torch.optim.SGD(trained, lr=0.1))
+    plan = ss.compile(graph, "data_parallel", "local:2")
+    again = {op.checkpoint for op in plan.compiled.graph.forward_ops if op.region}
+    assert again == {"layers.2", "layers.3", "sigmoid"}
+    found = plan.verify()
+    assert found["equal"], found
+
+
 def test_a_twin_that_computes_something_else_is_refused() -> None:
     program = ss.compile(library("mlp"), recomputed(resolve("single"), "all"), "local:1").compiled.program
     twin = next(op for op in program.model.ops if op.origin and op.args)
