@@ -23,23 +23,26 @@ from superscaler.plans import resolve
 pytestmark = pytest.mark.dist
 
 
-def plan_of(model: str, spec: str, world: int) -> Plan:
+def plan_of(model: str, spec: str, world: int, again: bool) -> Plan:
     built = build(model)
+    if again:
+        built.module.gradient_checkpointing_enable()
     graph = capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
     return compile(graph, resolve(spec), Cluster.local(world))
 
 
 @pytest.mark.parametrize(
-    ("model", "spec", "world"),
+    ("model", "spec", "world", "again"),
     [
-        ("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8),
-        ("llama:size=tiny", "tensor_parallel", 4),
-        ("gpt2:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2),
-        ("gpt2:size=tiny,batch=8", f"{Path(__file__).parents[1]}/materialize/test_buckets.py:zero", 4),
+        ("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8, False),
+        ("llama:size=tiny", "tensor_parallel", 4, False),
+        ("gpt2:size=tiny,dropout=0.1", "tensor_parallel", 2, True),
+        ("gpt2:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2, True),
+        ("gpt2:size=tiny,batch=8", f"{Path(__file__).parents[1]}/materialize/test_buckets.py:zero", 4, False),
     ],
 )
-def test_a_step_on_processes_equals_the_exported_model(model: str, spec: str, world: int) -> None:
-    result = plan_of(model, spec, world).verify(backend="processes")
+def test_a_step_on_processes_equals_the_exported_model(model: str, spec: str, world: int, again: bool) -> None:
+    result = plan_of(model, spec, world, again).verify(backend="processes")
     assert result["equal"], result
     assert result["bytes_moved"] == result["bytes_planned"] > 0
 
