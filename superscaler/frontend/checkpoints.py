@@ -27,24 +27,32 @@ def mark_of(node: Node) -> int | None:
 def marked() -> Iterator[None]:
     """Mark what is made in checkpointed regions, by a number for each, and compute nothing again."""
     enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
-    regions = _Regions()
+    numbers, opened, mark = count(), list[Any](), ExitStack()
 
-    # A region that is not reentrant has hooks of torch's, which drop what is saved; anybody else's stay.
-    def begin(hooks: Any) -> None:
-        regions.begin() if type(hooks).__module__ == CheckpointFunction.__module__ else enter(hooks)
+    def begin(region: Any) -> None:
+        # One that is not reentrant has hooks of torch's own, which drop what is saved; anybody else's stay.
+        if isinstance(region, saved_tensors_hooks) and type(region).__module__ != CheckpointFunction.__module__:
+            return enter(region)
+        if not opened:
+            mark.enter_context(preserve_node_meta())
+            mark.enter_context(annotate({_MARK: next(numbers)}))
+        return opened.append(region)
 
-    def end(hooks: Any, *error: Any) -> None:
-        regions.end() if type(hooks).__module__ == CheckpointFunction.__module__ else leave(hooks, *error)
+    def end(region: Any, *error: Any) -> None:
+        if region not in opened:
+            return leave(region, *error)
+        opened.remove(region)
+        return None if opened else mark.close()
 
     def apply(cls: Any, function: Any, preserve: bool, *args: Any) -> Any:
         # A reentrant one has gradients if one of its own arguments has.
         has_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in args)
-        regions.begin()
+        begin(region := object())
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
                 return function(*args)
         finally:
-            regions.end()
+            end(region)
 
     saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = begin, end  # type: ignore[method-assign]
     CheckpointFunction.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
@@ -53,22 +61,4 @@ def marked() -> Iterator[None]:
     finally:
         saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave  # type: ignore[method-assign]
         del CheckpointFunction.apply
-        regions.mark.close()
-
-
-class _Regions:
-    """Counts regions, and how deep in them export is: of nested ones the outermost is marked."""
-
-    def __init__(self) -> None:
-        self.numbers, self.depth, self.mark = count(), 0, ExitStack()
-
-    def begin(self) -> None:
-        if not self.depth:
-            self.mark.enter_context(preserve_node_meta())
-            self.mark.enter_context(annotate({_MARK: next(self.numbers)}))
-        self.depth += 1
-
-    def end(self) -> None:
-        self.depth -= 1
-        if not self.depth:
-            self.mark.close()
+        mark.close()
