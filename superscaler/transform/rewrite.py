@@ -56,18 +56,6 @@ class Save:
         return replace(model, ops=tuple(kept))
 
 
-def recompute_checkpoints(graph: Graph) -> None:
-    """Recompute what the model itself asks to, as far as the plan did not say otherwise."""
-    found: dict[str, list[Op]] = {}
-    for op in (op for op in graph.forward_ops if op.checkpoint):
-        found.setdefault(op.checkpoint, []).append(op)
-    regions = [needed for ops in found.values() if not any(op.region for op in ops) and (needed := _needed(ops))]
-    if regions:
-        graph.rewrite(_with_twins(graph.model, regions))
-        names = (op.name for ops in regions for op in ops)
-        graph.journal += [Entry("op_trans", name, "Recompute()", "the model's own checkpoint") for name in names]
-
-
 @dataclass(frozen=True, slots=True)
 class Stale:
     """Read weights as they were one step ago, while the updates change the newest ones: PipeDream-2BW.
@@ -104,6 +92,18 @@ def write_op(update: Op, version: PTensor) -> Op:
     older = replace(weight, tensor=version.name)
     made = replace(update, name=f"write.{version.name}", target="ss.write", args=(Ref(0), Ref(1)), kwargs=(), group=0)
     return replace(made, inputs=(older, weight), outputs=(older,))
+
+
+def recompute_checkpoints(graph: Graph) -> None:
+    """Recompute what the model itself asks to, as far as the plan did not say otherwise."""
+    found: dict[str, list[Op]] = {}
+    for op in (op for op in graph.forward_ops if op.checkpoint):
+        found.setdefault(op.checkpoint, []).append(op)
+    regions = [needed for ops in found.values() if not any(op.region for op in ops) and (needed := _needed(ops))]
+    if regions:
+        graph.rewrite(_with_twins(graph.model, regions))
+        names = (op.name for ops in regions for op in ops)
+        graph.journal += [Entry("op_trans", name, "Recompute()", "the model's own checkpoint") for name in names]
 
 
 def _needed(ops: Sequence[Op]) -> list[Op]:
