@@ -73,7 +73,7 @@ class Stale:
         chosen = [op for op in model.ops if op.name in names or op.origin in names]
         read = dict.fromkeys(o.tensor for op in chosen for o in op.inputs if o.tensor in updates)
         if not read:
-            raise TransformError("Stale needs ops that read trained weights themselves; none of these does.")
+            raise TransformError("Stale needs ops that read the newest trained weights; none of these does.")
         older = {n: replace(model.tensors[n], name=f"{n}~1", kind="buffer", origin=n) for n in read}
         known = {t.name for t in older.values()} & model.tensors.keys()
         tensors = {**model.tensors, **{t.name: t for t in older.values()}}
@@ -140,7 +140,10 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
     """Apply an algorithm that puts other ops in the place of some. Returns the parts of the ops that it made."""
     before = graph.model
     names = {op.name for op in ops}
-    after = algorithm.rewrite(before, tuple(op for op in before.ops if op.name in names))
+    try:
+        after = algorithm.rewrite(before, tuple(op for op in before.ops if op.name in names))
+    except TransformError as error:
+        raise TransformError(f"op_trans at {where}: {error}") from None
     wrong = _wrong(before, after)
     if wrong:
         raise TransformError(f"op_trans at {where}: {type(algorithm).__name__} {wrong}")
