@@ -22,6 +22,9 @@ _FILLS: dict[str, int | None] = {
 }
 
 
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+
+
 def fold(trace: Trace, device: torch.device) -> None:
     """Replace every call on constants by its value, computed on `device`; buffers without data stay in the graph."""
     known = [n for n in trace.leaves("buffer", "constant") if n.name in trace.values and n.name not in trace.writes]
@@ -68,7 +71,7 @@ def _is_constant(node: Node, constants: Container[Node]) -> bool:
 
 def _evaluate(trace: Trace, node: Node, device: torch.device) -> list[Tensor]:
     # What repeats has stride 0 here, of which torch makes no view that joins dims.
-    function: Any = torch.ops.aten.reshape.default if target_of(node) == "aten.view.default" else node.target
+    function: Any = torch.ops.aten.reshape.default if target_of(node) in _VIEWS else node.target
     if (name := target_of(node)) in _FILLS:
         number = _FILLS[name]
         fill: Any = node.args[-1] if number is None else number

@@ -94,6 +94,27 @@ def test_a_constant_that_repeats_is_viewed_over_dims_that_do_and_do_not() -> Non
     torch.testing.assert_close(loss, expected)
 
 
+class Windowed(nn.Module):
+    """Marks windows of a square, as shifted windows of attention do, and adds the marks to what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        marks = torch.arange(4.0)[None, None, :, None].expand(1, 4, 4, 1) * 1.0
+        windows = marks.reshape(1, 2, 2, 2, 2, 1).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4)
+        found: Tensor = self.out(x + windows).sum()
+        return found
+
+
+def test_a_copied_constant_that_repeats_is_viewed_over_dims_too() -> None:
+    captured = capture(Windowed(), (torch.randn(2, 4, 4),))
+    found = reference_step(captured, captured.batch, captured.values)
+    assert torch.allclose(found.loss, captured.call.module(*captured.batch.values()))
+    assert "_unsafe_view" not in {op.target for op in captured.model.ops}
+
+
 @pytest.mark.parametrize(
     ("mask", "kind"),
     [
