@@ -1,0 +1,48 @@
+"""ZeRO: data parallel, with the optimizer's state, the gradients, or all that rests in slices over devices.
+
+`shard` devices (all of them by default) share one copy of the weights; further groups of as many have copies of their
+own (hybrid sharding). A weight is cut on its largest index that `shard` divides, unevenly where it divides none; one
+that is smaller than that is whole on every device.
+
+stage 1  a weight and its optimizer state rest in slices, and are gathered for the forward until the backward is done
+stage 3  so, and the forward ops of all blocks but the last `keep` are computed again in the backward (`Recompute`, one
+         region a block): their weights are freed after the forward and gathered again, activations are not kept
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from superscaler.plans.shared import check_uses_all
+from superscaler.verbs import (
+    Cluster, Graph, InputError, Microbatch, Op, Recompute, Replicate, Split, op_assign, op_trans, sprogram,
+)  # fmt: skip
+
+
+@sprogram
+def zero(
+    graph: Graph, cluster: Cluster, stage: int = 1, shard: int | None = None, microbatches: int = 1, keep: int = 0
+) -> None:
+    n = len(cluster.devices)
+    shard = n if shard is None else shard
+    check_uses_all(cluster, "zero", shard=shard, copies=n // max(shard, 1))
+    if stage not in (1, 3) or not 0 <= keep:
+        raise InputError(f"zero:stage={stage},keep={keep}: choose stage 1 or 3, and keep at least 0 blocks.")
+    for op in graph.forward_ops:
+        parts = op_trans(graph, op_trans(graph, op, Microbatch(microbatches)), Split("batch", n))
+        op_assign(graph, parts, cluster.devices)
+    devices = np.arange(n).reshape(-1, shard)
+    for op in (op for op in graph.ops if not op.is_forward):
+        copies = op_trans(graph, op, Replicate(len(devices)))
+        op_assign(graph, op_trans(graph, copies, _slices(op, shard)), devices)
+    for block in graph.blocks[: len(graph.blocks) - keep] if stage == 3 else ():
+        op_trans(graph, block.ops, Recompute())
+
+
+def _slices(op: Op, count: int) -> Split | Replicate:
+    """Return how to cut the update of a weight; a buffer that is set is whole on every device."""
+    sizes = {i.factor: op.indices[at].size for i in op.indices if (at := op.find(i.factor)) is not None}
+    size, factor = max((size % count == 0, size, factor) for factor, size in sizes.items())[1:]
+    if op.is_write or size < count:
+        return Replicate(count)
+    return Split(factor, sizes=tuple((k + 1) * size // count - k * size // count for k in range(count)))
