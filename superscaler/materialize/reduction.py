@@ -1,18 +1,22 @@
 """Gradients that several groups of devices make and keep: summed within a group, moved in slices, joined from them.
 
 The gradient of a tied embedding is made by the first stage whole and by the last one in slices, in parts of its value
-on every data-parallel copy, and both keep it. No single collective does that, but a few steps do.
+on every data-parallel copy, and both keep it. That of a weight which rests in slices in each of several groups of
+devices is added up in slices within the groups first. No single collective does either, but a few steps do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from superscaler.ir.mask import Box
 from superscaler.materialize.collectives import REASONS, Match, match_boxes, refusal
 from superscaler.materialize.context import Context
 from superscaler.materialize.steps import Collective, Cut, Lowered, Message, Slot, Step, common, slots_of
-from superscaler.schedule.transfers import Transfer
+from superscaler.schedule.transfers import End, Transfer
+
+T = TypeVar("T")
 
 
 def reduction(transfer: Transfer, context: Context) -> Lowered | None:
@@ -26,7 +30,11 @@ def reduction(transfer: Transfer, context: Context) -> Lowered | None:
         holders = classes.setdefault((slot.box, tuple(readers_of[slot.item])), {})
         if holders.setdefault(slot.device, slot) != slot:
             return None
-    sums = {steps.sum(box, held): set(readers) for (box, readers), held in classes.items()}
+    sums: dict[int, set[int]] = {}
+    for (box, readers), held in classes.items():
+        slices = steps.scatter(box, held, [transfer.readers[r] for r in readers])
+        for own, pieces in (slices or {box: held}).items():
+            sums[steps.sum(own, pieces)] = {r for r in readers if own in (box, transfer.readers[r].box)}
     items_of = {r: {n for n, some in sums.items() if r in some} for r in range(len(transfer.readers))}
     by_box: dict[Box, list[int]] = {}
     for r, reader in enumerate(transfer.readers):
@@ -64,21 +72,30 @@ class _Steps:
 
     def _add(self, box: Box, sources: Mapping[int, Slot], how: Sequence[Match] = ()) -> int:
         """Add the item of a box that devices get: each from its own slot by a collective, or from another's."""
+        n = self._item(box, sources)
+        outs, steps = self.slots[n], self.rounds[self.round_of[n]]
+        steps += self._collectives(how, sources, outs)
+        for device, source in sources.items() if not how else ():
+            if self.context.is_told(source.device, device):
+                steps.append(Message(source, outs[device], refusal(self.transfer)))
+        return n
+
+    def _item(self, box: Box, sources: Mapping[int, Slot]) -> int:
+        """Add the item of a box that devices get in the round after those that its sources are made in."""
         n, at = len(self.boxes), 1 + max(self.round_of[source.item] for source in sources.values())
-        outs = {device: Slot(device, n, box) for device in sources}
         self.rounds += [[] for _ in range(at + 1 - len(self.rounds))]
+        self.boxes.append(box)
+        self.slots.append({device: Slot(device, n, box) for device in sources})
+        self.round_of.append(at)
+        return n
+
+    def _collectives(
+        self, how: Sequence[Match], sources: Mapping[int, Slot], outs: Mapping[int, Slot]
+    ) -> Iterator[Collective]:
         for one in how:
             told = [d for d in one.group if d in sources and self.context.is_told(d)]
             if told:
-                pairs = tuple((sources[d], outs[d]) for d in told)
-                self.rounds[at].append(Collective(one, pairs, REASONS[one.kind]))
-        for device, source in sources.items() if not how else ():
-            if self.context.is_told(source.device, device):
-                self.rounds[at].append(Message(source, outs[device], refusal(self.transfer)))
-        self.boxes.append(box)
-        self.slots.append(outs)
-        self.round_of.append(at)
-        return n
+                yield Collective(one, tuple((sources[d], outs[d]) for d in told), REASONS[one.kind])
 
     def holds(self, numbers: Sequence[int], device: int) -> bool:
         return any(device in self.slots[n] for n in numbers)
@@ -90,26 +107,49 @@ class _Steps:
         group = sorted(self._extended(dict.fromkeys(pieces, box)))
         return self._add(box, pieces, [Match("all_reduce", tuple(group))])
 
+    def scatter(self, whole: Box, held: Mapping[int, Slot], readers: Sequence[End]) -> dict[Box, dict[int, Slot]]:
+        """Add up the whole in slices, within each of several groups of devices that read all of them.
+
+        Returns by slice what the devices have that read it, its sum in their group; nothing where there are no groups.
+        """
+        wanted = {reader.device: reader.box for reader in readers}
+        slices = sorted(set(wanted.values()))
+        is_each = wanted.keys() == held.keys() and len(wanted) == len(readers)
+        lines = self._lines(slices, wanted) if is_each and len(slices) > 1 else None
+        extended = [self._extended({d: wanted[d] for d in line}) for line in lines or ()]
+        how = [match_boxes(dict.fromkeys(boxes, whole), boxes) for boxes in extended]
+        found = [one for one in how if one is not None and one.kind == "reduce_scatter"]
+        if not found or len(found) < len(how):
+            return {}
+        made = {box: self._item(box, {d: held[d] for d in held if wanted[d] == box}) for box in slices}
+        outs = {d: self.slots[made[box]][d] for d, box in wanted.items()}
+        self.rounds[self.round_of[made[slices[0]]]] += self._collectives(found, held, outs)
+        return {box: self.slots[n] for box, n in made.items()}
+
+    def _lines(self, labels: Sequence[T], of: Mapping[int, T]) -> list[list[int]] | None:
+        """Return lines of close devices, one of each label; None where these are not as many of each."""
+        first, *others = labels
+        lines = [[d] for d in of if of[d] == first]
+        for label in others:
+            for line in lines:
+                line.append(max((d for d in of if of[d] == label), key=lambda d: (self._near(line[0], d), -d), default=-1))
+        return lines if sorted(d for line in lines for d in line) == sorted(of) else None
+
     def join(self, numbers: Sequence[int], devices: Sequence[int], whole: Box) -> int | None:
         """Return the item of all slices together on `devices`: each gets one slice if it has none, then all join.
 
         None where these devices are not as many of each slice, or the slices are no even tiling.
         """
         has = {d: max(numbers, key=lambda n: (*self._closest(n, d), -n)) for d in devices}
-        lines = {d: {numbers[0]: d} for d in devices if has[d] == numbers[0]}
-        for n in numbers[1:]:
-            for first, line in lines.items():
-                line[n] = max((d for d in devices if has[d] == n), key=lambda d: (self._near(first, d), -d), default=-1)
-        used = [d for line in lines.values() for d in line.values()]
-        if sorted(used) != sorted(devices):
-            return None
-        how = []
-        for line in lines.values():
-            boxes = self._extended({d: self.boxes[n] for n, d in line.items()})
+        lines, how = self._lines(numbers, has), []
+        for line in lines or ():
+            boxes = self._extended({d: self.boxes[has[d]] for d in line})
             found = match_boxes(boxes, dict.fromkeys(boxes, whole))
             if found is None or found.kind != "all_gather":
                 return None
             how.append(found)
+        if not how:
+            return None
         moved = {n: self._moved(n, [d for d in devices if has[d] == n]) for n in numbers}
         return self._add(whole, {d: self.slots[moved[has[d]]][d] for d in devices}, how)
 

@@ -28,13 +28,13 @@ def zero(
     check_uses_all(cluster, "zero", shard=shard, copies=n // max(shard, 1))
     if stage not in (1, 3) or not 0 <= keep:
         raise InputError(f"zero:stage={stage},keep={keep}: choose stage 1 or 3, and keep at least 0 blocks.")
-    for op in graph.forward_ops:
-        parts = op_trans(graph, op_trans(graph, op, Microbatch(microbatches)), Split("batch", n))
-        op_assign(graph, parts, cluster.devices)
     devices = np.arange(n).reshape(-1, shard)
-    for op in (op for op in graph.ops if not op.is_forward):
-        copies = op_trans(graph, op, Replicate(len(devices)))
-        op_assign(graph, op_trans(graph, copies, _slices(op, shard)), devices)
+    for op in graph.ops:
+        batches = Microbatch(microbatches), Split("batch", n // shard), Split("batch", shard)
+        parts = graph.parts(op)
+        for algorithm in batches if op.is_forward else (Replicate(n // shard), _slices(op, shard)):
+            parts = op_trans(graph, parts, algorithm)
+        op_assign(graph, parts, devices)
     for block in graph.blocks[: len(graph.blocks) - keep] if stage == 3 else ():
         op_trans(graph, block.ops, Recompute())
 
