@@ -40,8 +40,8 @@ class Writer:
         # which `landed` is told.
         self.landed: Callable[[int], None] = lambda number: None
         self._flying: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
-        # The rounds of transfers that are left: they follow at the first read, so that nothing is waited for before.
-        self._left: dict[int, list[tuple[Step, ...]]] = {}
+        # Transfers of which rounds are left: they follow at the first read, so that nothing is waited for before.
+        self._left: set[int] = set()
         self._messages = self._started = self._point = 0
         # How many transfers stay on a device or take a path.
         self.notes: Counter[Note] = Counter()
@@ -74,13 +74,24 @@ class Writer:
                 first = tuple(step for step in first if isinstance(step, Message) and step.out.item == out)
             self._count_path(number)
             if left:
-                self._left[number] = left
-            for step in first:
-                if not left and isinstance(step, steps.Collective) and step.how.kind in KINDS:
-                    self.buckets.add(self._entry(number, step), transfer, self.context.dtype(transfer, trained=True))
-                else:
-                    self._write(number, step)
+                self._left.add(number)
+            self._start(number, first)
         self.flush(frozenset())
+
+    def _start(self, number: int, some: Sequence[Step]) -> None:
+        """Write steps of a transfer; its collectives wait for those of others where that holds nothing up."""
+        transfer = self.transfers[number]
+        is_joined = number not in self._left or self._is_joined(number)
+        for step in some:
+            if is_joined and isinstance(step, steps.Collective) and step.how.kind in KINDS:
+                self.buckets.add(self._entry(number, step), transfer, self.context.dtype(transfer, trained=True))
+            else:
+                self._write(number, step)
+
+    def _is_joined(self, number: int) -> bool:
+        """Tell whether all rounds of a transfer are collectives that may wait."""
+        rounds = self.lowered(number).rounds
+        return self.transfers[number].is_to_updates and not any(isinstance(s, Message) for some in rounds for s in some)
 
     def flush(self, ended: Set[int]) -> None:
         """Start the buckets that are due, and those that devices whose backward has `ended` add nothing to."""
@@ -89,15 +100,24 @@ class Writer:
 
     def finish(self, numbers: Iterable[int]) -> None:
         """Take the steps that are left of transfers, in one order on all devices."""
-        for number in sorted(self._left.keys() & set(numbers)):
-            before = self.lowered(number).rounds[0]
-            for steps_of_round in self._left.pop(number):
-                self._point += 1
-                for step in before:
+        left = sorted(self._left.intersection(numbers))
+        joined = [number for number in left if self._is_joined(number)]
+        self._finish(joined, {piece.device for number in joined for piece in self.transfers[number].pieces})
+        for number in sorted({*left}.difference(joined)):
+            self._finish([number], frozenset())
+        self._left.difference_update(left)
+
+    def _finish(self, numbers: Sequence[int], ended: Set[int]) -> None:
+        """Take the rounds that are left of transfers together."""
+        rounds = {number: self.lowered(number).rounds for number in numbers}
+        for at in range(1, max(map(len, rounds.values()), default=0)):
+            self.flush(ended)
+            self._point += 1
+            for number, some in rounds.items():
+                for step in some[at - 1] if at < len(some) else ():
                     self._receive(number, step)
-                for step in steps_of_round:
-                    self._write(number, step)
-                before = steps_of_round
+                self._start(number, some[at] if at < len(some) else ())
+        self.flush(ended)
 
     @property
     def is_busy(self) -> bool:
@@ -149,7 +169,7 @@ class Writer:
         outs = [o for _, o in step.slots] if isinstance(step, steps.Collective) else [step.out]
         for out in outs:
             key = number, out.device, out.item
-            if key in self.works:
+            if key in self.works and key not in self.names:
                 self.names[key] = self.code.wait(out.device, self.works[key], tensor, out.box)
 
     def _write(self, number: int, step: Step) -> None:

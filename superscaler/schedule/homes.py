@@ -59,10 +59,13 @@ def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozen
 def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:
     """Return the grid of an optimizer op that lives where its weight is read, as (device, box) pairs.
 
-    A device keeps the largest boxes that it reads: devices with boxes of one size share the weight out between them.
-    Where these do not tile the weight evenly, every reading device keeps all of it, which is always right.
+    A device keeps the largest boxes that it reads: all share the weight out between them, or else those with boxes of
+    one size do. Where these do not tile the weight, every reading device keeps all of it, which is always right.
     """
     kept = _maximal(readers)
+    shared = _regular(op, tensor, kept)
+    if shared is not None:
+        return shared
     by_size: dict[tuple[int, ...], list[Located]] = {}
     for device, box in kept:
         by_size.setdefault(extents(box), []).append((device, box))
@@ -71,8 +74,6 @@ def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:
     if len(found) < len(grids):
         devices = sorted({device for device, _ in kept})
         return Grid((Axis(None, (1,) * len(devices)),), np.array(devices))
-    if len(found) == 1:
-        return found[0]
     return Grid((Axis(None, (1,) * len(found)),), np.full(len(found), -1), dict(enumerate(found)))
 
 
