@@ -1,0 +1,76 @@
+"""ZeRO in its stages: equal to the model, with exactly the traffic and the memory at rest that the formulas say."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.ir.program import Collective
+from superscaler.models import build
+from superscaler.plans import resolve
+
+
+def captured(spec: str) -> ss.Graph:
+    built = build(spec)
+    return ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
+
+
+def elements(graph: ss.Graph, inside: str = "") -> int:
+    return sum(prod(tensor.shape) for tensor in graph.model.parameters() if inside in tensor.name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "plan", "devices"),
+    [
+        ("gpt2:size=tiny,layers=3", "zero:stage=3,keep=1", 8),
+        ("llama:size=tiny", "zero:stage=3,shard=2,microbatches=2", 4),
+        ("mixtral:size=tiny", "zero:stage=3", 4),
+        ("mbart:size=tiny", "zero:stage=1,shard=2", 8),
+        ("alphafold2:size=tiny,layers=1,passes=2", "zero:stage=3", 2),
+        # No index of most weights is divided by 3.
+        ("gpt2:size=tiny,batch=6", "zero:stage=3,shard=3", 6),
+    ],
+)
+def test_equal(spec: str, plan: str, devices: int) -> None:
+    found = ss.compile(captured(spec), resolve(plan), f"local:{devices}").verify()
+    assert found["equal"], found
+
+
+@pytest.mark.parametrize("spec", ["gpt2:size=tiny", "llama:size=tiny"])
+@pytest.mark.parametrize(("copies", "shard"), [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)])
+def test_traffic_and_what_rests_are_those_of_the_formulas(spec: str, copies: int, shard: int) -> None:
+    graph, n = captured(spec), copies * shard
+    psi, repeated = elements(graph), elements(graph, graph.blocks[0].path.rpartition(".")[0] + ".")
+    parallel = ss.compile(graph, resolve("data_parallel"), f"local:{n}").compiled.program
+    # What is left are the parts of the loss.
+    left = parallel.bytes_moved - 4 * 2 * (n - 1) * psi
+    for stage, again in ((1, 0), (3, repeated)):
+        program = ss.compile(graph, resolve(f"zero:stage={stage},shard={shard}"), f"local:{n}").compiled.program
+        # Gathered, and scattered, within a group; a slice is then added up between groups.
+        inside, between = copies * (shard - 1) * (2 * psi + again), 2 * (copies - 1) * psi
+        assert program.bytes_moved == 4 * (inside + between) + left
+        for device in program.devices:
+            assert sum(prod(hi - lo for lo, hi in w.box) for w in device.weights if w.trained) == psi // shard
+
+
+@pytest.mark.parametrize(("cluster", "shard"), [("local:8", 4), ("v100:8x8", 8)])
+def test_groups_of_slices_reduce_in_one_bucket_each(cluster: str, shard: int) -> None:
+    """On more devices, too, than a path is searched for."""
+    plan = ss.compile(captured("gpt2:size=tiny,batch=64"), resolve(f"zero:shard={shard}"), cluster)
+    code = [i for i in plan.compiled.program.devices[0].instructions if isinstance(i, Collective)]
+    many = [(i.kind, i.group) for i in code if len(i.works) > 1]
+    group, others = tuple(range(shard)), tuple(range(0, len(plan.compiled.program.devices), shard))
+    assert many == [("all_gather", group), ("reduce_scatter", group), ("all_reduce", others)]
+    assert plan.compiled.fold is not None
+
+
+def test_options_that_do_not_hold_are_refused() -> None:
+    graph = captured("mlp")
+    with pytest.raises(InputError, match="zero:shard=3,copies=1 needs 3 devices, but the cluster has 4"):
+        ss.compile(graph, resolve("zero:shard=3"), "local:4")
+    with pytest.raises(InputError, match="zero:stage=4,keep=0: choose stage 1"):
+        ss.compile(graph, resolve("zero:stage=4"), "local:4")
