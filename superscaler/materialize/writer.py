@@ -219,7 +219,8 @@ class Writer:
             flying.append(bucket)
             for entry in flying.pop(0) if len(flying) > FLYING else ():
                 self._receive(entry.number, entry.step)
-                self.landed(entry.number)
+                if entry.number not in self._left:
+                    self.landed(entry.number)
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
         source, out = step.slots[0]

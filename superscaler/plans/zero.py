@@ -5,6 +5,7 @@ own (hybrid sharding). A weight is cut on its largest index that `shard` divides
 that is smaller than that is whole on every device.
 
 stage 1  a weight and its optimizer state rest in slices, and are gathered for the forward until the backward is done
+stage 2  so, and under accumulation (`microbatches`) the gradients of each microbatch are added up in slices
 stage 3  so, and the forward ops of all blocks but the last `keep` are computed again in the backward (`Recompute`, one
          region a block): their weights are freed after the forward and gathered again, activations are not kept
 """
@@ -26,23 +27,27 @@ def zero(
     n = len(cluster.devices)
     shard = n if shard is None else shard
     check_uses_all(cluster, "zero", shard=shard, copies=n // max(shard, 1))
-    if stage not in (1, 3) or not 0 <= keep:
-        raise InputError(f"zero:stage={stage},keep={keep}: choose stage 1 or 3, and keep at least 0 blocks.")
+    if stage not in (1, 2, 3) or keep < 0:
+        raise InputError(f"zero:stage={stage},keep={keep}: choose stage 1, 2 or 3, and keep at least 0 blocks.")
     devices = np.arange(n).reshape(-1, shard)
     for op in graph.ops:
-        batches = Microbatch(microbatches), Split("batch", n // shard), Split("batch", shard)
+        cuts = [Split("batch", k) if op.is_forward else Replicate(k) for k in devices.shape]
+        if not op.is_forward and not op.is_write:
+            cuts[1] = _slices(op, shard)
         parts = graph.parts(op)
-        for algorithm in batches if op.is_forward else (Replicate(n // shard), _slices(op, shard)):
-            parts = op_trans(graph, parts, algorithm)
+        if op.is_forward or (stage > 1 and microbatches > 1 and not op.is_write):
+            parts = op_trans(graph, parts, Microbatch(microbatches))
+        for cut in cuts:
+            parts = op_trans(graph, parts, cut)
         op_assign(graph, parts, devices)
     for block in graph.blocks[: len(graph.blocks) - keep] if stage == 3 else ():
         op_trans(graph, block.ops, Recompute())
 
 
 def _slices(op: Op, count: int) -> Split | Replicate:
-    """Return how to cut the update of a weight; a buffer that is set is whole on every device."""
+    """Return how to cut the update of a weight."""
     sizes = {i.factor: op.indices[at].size for i in op.indices if (at := op.find(i.factor)) is not None}
     size, factor = max((size % count == 0, size, factor) for factor, size in sizes.items())[1:]
-    if op.is_write or size < count:
+    if size < count:
         return Replicate(count)
     return Split(factor, sizes=tuple((k + 1) * size // count - k * size // count for k in range(count)))
