@@ -31,10 +31,10 @@ def reduction(transfer: Transfer, context: Context) -> Lowered | None:
         if holders.setdefault(slot.device, slot) != slot:
             return None
     sums: dict[int, set[int]] = {}
-    for (box, readers), held in classes.items():
-        slices = steps.scatter(box, held, [transfer.readers[r] for r in readers])
+    for (box, numbers), held in classes.items():
+        slices = steps.scatter(box, held, [transfer.readers[r] for r in numbers])
         for own, pieces in (slices or {box: held}).items():
-            sums[steps.sum(own, pieces)] = {r for r in readers if own in (box, transfer.readers[r].box)}
+            sums[steps.sum(own, pieces)] = {r for r in numbers if own in (box, transfer.readers[r].box)}
     items_of = {r: {n for n, some in sums.items() if r in some} for r in range(len(transfer.readers))}
     by_box: dict[Box, list[int]] = {}
     for r, reader in enumerate(transfer.readers):
@@ -132,7 +132,8 @@ class _Steps:
         lines = [[d] for d in of if of[d] == first]
         for label in others:
             for line in lines:
-                line.append(max((d for d in of if of[d] == label), key=lambda d: (self._near(line[0], d), -d), default=-1))
+                some = (d for d in of if of[d] == label)
+                line.append(max(some, key=lambda d: (self._near(line[0], d), -d), default=-1))
         return lines if sorted(d for line in lines for d in line) == sorted(of) else None
 
     def join(self, numbers: Sequence[int], devices: Sequence[int], whole: Box) -> int | None:

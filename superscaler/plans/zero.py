@@ -16,7 +16,17 @@ import numpy as np
 
 from superscaler.plans.shared import check_uses_all
 from superscaler.verbs import (
-    Cluster, Graph, InputError, Microbatch, Op, Recompute, Replicate, Split, op_assign, op_trans, sprogram,
+    Cluster,
+    Graph,
+    InputError,
+    Microbatch,
+    Op,
+    Recompute,
+    Replicate,
+    Split,
+    op_assign,
+    op_trans,
+    sprogram,
 )  # fmt: skip
 
 

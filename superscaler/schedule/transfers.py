@@ -105,8 +105,8 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
             continue
         made = _side(edges, outputs, edges.makers[tensor][0])
         taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
-        for readers in _apart(reads.get(tensor, []), tensor in edges.homes):
-            taken = [*(_alias(edges, *read) for read in readers), *taken]
+        for readers, microbatch in _apart(reads.get(tensor, []), tensor in edges.homes):
+            taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
             found += _move(edges, tensor, FORWARD, [made], taken, joins) if taken else []
             taken = []
         gradient = addends.pop(model.gradient(tensor), [])
@@ -117,12 +117,16 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
     return found
 
 
-def _apart(readers: Reads, is_at_rest: bool) -> list[Reads]:
-    """Return apart who reads a weight at rest when it is computed again: it is brought there again, too."""
+def _apart(readers: Reads, is_at_rest: bool) -> list[tuple[Reads, int | None]]:
+    """Return apart who reads a weight at rest when it is computed again, and each microbatch of all who do: it is
+    brought there again, too.
+    """
     found: dict[str, Reads] = {}
     for read in readers:
         found.setdefault(read[0].region if is_at_rest else "", []).append(read)
-    return list(found.values()) or [[]]
+    numbers = {key[1] for segment, *_ in readers for key in segment.keys}
+    microbatches = sorted(numbers) if any(found) else [None]
+    return [(some, at) for some in found.values() for at in microbatches] or [([], None)]
 
 
 Reads = list[tuple[Segment, int, Alias]]
@@ -181,10 +185,13 @@ def _side(edges: Edges, outputs: Mapping[str, tuple[Segment, int]], port: Port) 
     return Side(port, range(len(places)), edges.held(*port) if is_made else edges.wanted(*port), places)
 
 
-def _alias(edges: Edges, segment: Segment, number: int, alias: Alias) -> Side:
+def _alias(edges: Edges, segment: Segment, number: int, alias: Alias, microbatch: int | None) -> Side:
+    """Return who reads an alias in one microbatch, or in all."""
     keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
-    places = [(Place(FORWARD, segment.number, key, number),) for key in segment.keys]
-    return Side(alias.uses[0], alias.keys_at.tolist(), Wanted(alias.lo, alias.hi, keys[:, 0], keys[:, 1]), places)
+    own = np.flatnonzero((keys[:, 1] == microbatch) | (microbatch is None))
+    places = [(Place(FORWARD, segment.number, segment.keys[at], number),) for at in own]
+    wanted = Wanted(alias.lo[own], alias.hi[own], keys[own, 0], keys[own, 1])
+    return Side(alias.uses[0], alias.keys_at[own].tolist(), wanted, places)
 
 
 def _merge(edges: Edges, readers: Reads) -> list[Reads]:

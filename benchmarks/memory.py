@@ -1,0 +1,201 @@
+"""Bytes of tensors on a device under each mechanism, beside what the formulas say.
+
+    python benchmarks/memory.py [--model small|large]
+
+small: GPT-2 of 4 layers, hidden 32, sequence 128; large: 8 layers, hidden 512, sequence 256, vocabulary 8192. Batch 8,
+float32, AdamW, dropout 0. A rank is a thread; the storages that its operators make are counted while they live, in the
+second step. The numbers are those of rank 0, in MB, measured / by formula (- where there is none):
+
+states     weights at rest and their optimizer state: 12 bytes a parameter, / shard where these are cut
+weights    the most of gathered weights at once: all, or with blocks computed again two blocks beside what is outside
+gradients  what the first of two microbatches leaves behind: 4 bytes a parameter; / shard where each microbatch is
+           reduced, and with two buckets on their way (at most 25 MB each)
+blocks     what the blocks keep until the backward: with blocks computed again, the input of each: 4 x batch x sequence
+           x hidden bytes
+peak       the most of all that a step makes: without states
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import weakref
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import superscaler as ss
+from superscaler.artifact import initial_values
+from superscaler.ir.program import Collective, Free, Value, Wait
+from superscaler.ir.transformed import block_of
+from superscaler.models import build
+from superscaler.plan import Plan
+from superscaler.plans import resolve
+from superscaler.plans.shared import tensor_splits
+from superscaler.runtime.step import Step
+from superscaler.verify.locate import on_threads
+
+MODELS = {
+    "small": "gpt2:size=tiny,layers=4,seq=128",
+    "large": "gpt2:size=tiny,layers=8,hidden=512,heads=8,seq=256,vocab=8192",
+}
+COLUMNS = ("states", "weights", "gradients", "blocks", "peak")
+SProgram = Callable[[ss.Graph, ss.Cluster], Any]
+
+
+def recomputed(plan: str) -> SProgram:
+    """Return a plan that also computes all blocks again."""
+
+    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        resolve(plan)(graph, cluster)
+        for block in graph.blocks:
+            ss.op_trans(graph, block.ops, ss.Recompute())
+
+    return sprogram
+
+
+def co_shard(graph: ss.Graph, cluster: ss.Cluster, parts: int = 4) -> None:
+    """Cut heads and MLP of each block into parts that one device computes, and computes again, one after the other.
+
+    A region is what is cut, and what comes just before it, so that the backward of a part needs no other part.
+    """
+    splits = tensor_splits(graph, parts)
+    ss.op_assign(graph, graph.ops, 0)
+    for block in graph.blocks:
+        region: list[ss.Op] = []
+        for op, after in itertools.pairwise(block.ops):
+            made = graph.parts(op)
+            for split in splits.get(op.name, ()):
+                made = ss.op_trans(graph, made, split)
+            region.append(op)
+            if op.name in splits and after.name not in splits:
+                ss.op_trans(graph, region, ss.Recompute())
+                region = []
+
+
+# Name: devices, how many of them share the weights, whether each microbatch is reduced, plan.
+PLANS: dict[str, tuple[int, int, bool, str | SProgram]] = {
+    "single": (1, 1, False, "single"),
+    "blocks computed again": (1, 1, False, recomputed("single")),
+    "co-shard in 4": (1, 1, False, co_shard),
+    "data parallel": (4, 1, False, "data_parallel"),
+    "ZeRO-1": (4, 4, False, "zero"),
+    "ZeRO-1, accumulation": (4, 4, False, "zero:microbatches=2"),
+    "ZeRO-2, accumulation": (4, 4, True, "zero:stage=2,microbatches=2"),
+    "ZeRO-3": (4, 4, False, "zero:stage=3"),
+    "ZeRO-3, accumulation": (4, 4, True, "zero:stage=3,microbatches=2"),
+    "hybrid 2 x 2, stage 3": (4, 2, False, "zero:stage=3,shard=2"),
+}
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that are made inside, and the most there were at once; not those of `before`."""
+
+    def __init__(self, before: list[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = weakref.WeakSet[Any](x.untyped_storage() for x in before)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
+            if storage not in self.known:
+                self.known.add(storage)
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return out
+
+    def _add(self, count: int) -> None:
+        self.live += count
+        self.peak = max(self.peak, self.live)
+
+
+def measure(plan: Plan) -> dict[str, float]:
+    """Return the bytes of rank 0 in its second step, those of a column that a plan does not have left out."""
+    captured, segments = plan.compiled.graph.captured, plan.compiled.schedule.segments
+    blocks = {block.path for block in plan.compiled.graph.blocks}
+
+    def run(step: Step) -> dict[str, float]:
+        step(captured.batch)
+        seen: list[tuple[str, int, str, int]] = []
+
+        def watch(kind: str, tag: str, *_: Any) -> None:
+            segment = segments[int(tag[1:].split("_")[0])]
+            if not segment.region:
+                seen.append((kind, "_m1" in tag, segment.module, live.live))
+
+        state = step.state.optimizer.state.values() if step.state.optimizer else ()
+        kept = [*step.state.weights.values(), *(x for some in state for x in some.values() if x.ndim)]
+        with Live([*kept, *captured.batch.values()]) as live:
+            step.state.watch = watch
+            step(captured.batch)
+        # Where the backward begins, in each microbatch.
+        turns = [at for (kind, *_, at), (after, *_) in itertools.pairwise(seen) if (kind, after) == ("F", "B")]
+        found: dict[str, float] = {"states": sum(x.nbytes for x in kept), "peak": live.peak}
+        if turns[1:] and any(second for _, second, *_ in seen):
+            found["gradients"] = turns[1] - turns[0]
+        inside = [n for n, (kind, _, module, _) in enumerate(seen) if kind == "F" and block_of(module) in blocks]
+        if inside and inside[0] and plan.compiled.program.world == 1:
+            found["blocks"] = seen[inside[-1]][-1] - seen[inside[0] - 1][-1]
+        return found
+
+    values = initial_values(plan.compiled.graph.model, captured.values)
+    return on_threads(plan.compiled, dict(values), run, 600.0)[0] | {"weights": gathered(plan)}
+
+
+def gathered(plan: Plan) -> int:
+    """Return the most bytes of weights that rank 0 has from others at once."""
+    sizes: dict[Value, int] = {}
+    most = 0
+    for i in plan.compiled.program.devices[0].instructions:
+        if isinstance(i, Collective) and i.kind == "all_gather":
+            sizes |= {work: 4 * prod(way.shape) for work, way in zip(i.works, i.ways, strict=True)}
+        elif isinstance(i, Wait) and i.work in sizes:
+            sizes[i.out] = sizes.pop(i.work)
+        elif isinstance(i, Free):
+            sizes = {value: size for value, size in sizes.items() if value not in i.names}
+        most = max(most, sum(sizes.values()))
+    return most
+
+
+def formulas(graph: ss.Graph, devices: int, shard: int, is_reduced: bool, name: str) -> dict[str, float]:
+    psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
+    inside = sum(prod(tensor.shape) for tensor in graph.model.parameters() if block_of(tensor.name))
+    count, again = len(graph.blocks), name.startswith(("blocks", "ZeRO-3", "hybrid"))
+    edge = max(prod(graph.model.tensors[o.tensor].shape) for o in graph.blocks[1].ops[0].inputs)
+    found = {"states": 12 * psi / shard}
+    if shard > 1:
+        found["weights"] = 4 * (psi - inside + 2 * inside / count if again else psi)
+    if "accumulation" in name:
+        found["gradients"] = 4 * psi / (shard if is_reduced else 1)
+    if again and devices == 1:
+        found["blocks"] = 4 * count * edge
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, action="append")
+    torch.set_num_threads(1)
+    for model in parser.parse_args().model or MODELS:
+        built = build(MODELS[model])
+        graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters()))
+        print(f"{model}: {MODELS[model]}; MB of rank 0, measured / formula")
+        print(f"{'':24}" + "".join(f"{column:>18}" for column in COLUMNS))
+        for name, (devices, shard, is_reduced, plan) in PLANS.items():
+            compiled = ss.compile(graph, resolve(plan) if isinstance(plan, str) else plan, f"local:{devices}")
+            found, told = measure(compiled), formulas(graph, devices, shard, is_reduced, name)
+            cells = (
+                " / ".join(f"{some[column] / 1e6:.2f}" if column in some else "-" for some in (found, told))
+                for column in COLUMNS
+            )
+            print(f"{name:24}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
