@@ -7,7 +7,7 @@ float32, AdamW, dropout 0. A rank is a thread; the storages that its operators m
 second step. The numbers are those of rank 0, in MB, measured / by formula (- where there is none):
 
 states     weights at rest and their optimizer state: 12 bytes a parameter, / shard where these are cut
-weights    the most of gathered weights at once: all, or with blocks computed again two blocks beside what is outside
+weights    the most of gathered weights at once: all; with blocks computed again two blocks, and what is outside them
 gradients  what the first of two microbatches leaves behind: 4 bytes a parameter; / shard where each microbatch is
            reduced, and with two buckets on their way (at most 25 MB each)
 blocks     what the blocks keep until the backward: with blocks computed again, the input of each: 4 x batch x sequence
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 import superscaler as ss
 from superscaler.artifact import initial_values
-from superscaler.ir.program import Collective, Free, Value, Wait
+from superscaler.ir.program import Backward, Collective, Forward, Free, Value, Wait
 from superscaler.ir.transformed import block_of
 from superscaler.models import build
 from superscaler.plan import Plan
@@ -149,17 +149,23 @@ def measure(plan: Plan) -> dict[str, float]:
 
 
 def gathered(plan: Plan) -> int:
-    """Return the most bytes of weights that rank 0 has from others at once."""
+    """Return the most bytes of weights that rank 0 has from others at once; a tape has them until its backward."""
     sizes: dict[Value, int] = {}
+    tapes: dict[Any, dict[Value, int]] = {}
     most = 0
     for i in plan.compiled.program.devices[0].instructions:
         if isinstance(i, Collective) and i.kind == "all_gather":
             sizes |= {work: 4 * prod(way.shape) for work, way in zip(i.works, i.ways, strict=True)}
         elif isinstance(i, Wait) and i.work in sizes:
             sizes[i.out] = sizes.pop(i.work)
+        elif isinstance(i, Forward) and any(i.grads):
+            tapes[i.task] = {value: sizes[value] for value in i.inputs if value in sizes}
+        elif isinstance(i, Backward):
+            del tapes[i.task]
         elif isinstance(i, Free):
             sizes = {value: size for value, size in sizes.items() if value not in i.names}
-        most = max(most, sum(sizes.values()))
+        alive = dict(itertools.chain(sizes.items(), *(tape.items() for tape in tapes.values())))
+        most = max(most, sum(alive.values()))
     return most
 
 

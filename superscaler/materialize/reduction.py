@@ -131,10 +131,13 @@ class _Steps:
         first, *others = labels
         lines = [[d] for d in of if of[d] == first]
         for label in others:
+            left = [d for d in of if of[d] == label]
+            if len(left) != len(lines):
+                return None
             for line in lines:
-                some = (d for d in of if of[d] == label)
-                line.append(max(some, key=lambda d: (self._near(line[0], d), -d), default=-1))
-        return lines if sorted(d for line in lines for d in line) == sorted(of) else None
+                line.append(max(left, key=lambda d: (self._near(line[0], d), -d)))
+                left.remove(line[-1])
+        return lines
 
     def join(self, numbers: Sequence[int], devices: Sequence[int], whole: Box) -> int | None:
         """Return the item of all slices together on `devices`: each gets one slice if it has none, then all join.

@@ -1,8 +1,7 @@
 """ZeRO: data parallel, with the optimizer's state, the gradients, or all that rests in slices over devices.
 
-`shard` devices (all of them by default) share one copy of the weights; further groups of as many have copies of their
-own (hybrid sharding). A weight is cut on its largest index that `shard` divides, unevenly where it divides none; one
-that is smaller than that is whole on every device.
+`shard` devices (0: all) share one copy of the weights; further groups of as many have copies of their own (hybrid
+sharding). A weight is cut on its largest index that `shard` divides, unevenly where it divides none, if large enough.
 
 stage 1  a weight and its optimizer state rest in slices, and are gathered for the forward until the backward is done
 stage 2  so, and under accumulation (`microbatches`) the gradients of each microbatch are added up in slices
@@ -27,23 +26,21 @@ from superscaler.verbs import (
     op_assign,
     op_trans,
     sprogram,
-)  # fmt: skip
+)
 
 
 @sprogram
-def zero(
-    graph: Graph, cluster: Cluster, stage: int = 1, shard: int | None = None, microbatches: int = 1, keep: int = 0
-) -> None:
+def zero(graph: Graph, cluster: Cluster, stage: int = 1, shard: int = 0, microbatches: int = 1, keep: int = 0) -> None:
     n = len(cluster.devices)
-    shard = n if shard is None else shard
-    check_uses_all(cluster, "zero", shard=shard, copies=n // max(shard, 1))
+    shard = shard or n
+    check_uses_all(cluster, "zero", shard=shard, copies=n // shard)
     if stage not in (1, 2, 3) or keep < 0:
         raise InputError(f"zero:stage={stage},keep={keep}: choose stage 1, 2 or 3, and keep at least 0 blocks.")
     devices = np.arange(n).reshape(-1, shard)
     for op in graph.ops:
         cuts = [Split("batch", k) if op.is_forward else Replicate(k) for k in devices.shape]
-        if not op.is_forward and not op.is_write:
-            cuts[1] = _slices(op, shard)
+        if not (op.is_forward or op.is_write):
+            cuts[1] = _slice(op, shard)
         parts = graph.parts(op)
         if op.is_forward or (stage > 1 and microbatches > 1 and not op.is_write):
             parts = op_trans(graph, parts, Microbatch(microbatches))
@@ -54,10 +51,9 @@ def zero(
         op_trans(graph, block.ops, Recompute())
 
 
-def _slices(op: Op, count: int) -> Split | Replicate:
-    """Return how to cut the update of a weight."""
+def _slice(op: Op, count: int) -> Split | Replicate:
     sizes = {i.factor: op.indices[at].size for i in op.indices if (at := op.find(i.factor)) is not None}
-    size, factor = max((size % count == 0, size, factor) for factor, size in sizes.items())[1:]
+    _, size, factor = max(((size % count == 0, size, f) for f, size in sizes.items()), default=(False, 0, ""))
     if size < count:
         return Replicate(count)
     return Split(factor, sizes=tuple((k + 1) * size // count - k * size // count for k in range(count)))

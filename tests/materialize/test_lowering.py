@@ -69,6 +69,9 @@ def cases(size: int) -> dict[str, Transfer]:
         "a tied gradient: addends of the whole, and slices, to the whole": transfer(
             {**whole(0, 1), **sliced(0, 4, 5)}, whole(0, 1), kind=BACKWARD, reads=UPDATE
         ),
+        "a gradient that rests in slices, in two groups": transfer(
+            whole(0, 1, 4, 5), {**sliced(0, 0, 1), **sliced(0, 4, 5)}, kind=BACKWARD, reads=UPDATE
+        ),
     }
 
 

@@ -28,6 +28,7 @@ def elements(graph: ss.Graph, inside: str = "") -> int:
     [
         ("gpt2:size=tiny,layers=3", "zero:stage=3,keep=1", 8),
         ("llama:size=tiny", "zero:stage=3,shard=2,microbatches=2", 4),
+        ("gpt2:size=tiny", "zero:stage=2,microbatches=4", 2),
         ("mixtral:size=tiny", "zero:stage=3", 4),
         ("mbart:size=tiny", "zero:stage=1,shard=2", 8),
         ("alphafold2:size=tiny,layers=1,passes=2", "zero:stage=3", 2),
@@ -55,6 +56,18 @@ def test_traffic_and_what_rests_are_those_of_the_formulas(spec: str, copies: int
         assert program.bytes_moved == 4 * (inside + between) + left
         for device in program.devices:
             assert sum(prod(hi - lo for lo, hi in w.box) for w in device.weights if w.trained) == psi // shard
+
+
+def test_each_microbatch_gathers_and_scatters_where_gradients_or_weights_are_not_kept() -> None:
+    graph = captured("gpt2:size=tiny")
+    psi, repeated = elements(graph), elements(graph, ".h.")
+
+    def moved(plan: str) -> int:
+        return ss.compile(graph, resolve(plan), "local:2").compiled.program.bytes_moved // 4 - 2
+
+    assert moved("zero:stage=1,microbatches=4") == 2 * psi
+    assert moved("zero:stage=2,microbatches=4") == psi + 4 * psi
+    assert moved("zero:stage=3,microbatches=4") == (psi - repeated) + 4 * (psi + 2 * repeated)
 
 
 @pytest.mark.parametrize(("cluster", "shard"), [("local:8", 4), ("v100:8x8", 8)])
