@@ -124,8 +124,7 @@ def _apart(readers: Reads, is_at_rest: bool) -> list[tuple[Reads, int | None]]:
     found: dict[str, Reads] = {}
     for read in readers:
         found.setdefault(read[0].region if is_at_rest else "", []).append(read)
-    numbers = {key[1] for segment, *_ in readers for key in segment.keys}
-    microbatches = sorted(numbers) if any(found) else [None]
+    microbatches = sorted({key[1] for segment, *_ in readers for key in segment.keys}) if any(found) else [None]
     return [(some, at) for some in found.values() for at in microbatches] or [([], None)]
 
 
@@ -189,7 +188,7 @@ def _alias(edges: Edges, segment: Segment, number: int, alias: Alias, microbatch
     """Return who reads an alias in one microbatch, or in all."""
     keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
     own = np.flatnonzero((keys[:, 1] == microbatch) | (microbatch is None))
-    places = [(Place(FORWARD, segment.number, segment.keys[at], number),) for at in own]
+    places = [(Place(FORWARD, segment.number, segment.keys[at], number),) for at in own.tolist()]
     wanted = Wanted(alias.lo[own], alias.hi[own], keys[own, 0], keys[own, 1])
     return Side(alias.uses[0], alias.keys_at[own].tolist(), wanted, places)
 
