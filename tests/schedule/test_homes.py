@@ -1,0 +1,27 @@
+"""Where weights rest: as they are read, also unevenly, and whole where what is read shares them out in no way."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import superscaler as ss
+from superscaler.models import build
+from superscaler.schedule.homes import follow
+
+
+def test_a_weight_rests_in_the_slices_in_which_it_is_read() -> None:
+    built = build("mlp")
+    graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+    op = next(op for op in graph.ops if not op.is_forward)
+    tensor = graph.model.tensors[op.inputs[0].tensor]
+    size, *others = tensor.extents
+    rest = [(0, n) for n in others]
+    uneven = [(0, ((0, 3), *rest)), (1, ((3, size), *rest)), (2, ((3, size), *rest)), (3, ((0, 3), *rest))]
+    found = follow(op, tensor, uneven)
+    assert [axis.sizes for axis in found.axes] == [(3, size - 3), (1, 1)]
+    assert np.array_equal(found.devices, [[0, 3], [1, 2]])
+    # One slice is on more devices than the other.
+    found = follow(op, tensor, uneven[:3])
+    assert [axis.sizes for axis in found.axes] == [(1, 1, 1)]
+    assert np.array_equal(found.devices, [0, 1, 2])
