@@ -48,7 +48,7 @@ class Buckets:
         key = how.group, how.kind, dtype, way
         some = self._waiting.setdefault(key, _Bucket())
         some.entries.append(entry)
-        some.microbatches |= {place.key[1] for piece in transfer.pieces for place in piece.places} if is_late else set()
+        some.microbatches |= transfer.microbatches if is_late else set()
         some.weight += entry.weight
         some.is_due |= not is_late or some.weight >= SEGMENT_BYTES
 

@@ -74,8 +74,10 @@ class _Builder:
                 self.writer.start(run)
                 continue
             devices = {node.device for node in run}
-            if kind == "U" or self.writer.buckets.close(devices, run[0].key[1]):
-                self.writer.flush(devices if kind == "U" else frozenset())
+            if kind == "U":
+                self.writer.flush(devices)
+            else:
+                self.writer.turn(devices, run[0].key[1])
             self.values.finish(place for node in run for place in self._reads(node))
             told = [node for node in run if self.context.is_told(node.device)]
             if kind == "U":

@@ -98,6 +98,15 @@ class Writer:
         for bucket in self.buckets.take(ended):
             self._collective(bucket)
 
+    def turn(self, devices: Set[int], microbatch: int) -> None:
+        """Let the gradients of a microbatch go when devices work on another, and wait for the first that went."""
+        if self.buckets.close(devices, microbatch):
+            self.flush(frozenset())
+        for group, flying in self._flying.items():
+            first = self.transfers[flying[0][0].number].microbatches if flying else {-1}
+            if not {-1, microbatch} & first and not devices.isdisjoint(group):
+                self._land(flying)
+
     def finish(self, numbers: Iterable[int]) -> None:
         """Take the steps that are left of transfers, in one order on all devices."""
         left = sorted(self._left.intersection(numbers))
@@ -217,10 +226,14 @@ class Writer:
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
             flying = self._flying.setdefault(how.group, [])
             flying.append(bucket)
-            for entry in flying.pop(0) if len(flying) > FLYING else ():
-                self._receive(entry.number, entry.step)
-                if entry.number not in self._left:
-                    self.landed(entry.number)
+            if len(flying) > FLYING:
+                self._land(flying)
+
+    def _land(self, flying: list[Sequence[Entry]]) -> None:
+        for entry in flying.pop(0):
+            self._receive(entry.number, entry.step)
+            if entry.number not in self._left:
+                self.landed(entry.number)
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
         source, out = step.slots[0]

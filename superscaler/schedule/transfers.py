@@ -69,6 +69,11 @@ class Transfer:
         return len(self.links) == len(self.pieces) * len(self.readers)
 
     @property
+    def microbatches(self) -> set[int]:
+        """Return the microbatches in which its pieces are made."""
+        return {place.key[1] for piece in self.pieces for place in piece.places}
+
+    @property
     def is_to_updates(self) -> bool:
         """Tell whether only updates read it, which come last: gradients of weights."""
         return self.kind == BACKWARD and all(place.kind == UPDATE for end in self.readers for place in end.places)
