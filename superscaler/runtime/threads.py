@@ -84,6 +84,7 @@ class _Hub:
         self.running = set(range(world))
         self.waiting: dict[int, _Waiting] = {}
         self.letters: dict[tuple[int, int, int], tuple[int, Tensor]] = {}
+        self.awaited: set[tuple[int, int, int]] = set()
         self.meetings: dict[tuple[Group, int], _Meeting] = {}
 
     def end(self, rank: int, error: BaseException | None) -> None:
@@ -169,6 +170,9 @@ class ThreadCommunicator(c.Communicator):
     def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Work:
         key = peer, self.rank, self._received[peer]
         self._received[peer] += 1
+        with self._hub.changed:
+            self._hub.awaited.add(key)
+            self._hub.changed.notify_all()
         return c.Later(lambda: self._open(f"{what}, message {key[2]}, tag {tag}", key, shape, dtype, tag))
 
     def together(self) -> AbstractContextManager[None]:
@@ -178,10 +182,15 @@ class ThreadCommunicator(c.Communicator):
         self._exchange(f"barrier over ranks {self._everyone()}", self._everyone(), None)()
 
     def flush(self) -> None:
-        """Wait until all that this rank sent is received."""
-        letters = self._hub.letters
+        """Wait until what this rank sent is asked for, as a network does, and takes it then."""
+        letters, awaited = self._hub.letters, self._hub.awaited
+
+        def left() -> list[tuple[int, int, int]]:
+            return [key for key in letters if key[0] == self.rank]
+
         with self._hub.changed:
-            self._hub.wait(self.rank, lambda: all(key[0] != self.rank for key in letters), f"{self.prefix}its sends")
+            self._hub.wait(self.rank, lambda: awaited.issuperset(left()), f"{self.prefix}its sends")
+            letters.update({key: (letters[key][0], _copy(letters[key][1])) for key in left()})
 
     def close(self) -> None:
         """Nothing is held."""
@@ -195,6 +204,7 @@ class ThreadCommunicator(c.Communicator):
         with self._hub.changed:
             self._hub.wait(self.rank, lambda: key in self._hub.letters, what)
             sent_tag, x = self._hub.letters.pop(key)
+            self._hub.awaited.discard(key)
             x = _copy(x)
             self._hub.changed.notify_all()
         if sent_tag != tag or tuple(x.shape) != shape or x.dtype != dtype:
