@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from superscaler.verbs import Replicate as Replicate
     from superscaler.verbs import Save as Save
     from superscaler.verbs import Split as Split
+    from superscaler.verbs import SplitBackward as SplitBackward
     from superscaler.verbs import Stale as Stale
     from superscaler.verbs import ValueSplit as ValueSplit
     from superscaler.verbs import op_assign as op_assign
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Graph", "Microbatch", "Recompute", "Replicate", "Save", "Split", "Stale", "ValueSplit", "op_assign", "op_order",
-    "op_trans", "place", "sprogram",
+    "Graph", "Microbatch", "Recompute", "Replicate", "Save", "Split", "SplitBackward", "Stale", "ValueSplit",
+    "op_assign", "op_order", "op_trans", "place", "sprogram",
 )  # fmt: skip
 _HOMES = {
     "Cluster": "superscaler.cluster",

@@ -17,12 +17,12 @@ from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, ValueSplit
 from superscaler.transform.cut import cut
-from superscaler.transform.rewrite import Recompute, Rewrite, Save, Stale, rewrite
+from superscaler.transform.rewrite import Recompute, Rewrite, Save, SplitBackward, Stale, rewrite
 
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Microbatch", "Op", "Parts",
-    "Recompute", "Replicate", "Rewrite", "Save", "Split", "Stale", "ValueSplit", "Work", "op_assign", "op_order",
-    "op_trans", "place", "sprogram",
+    "Recompute", "Replicate", "Rewrite", "Save", "Split", "SplitBackward", "Stale", "ValueSplit", "Work", "op_assign",
+    "op_order", "op_trans", "place", "sprogram",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -54,6 +54,7 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
     Split("batch", 2):  y[0:8] = f(x[0:8])  ->  y[0:4] = f(x[0:4]); y[4:8] = f(x[4:8])
     Recompute():        keep what f needs for its backward  ->  compute f again before it
     Save():             compute f again, as the model asks  ->  keep what f needs for its backward
+    SplitBackward():    d(x), d(w) = d.f(d(y))  ->  I: d(x) = d.f(d(y)); W: d(w) = d.f(kept)
 
     Returns for one op or part its new parts; for several a flat list, in order; of an algorithm that makes other ops
     (of whole ops, or a group of `graph.select`) the parts of these. Raises TransformError (section 3.2 of the paper)

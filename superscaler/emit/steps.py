@@ -154,9 +154,7 @@ class _Writer:
             case p.Forward():
                 return self._forward(i)
             case p.Backward():
-                left = f"{self.tuple_of(i.outputs, '_')} = " if set(i.outputs) - {None} else ""
-                wide = f', "{_bits(i.wide)}"' if any(i.wide) else ""
-                return f'{left}rt.backward("{i.task}", {self.tuple_of(i.gradients)}{wide})'
+                return self._backward(i)
             case p.Slice():
                 box = self.number("boxes", lambda j: j.ranges)
                 return f"{_name(i.out)} = rt.slice({_name(i.source)}, {i.view}, {box}, {i.shape})"
@@ -185,6 +183,14 @@ class _Writer:
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"
             case p.Free():
                 return "del " + ", ".join(_name(n) for n in i.names)
+
+    def _backward(self, i: p.Backward) -> str:
+        names = i.outputs if not i.half else tuple(n for n in i.outputs if n is not None)
+        left = f"{self.tuple_of(names, '_')} = " if set(names) - {None} else ""
+        given = [f'"{i.task}"', *([] if i.half == "weight" else [self.tuple_of(i.gradients)])]
+        given += [f'"{_bits([n is not None for n in i.outputs])}"'] if i.half else []
+        given += [f'"{_bits(i.wide)}"'] if any(i.wide) and i.half != "input" else []
+        return f"{left}rt.backward{i.half and '_'}{i.half}({', '.join(given)})"
 
     def _pairs(self, weights: Sequence[Value], values: Sequence[Value]) -> str:
         pairs = zip(weights, values, strict=True)

@@ -112,7 +112,8 @@ class Op:
     the factor on it splits that value. `of` is the op of which a backward op is the mirror.
 
     `origin` is the op that a twin computes again, and `region` with what; `checkpoint` names the region of the model's
-    own `torch.utils.checkpoint` that the op is in.
+    own `torch.utils.checkpoint` that the op is in. Mirrors of ops with one `split` run together in two halves, first
+    for gradients of activations, then for those of weights.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Op:
     origin: str = ""
     region: str = ""
     checkpoint: str = ""
+    split: str = ""
 
     @property
     def is_write(self) -> bool:
@@ -280,14 +282,15 @@ def width(dtype: str) -> int:
 
 
 def without_twins(model: Model) -> Model:
-    """Return the model in which nothing is computed again, and no weight has an older version."""
+    """Return the model in which nothing is computed again, no backward is split, and no weight has an older version."""
     twins, versions = {op.origin: op for op in model.ops if op.origin}, model.versions
 
     def plain(op: Op) -> Op:
         inputs = op.inputs
         if any(o.tensor in versions for o in inputs):
             inputs = tuple(replace(o, tensor=versions.get(o.tensor, o.tensor)) for o in inputs)
-        return replace(op, region="", checkpoint="", has_mirror=twins.get(op.name, op).has_mirror, inputs=inputs)
+        mirrored = twins.get(op.name, op).has_mirror
+        return replace(op, region="", checkpoint="", split="", has_mirror=mirrored, inputs=inputs)
 
     kept = (op for op in model.ops if not (op.origin or (op.is_write and op.inputs[0].tensor in versions)))
     ops = tuple(map(plain, kept))

@@ -138,12 +138,16 @@ class Forward:
 class Backward:
     """Run the mirror of a part: gradients of its saved outputs (None: nobody read them) to gradients of its aliases
     (None: nobody reads them). `wide` tells which of these become float32.
+
+    Of a split one `half` is input: what its outputs are not is kept for the other half; or weight, which is given
+    nothing more.
     """
 
     task: Task
     gradients: Gaps
     outputs: Annotated[tuple[Value | None, ...], Role.WRITE]
     wide: tuple[bool, ...] = ()
+    half: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from superscaler.ir.graph import Factor, Model, Op, renamed
 from superscaler.ir.parts import UNASSIGNED, Grid, Ints, Rows, expand
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
+# The kinds of work that `select` knows.
+KINDS = ("F", "B", "I", "W", "R")
 Address = tuple[tuple[int, int], ...]
 
 
@@ -68,8 +70,8 @@ class Parts:
 class Group:
     """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
 
-    Kind F is the forward of ops that take part in training (not of those that only prepare data), B the mirrors, R the
-    twins that are computed again.
+    Kind F is the forward of ops that take part in training (not of those that only prepare data), B the mirrors, I and
+    W the halves of those that are split, R the twins that are computed again.
     """
 
     kind: str
@@ -235,15 +237,20 @@ class Graph:
 
         Raises InputError when nothing matches.
         """
-        if kind not in ("F", "B", "R"):
-            raise InputError(unknown("kind of work", kind, ["F", "B", "R"]))
+        if kind not in KINDS:
+            raise InputError(unknown("kind of work", kind, KINDS))
         if microbatch is not None and not isinstance(microbatch, Integral):
             raise InputError(f"microbatch {microbatch!r} is no number; give 0 for the first, or None for all.")
         chosen = self.forward_ops if ops is None else tuple(ops)
         if module is not None:
             chosen = tuple(o for o in chosen if o.module == module or o.module.startswith(module + "."))
-        if kind == "B":
-            chosen = tuple(o for o in chosen if self.twins.get(o.name, o).has_mirror)
+        if kind in ("I", "W") and not any(o.split for o in self.model.ops):
+            raise InputError(
+                f"select(kind={kind!r}) is of ops whose backward is split; op_trans(SplitBackward()) these."
+            )
+        if kind in ("B", "I", "W"):
+            mirrored = ((o, self.twins.get(o.name, self.op(o.name))) for o in chosen)
+            chosen = tuple(o for o, of in mirrored if of.has_mirror and (kind == "B" or of.split))
         chosen = tuple(o for o in chosen if not o.from_data and (kind != "R" or o.name in self.twins))
         if not chosen:
             paths = {o.module for o in self.forward_ops}

@@ -85,7 +85,7 @@ class _Builder:
                 continue
             for node in told:
                 work = self._forward if kind == "F" else self._backward
-                work(self.schedule.segments[node.number], node.key)
+                work(self.schedule.segments[node.number], node)
 
     def program(self) -> Program:
         for rank, code in enumerate(self.code.of):
@@ -110,11 +110,14 @@ class _Builder:
             yield Place(*node[:3], 0)
         else:
             segment = self.schedule.segments[node.number]
-            count = len(segment.aliases if node.kind == "F" else segment.outputs)
-            yield from (Place(node.kind, node.number, node.key, n) for n in range(count))
+            is_forward = node.kind == "F"
+            read = segment.aliases if is_forward else segment.outputs if node.kind == segment.taking else ()
+            kind = FORWARD if is_forward else BACKWARD
+            yield from (Place(kind, node.number, node.key, n) for n in range(len(read)))
 
-    def _forward(self, segment: Segment, key: Key) -> None:
-        rank, at = key[0], segment.keys.index(key)
+    def _forward(self, segment: Segment, node: Node) -> None:
+        rank, key = node.device, node.key
+        at = segment.keys.index(key)
         inputs = tuple(self._input(segment, alias, number, at) for number, alias in enumerate(segment.aliases))
         outputs = tuple(
             self.code.fresh(rank, self.code.like(o.tensor)._replace(microbatch=key[1], part=key[2]))
@@ -144,8 +147,24 @@ class _Builder:
             return self.code.join(key[0], self.code.like(tensor), tensor, (), box, self.model.tensors[tensor].dtype)
         return self.residents.slice(key[0], tensor, box)
 
-    def _backward(self, segment: Segment, key: Key) -> None:
-        rank, at = key[0], segment.keys.index(key)
+    def _backward(self, segment: Segment, node: Node) -> None:
+        """Write a backward, or half of one; whole where one half gives all."""
+        kind, key = node.kind, node.key
+        own, halves = segment.given, set(segment.given.values())
+        if kind not in halves:
+            return
+        gradients = self._gradients(segment, key) if kind == segment.taking else ()
+        made = {n: self._gradient(segment, key, n) for n, half in own.items() if half == kind}
+        outputs, wide = tuple(map(made.get, own)), tuple(self._is_wide(segment.aliases[n].tensor) for n in own)
+        half = "" if len(halves) == 1 else "input" if kind == segment.taking else "weight"
+        self.code.of[node.device].append(Backward(task(segment.number, key), gradients, outputs, wide, half))
+        for number, output in made.items():
+            if output is not None:
+                self.values.made(Place(BACKWARD, segment.number, key, number), output, node.device)
+
+    def _gradients(self, segment: Segment, key: Key) -> tuple[Value | None, ...]:
+        """Return what comes as the gradients of a segment's outputs."""
+        at = segment.keys.index(key)
         gradients: list[Value | None] = []
         for number, output in enumerate(segment.outputs):
             if not output.has_gradient:
@@ -154,21 +173,18 @@ class _Builder:
             row = int(segment.row_of[output.op.name][at])
             is_one = self.model.origin(output.tensor) == self.model.loss and self.schedule.edges.seeds_gradient(row)
             gradients.append(ONE if is_one else name)
-        made: list[tuple[Value | None, Place]] = []
-        wide = []
-        for number, alias in enumerate(segment.aliases):
-            if alias.labels is None:
-                continue
-            place = Place(BACKWARD, segment.number, key, number)
-            like = self.code.like(self.model.origin(alias.tensor), is_gradient=True)
-            made.append((self.code.fresh(rank, like) if place in self.values.pieces_of else None, place))
-            tensor = self.model.tensors[alias.tensor]
-            wide.append(alias.tensor in self.context.from_weights and tensor.wide_dtype != tensor.dtype)
-        outputs = tuple(n for n, _ in made)
-        self.code.of[rank].append(Backward(task(segment.number, key), tuple(gradients), outputs, tuple(wide)))
-        for made_name, place in made:
-            if made_name is not None:
-                self.values.made(place, made_name, rank)
+        return tuple(gradients)
+
+    def _gradient(self, segment: Segment, key: Key, alias: int) -> Value | None:
+        """Return a name for the gradient of an alias, None where nobody reads it."""
+        like = self.code.like(self.model.origin(segment.aliases[alias].tensor), is_gradient=True)
+        is_read = Place(BACKWARD, segment.number, key, alias) in self.values.pieces_of
+        return self.code.fresh(key[0], like) if is_read else None
+
+    def _is_wide(self, tensor: str) -> bool:
+        """Tell whether the gradient of a tensor becomes float32."""
+        spec = self.model.tensors[tensor]
+        return tensor in self.context.from_weights and spec.wide_dtype != spec.dtype
 
     def _update(self, nodes: Sequence[Node]) -> None:
         """Update the weights of some nodes, those of a device as one, after what takes over their values."""
@@ -198,7 +214,7 @@ class _Builder:
 
 def _together(node: Node) -> tuple[object, ...]:
     """Return what is equal for neighbours in the order that finish exchanges together: devices that correspond."""
-    return (node.kind, node.number, *node.key[1:]) if node.kind in "FB" else (node.kind,)
+    return (node.kind, node.number, *node.key[1:]) if node.is_run else (node.kind,)
 
 
 def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:

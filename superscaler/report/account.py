@@ -143,7 +143,7 @@ def summary(compiled: Compiled) -> str:
         kinds = Counter(i.kind for i in code if isinstance(i, Collective))
         kinds["send"] = sum(isinstance(i, Send) for i in code)
         runs = Counter(_letter(compiled.program, i) for i in code if isinstance(i, Forward | Backward))
-        work = ", ".join(f"{runs[kind]} {kind}" for kind in "FRB" if runs[kind] or kind != "R")
+        work = ", ".join(f"{runs[kind]} {kind}" for kind in "FRBIW" if runs[kind] or kind in "FB")
         told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
         functions = (compiled.program.functions[i.function] for i in code if isinstance(i, Forward))
         modules = list(dict.fromkeys(f.module for f in functions if f.module))
@@ -156,9 +156,10 @@ def summary(compiled: Compiled) -> str:
 
 
 def _letter(program: Program, i: Forward | Backward) -> str:
-    """Return the kind of work: F, B, or R for a forward that is computed again."""
-    is_again = isinstance(i, Forward) and any(op.origin for op in program.functions[i.function].ops)
-    return "R" if is_again else type(i).__name__[0]
+    """Return the kind of work: F, R for a forward that is computed again, B, or I or W for half of it."""
+    if isinstance(i, Backward):
+        return {"": "B", "input": "I", "weight": "W"}[i.half]
+    return "R" if any(op.origin for op in program.functions[i.function].ops) else "F"
 
 
 def microbatches(program: Program, code: Sequence[Instruction]) -> str:
@@ -270,6 +271,8 @@ class _Blocks:
         block_of_op = {op.name: name for name, ops in self.ops.items() for op in ops}
         block_of_op |= {op.name: self.home[op.inputs[0].tensor] for op in self.model.ops if not op.is_forward}
         self.moves: dict[str, list[Move]] = group(compiled.moves, lambda move: self.home[move.tensor])
+        split = (s for s in compiled.schedule.segments if s.backwards == "IW")
+        self.halves = {op.name: len(set(s.given.values())) for s in split for op in s.ops if op.has_mirror}
         self.journal = group(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
         self.places: dict[str, dict[Any, list[int]]] = {}
         self.trained: set[str] = set()
@@ -289,7 +292,9 @@ class _Blocks:
         asked = Counter(f"{e.verb} {within(e.what)}" for e in self.journal.get(name, ()))
         splits, weights, devices = tuple(self._splits(name)), tuple(self._weights(name)), ranges(self.devices(name))
         again = sum(bool(op.origin) for op in self.ops[name])
-        return Block((name,), len(self.ops[name]) - again, devices, splits, weights, self._moves(name), asked, again)
+        halves = [self.halves.get(op.name, 0) for op in self.ops[name]]
+        told = asked, again, halves.count(2), halves.count(1)
+        return Block((name,), len(self.ops[name]) - again, devices, splits, weights, self._moves(name), *told)
 
     def devices(self, name: str) -> set[int]:
         return set[int]().union(*(self.graph.grids[op.name].used() for op in self.ops[name]))

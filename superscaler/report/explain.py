@@ -112,6 +112,11 @@ def _held(block: Block) -> Iterator[str]:
         yield from (f"  {_axes(row.axes[shared:], 'not cut further')}: {_ops(row)}" for row in rows)
     if block.again:
         yield f"{block.again} op{'s' * (block.again > 1)} computed again in the backward"
+    if block.split:
+        yield f"backward of {block.split} op{'s' * (block.split > 1)} split into I and W"
+    if block.unsplit:
+        told = "gradients of activations only, or of weights only"
+        yield f"backward of {block.unsplit} op{'s' * (block.unsplit > 1)} not split, as it gives {told}"
     yield from map(_weights, block.weights)
 
 

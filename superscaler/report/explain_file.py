@@ -74,7 +74,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class Block:
-    """Equal blocks. `asked` has how often the plan called which verb; `again` how many ops are computed again."""
+    """Equal blocks. `asked` has how often the plan called which verb; `again` how many ops are computed again, `split`
+    of how many the backward is split, and `unsplit` of how many it was to be, but gives gradients of one kind only.
+    """
 
     names: tuple[str, ...]
     ops: int
@@ -84,6 +86,8 @@ class Block:
     moves: tuple[Sent, ...]
     asked: Mapping[str, int] = field(hash=False)
     again: int = 0
+    split: int = 0
+    unsplit: int = 0
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from superscaler.runtime import buckets, functional
+from superscaler.runtime import buckets, functional, halves
 from superscaler.runtime.communicator import Communicator, Work
 from superscaler.runtime.scaler import Scaler
 
@@ -51,6 +51,7 @@ class Rank:
         self.optimizer = _optimizer(self.tables["weights"], self.weights, *chosen)
         self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
         self._tapes: dict[str, tuple[list[GradientEdge | None], list[Tensor]]] = {}
+        self._rests: dict[str, tuple[list[Tensor], halves.Rest]] = {}
         self._early: list[tuple[str, Tensor]] = []
 
     @property
@@ -100,15 +101,26 @@ class Rank:
         Those with a 1 in `wide` are float32: they are added up before they are used.
         """
         edges, aliases = self._tapes.pop(tag)
-        pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None and e is not None]
-        found: Sequence[Tensor | None] = [None] * len(aliases)
-        if pairs:
-            found = torch.autograd.grad([e for e, _ in pairs], aliases, [g for _, g in pairs], allow_unused=True)
-        made = [torch.zeros_like(a) if g is None else g for a, g in zip(aliases, found, strict=True)]
-        result = tuple(g.float() if wide[k : k + 1] == "1" else g for k, g in enumerate(made))
+        found = halves.grad(_given(edges, gradients), list(map(get_gradient_edge, aliases)))
+        result = _filled(aliases, found, "1" * len(aliases), wide)
         if self.watch is not None:
             self.watch("B", tag, gradients, result)
         return result
+
+    def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> tuple[Tensor, ...]:
+        """Return the gradients of a segment's aliases with a 1 in `wanted`; keep what `backward_weight` needs."""
+        edges, aliases = self._tapes.pop(tag)
+        found, rest = halves.first_half(_given(edges, gradients), aliases, [w == "1" for w in wanted])
+        self._rests[tag] = aliases, rest
+        result = _filled(aliases, found, wanted)
+        if self.watch is not None:
+            self.watch("B", tag, gradients, result)
+        return result
+
+    def backward_weight(self, tag: str, wanted: str, wide: str = "") -> tuple[Tensor, ...]:
+        """Return the gradients of a segment's aliases with a 1 in `wanted`, others than `backward_input` has given."""
+        aliases, rest = self._rests.pop(tag)
+        return _filled(aliases, halves.second_half(rest), wanted, wide)
 
     def random(self, number: int) -> Callable[[int], Tensor]:
         """Return what gives the k-th random tensor of a segment on this device."""
@@ -244,6 +256,19 @@ class Rank:
     def _world_sum(self, x: Tensor) -> Tensor:
         world = self.communicator.world
         return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world)), planned=False).wait()
+
+
+def _given(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> halves.Given:
+    return [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None and e is not None]
+
+
+def _filled(
+    aliases: Sequence[Tensor], found: Sequence[Tensor | None], wanted: str, wide: str = ""
+) -> tuple[Tensor, ...]:
+    """Return the gradients of the aliases with a 1 in `wanted`: zeros where there are none, float32 as `wide` tells."""
+    rows = ((k, a, g) for k, (a, g, w) in enumerate(zip(aliases, found, wanted, strict=True)) if w == "1")
+    whole = ((k, torch.zeros_like(a) if g is None else g) for k, a, g in rows)
+    return tuple(g.float() if wide[k : k + 1] == "1" else g for k, g in whole)
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:

@@ -12,10 +12,24 @@ from itertools import product
 
 from superscaler.schedule.edges import Key
 from superscaler.schedule.segments import Segment
-from superscaler.schedule.transfers import BACKWARD, Transfer
+from superscaler.schedule.transfers import BACKWARD, Place, Transfer
 
 Work = tuple[str, int, Key]
 Visit = tuple[str, int, int]
+# The kinds of work of segments.
+RUNS = "FBIW"
+
+
+def maker_of(segments: Sequence[Segment], place: Place) -> Work:
+    """Return the work that makes what is at a place."""
+    kind = segments[place.segment].given[place.number] if place.kind == BACKWARD else place.kind
+    return kind, place.segment, place.key
+
+
+def reader_of(segments: Sequence[Segment], place: Place) -> Work:
+    """Return the work that reads what is at a place."""
+    kind = segments[place.segment].taking if place.kind == BACKWARD else place.kind
+    return kind, place.segment, place.key
 
 
 class Again:
@@ -30,7 +44,7 @@ class Again:
     def visit(self, work: Work) -> Visit:
         """Return which visit work belongs to, of region '' if to none."""
         kind, number, key = work
-        return self.segments[number].region if kind in "FB" else "", key[0], key[1]
+        return self.segments[number].region if kind in RUNS else "", key[0], key[1]
 
     @cached_property
     def runs(self) -> Mapping[Visit, Sequence[Work]]:
@@ -43,7 +57,7 @@ class Again:
     @cached_property
     def entries(self) -> Mapping[Work, Visit]:
         """Return the backwards with which the backward of each visit begins."""
-        entered = (("B", segment.number, key) for segment in self.last.values() for key in segment.keys)
+        entered = ((segment.taking, segment.number, key) for segment in self.last.values() for key in segment.keys)
         return {work: self.visit(work) for work in entered}
 
     @cached_property
@@ -62,5 +76,5 @@ class Again:
                     if position > found.get(visit, (-1,))[0]:
                         found[visit] = position, {}
                     if position == found[visit][0]:
-                        found[visit][1][source[:3]] = None
+                        found[visit][1][maker_of(self.segments, source)] = None
         return {visit: list(sources) for visit, (_, sources) in found.items()}

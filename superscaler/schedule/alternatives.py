@@ -18,10 +18,10 @@ ORDER = "*order"
 
 
 def members(edges: Edges, group: Group) -> Iterator[Unit]:
-    """Yield the parts in a group: of ops, in a group of kind B of their mirrors, and of optimizer ops."""
+    """Yield the parts in a group: of ops, in a group of kind B, I or W of their mirrors, and of optimizer ops."""
     for name, paths in group.members:
         op, keys = edges.graph.op(name), edges.rows[name].keys
-        named = edges.mirrors.get(name) if op.is_forward and group.kind == "B" else op
+        named = edges.mirrors.get(name) if op.is_forward and group.kind != "F" else op
         for path in paths or ((),):
             for row in range(*rows_under(edges.graph.grids[name], path)):
                 if named is not None and (not op.is_forward or group.microbatch in (None, keys[row][1])):
@@ -85,7 +85,8 @@ def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
     for number, order in enumerate(graph.orders):
         hub: Unit = (ORDER, (number, -1, -1))
         yield from ((hub, [work]) for work in members(edges, order.before))
-        yield from ((work, [hub]) for work in members(edges, order.after))
+        # The turn of a mirror is that of I, which does not wait for what W waits for.
+        yield from ((work, [hub]) for work in members(edges, order.after) if order.after.kind != "W")
 
 
 def _data(edges: Edges, made: Port, read: Port) -> Iterator[tuple[Unit, list[Unit]]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from superscaler.ir.mask import Mask
+from superscaler.ir.transformed import KINDS
 from superscaler.ir.work import Work
 from superscaler.schedule.nodes import Node, Nodes
 from superscaler.schedule.timetable import Row, timetable
@@ -115,7 +116,7 @@ def _runs(nodes: Nodes, done: Sequence[Node], called: Mapping[Node, str]) -> dic
         n = nodes.number[node]
         if is_work := nodes.is_work(n) and _is_shown(nodes, node):
             mine = runs.setdefault(node.device, [])
-            is_plain = node.kind in "FB" and node.key[1] < 0
+            is_plain = node.is_run and node.key[1] < 0
             name = called.get(node) or (nodes.letter(node) if is_plain else _short(nodes, node))
             if not mine or mine[-1][1] != name:
                 mine.append((max(level[n], mine[-1][0] + 1 if mine else 0), name, []))
@@ -127,7 +128,7 @@ def _runs(nodes: Nodes, done: Sequence[Node], called: Mapping[Node, str]) -> dic
 
 
 def _run(nodes: Nodes, name: str, some: Sequence[Node]) -> str:
-    if name not in ("F", "B", "R"):
+    if name not in KINDS:
         return name
     ops = [op.name for node in some for op in nodes.schedule.segments[node.number].ops]
     return f"{name} to {ops[-1]}" if len(ops) > 1 else f"{name} {ops[0]}"
@@ -137,7 +138,7 @@ def _is_shown(nodes: Nodes, node: Node) -> bool:
     """Tell whether work has a step: preparing data has none, nor have updates that nothing waits for."""
     if node.kind == "U":
         return bool(nodes.after[nodes.number[node]])
-    return node.kind in "FB" and not nodes.schedule.segments[node.number].ops[0].from_data
+    return node.is_run and not nodes.schedule.segments[node.number].ops[0].from_data
 
 
 def _short(nodes: Nodes, node: Node) -> str:

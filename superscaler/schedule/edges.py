@@ -132,6 +132,10 @@ class Edges:
         addends = self.rows[name].addends()
         return len(set(addends)) < len(addends) or not self.rows[name].regular
 
+    def is_weight(self, tensor: str) -> bool:
+        """Tell whether what has a gradient is a weight, or made of weights alone, as a cast of one."""
+        return tensor not in self.producers or self.producers[tensor][0].from_weights
+
     def is_free(self, made: Port, read: Port) -> bool:
         """Tell whether any replica may serve an input: not if parts share it out, or if mirrors follow who reads."""
         (maker, _), (reader, _) = made, read

@@ -6,13 +6,13 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Op
 from superscaler.ir.transformed import Group
-from superscaler.schedule.again import Again
+from superscaler.schedule.again import RUNS, Again, maker_of, reader_of
 from superscaler.schedule.alternatives import members as parts_of
 from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.segments import Segment
@@ -24,8 +24,8 @@ AHEAD = 1
 
 
 class Node(NamedTuple):
-    """A unit of work: F or B of a segment instance, U (the update by a part of an optimizer op, by its home number), or
-    C (transfer `number`).
+    """A unit of work: F, B, I or W of a segment instance, U (the update by a part of an optimizer op, by its home
+    number), or C (transfer `number`).
 
     For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order.
     """
@@ -37,8 +37,13 @@ class Node(NamedTuple):
 
     @property
     def device(self) -> int:
-        """The device of F, B and U."""
+        """The device of F, B, I, W and U."""
         return self.key[0]
+
+    @property
+    def is_run(self) -> bool:
+        """Tell whether a segment runs."""
+        return self.kind in RUNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +77,15 @@ class Nodes:
         self.waits: list[int] = []
         self.reason: dict[tuple[int, int], str] = {}
         self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
-        # Kind and segment by op, mirrors included.
-        self.work_of = {name: ("F", segment.number) for name, segment in self.segment_of.items()}
-        self.work_of |= {m.name: ("B", self.work_of[name][1]) for name, m in schedule.edges.mirrors.items()}
-        homes, number_of = schedule.edges.homes, schedule.edges.home_number
-        self.work_of |= {op.name: ("U", number_of[tensor]) for tensor, op in homes.items()}
+        # By op, mirrors included.
+        self.segment_of |= {m.name: self.segment_of[name] for name, m in schedule.edges.mirrors.items()}
         self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
         for segment in schedule.segments:
             for key in segment.keys:
                 self._add(Node("F", segment.number, key))
-                if segment.has_mirror:
-                    self._edge(Node("F", segment.number, key), Node("B", segment.number, key), "saved activations")
+                for first, second in pairwise("F" + segment.backwards):
+                    reason = "saved activations" if first == "F" else "kept gradients"
+                    self._edge(Node(first, segment.number, key), Node(second, segment.number, key), reason)
         self._add_updates()
         for number, transfer in enumerate(schedule.transfers):
             self._add_transfer(number, transfer)
@@ -135,10 +138,11 @@ class Nodes:
                 ends = id(edges.rows[op.name]), op.inputs[0].slots, id(edges.rows[reader.name]), reader.inputs[k].slots
                 if ends not in known:
                     known[ends] = edges.meetings((op, 0), (reader, k))
-                kind, number = "B" if reader.has_mirror else "F", self.segment_of[reader.name].number
+                segment = self.segment_of[reader.name]
+                kind = segment.backwards[-1] if reader.has_mirror else "F"
                 for home, key in known[ends]:
                     update = Node("U", edges.home_number[tensor], home)
-                    self._edge(Node(kind, number, key), update, "read before update")
+                    self._edge(Node(kind, segment.number, key), update, "read before update")
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
         if transfer.is_one and transfer.links:
@@ -149,10 +153,11 @@ class Nodes:
 
     def _add_message(self, node: Node, transfer: Transfer, pieces: Sequence[End], readers: Sequence[End]) -> None:
         self._add(node)
+        segments = self.schedule.segments
         for piece in pieces:
             for place in piece.places:
                 if place.kind != UPDATE:
-                    self._edge(Node(*place[:3]), node)
+                    self._edge(Node(*maker_of(segments, place)), node)
                 elif transfer.kind == FORWARD:
                     self._edge(node, Node(*place[:3]), "sent before update")
                     # An older version is set before the weight changes, which it may read in place.
@@ -161,7 +166,7 @@ class Nodes:
                         self._edge(Node(*end.places[0][:3]), Node(*place[:3]), "read before update")
         for reader in readers:
             for place in reader.places:
-                self._edge(node, Node(*place[:3]))
+                self._edge(node, Node(*reader_of(segments, place)))
 
     def _delay(self) -> Again:
         """Let what is computed again wait for the backward, unless a plan orders it."""
@@ -187,16 +192,26 @@ class Nodes:
                 # All parts of all its ops have the same keys.
                 done.add(segment.number)
                 keys = self._keys(segment, group.microbatch)
-                found.update(dict.fromkeys(Node(group.kind, segment.number, key) for key in keys))
+                kinds = self._kinds(group, segment)
+                found.update(dict.fromkeys(Node(kind, segment.number, key) for key in keys for kind in kinds))
         for name, key in parts_of(self.schedule.edges, replace(group, members=tuple(rest))):
-            found[Node(*self.work_of[name], key)] = None
+            segment = self.segment_of.get(name)
+            if segment is None:
+                found[Node("U", self.schedule.edges.home_number[self.graph.op(name).inputs[0].tensor], key)] = None
+            else:
+                found.update(dict.fromkeys(Node(kind, segment.number, key) for kind in self._kinds(group, segment)))
         existing = [n for n in found if n in self.number]
         if not existing:
             raise ScheduleError(
                 f"op_order at {where}: no part of {group} exists, so there is nothing to order; "
-                "choose a microbatch that Microbatch made, and for B ops that have a backward."
+                "choose a microbatch that Microbatch made, and for B, I and W ops that have a backward."
             )
         return existing
+
+    @staticmethod
+    def _kinds(group: Group, segment: Segment) -> str:
+        """Return the kinds of the work of a segment that are in a group."""
+        return segment.backwards if group.kind == "B" else group.kind
 
     def _keys(self, segment: Segment, microbatch: int | None) -> list[Key]:
         """Return the keys of a segment, of all microbatches or of one."""
@@ -213,7 +228,7 @@ class Nodes:
         position = {node: at for at, node in enumerate(order)} if rest else {}
         runs: dict[int, list[int]] = {}
         for node, at in position.items():
-            if node.kind in "FB" and not self.schedule.segments[node.number].ops[0].from_data:
+            if node.is_run and not self.schedule.segments[node.number].ops[0].from_data:
                 runs.setdefault(node.device, []).append(at)
         found = False
         for node in (node for node in position if node.kind == "C" and node.number in rest):

@@ -73,7 +73,7 @@ class _Attempt:
     @property
     def stuck(self) -> list[Segment]:
         """The segments in the cycle."""
-        return [self.nodes.schedule.segments[n.number] for n in self.cycle if n.kind in "FB"]
+        return [self.nodes.schedule.segments[n.number] for n in self.cycle if n.is_run]
 
 
 def _send_apart(attempt: _Attempt) -> _Attempt | None:
@@ -182,11 +182,11 @@ def _priority(nodes: Nodes, number: int) -> tuple[int, int, int, int, int]:
     is_early = node.kind == "F" and node.number in nodes.early
     # An update that something waits for, or else at the end.
     is_early |= node.kind == "U" and any(nodes.names[after].kind != "U" for after in nodes.after[number])
-    rank = 2 if is_early else {"O": 0, "C": 1, "B": 3, "F": 4, "U": 5}[node.kind]
+    rank = 2 if is_early else {"O": 0, "C": 1, "B": 3, "I": 3, "W": 3, "F": 4, "U": 5}[node.kind]
     place = -node.number if node.kind == "U" else node.number
-    if node.kind in "FB":
+    if node.is_run:
         segment = nodes.schedule.segments[node.number]
-        place = -segment.position if node.kind == "B" else segment.position
+        place = segment.position if node.kind == "F" else -segment.position
         # Just before its backward.
         rank = 3 if segment.region else rank
     is_late = node.kind == "C" and nodes.schedule.transfers[node.number].is_to_updates

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import TypeVar
 
@@ -34,7 +35,7 @@ class Alias:
     """A tensor that a segment reads from outside: one alias per box and, with a gradient, per addend status.
 
     `lo`, `hi` [keys, slots]; `labels` as in `Held`, per key, None without a gradient; `shares` where parts share out
-    the tensor's addends, per key the part's place among them.
+    the tensor's addends, per key the part's place among them. `is_weight`: made of weights alone.
     """
 
     tensor: str
@@ -45,6 +46,7 @@ class Alias:
     rows: Rows
     keys_at: Ints
     shares: tuple[Turn, ...] | None
+    is_weight: bool
 
     def box(self, key: int) -> Box:
         return tuple(zip(self.lo[key].tolist(), self.hi[key].tolist(), strict=True))
@@ -79,6 +81,22 @@ class Segment:
     @property
     def has_mirror(self) -> bool:
         return any(op.has_mirror for op in self.ops)
+
+    @cached_property
+    def backwards(self) -> str:
+        """Return the kinds of its work in the backward: B, or I and W where it is split."""
+        return "" if not self.has_mirror else "IW" if self.ops[0].split else "B"
+
+    @cached_property
+    def given(self) -> Mapping[int, str]:
+        """Return for each alias that has a gradient which of these gives it: of halves W if it is a weight, else I."""
+        halves = ("B", "B") if self.backwards == "B" else ("I", "W")
+        return {n: halves[a.is_weight] for n, a in enumerate(self.aliases) if a.labels is not None}
+
+    @cached_property
+    def taking(self) -> str:
+        """Return which of these takes the gradients of outputs: of halves the first one that gives a gradient."""
+        return min(self.given.values(), default="")
 
     @property
     def region(self) -> str:
@@ -165,8 +183,8 @@ def root(parent: dict[T, T], name: T) -> T:
 
 
 def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
-    """Return for each op in which orders and region it takes part, and how: only equal ones may share a segment."""
-    found: dict[str, set[Hashable]] = {op.name: {(op.region, bool(op.origin))} for op in graph.model.ops}
+    """Return for each op in which orders, region and split it takes part, and how: equal ones may share a segment."""
+    found: dict[str, set[Hashable]] = {op.name: {(op.region, bool(op.origin), op.split)} for op in graph.model.ops}
     for number, order in enumerate(graph.orders):
         for side, group in enumerate((order.before, order.after)):
             for name, paths in group.members:
@@ -200,8 +218,9 @@ def _aliases(edges: Edges, segment: Segment) -> tuple[Alias, ...]:
             tree = None if rows.regular else id(rows)
             shares = tuple(rows.share(row, k) for row in at.tolist()) if rows.is_shared(k) else None
             status = (operand.tensor, lo.tobytes(), hi.tobytes(), labels, tree, shares)
+            own = operand.tensor, (), lo, hi, labels, rows, at, shares, edges.is_weight(operand.tensor)
             # Another op may list the same parts in another order: rows and keys_at stay those of the first use.
-            first = found.setdefault(status, Alias(operand.tensor, (), lo, hi, labels, rows, at, shares))
+            first = found.setdefault(status, Alias(*own))
             found[status] = replace(first, uses=(*first.uses, (op, k)))
     return tuple(found.values())
 

@@ -94,6 +94,29 @@ def write_op(update: Op, version: PTensor) -> Op:
     return replace(made, inputs=(older, weight), outputs=(older,))
 
 
+@dataclass(frozen=True, slots=True)
+class SplitBackward:
+    """Split the backward of ops into I, the gradients of activations, and W, those of weights.
+
+    d(x), d(w) = d.f(d(y))  ->  I: d(x) = d.f(d(y)), keep what W needs; W: d(w) = d.f(kept)
+
+    The backward of all ops of one `op_trans` on a device is one I and one W, if nothing is communicated between. W runs
+    directly after its I, unless `select(kind="W")` orders it otherwise; `select(kind="B")` is both. A part that gives
+    gradients of activations only, or of weights only, has them all in one half.
+    """
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        again = next((op for op in ops if op.split), None)
+        if again is not None:
+            raise TransformError(f"SplitBackward of {again.name} is asked for twice; leave it out of one of them.")
+        names = {op.name for op in ops if op.is_forward}
+        chosen = [op for op in model.ops if op.name in names or op.origin in names]
+        if not any(op.has_mirror for op in chosen):
+            raise TransformError("SplitBackward needs ops that have a backward; none of these do.")
+        marked = {op.name: replace(op, split=chosen[0].name) for op in chosen}
+        return replace(model, ops=tuple(marked.get(op.name, op) for op in model.ops))
+
+
 def recompute_checkpoints(graph: Graph) -> None:
     """Recompute what the model itself asks to, as far as the plan did not say otherwise."""
     found: dict[str, list[Op]] = {}

@@ -145,10 +145,13 @@ class _Search:
 
     def differences(self) -> Iterator[str]:
         for node in self.exact.whole_schedule.order:
-            event = self.events.get((node.key[0], str(task(node.number, node.key)), node.kind))
+            segment = self.exact.whole_schedule.segments[node.number] if node.is_run else None
+            if segment is None or node.kind not in ("F", segment.taking):
+                continue
+            is_forward = node.kind == "F"
+            event = self.events.get((node.key[0], str(task(node.number, node.key)), "F" if is_forward else "B"))
             if event is not None:
-                segment = self.exact.whole_schedule.segments[node.number]
-                yield from (self._forward if node.kind == "F" else self._backward)(node, segment, event)
+                yield from (self._forward if is_forward else self._backward)(node, segment, event)
 
     def _forward(self, node: Node, segment: Segment, event: Event) -> Iterator[str]:
         at = segment.keys.index(node.key)

@@ -26,7 +26,8 @@ Link = tuple[Chain, Boxes]
 @dataclass(eq=False)
 class _Tape:
     """A forward that ran: what its backward needs. `passed` has per op of which parts have only some addends of inputs
-    these, by the group of inputs in which the op is linear.
+    these, by the group of inputs in which the op is linear. `kept`: what the first half of the backward was, and the
+    addends by input.
     """
 
     function: Segment
@@ -34,6 +35,7 @@ class _Tape:
     inputs: Sequence[Content]
     run: Forward
     passed: Mapping[str, Passed]
+    kept: tuple[Backward, Mapping[int, Addends]] | None = None
 
 
 class Passes:
@@ -144,11 +146,23 @@ class Passes:
         return found
 
     def backward(self, cohort: Cohort, at: int, i: Backward, read: Sequence[Content | None]) -> Sequence[Content]:
+        if i.half not in ("", "input", "weight") or (i.half == "weight" and i.gradients):
+            raise Refusal(f"is a half '{i.half}' of {len(i.gradients)} gradients.")
         tape = self.tapes.pop((cohort.number, i.task), None)
-        if tape is None:
-            raise Refusal("has no forward that ran before it and kept what it needs.")
+        if tape is None or (tape.kept is None) == (i.half == "weight"):
+            ran = "first half" if i.half == "weight" else "forward"
+            raise Refusal(f"has no {ran} that ran before it and kept what it needs.")
         if any(c.is_stale for c in tape.inputs):
             raise Refusal("needs a weight that is updated already.")
+        first, addends = tape.kept or (i, self._addends(tape, i, read))
+        if first is not i and any(None not in pair for pair in zip(first.outputs, i.outputs, strict=True)):
+            raise Refusal("makes a gradient that its first half has made.")
+        if i.half == "input":
+            self.tapes[cohort.number, i.task] = replace(tape, kept=(i, addends))
+        return self._made(tape, i, addends)
+
+    def _addends(self, tape: _Tape, i: Backward, read: Sequence[Content | None]) -> Mapping[int, Addends]:
+        """Return the addends by input that a backward makes of the gradients that it is given."""
         segment, run = tape.function, tape.run
         if len(i.gradients) != len(run.saved):
             raise Refusal(f"is given {len(i.gradients)} gradients for {len(run.saved)} outputs.")
@@ -164,9 +178,12 @@ class Passes:
                     content.box, segment.made(tensor, tape.at)[1], f"the gradient of {tensor} is read as", swap=True
                 )
                 given[tensor] = self.sums.settled(content)
-        addends = self._plain_gradients(tape, given)
-        if addends is None:
-            addends = self._gradients(tape, given)
+        plain = self._plain_gradients(tape, given)
+        return self._gradients(tape, given) if plain is None else plain
+
+    def _made(self, tape: _Tape, i: Backward, addends: Mapping[int, Addends]) -> Sequence[Content]:
+        """Return the gradients that a backward, or half of one, makes."""
+        segment, run = tape.function, tape.run
         wanted = [n for n, wants in enumerate(run.grads) if wants]
         if len(i.outputs) != len(wanted) or len(i.wide) not in (0, len(wanted)):
             raise Refusal(f"makes {len(i.outputs)} gradients of {len(wanted)} aliases.")

@@ -39,6 +39,7 @@ def plan_of(model: str, spec: str, world: int, again: bool) -> Plan:
         ("gpt2:size=tiny,dropout=0.1", "tensor_parallel", 2, True),
         ("gpt2:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2, True),
         ("gpt2:size=tiny,batch=8", f"{Path(__file__).parents[1]}/materialize/test_buckets.py:zero", 4, False),
+        ("gpt2:size=tiny", f"{Path(__file__).parents[1]}/integration/test_split_backward.py:pipeline", 2, True),
     ],
 )
 def test_a_step_on_processes_equals_the_exported_model(model: str, spec: str, world: int, again: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -217,20 +218,36 @@ class Author:
                     if self.draw.random() < apart:
                         self.cut(parts.op, depth=self.draw.choice([0, 1, 2]))
 
+    def split(self) -> None:
+        """Split the backward of a few runs of ops, and mostly say when gradients of weights are made."""
+        ops = [op for op in self.graph.forward_ops if self.draw.random() < 0.9]
+        inner = sorted(self.draw.sample(range(1, len(ops)), self.draw.randint(0, 3)))
+        for start, end in pairwise([0, *inner, len(ops)]):
+            if any(self.graph.twins.get(op.name, op).has_mirror for op in ops[start:end]):
+                ss.op_trans(self.graph, ops[start:end], ss.SplitBackward())
+        if self.draw.random() < 0.7:
+            ss.op_order(self.graph, self.graph.select(kind="I"), self.graph.select(kind="W"))
+
 
 def cuttable(op: Op) -> set[str]:
     return {index.factor for index in op.indices if index.mark != "frozen"}
 
 
-def random_sprogram(seed: int, kind: str, apart: float | None = None) -> Callable[[Graph, Cluster], None]:
-    """Return a random sProgram; with `apart` one that computes ops again (see `Author.recompute`)."""
+def random_sprogram(
+    seed: int, kind: str, apart: float | None = None, splits: bool = False
+) -> Callable[[Graph, Cluster], None]:
+    """Return a random sProgram; with `apart` one that computes ops again (see `Author.recompute`), with `splits` one
+    that splits backwards.
+    """
 
     def sprogram(graph: Graph, cluster: Cluster) -> None:
         author = Author(graph, random.Random(seed), len(cluster.devices))
         author.layered() if kind == "layered" else author.free()
         author.optimizers()
         author.orders()
-        if apart is not None:
-            author.recompute(apart)
+        rewrites = [partial(author.recompute, apart)] if apart is not None else []
+        rewrites += [author.split] if splits else []
+        for rewrite in rewrites[:: -1 if seed % 2 else 1]:
+            rewrite()
 
     return sprogram

@@ -14,13 +14,13 @@ from superscaler.models import build
 from superscaler.verbs import Graph
 
 
-def check(graph: Graph, seeds: range, apart: float | None = None) -> None:
+def check(graph: Graph, seeds: range, apart: float | None = None, splits: bool = False) -> None:
     found: Counter[str] = Counter()
     for seed in seeds:
         for kind in ("free", "layered"):
             cluster = ss.Cluster.local(1 + seed % 4)
             try:
-                plan = ss.compile(graph, random_sprogram(seed, kind, apart), cluster)
+                plan = ss.compile(graph, random_sprogram(seed, kind, apart, splits), cluster)
             except ScheduleError as error:
                 known = "op_order" in str(error) and ("cycle" in str(error) or "at the end of a step" in str(error))
                 found["refused" if known else str(error)] += 1
@@ -73,6 +73,20 @@ def check_again(graph: Graph, seeds: range) -> None:
 def test_what_is_computed_again_is_equal(model: str) -> None:
     check_again(captured(model), range(4))
     check(captured(model), range(4), apart=0.4)
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_split_backwards_are_equal(model: str) -> None:
+    check(captured(model), range(10, 13), splits=True)
+    check(captured(model), range(10, 13), apart=0.4, splits=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("model", list(MODELS))
+def test_many_more_split_backwards(model: str, block: int) -> None:
+    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), splits=True)
+    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), apart=0.4, splits=True)
 
 
 @pytest.mark.slow

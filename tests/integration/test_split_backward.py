@@ -1,0 +1,195 @@
+"""Plans whose backward is split into gradients of activations (I) and of weights (W): equal, in any order of both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.errors import PlanError, ScheduleError
+from superscaler.ir.program import ONE, Backward, Instruction
+from superscaler.plans import resolve
+from superscaler.plans.shared import order_stages, schedule_1f1b, stages
+from superscaler.report.account import microbatches, summary
+from superscaler.runtime.step import Step
+from superscaler.verify.certificate import check_program
+from tests.integration.test_recompute import library, normed, ran
+
+SProgram = Callable[[ss.Graph, ss.Cluster], Any]
+
+
+def halved(plan: SProgram, again: bool = False, last: bool = False) -> SProgram:
+    """Return a plan with the backward of each block split; `last`: all of W after all of I."""
+
+    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        plan(graph, cluster)
+        for number, block in enumerate(graph.blocks):
+            rewrites = [ss.SplitBackward(), *([ss.Recompute()] if again else [])]
+            for rewrite in rewrites[:: -1 if number else 1]:
+                ss.op_trans(graph, graph.select(module=block.path), rewrite)
+        if last:
+            ss.op_order(graph, graph.select(kind="I"), graph.select(kind="W"))
+
+    return sprogram
+
+
+@ss.sprogram
+def pipeline(graph: ss.Graph, cluster: ss.Cluster, last: bool = False) -> None:
+    """1F1B of two stages, all of whose backward is split: I and W in place of B, or W last."""
+    parts = stages(graph, 2)
+    for device, ops in enumerate(parts):
+        ss.op_assign(graph, ss.op_trans(graph, ops, ss.Microbatch(4)), device)
+        ss.op_trans(graph, ops, ss.SplitBackward())
+    rows = []
+    for row in schedule_1f1b(2, 4):
+        kinds = {w: "I" if last else "IW" for w in row if w.kind == "B"}
+        rows.append([replace(w, kind=kind) for w in row for kind in kinds.get(w, w.kind)])
+        rows[-1] += [replace(w, kind="W") for w in row if w.kind == "B" and last]
+    order_stages(graph, parts, rows)
+
+
+MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny,layers=1,passes=2",
+          "mixtral:size=tiny", "normed"]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_a_split_backward_changes_no_number(spec: str) -> None:
+    graph = normed() if spec == "normed" else library(spec)
+    for plan, again, last in (
+        ("single", False, True),
+        ("data_parallel", True, False),
+        ("tensor_parallel", False, False),
+        ("tensor_parallel", True, True),
+        ("pipeline_1f1b:microbatches=1", False, False),
+    ):
+        compiled = ss.compile(graph, halved(resolve(plan), again, last), "local:1" if plan == "single" else "local:2")
+        found = compiled.verify()
+        assert found["equal"], (plan, again, last, found)
+        assert " I, " in summary(compiled.compiled)
+
+
+def code_of(plan: ss.Plan, device: int) -> tuple[Instruction, ...]:
+    return plan.compiled.program.devices[device].instructions
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_pipeline_runs_i_and_w_as_it_orders_them(last: bool) -> None:
+    plan = ss.compile(library("gpt2:size=tiny"), lambda g, c: pipeline(g, c, last), "local:2")
+    found = plan.verify()
+    assert found["equal"], found
+    orders = [microbatches(plan.compiled.program, code_of(plan, device)) for device in range(2)]
+    # The first stage gives gradients of weights only: I has nothing to do.
+    assert orders == (
+        ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3"]
+        if last
+        else ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"]
+    )
+    assert "not split, as it gives gradients of activations only, or of weights only" in str(plan.explain())
+
+
+def test_w_follows_its_i_and_what_others_wait_for_goes_first() -> None:
+    plan = ss.compile(library("gpt2:size=tiny,layers=4"), halved(resolve("pipeline_1f1b:microbatches=1")), "local:2")
+    code = [getattr(i, "half", type(i).__name__) for i in code_of(plan, 1)]
+    assert [half for half in code if half in ("input", "weight")] == ["input", "weight"] * 2
+    # The gradient that the other stage waits for starts before those of weights are made.
+    assert "Send" in code[len(code) - code[::-1].index("input") : len(code) - code[::-1].index("weight")]
+
+
+def test_a_folded_plan_is_equal_at_a_small_shape() -> None:
+    graph = library("gpt2:size=tiny")
+    plan = ss.compile(graph, halved(resolve("hybrid:dp=4,tp=4,pp=2,microbatches=2"), again=True), "v100:4x8")
+    assert plan.compiled.fold is not None
+    found = plan.verify(shapes="small")
+    assert found["equal"], found
+    assert "F0 F1 R0 I0 W0" in summary(plan.compiled)
+
+
+class Autocast(nn.Module):
+    """Blocks in half precision: casts of weights, whose gradients are added up in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.h:
+                x = x + block(x)
+            return x.float().square().mean()
+
+
+def test_half_precision_trains_bit_for_bit_as_unsplit() -> None:
+    torch.manual_seed(0)
+    module = Autocast()
+    graph = ss.capture(module, (torch.randn(8, 8),), optimizer=torch.optim.AdamW(module.parameters(), lr=1e-2))
+
+    def train(step: Step) -> tuple[list[float], dict[str, Tensor]]:
+        return [float(step(graph.captured.batch)) for _ in range(3)], step.state.weights
+
+    def apart(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        """Casts of weights are not split, so that W gives their gradients to other segments."""
+        resolve("data_parallel")(graph, cluster)
+        for block in graph.blocks:
+            ss.op_trans(graph, [op for op in block.ops if not op.from_weights], ss.SplitBackward())
+        ss.op_order(graph, graph.select(kind="I"), graph.select(kind="W"))
+
+    whole, split = (ss.compile(graph, plan, "local:2") for plan in (resolve("data_parallel"), apart))
+    assert re.search(r'rt.backward_weight\("s\d+", "(\d+)", "\1"\)', split.compiled.emitted.files["program_0.py"])
+    for (losses, weights), (found, others) in zip(ran(whole, train), ran(split, train), strict=True):
+        assert found == losses
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_the_order_of_halves_is_checked() -> None:
+    def wrong(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        halved(resolve("single"))(graph, cluster)
+        path = graph.blocks[0].path
+        ss.op_order(graph, graph.select(module=path, kind="W"), graph.select(module=path, kind="I"))
+
+    def twice(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for _ in range(2):
+            ss.op_trans(graph, graph.blocks[0].ops, ss.SplitBackward())
+
+    def nothing(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        resolve("single")(graph, cluster)
+        graph.select(kind="W")
+
+    graph = library("gpt2:size=tiny")
+    for plan, said in (
+        (
+            wrong,
+            r"I of transformer.h.0.ln_1 \(layer_norm\), device 0 needs W of transformer.h.0.ln_1",
+        ),
+        (twice, "SplitBackward of layer_norm is asked for twice"),
+        (nothing, r"select\(kind='W'\) is of ops whose backward is split"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            ss.compile(graph, plan, "local:1")
+
+
+def test_halves_that_do_not_belong_together_are_refused() -> None:
+    program = ss.compile(library("gpt2:size=tiny"), halved(resolve("single")), "local:1").compiled.program
+    device = program.devices[0]
+    code = list(device.instructions)
+    runs = ((n, some) for n, some in enumerate(code) if isinstance(some, Backward) and some.half)
+    (i, first), (w, second) = next(runs), next(runs)
+    both = replace(second, outputs=tuple(a or b for a, b in zip(first.outputs, second.outputs, strict=True)))
+    for at, other, said in (
+        (w, [both], "makes a gradient that its first half has made"),
+        (i, [], "has no first half that ran before it"),
+        (w, [], "which nothing makes"),
+        (i, [first, first], "has no forward that ran before it"),
+        (i, [replace(first, half="")], "has no first half that ran before it"),
+        (w, [replace(second, half="")], "has no forward that ran before it"),
+        (w, [replace(second, half="both")], "is a half 'both' of 0 gradients"),
+        (w, [replace(second, gradients=(ONE,))], "is a half 'weight' of 1 gradients"),
+    ):
+        edited = (*code[:at], *other, *code[at + 1 :])
+        with pytest.raises(ScheduleError, match=said):
+            check_program(replace(program, devices=(replace(device, instructions=edited),)))
