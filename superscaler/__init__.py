@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from superscaler.plan import load as load
     from superscaler.runtime.weights import load_weights as load_weights
     from superscaler.verbs import Graph as Graph
+    from superscaler.verbs import Insert as Insert
     from superscaler.verbs import Microbatch as Microbatch
     from superscaler.verbs import Recompute as Recompute
     from superscaler.verbs import Replicate as Replicate
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Graph", "Microbatch", "Recompute", "Replicate", "Save", "Split", "SplitBackward", "Stale", "ValueSplit",
-    "op_assign", "op_order", "op_trans", "place", "sprogram",
+    "Graph", "Insert", "Microbatch", "Recompute", "Replicate", "Save", "Split", "SplitBackward", "Stale",
+    "ValueSplit", "op_assign", "op_order", "op_trans", "place", "sprogram",
 )  # fmt: skip
 _HOMES = {
     "Cluster": "superscaler.cluster",

@@ -12,6 +12,7 @@ from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
 from superscaler.errors import InputError
 from superscaler.ir.moves import Move, moves
+from superscaler.ir.parts import HOSTS, place_name
 from superscaler.ir.program import Free, Program
 from superscaler.ir.spmd import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.transformed import Graph
@@ -107,13 +108,22 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
 def place(planned: Graph, cluster: Cluster) -> Graph:
     """Place the updates that no op_assign placed. Raises PlanError if any other part is on no device of the cluster."""
     planned.settle()
-    last = len(cluster.devices) - 1
-    for op in planned.model.ops:
-        device = max(planned.grids[op.name].used())
-        if device > last:
-            raise InputError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {last}.")
     check_assigned(planned)
     place_updates(planned)
+    last = len(cluster.devices) - 1
+    for op in planned.model.ops:
+        if op.name in planned.hosted:
+            planned.grids[op.name] = planned.grids[op.name].on_hosts()
+        used = planned.grids[op.name].used()
+        host = max(used)
+        device = host if host < HOSTS else max(d % HOSTS for d in used)
+        if device > last:
+            raise InputError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {last}.")
+        if host >= HOSTS and op.is_forward and not op.is_copy:
+            raise InputError(
+                f"{op.name} is assigned to {place_name(host)}, where only copies (Insert) and updates can be; "
+                "assign it to the device, and a copy of what it reads or makes to the host."
+            )
     return planned
 
 

@@ -12,15 +12,15 @@ import numpy as np
 from superscaler.cluster import Cluster, Device
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Op, PTensor
-from superscaler.ir.parts import Ints
+from superscaler.ir.parts import HOSTS, Ints
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, ValueSplit
 from superscaler.transform.cut import cut
-from superscaler.transform.rewrite import Recompute, Rewrite, Save, SplitBackward, Stale, rewrite
+from superscaler.transform.rewrite import Insert, Recompute, Rewrite, Save, SplitBackward, Stale, rewrite
 
 __all__ = [
-    "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Microbatch", "Op", "Parts",
+    "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Insert", "Microbatch", "Op", "Parts",
     "Recompute", "Replicate", "Rewrite", "Save", "Split", "SplitBackward", "Stale", "ValueSplit", "Work", "op_assign",
     "op_order", "op_trans", "place", "sprogram",
 ]  # fmt: skip
@@ -55,6 +55,7 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
     Recompute():        keep what f needs for its backward  ->  compute f again before it
     Save():             compute f again, as the model asks  ->  keep what f needs for its backward
     SplitBackward():    d(x), d(w) = d.f(d(y))  ->  I: d(x) = d.f(d(y)); W: d(w) = d.f(kept)
+    Insert():           z = g(y)  ->  y.c = identity(y); z = g(y.c)
 
     Returns for one op or part its new parts; for several a flat list, in order; of an algorithm that makes other ops
     (of whole ops, or a group of `graph.select`) the parts of these. Raises TransformError (section 3.2 of the paper)
@@ -86,8 +87,8 @@ def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op]:
         parts.check()
         if parts.prefix or parts.cells.size != parts.grid.devices.size:
             raise TransformError(
-                f"op_trans at {where} makes other ops of whole ops, not of {parts.cells.size} of the "
-                f"{parts.grid.devices.size} parts of {parts.op.name}; give the op."
+                f"{where}: this is done to whole ops, not to {parts.cells.size} of the {parts.grid.devices.size} parts "
+                f"of {parts.op.name}; give the op."
             )
     return [graph.op(item.name if isinstance(item, Op) else item.op.name) for item in items]
 
@@ -95,9 +96,14 @@ def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op]:
 def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Device | int] | Any) -> None:
     """Place parts on a device, or (an array that broadcasts against their shape) on one device each.
 
-    Backward and optimizer ops follow their forward ops unless they are assigned themselves.
+    Backward and optimizer ops follow their forward ops unless they are assigned themselves. `device.host` is the memory
+    of the CPU beside a device, where copies (`Insert`) and updates can be, with the weights and their optimizer state;
+    "host" puts whole ops on the hosts of the devices where they are at the end of the plan, follow others or not.
     """
     where = _where(graph)
+    if isinstance(device, str):
+        _to_hosts(graph, target, device, where)
+        return
     devices = _device_ids(where, device)
     for item in _items(target, where):
         parts = graph.parts(item) if isinstance(item, Op) else item
@@ -109,7 +115,16 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
                 f"op_assign at {where}: {parts.op.name} has {parts.cells.size} parts, but {devices.size} devices "
                 "were given; give one device, or one for each part."
             ) from None
+        graph.hosted.discard(parts.op.name)
         graph.journal.append(Entry("op_assign", parts.op.name, f"{parts.cells.size} parts", where))
+
+
+def _to_hosts(graph: Graph, target: Target, device: str, where: str) -> None:
+    if device != "host":
+        raise InputError(f"op_assign at {where} needs devices of the cluster or 'host', not {device!r}.")
+    for op in _ops(graph, target, where):
+        graph.hosted.add(op.name)
+        graph.journal.append(Entry("op_assign", op.name, "to the hosts", where))
 
 
 def place(
@@ -175,7 +190,7 @@ def _device_ids(where: str, devices: Any) -> Ints:
 
 def _device_id(where: str, device: Any) -> int:
     if isinstance(device, Device):
-        return device.id
+        return device.id + HOSTS * device.is_host
     if not isinstance(device, int | np.integer) or not 0 <= device < 2**31:
         raise InputError(f"op_assign at {where} needs devices of the cluster or their numbers from 0, not {device!r}.")
     return int(device)

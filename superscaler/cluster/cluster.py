@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Links
@@ -22,11 +22,17 @@ _FORMS = "write local:N, PRESET:SERVERSxDEVICES (as v100:4x8), or the path of a 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A worker. `kind` is the name of a preset, or `local`."""
+    """A worker. `kind` is the name of a preset, or `local`; `is_host`: its host, not itself."""
 
     id: int
     server: int
     kind: str
+    is_host: bool = False
+
+    @property
+    def host(self) -> Device:
+        """The device's share of the memory of its server's CPU, which the device's own process fills and empties."""
+        return replace(self, is_host=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,10 @@ class Cluster:
         if found is None:
             raise InputError(f"cluster '{spec}' has no servers x devices; write {name}:SERVERSxDEVICES, as {name}:4x8.")
         return cls.preset(name, int(found[1]), int(found[2]))
+
+    @property
+    def hosts(self) -> tuple[Device, ...]:
+        return tuple(device.host for device in self.devices)
 
     @property
     def kind(self) -> str:

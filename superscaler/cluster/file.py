@@ -46,6 +46,7 @@ class LinksFile(_Checked):
     pair: LinkFile = LinkFile()
     intra: LinkFile = LinkFile()
     network: LinkFile = LinkFile()
+    host: LinkFile = LinkFile()
     nics: PositiveInt | None = None
 
 
@@ -138,7 +139,7 @@ def write(preset: str, links: Links, device: DeviceKind | None) -> str:
 _STRANGE = ("extra_forbidden", "invalid_key")
 _MODELS: Mapping[str, type[_Checked]] = {
     "links": LinksFile, "device": DeviceFile,
-    **{f"links.{name}": LinkFile for name in ("device", "pair", "intra", "network")},
+    **{f"links.{name}": LinkFile for name in ("device", "pair", "intra", "network", "host")},
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class Links:
     pair      a message between two devices of a server
     intra     what each device of a server sends in a collective (the bus bandwidth of nccl-tests)
     network   one NIC
+    host      a copy between a device and its host, while all devices of the server copy
     """
 
     device: Link
@@ -29,6 +30,7 @@ class Links:
     intra: Link
     network: Link
     nics: int | None
+    host: Link = Link(10e-6, 25e9)
 
     def nic(self, device: int, per_server: int) -> tuple[int, float]:
         """Return the number of a device's NIC, and the bytes per second of its NICs if it has several."""
@@ -57,10 +59,12 @@ GB = 10**9
 # 100 Gbit/s of network 12 GB/s (12.5 on the wire); a step of a ring takes 1.9 us over NVLink and 4.0 us over a network
 # (protocol LL128), the latter with 1.0 us for posting it. A copy reads and writes each byte, so that its bandwidth is
 # half of the memory's. The 2 us of a copy are an estimate of a kernel launch.
-_NVLINK, _NETWORK, _COPY = 1.9e-6, 5.0e-6, 2.0e-6
+# A copy to the host takes 16 lanes of PCIe, of which about 80 % are data (an estimate, as are its 10 us): generation 3
+# has 15.75 GB/s one way, 4 and 5 each twice that of the one before (PCI-SIG).
+_NVLINK, _NETWORK, _COPY, _HOST = 1.9e-6, 5.0e-6, 2.0e-6, 10e-6
 _HOPPER = 18 * 20.6e9  # 450 GB/s on the data sheet; 370 is what rings reach (NVIDIA/nccl-tests issue 212).
 _NVSWITCH = Link(_NVLINK, _HOPPER)
-_H100 = Links(Link(_COPY, 3350e9 / 2), _NVSWITCH, _NVSWITCH, Link(_NETWORK, 48e9), None)
+_H100 = Links(Link(_COPY, 3350e9 / 2), _NVSWITCH, _NVSWITCH, Link(_NETWORK, 48e9), None, Link(_HOST, 50e9))
 
 LINKS: Mapping[str, Links] = {
     # Memory 900 GB/s, 6 NVLinks (300 GB/s both ways): V100 data sheet, SXM2. A pair is joined by 2 of the 6 (derived:
@@ -72,6 +76,7 @@ LINKS: Mapping[str, Links] = {
         intra=Link(_NVLINK, 6 * 20e9),
         network=Link(_NETWORK, 12e9),
         nics=1,
+        host=Link(_HOST, 12.5e9),
     ),
     # Memory 2,039 GB/s, 12 NVLinks (600 GB/s both ways) to a switch: A100 data sheet, SXM 80 GB. The 240 are derived;
     # nccl-tests show 200 to 235 (NVIDIA/nccl-tests issues 149 and 178). HDR 200 Gbit/s per GPU: DGX A100 data sheet.
@@ -81,6 +86,7 @@ LINKS: Mapping[str, Links] = {
         intra=Link(_NVLINK, 12 * 20e9),
         network=Link(_NETWORK, 24e9),
         nics=None,
+        host=Link(_HOST, 25e9),
     ),
     # Memory 3,350 GB/s, 18 NVLinks (900 GB/s both ways) to a switch: H100 data sheet, SXM. NDR 400 Gbit/s per GPU: DGX
     # H100 data sheet; 46 to 48 GB/s are expected of it (NVIDIA/nccl-tests issue 290).
@@ -88,13 +94,14 @@ LINKS: Mapping[str, Links] = {
     # As H100, but for the memory: 4,800 GB/s on the data sheet, of which a copy reaches 4,300 (measured).
     "h200": replace(_H100, device=Link(_COPY, 4300e9 / 2)),
     # Two processes over gloo on two cores of a server CPU, measured by `superscaler doctor --measure` and rounded. The
-    # network is an estimate: 10 Gbit/s Ethernet.
+    # network is an estimate: 10 Gbit/s Ethernet. Device and host are the same memory.
     "local": Links(
         device=Link(3e-6, 30e9),
         pair=Link(200e-6, 2.5e9),
         intra=Link(150e-6, 3e9),
         network=Link(200e-6, 1.25e9),
         nics=1,
+        host=Link(3e-6, 30e9),
     ),
 }
 

@@ -51,7 +51,9 @@ COLLECTIVES: Mapping[str, Kind] = {
     "all_to_all": Kind(1, _share, lambda g, _: _share(g), lambda g, s: g * _share(s)),
     "broadcast": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
 }
-_PAIRS = ("send", "permute", "move", "messages")
+# Between a device and its host, of which both have the number of the device.
+COPIES = ("to_host", "to_device")
+_PAIRS = ("send", "permute", "move", "messages", *COPIES)
 # (sender, receiver, share of the source) of each message: from the first to the others, or from all to the last.
 MESSAGES: Mapping[str, Callable[[tuple[int, ...]], list[tuple[int, int, float]]]] = {
     "rd_scatter": lambda group: [(group[0], d, 1 / (len(group) - 1)) for d in group[1:]],
@@ -224,7 +226,8 @@ def _messages(wiring: Wiring, kind: str, groups: Iterable[tuple[int, ...]]) -> t
         link: Link
         ports: list[tuple[str, int, float]]
         if sender == receiver:
-            link, ports = links.device, [("copy", sender, links.device.bandwidth)]
+            link = links.host if kind in COPIES else links.device
+            ports = [("copy", sender, link.bandwidth)]
         elif sender // per_server == receiver // per_server:
             link, whole = links.pair, max(links.pair.bandwidth, links.intra.bandwidth)
             ports = [("out of", sender, whole), ("into", receiver, whole)]

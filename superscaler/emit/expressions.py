@@ -249,6 +249,7 @@ TABLE: Mapping[str, Callable[[Local], str]] = {
     **{f"ss.{n}": _call(f"functional.{n}") for n in ("cross_entropy", "histc", "nll_loss")},
     **{f"ss.{n}": _drawn for n in ("uniform", "normal")},
     "ss.experts": _experts,
+    "ss.identity": lambda x: x.names[0],
     "ss.dropout": _dropout,
     "ss.attention_dropout": _attention_dropout,
 }

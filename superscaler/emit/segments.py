@@ -170,6 +170,6 @@ class _Writer:
 BIASED = ("aten.linear.default", "aten.mm.default")
 # Operators whose results share the memory of their input, mostly.
 VIEWS = (
-    "_unsafe_view", "alias", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
-    "t", "transpose", "unbind", "unsqueeze", "view",
+    "_unsafe_view", "alias", "detach", "expand", "identity", "permute", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 )  # fmt: skip

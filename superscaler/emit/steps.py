@@ -116,7 +116,7 @@ class _Writer:
 
         draws = [draws_of(self.model, self.program.functions[f], boxes) for f, boxes in even("draws")]
         return Tables(
-            [{**_record(w), "name": str(w.name)} for w in self.program.weights(rank)],
+            [_record(w) | {"name": str(w.name)} for w in self.program.weights(rank)],
             even("inputs"),
             [moved(entry[0]) for entry in self.entries["groups"]],
             [(moved((entry[0][0],))[0], entry[0][1]) for entry in self.entries["messages"]],
@@ -169,6 +169,8 @@ class _Writer:
                 return f"rt.send({_name(i.source)}, {self._message()})"
             case p.Recv():
                 return f'{_name(i.work)} = rt.recv({self._message()}, {i.shape}, "{i.dtype}")'
+            case p.Copy():
+                return f"{_name(i.work)} = rt.{'to_host' if i.to_host else 'to_device'}({_name(i.source)})"
             case p.Wait():
                 return f"{_name(i.out)} = {_name(i.work)}.wait().reshape({i.shape})"
             case p.Update():
@@ -262,7 +264,8 @@ def _given(i: p.Collective, k: int) -> str:
 
 
 def _record(row: Weight | Draw) -> dict[str, Any]:
-    return {f.name: getattr(row, f.name) for f in fields(row)}
+    # Few are on hosts.
+    return {f.name: value for f in fields(row) if (value := getattr(row, f.name)) or f.name != "host"}
 
 
 def _name(value: Value) -> str:

@@ -157,7 +157,7 @@ def _links(device: Device) -> Iterator[tuple[int, ...]]:
 
 def form(device: Device) -> Hashable:
     """Return what is equal for devices that run one program: its text, the shape of its data, which groups are one."""
-    form: list[Hashable] = [tuple((w.name, w.tensor, w.trained, w.group, len(w.box)) for w in device.weights)]
+    form: list[Hashable] = [tuple((w.name, w.tensor, w.trained, w.group, w.host, len(w.box)) for w in device.weights)]
     groups: dict[object, int] = {}
     for i in device.instructions:
         kind = type(i)

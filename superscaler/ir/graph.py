@@ -47,7 +47,7 @@ class PTensor:
 
     `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
     `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
-    `origin` is the tensor whose value a twin makes again; of a buffer, the weight whose value it had a step ago.
+    `origin` is the tensor whose value a twin makes again, or a copy is; of a buffer, the weight that it was a step ago.
     """
 
     name: str
@@ -145,6 +145,11 @@ class Op:
         return self.target == "ss.write"
 
     @property
+    def is_copy(self) -> bool:
+        """Tell whether the op is made by `Insert`: the gradient of what it copies is that of its copy, too."""
+        return self.target == "ss.identity"
+
+    @property
     def is_forward(self) -> bool:
         return self.kind == "forward"
 
@@ -217,7 +222,7 @@ class Model:
         return tuple(op for op in self.ops if op.is_forward)
 
     def origin(self, tensor: str) -> str:
-        """Return the pTensor whose value a twin makes again, itself of any other."""
+        """Return the pTensor whose value a twin makes again, or a copy is; itself of any other."""
         return self.tensors[tensor].origin or tensor
 
     def gradient(self, tensor: str) -> str:
@@ -282,17 +287,20 @@ def width(dtype: str) -> int:
 
 
 def without_twins(model: Model) -> Model:
-    """Return the model in which nothing is computed again, no backward is split, and no weight has an older version."""
+    """Return the model in which nothing is computed again or copied, no backward is split, and no weight has an older
+    version.
+    """
     twins, versions = {op.origin: op for op in model.ops if op.origin}, model.versions
 
     def plain(op: Op) -> Op:
         inputs = op.inputs
-        if any(o.tensor in versions for o in inputs):
-            inputs = tuple(replace(o, tensor=versions.get(o.tensor, o.tensor)) for o in inputs)
+        if any(model.tensors[o.tensor].origin for o in inputs):
+            inputs = tuple(replace(o, tensor=model.origin(o.tensor)) for o in inputs)
         mirrored = twins.get(op.name, op).has_mirror
         return replace(op, region="", checkpoint="", split="", has_mirror=mirrored, inputs=inputs)
 
-    kept = (op for op in model.ops if not (op.origin or (op.is_write and op.inputs[0].tensor in versions)))
+    kept = (op for op in model.ops if not (op.origin or op.is_copy))
+    kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))
     ops = tuple(map(plain, kept))
     return replace(model, tensors={n: t for n, t in model.tensors.items() if not t.origin}, ops=ops)
 

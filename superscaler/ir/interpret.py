@@ -20,6 +20,7 @@ from superscaler.ir.program import (
     FIELDS,
     ONE,
     Collective,
+    Copy,
     Forward,
     Free,
     Instruction,
@@ -168,7 +169,7 @@ class _Interpreter(Generic[V]):
             case Update():
                 self._check_awaited(run, i)
         read = self._read(run, i)
-        if isinstance(i, Send | Recv | Collective):
+        if isinstance(i, Send | Recv | Collective | Copy):
             self._start(run, i, read)
         else:
             self._write(run, i, self.domain.run(run.cohort, run.at, read))
@@ -206,6 +207,8 @@ class _Interpreter(Generic[V]):
             posts = run.collectives.setdefault(group.tobytes(), [])
             post = _Post(cohort, at, read, group, group[:, 0], len(posts))
             posts.append(post)
+        elif isinstance(i, Copy):
+            post = _Post(cohort, at, read, cohort.devices, cohort.devices)
         else:
             assert isinstance(i, Send | Recv)
             peers = cohort.data(at, "peer")
@@ -256,7 +259,10 @@ class _Interpreter(Generic[V]):
             raise Refusal(f"waits for {i.work}, {self._missing(run, i.work)}.")
         post, part = run.handles[i.work]
         started = run.cohort.code[post.at]
-        value = self._message(run, post) if isinstance(started, Recv) else self._collective(run, post, part)
+        if isinstance(started, Copy):
+            value = post.read[0]
+        else:
+            value = self._message(run, post) if isinstance(started, Recv) else self._collective(run, post, part)
         if value is None:
             return False
         post.is_awaited = True

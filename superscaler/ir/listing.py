@@ -44,7 +44,12 @@ from superscaler.ir.spmd import Fold, Folded
 _DATA = (Role.EVEN, Role.GROUP, Role.PEER, Role.MESSAGE)
 _WEIGHT = {f.name: {"name": Role.WRITE, "box": Role.EVEN, "counted": Role.EVEN}.get(f.name) for f in fields(Weight)}
 # Left out where they are not set.
-_FLAGS = {(kind.__name__, f.name): f.default for kind in KINDS for f in fields(kind) if f.default in (False, "")}
+_FLAGS = {
+    (k.__name__, f.name): f.default
+    for k in (Weight, *KINDS)
+    for f in fields(k)
+    if f.default is False or f.default == ""
+}
 _ROLES: Mapping[str, Mapping[str, Role | None]] = {"Weight": _WEIGHT, **{kind.__name__: ROLES[kind] for kind in KINDS}}
 _KINDS: Mapping[str, type] = {"Weight": Weight, **{kind.__name__: kind for kind in KINDS}}
 

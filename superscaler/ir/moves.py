@@ -9,7 +9,7 @@ from math import prod
 
 from superscaler.ir.graph import width
 from superscaler.ir.notes import Note, Path
-from superscaler.ir.program import Collective, Instruction, Program, Send, links
+from superscaler.ir.program import Collective, Copy, Instruction, Program, Send, links
 
 Key = tuple[str, bool, str, str, tuple[int, ...], str, int]
 
@@ -18,8 +18,8 @@ Key = tuple[str, bool, str, str, tuple[int, ...], str, int]
 class Move:
     """How a tensor, or its gradient (`is_backward`), got from where it is made to where it is read, and why that way.
 
-    `way`: local, collective or messages. `count` transfers, each over `group`, of which `together` share one bucket;
-    all their sources weigh `bytes`, and all devices put `moved` bytes on links.
+    `way`: local, collective, messages, or copies between a device and its host. `count` transfers, each over `group`,
+    of which `together` share one bucket; all their sources weigh `bytes`, and all devices put `moved` bytes on links.
     """
 
     tensor: str
@@ -53,7 +53,8 @@ def moves(program: Program) -> list[Move]:
         # Every member of a collective starts it; of a message, only its sender.
         members = len(key[4]) if key[2] == "collective" else 1
         size = weights[key] // members
-        found.append(Move(*key, counts[key] // members, size, size * links(key[3], members) if members > 1 else size))
+        moved = 0 if key[2] == "copies" else size * links(key[3], members) if members > 1 else size
+        found.append(Move(*key, counts[key] // members, size, moved))
     return found
 
 
@@ -70,6 +71,9 @@ def _started(i: Instruction, rank: int) -> Iterator[tuple[Note, str, str, tuple[
     if isinstance(i, Send):
         for note in i.notes:
             yield note, "messages", "send", (rank, i.peer), 1, i.bytes
+    elif isinstance(i, Copy):
+        for note in i.notes:
+            yield note, "copies", "to_host" if i.to_host else "to_device", (rank, rank), 1, i.bytes
     elif isinstance(i, Collective):
         for note, way in zip(i.notes, i.ways, strict=True):
             yield note, "collective", i.kind, i.group, len(i.ways), prod(way.view) * width(i.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -25,6 +25,9 @@ Ints = NDArray[np.int64]
 Mirror = Literal["copy", "route"]
 Share = tuple[tuple[int, ...], int, int]
 UNASSIGNED = -1
+# The host of device d, its share of the memory of the server's CPU, has the number d + HOSTS; it is the process of d
+# that works there. A power of two above all numbers of devices: d ^ HOSTS is the other one of both, d % HOSTS device d.
+HOSTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +93,45 @@ class Grid:
             changed.reshape(-1)[cells] = devices
             self.devices = changed
 
+    @property
+    def is_touched(self) -> bool:
+        """Tell whether a verb has cut or placed anything."""
+        return bool(self.axes or self.children) or int(self.devices) != UNASSIGNED
+
+    def on_hosts(self) -> Grid:
+        """Return the same parts, each on the host of its device."""
+        children = {cell: child.on_hosts() for cell, child in self.children.items()}
+        return Grid(self.axes, np.broadcast_to(self.once | HOSTS, self.devices.shape), children, self.replaced_at)
+
     def used(self) -> set[int]:
         """Return the devices of all parts; UNASSIGNED is among them where some have none."""
         if not self.children:
             return set(np.unique(self.once).tolist())
         own = np.delete(self.devices.reshape(-1), list(self.children))
         return set(own.tolist()).union(*(child.used() for child in self.children.values()))
+
+
+def place_name(device: int) -> str:
+    """Return a device, or a host, as text.
+
+    >>> place_name(3), place_name(3 + HOSTS)
+    ('device 3', 'the host of device 3')
+    """
+    return f"device {device}" if device < HOSTS else f"the host of device {device - HOSTS}"
+
+
+def read_by(grid: Grid, slots: Sequence[int | None]) -> Grid:
+    """Return the grid of an op whose indices are the slots of an operand: what parts of a grid read, where they do."""
+    slot_of, devices = {index: slot for slot, index in enumerate(slots) if index is not None}, grid.devices
+    own = [replace(a, index=slot_of[a.index], value=()) if a.index in slot_of else Axis(None, (1,) * len(a.sizes))
+           for a in grid.axes]  # fmt: skip
+    if grid.children:
+        children = {cell: read_by(child, slots) for cell, child in grid.children.items()}
+        return Grid(tuple(own), devices, children)
+    # Parts on one device that read the same read one copy.
+    kept = [a.index is not None or bool((devices != devices.take([0], at)).any()) for at, a in enumerate(own)]
+    once = tuple(slice(None) if k else 0 for k in kept)
+    return Grid(tuple(a for a, k in zip(own, kept, strict=True) if k), devices[once])
 
 
 def covers(cells: Ints, count: int) -> bool:

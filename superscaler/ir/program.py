@@ -235,8 +235,19 @@ class Recv:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Start to copy a value from the device to the memory of its host, or (not `to_host`) back."""
+
+    work: Write
+    source: Read
+    to_host: bool
+    bytes: int
+    notes: Notes = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
-    """out = the result of a started collective or receive, reshaped to `shape`."""
+    """out = the result of a started collective, receive or copy, reshaped to `shape`."""
 
     out: Write
     work: Read
@@ -270,8 +281,9 @@ class Free:
 
 
 Instruction = (
-    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Send | Recv | Wait | Update | Loss | Free
-)
+    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Send | Recv | Copy | Wait | Update | Loss
+    | Free
+)  # fmt: skip
 
 
 KINDS: tuple[type, ...] = Instruction.__args__
@@ -330,7 +342,9 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight at rest on a device. `counted`: its elements count here in global norms. `group`: the optimizer's."""
+    """A weight at rest on a device, or on its `host`. `counted`: its elements count here in global norms. `group`: the
+    optimizer's.
+    """
 
     name: Value
     tensor: str
@@ -338,6 +352,7 @@ class Weight:
     trained: bool
     counted: bool
     group: int = 0
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Factor, Model, Op, renamed
-from superscaler.ir.parts import UNASSIGNED, Grid, Ints, Rows, expand
+from superscaler.ir.parts import Grid, Ints, Rows, expand, read_by
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 # The kinds of work that `select` knows.
@@ -133,6 +133,8 @@ class Graph:
         self.reduced: dict[str, int] = {}
         # The weights that are brought other than one segment before their first reader: how many before.
         self.ahead: dict[str, int] = {}
+        # Ops whose parts go to the hosts of the devices where they would be.
+        self.hosted: set[str] = set()
         self.rewrite(model)
 
     def copy(self, model: Model | None = None) -> Graph:
@@ -140,7 +142,7 @@ class Graph:
         twin = Graph(model or self.model, self.captured)
         twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
         twin.orders, twin.journal = list(self.orders), list(self.journal)
-        twin.reduced, twin.ahead = dict(self.reduced), dict(self.ahead)
+        twin.reduced, twin.ahead, twin.hosted = dict(self.reduced), dict(self.ahead), set(self.hosted)
         return twin
 
     @property
@@ -199,11 +201,17 @@ class Graph:
         self._forward_ops = tuple(op for op in self._ops if op.is_forward)
 
     def settle(self) -> None:
-        """Give twins that no verb has touched the grids of their ops, the same objects, and their place in orders."""
+        """Give twins that no verb has touched the grids of their ops, the same objects, and their place in orders; and
+        copies the parts that their first readers read.
+        """
         for name, twin in self.twins.items():
-            grid = self.grids[twin.name]
-            if not grid.axes and not grid.children and int(grid.devices) == UNASSIGNED:
+            if not self.grids[twin.name].is_touched:
                 self.grids[twin.name] = self.grids[name]
+        copies = [op for op in self._forward_ops if op.is_copy and not self.grids[op.name].is_touched]
+        uses = self.model.uses() if copies else {}
+        for op in reversed(copies):
+            reader, k = uses[op.outputs[0].tensor][0]
+            self.grids[op.name] = read_by(self.grids[reader.name], reader.inputs[k].slots)
 
         def settled(group: Group) -> Group:
             names = {name: twin.name for name, twin in self.twins.items() if group.kind == "R" or twin.has_mirror}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from superscaler.ir.parts import HOSTS
 from superscaler.ir.program import (
     ONE,
     Backward,
@@ -73,7 +74,7 @@ class _Builder:
             if kind == "C":
                 self.writer.start(run)
                 continue
-            devices = {node.device for node in run}
+            devices = {node.device % HOSTS for node in run}
             if kind == "U":
                 self.writer.flush(devices)
             else:
@@ -127,7 +128,7 @@ class _Builder:
         grads = tuple(a.labels is not None for a in segment.aliases)
         function, start = self.functions.number(segment, at), self.functions.start(segment, at)
         run = Forward(task(segment.number, key), function, start, inputs, grads, outputs, saved)
-        self.code.of[rank].append(run)
+        self.code.write(rank, run)
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
             self.values.made(place, name, rank)
@@ -157,7 +158,7 @@ class _Builder:
         made = {n: self._gradient(segment, key, n) for n, half in own.items() if half == kind}
         outputs, wide = tuple(map(made.get, own)), tuple(self._is_wide(segment.aliases[n].tensor) for n in own)
         half = "" if len(halves) == 1 else "input" if kind == segment.taking else "weight"
-        self.code.of[node.device].append(Backward(task(segment.number, key), gradients, outputs, wide, half))
+        self.code.write(node.device, Backward(task(segment.number, key), gradients, outputs, wide, half))
         for number, output in made.items():
             if output is not None:
                 self.values.made(Place(BACKWARD, segment.number, key, number), output, node.device)
@@ -192,15 +193,15 @@ class _Builder:
         for node in nodes:
             place = Place(*node[:3], 0)
             weight, value = self.residents.of[place], self.values.value(place)
-            weights, buffers, versions = pairs.setdefault(node.device, ([], [], []))
+            weights, buffers, versions = pairs.setdefault(node.device % HOSTS, ([], [], []))
             if value is not None:
                 is_version = self.model.tensors[weight.tensor].origin
                 kind = weights if weight.trained else versions if is_version else buffers
                 kind.append((weight.name, value))
         for rank, (weights, buffers, versions) in pairs.items():
             if versions:
-                self.code.of[rank].append(Update((), (), *_sides(versions)))
-            self.code.of[rank].append(Update(*_sides(weights), *_sides(buffers)))
+                self.code.write(rank, Update((), (), *_sides(versions)))
+            self.code.write(rank, Update(*_sides(weights), *_sides(buffers)))
 
     def _loss_places(self) -> set[Place]:
         """Return the parts of the loss that together are its value: one replica of each addend."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from superscaler.ir.graph import PTensor
 from superscaler.ir.mask import Box, extents, inside
+from superscaler.ir.parts import HOSTS
 from superscaler.ir.program import Accumulate, Combine, Instruction, Slice, Value, Wait
 from superscaler.materialize.names import Names, unique_identifiers
 
@@ -24,12 +25,16 @@ class Code:
         self._sums: set[tuple[int, Value]] = set()
         self._cuts: dict[tuple[int, Value, Box], Value] = {}
 
+    def write(self, rank: int, instruction: Instruction) -> None:
+        """Append to the code of a device what it does, or its host, for which its own process works."""
+        self.of[rank % HOSTS].append(instruction)
+
     def like(self, tensor: str, is_gradient: bool = False) -> Value:
         """Return what the names of a tensor's values are like."""
         return self._like[tensor, is_gradient]
 
     def fresh(self, rank: int, like: Value) -> Value:
-        return self._names[rank].fresh(like)
+        return self._names[rank % HOSTS].fresh(like)
 
     def cut(self, rank: int, name: Value, tensor: str, have: Box, want: Box) -> Value:
         if have == want:
@@ -37,12 +42,12 @@ class Code:
         if (rank, name, want) not in self._cuts:
             out = self._cuts[rank, name, want] = self.fresh(rank, name)
             shape = self.tensors[tensor].local_shape(extents(want))
-            self.of[rank].append(Slice(out, name, extents(have), inside(want, have), shape))
+            self.write(rank, Slice(out, name, extents(have), inside(want, have), shape))
         return self._cuts[rank, name, want]
 
     def wait(self, rank: int, work: Value, tensor: str, box: Box) -> Value:
         out = self.fresh(rank, work._replace(is_handle=False))
-        self.of[rank].append(Wait(out, work, self.tensors[tensor].local_shape(extents(box))))
+        self.write(rank, Wait(out, work, self.tensors[tensor].local_shape(extents(box))))
         return out
 
     def join(
@@ -54,13 +59,13 @@ class Code:
         out, view = self.fresh(rank, like), extents(box)
         names, boxes = tuple(name for name, _ in parts), tuple(inside(some, box) for _, some in parts)
         shape = self.tensors[tensor].local_shape(view)
-        self.of[rank].append(Combine(out, names, boxes, view, shape, dtype))
+        self.write(rank, Combine(out, names, boxes, view, shape, dtype))
         return out
 
     def add(self, rank: int, so_far: Value, value: Value) -> Value:
         """The sum of two values; in place where the first is a sum that nobody else holds."""
         in_place = (rank, so_far) in self._sums
         out = so_far if in_place else self.fresh(rank, so_far)
-        self.of[rank].append(Accumulate(out, so_far, value, in_place))
+        self.write(rank, Accumulate(out, so_far, value, in_place))
         self._sums.add((rank, out))
         return out

@@ -5,12 +5,14 @@ Pure: what comes out depends on the transfer and its context only, names nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from itertools import count
 
 from superscaler.cluster.seconds import LOCAL_KINDS
 from superscaler.ir.graph import width
 from superscaler.ir.mask import Box
+from superscaler.ir.parts import HOSTS
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.context import Context
 from superscaler.materialize.reduction import reduction
@@ -21,12 +23,16 @@ from superscaler.schedule.transfers import Transfer
 
 # Why a transfer takes the steps of a searched path.
 PATH = "the cheapest path to another layout"
+# Why it is copied between a device and its host.
+HOST = "placed on the host"
 
 
 def lower(transfer: Transfer, context: Context) -> Lowered:
     """Return the steps of a transfer, on the devices whose code is written."""
     if transfer.is_local:
         return Lowered((), _linked(transfer))
+    if transfer.has_host:
+        return _over_owners(transfer, context)
     found = match(transfer, context.fold)
     if found is not None:
         return _collective(transfer, found, context)
@@ -48,6 +54,34 @@ def _linked(transfer: Transfer) -> tuple[tuple[Slot, ...], ...]:
         if piece.device == transfer.readers[r].device:
             ends[r].append(Slot(piece.device, p, piece.box))
     return tuple(map(tuple, ends))
+
+
+def _over_owners(transfer: Transfer, context: Context) -> Lowered:
+    """What goes between a device and its host is copied; all else goes between devices, before or after that."""
+    pieces = tuple(replace(piece, device=piece.device % HOSTS) for piece in transfer.pieces)
+    sources: list[list[int]] = [[] for _ in transfer.readers]
+    for p, r in transfer.links:
+        sources[r].append(p)
+    # A device reads what its host does once.
+    number: dict[Hashable, int] = {}
+    of = [
+        number.setdefault((end.device % HOSTS, end.box, tuple(sources[r])), len(number))
+        for r, end in enumerate(transfer.readers)
+    ]
+    first = [of.index(n) for n in range(len(number))]
+    readers = tuple(replace(transfer.readers[r], device=transfer.readers[r].device % HOSTS) for r in first)
+    links = tuple((p, n) for n, r in enumerate(first) for p in sources[r])
+    inner = lower(replace(transfer, pieces=pieces, readers=readers, links=links), context)
+    ends, items = [list(inner.ends[n]) for n in of], count(len(pieces))
+    given = [Message(slot, slot._replace(device=slot.device % HOSTS), HOST) for slot in slots_of(transfer)]
+    taken = list[Step]()
+    for r, end in enumerate(transfer.readers):
+        if end.device >= HOSTS:
+            outs = [Slot(end.device, next(items), common(slot.box, end.box)) for slot in ends[r]]
+            taken += [Message(slot, out, HOST) for slot, out in zip(ends[r], outs, strict=True)]
+            ends[r] = outs
+    rounds = (tuple(step for step in given if step.is_copy), *inner.rounds, tuple(taken))
+    return Lowered(tuple(filter(None, rounds)), tuple(map(tuple, ends)), inner.route)
 
 
 def _collective(transfer: Transfer, how: Match, context: Context) -> Lowered:

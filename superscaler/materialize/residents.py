@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from superscaler.ir.mask import Box
+from superscaler.ir.parts import HOSTS
 from superscaler.ir.program import Load, Value, Weight
 from superscaler.materialize.code import Code
 from superscaler.schedule.edges import Edges
@@ -31,9 +32,9 @@ class Residents:
                 rank, box = key[0], held.box(row)
                 name = self.code.fresh(rank, self.code.like(tensor)._replace(part=key[2]))
                 place = Place(UPDATE, self.edges.home_number[tensor], key, 0)
-                weight = Weight(name, tensor, box, not op.is_write, row in counted, op.group)
-                self.weights[rank][name] = self.of[place] = weight
-                self.code.of[rank].append(Load(name, tensor, box))
+                weight = Weight(name, tensor, box, not op.is_write, row in counted, op.group, rank >= HOSTS)
+                self.weights[rank % HOSTS][name] = self.of[place] = weight
+                self.code.write(rank, Load(name, tensor, box))
                 yield place, name
 
     def slice(self, rank: int, tensor: str, box: Box) -> Value:
@@ -45,5 +46,5 @@ class Residents:
             name = self._slices[key] = self.code.fresh(rank, like)
             if self.code.tensors[tensor].kind != "input":
                 self.weights[rank][name] = Weight(name, tensor, box, False, False)
-            self.code.of[rank].append(Load(name, tensor, box))
+            self.code.write(rank, Load(name, tensor, box))
         return self._slices[key]

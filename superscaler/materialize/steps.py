@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from superscaler.ir.mask import Box, intersect
+from superscaler.ir.parts import HOSTS
 from superscaler.materialize.collectives import Match
 from superscaler.materialize.rvd.route import Route
 from superscaler.schedule.transfers import Transfer
@@ -50,6 +51,11 @@ class Message:
     source: Slot
     out: Slot
     why: str
+
+    @property
+    def is_copy(self) -> bool:
+        """Tell whether it goes between a device and its host."""
+        return self.source.device ^ HOSTS == self.out.device
 
     def __str__(self) -> str:
         return f"send {self.source} -> {self.out}"

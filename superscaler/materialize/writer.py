@@ -9,7 +9,7 @@ from math import prod
 from superscaler.ir.graph import width
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.notes import Note
-from superscaler.ir.program import Collective, Recv, Send, Value, Way
+from superscaler.ir.program import Collective, Copy, Recv, Send, Value, Way
 from superscaler.materialize import steps
 from superscaler.materialize.buckets import KINDS, Buckets, Entry
 from superscaler.materialize.code import Code
@@ -90,8 +90,14 @@ class Writer:
 
     def _is_joined(self, number: int) -> bool:
         """Tell whether all rounds of a transfer are collectives that may wait."""
-        rounds = self.lowered(number).rounds
-        return self.transfers[number].is_to_updates and not any(isinstance(s, Message) for some in rounds for s in some)
+        steps_of_all = (step for some in self.lowered(number).rounds for step in some)
+        is_held_up = any(isinstance(step, Message) and not step.is_copy for step in steps_of_all)
+        return self.transfers[number].is_to_updates and not is_held_up
+
+    def _goes_on_to_hosts(self, number: int) -> bool:
+        """Tell whether all that is left of a transfer is to copy what came to hosts."""
+        left = [step for some in self.lowered(number).rounds[1:] for step in some]
+        return number in self._left and all(isinstance(step, Message) and step.is_copy for step in left)
 
     def flush(self, ended: Set[int]) -> None:
         """Start the buckets that are due, and those that devices whose backward has `ended` add nothing to."""
@@ -152,7 +158,9 @@ class Writer:
                 on_their_way.append((self.works[key], slot))
         # In the order in which they were started.
         for work, slot in sorted(on_their_way, key=lambda found: found[0]):
-            parts.append((self.code.wait(rank, work, transfer.tensor, slot.box), slot.box))
+            name, box = self.code.wait(rank, work, transfer.tensor, slot.box), steps.common(slot.box, reader.box)
+            self.names[number, slot.device, slot.item] = name
+            parts.append((self.code.cut(rank, name, transfer.tensor, slot.box, box), box))
         if not parts and transfer.kind == BACKWARD:
             return None
         return self._join(transfer, rank, sorted(parts, key=lambda part: (part[1], part[0])), reader.box)
@@ -205,9 +213,12 @@ class Writer:
         self._messages += 1
         self._started += 1
         notes = (self._note(transfer, step.why),)
-        self.code.of[rank].append(Send(name, to, self._messages, weight, self._point, notes))
+        if step.is_copy:
+            self.code.write(rank, Copy(self._handle(number, step.out), name, rank < to, weight, notes))
+            return
+        self.code.write(rank, Send(name, to, self._messages, weight, self._point, notes))
         work, dtype = self._handle(number, step.out), self.context.dtype(transfer)
-        self.code.of[to].append(Recv(work, rank, self._messages, shape, dtype, self._point))
+        self.code.write(to, Recv(work, rank, self._messages, shape, dtype, self._point))
 
     def _collective(self, bucket: Sequence[Entry]) -> None:
         """Start the collectives of a bucket as one."""
@@ -222,7 +233,7 @@ class Writer:
                 works.append(self._handle(entry.number, out))
                 ways.append(self._way(entry, source or out, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
-            self.code.of[rank].append(Collective(how.kind, *some, dtype, weight, notes))
+            self.code.write(rank, Collective(how.kind, *some, dtype, weight, notes))
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
             flying = self._flying.setdefault(how.group, [])
             flying.append(bucket)
@@ -231,7 +242,10 @@ class Writer:
 
     def _land(self, flying: list[Sequence[Entry]]) -> None:
         for entry in flying.pop(0):
-            self._receive(entry.number, entry.step)
+            if self._goes_on_to_hosts(entry.number):
+                self.finish([entry.number])
+            else:
+                self._receive(entry.number, entry.step)
             if entry.number not in self._left:
                 self.landed(entry.number)
 

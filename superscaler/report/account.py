@@ -19,15 +19,16 @@ from torch import Tensor
 import superscaler
 from superscaler.cache import sources
 from superscaler.cluster import Cluster
+from superscaler.cluster.seconds import COPIES
 from superscaler.compiler import Compiled
 from superscaler.ir.graph import Model, Op, Operand, width, without_sources, without_twins
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import extents
 from superscaler.ir.moves import Move, paths
 from superscaler.ir.notes import Path
+from superscaler.ir.parts import HOSTS, Grid
 from superscaler.ir.parts import Axis as Cut
-from superscaler.ir.parts import Grid
-from superscaler.ir.program import Backward, Collective, Forward, Instruction, Program, Send
+from superscaler.ir.program import Backward, Collective, Copy, Forward, Instruction, Program, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
 from superscaler.report.explain_file import VERSION, Axis, Block, Sent, Split, Weights, adapter
@@ -142,6 +143,7 @@ def summary(compiled: Compiled) -> str:
         code = compiled.program.devices[ranks[0]].instructions
         kinds = Counter(i.kind for i in code if isinstance(i, Collective))
         kinds["send"] = sum(isinstance(i, Send) for i in code)
+        kinds.update(COPIES[not i.to_host] for i in code if isinstance(i, Copy))
         runs = Counter(_letter(compiled.program, i) for i in code if isinstance(i, Forward | Backward))
         work = ", ".join(f"{runs[kind]} {kind}" for kind in "FRBIW" if runs[kind] or kind in "FB")
         told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
@@ -156,10 +158,11 @@ def summary(compiled: Compiled) -> str:
 
 
 def _letter(program: Program, i: Forward | Backward) -> str:
-    """Return the kind of work: F, R for a forward that is computed again, B, or I or W for half of it."""
+    """Return the kind of work: F, R for a forward that is computed again, C for a copy, B, or I or W for half of it."""
     if isinstance(i, Backward):
         return {"": "B", "input": "I", "weight": "W"}[i.half]
-    return "R" if any(op.origin for op in program.functions[i.function].ops) else "F"
+    ops = program.functions[i.function].ops
+    return "C" if any(op.is_copy for op in ops) else "R" if any(op.origin for op in ops) else "F"
 
 
 def microbatches(program: Program, code: Sequence[Instruction]) -> str:
@@ -181,7 +184,10 @@ def ranges(devices: Iterable[int]) -> str:
     >>> ranges([0, 1, 2, 3]), ranges([0, 2, 4, 6]), ranges([5, 1]), ranges([0, 1, 2, 8, 9])
     ('0 to 3', '0 to 6 by 2', '1, 5', '0 to 2, 8, 9')
     """
-    left, words = sorted(set(devices)), []
+    found = sorted(set(devices))
+    if hosts := [d - HOSTS for d in found if d >= HOSTS]:
+        return ", ".join(filter(None, (ranges(d for d in found if d < HOSTS), f"hosts of {ranges(hosts)}")))
+    left, words = found, []
     while left:
         step = left[1] - left[0] if len(left) > 1 else 1
         count = next((k for k, d in enumerate(left) if d != left[0] + k * step), len(left))
@@ -227,6 +233,7 @@ def _sums(
             each = sum(formula(some[0].kind, wave, size / count * together) for wave in waves) / together
             seconds[what] += count / len(own) * each
     rounded = {what: float(f"{value:.3g}") for what, value in seconds.items()}
+    groups = [group[:1] for group in groups] if moves[0].way == "copies" else groups
     return {"groups": _told(groups, moves[0].kind in ("send", "broadcast")), **_add(moves), **rounded}
 
 
@@ -278,7 +285,8 @@ class _Blocks:
         self.trained: set[str] = set()
         for rank in range(compiled.program.world):
             for weight in compiled.program.weights(rank):
-                self.places.setdefault(weight.tensor, {}).setdefault(weight.box, []).append(rank)
+                places = self.places.setdefault(weight.tensor, {}).setdefault(weight.box, [])
+                places.append(rank + HOSTS * weight.host)
                 self.trained |= {weight.tensor} if weight.trained else set()
 
     def _reader(self, tensor: str, ops: Sequence[Op]) -> str:
@@ -297,7 +305,7 @@ class _Blocks:
         return Block((name,), len(self.ops[name]) - again, devices, splits, weights, self._moves(name), *told)
 
     def devices(self, name: str) -> set[int]:
-        return set[int]().union(*(self.graph.grids[op.name].used() for op in self.ops[name]))
+        return {d % HOSTS for op in self.ops[name] for d in self.graph.grids[op.name].used()}
 
     def schedule(self) -> list[dict[str, Any]]:
         """Return the order of the microbatches per set of devices that run the same blocks in it."""

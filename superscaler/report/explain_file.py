@@ -120,7 +120,7 @@ class Relaxation(Checked):
 
 class Total(Checked):
     direction: Direction
-    way: Literal["local", "collective", "messages"]
+    way: Literal["local", "collective", "messages", "copies"]
     kind: str
     count: Count
     bytes: Count

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superscaler.runtime import buckets, functional, halves
 from superscaler.runtime.communicator import Communicator, Work
+from superscaler.runtime.copies import Copies
 from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
@@ -48,6 +49,7 @@ class Rank:
 
     def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]]]) -> None:
         self.device = self.communicator.device
+        self._copies = Copies(self.device)
         self.optimizer = _optimizer(self.tables["weights"], self.weights, *chosen)
         self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
         self._tapes: dict[str, tuple[list[GradientEdge | None], list[Tensor]]] = {}
@@ -142,7 +144,8 @@ class Rank:
         self, pieces: Sequence[Tensor], boxes: int, view: Sequence[int], shape: Sequence[int], dtype: str
     ) -> Tensor:
         """Return the sum of pieces, each placed at its box of a tensor of zeros."""
-        out = torch.zeros(tuple(view), dtype=getattr(torch, dtype), device=self.device)
+        device = pieces[0].device if pieces else self.device
+        out = torch.zeros(tuple(view), dtype=getattr(torch, dtype), device=device)
         for piece, box in zip(pieces, self.tables["boxes"][boxes], strict=True):
             part = _narrow(out, box)
             if out.dtype == torch.bool:
@@ -190,6 +193,12 @@ class Rank:
         peer, tag = self.tables["messages"][message]
         return self.communicator.recv(tuple(shape), getattr(torch, dtype), peer, tag)
 
+    def to_host(self, x: Tensor) -> Work:
+        return self._copies.start(x, to_host=True)
+
+    def to_device(self, x: Tensor) -> Work:
+        return self._copies.start(x, to_host=False)
+
     def _group(self, number: int) -> tuple[int, ...]:
         return tuple(self.tables["groups"][number])
 
@@ -209,6 +218,7 @@ class Rank:
             self.held.append((self.update, pairs))
             return
         self.communicator.flush()
+        self._copies.flush()
         gradients = {name: gradient.reshape(self.weights[name].shape) for name, gradient in pairs}
         is_finite = self.scaler is None or self._unscale(self.scaler, gradients)
         if self.clip is not None:
@@ -227,6 +237,7 @@ class Rank:
             self.held.append((self.write, pairs))
             return
         self.communicator.flush()
+        self._copies.flush()
         for name, value in pairs:
             self.weights[name].copy_(value.reshape(self.weights[name].shape))
 
@@ -237,7 +248,7 @@ class Rank:
         return not float(found)
 
     def _clip(self, limit: float, gradients: dict[str, Tensor]) -> None:
-        squares = [gradients[n].double().pow(2).sum() for n in self._counted if n in gradients]
+        squares = [gradients[n].double().pow(2).sum().to(self.device) for n in self._counted if n in gradients]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         norm = self._world_sum(total).sqrt()
         self.last_norm = float(norm)

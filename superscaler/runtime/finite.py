@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from superscaler.runtime.step import Step
 
 # What sends values to other ranks or starts a sum with them, and what ends a step.
+_COPIES = ("to_host", "to_device")
 _STARTS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
 _ENDS = ("update", "write", "loss")
 
@@ -66,7 +67,8 @@ def run(step: Step, function: FunctionType) -> Tensor:
 
 
 def _wrong(gradients: Sequence[tuple[str, Tensor]]) -> list[str]:
-    finite = torch.stack([g.isfinite().all() for _, g in gradients]).tolist() if gradients else []
+    found = [g.isfinite().all() for _, g in gradients]
+    finite = torch.stack([one.to(found[0].device) for one in found]).tolist() if found else []
     return [name for (name, _), is_finite in zip(gradients, finite, strict=True) if not is_finite]
 
 
@@ -123,7 +125,7 @@ class Program(Origins):
         if method == "forward":
             self.segments[arguments[0].value] = Segment(self, line, arguments)
         line.run(self.values)
-        if is_start:
+        if is_start or method in _COPIES:
             self._start(line, arguments[0])
         elif method in ("forward", "backward"):
             self._segment(line, method, arguments)

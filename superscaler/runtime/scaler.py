@@ -18,10 +18,10 @@ class Scaler:
 
     def unscale(self, gradients: dict[str, Tensor]) -> Tensor:
         """Put the gradients divided by the scale in their place; return a float32 scalar, 1 if any is not finite."""
-        finite = [g.isfinite().all() for g in gradients.values()]
+        finite = [g.isfinite().all().to(self.device) for g in gradients.values()]
         inverse = self.scale.double().reciprocal()
         for name, gradient in gradients.items():
-            gradients[name] = gradient * inverse.to(gradient.dtype)
+            gradients[name] = gradient * inverse.to(gradient)
         return (~torch.stack(finite).all()).float() if finite else torch.zeros_like(self.scale)
 
     def update(self, found: Tensor) -> None:

@@ -239,7 +239,9 @@ def build_step(
     local = {}
     for entry in tables["weights"]:
         piece = take(weights[entry["tensor"]], plan["slots"][entry["tensor"]], entry["box"])
-        local[entry["name"]] = piece.clone().to(communicator.device).requires_grad_(entry["trained"])
+        kept = piece.clone() if entry.get("host") else piece.clone().to(communicator.device)
+        kept = kept.pin_memory() if communicator.device.type == "cuda" and not kept.is_cuda else kept
+        local[entry["name"]] = kept.requires_grad_(entry["trained"])
     optimizer, scaling = (plan["optimizer"]["name"], plan["optimizer"]["groups"]), plan["optimizer"]["scaler"]
     scaler = Scaler(scaling, communicator.device) if scaling else None
     dtype = getattr(torch, plan["loss_dtype"])

@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 
 from superscaler.ir.graph import Operand
-from superscaler.ir.parts import Ints, Rows, Tree
+from superscaler.ir.parts import HOSTS, Ints, Rows, Tree
 from superscaler.ir.spmd import Coordinate, Fold
 
 
@@ -221,7 +221,7 @@ def _nearest(held: Held, rows: list[int], near: tuple[int, int], position: dict[
     if len(rows) == 1:
         return rows[0]
     (device, micro), fold = near, held.fold
-    here = [r for r in rows if held.at[r][0] == device] or rows
+    here = [r for r in rows if held.at[r][0] == device] or [r for r in rows if held.at[r][0] == device ^ HOSTS] or rows
     same = [r for r in here if held.at[r][1] == micro] or here
     owners = list(dict.fromkeys(held.at[r][0] for r in same))
     turn = max(device, 0)

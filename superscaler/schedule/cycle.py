@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from superscaler.ir.mask import Mask
+from superscaler.ir.parts import place_name
 from superscaler.ir.transformed import KINDS
 from superscaler.ir.work import Work
 from superscaler.schedule.nodes import Node, Nodes
@@ -98,7 +99,7 @@ def _rows(nodes: Nodes, work: Sequence[Node], done: Sequence[Node]) -> list[Row]
     waits: dict[int, list[str]] = {}
     for node, needed in zip(work, [work[-1], *work[:-1]], strict=True):
         if node.device != needed.device:
-            what = f"{name(node)} waits for {name(needed)} on device {needed.device}"
+            what = f"{name(node)} waits for {name(needed)} on {place_name(needed.device)}"
             waits.setdefault(node.device, []).append(what)
     if not waits:
         found = list(dict.fromkeys(map(name, work)))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Op
+from superscaler.ir.parts import place_name
 from superscaler.ir.transformed import Group
 from superscaler.schedule.again import RUNS, Again, maker_of, reader_of
 from superscaler.schedule.alternatives import members as parts_of
@@ -106,11 +107,11 @@ class Nodes:
 
     @cached_property
     def early(self) -> frozenset[int]:
-        """The segments without weights that other devices wait for, as for the number of labels."""
+        """The segments without weights that other devices wait for, as for the number of labels; and copies."""
         segments = self.schedule.segments
         moved = (t for t in self.schedule.transfers if t.kind == FORWARD and not t.is_local)
         sent = {place.segment for t in moved for end in t.pieces for place in end.places if place.kind == FORWARD}
-        return frozenset(n for n in sent if all(op.from_data for op in segments[n].ops))
+        return self.copies.union(n for n in sent if all(op.from_data for op in segments[n].ops))
 
     def _add(self, node: Node) -> int:
         if node not in self.number:
@@ -223,18 +224,27 @@ class Nodes:
         return self.keys_of[segment.number].get(microbatch, [])
 
     def bring_late(self, order: Sequence[Node]) -> bool:
-        """Given an order, let what is at rest be sent some segments before its first readers; tell if any is."""
-        rest = {n for n, transfer in enumerate(self.schedule.transfers) if transfer.is_from_rest}
-        position = {node: at for at, node in enumerate(order)} if rest else {}
+        """Given an order, let what is at rest, or copies, be sent some segments before their first readers, and such
+        copies be waited for no earlier; tell if any is.
+        """
+        segments = self.schedule.segments
+        late = {n: self._copiers(t) for n, t in enumerate(self.schedule.transfers)}
+        late = {n: copiers for n, copiers in late.items() if copiers or self.schedule.transfers[n].is_from_rest}
+        position = {node: at for at, node in enumerate(order)} if late else {}
         runs: dict[int, list[int]] = {}
         for node, at in position.items():
-            if node.is_run and not self.schedule.segments[node.number].ops[0].from_data:
+            if node.is_run and not segments[node.number].ops[0].from_data and node.number not in self.copies:
                 runs.setdefault(node.device, []).append(at)
+        reads: dict[Node, list[tuple[int, int]]] = {}
+        for node in (node for node in position if node.kind == "C" and node.number in late):
+            after = [self.names[n] for n in self.after[self.number[node]]]
+            for first in (node, *late[node.number]):
+                reads.setdefault(first, []).extend((position[r], r.device) for r in after if r.kind in "FU")
         found = False
-        for node in (node for node in position if node.kind == "C" and node.number in rest):
-            ahead = self.graph.ahead.get(self.schedule.transfers[node.number].tensor, AHEAD)
-            after = (self.names[n] for n in self.after[self.number[node]])
-            readers = sorted((position[reader], reader.device) for reader in after if reader.kind in "FU")
+        for node, unsorted in reads.items():
+            readers = sorted(unsorted)
+            tensor = self.schedule.transfers[node.number].tensor if node.kind == "C" else ""
+            ahead = self.graph.ahead.get(tensor, AHEAD)
             for device, at in {device: at for at, device in reversed(readers)}.items():
                 own = runs.get(device, [])
                 before = bisect_left(own, at) - 1 - ahead
@@ -243,6 +253,17 @@ class Nodes:
                     self._edge(order[own[before]], node)
                     found = True
         return found
+
+    def _copiers(self, transfer: Transfer) -> list[Node]:
+        """Return the copies whose values a transfer brings to other devices."""
+        if not self.copies or transfer.is_local:
+            return []
+        made = (place for end in transfer.pieces for place in end.places if place.kind == FORWARD)
+        return [Node(*place[:3]) for place in made if place.segment in self.copies]
+
+    @cached_property
+    def copies(self) -> frozenset[int]:
+        return frozenset(segment.number for segment in self.schedule.segments if segment.is_copy)
 
     def home(self, number: int) -> Op:
         """Return the optimizer op of a home number."""
@@ -272,4 +293,4 @@ class Nodes:
             names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
         number = f"microbatch {micro}, " if micro >= 0 else ""
         part = f", part {ordinal}" if ordinal else ""
-        return f"{self.letter(node)} of {where} ({names}), {number}device {device}{part}"
+        return f"{self.letter(node)} of {where} ({names}), {number}{place_name(device)}{part}"

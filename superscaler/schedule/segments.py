@@ -99,6 +99,11 @@ class Segment:
         return min(self.given.values(), default="")
 
     @property
+    def is_copy(self) -> bool:
+        """Tell whether the segment is of copies, past which gradients go."""
+        return self.ops[0].is_copy
+
+    @property
     def region(self) -> str:
         """Return with what the segment is computed again, '' for what is computed first."""
         return self.ops[0].region if self.ops[0].origin else ""
@@ -184,7 +189,9 @@ def root(parent: dict[T, T], name: T) -> T:
 
 def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     """Return for each op in which orders, region and split it takes part, and how: equal ones may share a segment."""
-    found: dict[str, set[Hashable]] = {op.name: {(op.region, bool(op.origin), op.split)} for op in graph.model.ops}
+    found: dict[str, set[Hashable]] = {}
+    for op in graph.model.ops:
+        found[op.name] = {(op.region, bool(op.origin), op.split, op.is_copy)}
     for number, order in enumerate(graph.orders):
         for side, group in enumerate((order.before, order.after)):
             for name, paths in group.members:

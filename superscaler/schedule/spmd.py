@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 
 from superscaler.ir.graph import Op, Operand
-from superscaler.ir.parts import Axis, Grid, Ints
+from superscaler.ir.parts import HOSTS, Axis, Grid, Ints
 from superscaler.ir.spmd import KEPT, Fold
 from superscaler.ir.transformed import Address, Graph, Group, rows_under
 
@@ -32,6 +32,8 @@ def find_fold(graph: Graph) -> Fold | None:
     seed = max(slim, key=lambda d: (d.size, -d.ndim))
     slim += [grid.slim.squeeze() for found in found_in.values() for _, grid in found]
     used = np.unique(np.concatenate([devices.reshape(-1) for devices in slim]))
+    if used[-1] >= HOSTS:
+        return None
     found: list[tuple[Ints, Ints]] = []
     for axis in range(seed.ndim):
         line = _Line.trace(slim, seed.ndim, axis, seed.shape[axis], int(used[-1]) + 1)

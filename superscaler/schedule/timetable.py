@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from superscaler.ir.parts import place_name
+
 WIDTH, ROWS, FIRST = 100, 8, 2
 
 
@@ -44,9 +46,9 @@ def timetable(rows: Sequence[Row]) -> list[str]:
 def _lines(rows: Sequence[Row], steps: Sequence[int]) -> list[str]:
     """Return a line for each row, under a head if there are steps; ~n stands for steps left out, the first being n."""
     columns = [{-1: "..." if s < 0 else str(s), **{r.device: _cell(r, s) for r in rows}} for s in steps]
-    left = max(len(f"device {row.device}") for row in rows)
+    left = max(len(place_name(row.device)) for row in rows)
     names = {-1: "step"} if steps else {}
-    names |= {row.device: f"device {row.device}" for row in rows}
+    names |= {row.device: place_name(row.device) for row in rows}
     ends = {row.device: f"? {row.waits}" for row in rows}
     lines = []
     for device, name in names.items():

@@ -15,7 +15,7 @@ import numpy as np
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.mask import Box
-from superscaler.ir.parts import Tree
+from superscaler.ir.parts import HOSTS, Tree
 from superscaler.schedule.cover import Held, Wanted
 from superscaler.schedule.edges import Edges, Key, Port
 from superscaler.schedule.segments import Alias, Segment, root
@@ -84,9 +84,13 @@ class Transfer:
         return all(place.kind == UPDATE for end in self.pieces for place in end.places) and not self.is_local
 
     @property
+    def has_host(self) -> bool:
+        return any(end.device >= HOSTS for end in (*self.pieces, *self.readers))
+
+    @property
     def is_one(self) -> bool:
         """Tell whether it runs at one point of the order; else each of its messages goes when it can."""
-        return self.is_joint or self.is_to_updates or bool(self.classes)
+        return self.is_joint or self.is_to_updates or bool(self.classes) or self.has_host
 
 
 def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True) -> list[Transfer]:
@@ -110,7 +114,8 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
             continue
         made = _side(edges, outputs, edges.makers[tensor][0])
         taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
-        for readers, microbatch in _apart(reads.get(tensor, []), tensor in edges.homes):
+        is_late = tensor in edges.homes or edges.makers[tensor][0][0].is_copy
+        for readers, microbatch in _apart(reads.get(tensor, []), is_late, tensor in edges.homes):
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
             found += _move(edges, tensor, FORWARD, [made], taken, joins) if taken else []
             taken = []
@@ -122,14 +127,15 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
     return found
 
 
-def _apart(readers: Reads, is_at_rest: bool) -> list[tuple[Reads, int | None]]:
-    """Return apart who reads a weight at rest when it is computed again, and each microbatch of all who do: it is
-    brought there again, too.
+def _apart(readers: Reads, is_late: bool, is_at_rest: bool) -> list[tuple[Reads, int | None]]:
+    """Return apart who reads a weight at rest, or a copy, when it is computed again, and of weights each microbatch of
+    all who do: it is brought there again, too.
     """
     found: dict[str, Reads] = {}
     for read in readers:
-        found.setdefault(read[0].region if is_at_rest else "", []).append(read)
-    microbatches = sorted({key[1] for segment, *_ in readers for key in segment.keys}) if any(found) else [None]
+        found.setdefault(read[0].region if is_late else "", []).append(read)
+    is_again = is_at_rest and any(found)
+    microbatches = sorted({key[1] for segment, *_ in readers for key in segment.keys}) if is_again else [None]
     return [(some, at) for some in found.values() for at in microbatches] or [([], None)]
 
 
@@ -271,7 +277,7 @@ def _joined(transfers: Sequence[Transfer], class_of: Mapping[int, int]) -> list[
     found: list[Transfer] = []
     for some in groups.values():
         pieces, readers = tuple(p for t in some for p in t.pieces), tuple(r for t in some for r in t.readers)
-        devices = [end.device for end in (*pieces, *readers)]
+        devices = [end.device % HOSTS for end in (*pieces, *readers)]
         if len(some) < 2 or len(set(devices)) < len(devices):
             found += some
             continue

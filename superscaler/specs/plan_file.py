@@ -38,6 +38,7 @@ class Weight(Checked):
     trained: bool
     counted: bool
     group: Count
+    host: bool = False
 
 
 class Draw(Checked):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from superscaler.errors import TransformError
-from superscaler.ir.graph import Model, Op, Operand, PTensor, Ref
+from superscaler.ir.graph import Index, Model, Op, Operand, PTensor, Ref
+from superscaler.ir.text import unique
 from superscaler.ir.transformed import Entry, Graph, Parts
 
 
@@ -117,6 +118,53 @@ class SplitBackward:
         return replace(model, ops=tuple(marked.get(op.name, op) for op in model.ops))
 
 
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """Let ops read copies of activations, which a plan can place elsewhere.
+
+    z = g(y); d(y) += d.g(d(z))  ->  y.c = identity(y); z = g(y.c); d(y) += d.g(d(z))
+
+    `tensor`: what is copied; by default all that the ops of one `op_trans` read from outside, but for what is made of
+    data alone. All of these ops read one copy; the gradient goes past it. A copy has the parts that its first reader
+    reads, on the same devices, unless it is cut or placed itself. It comes late to readers on another device.
+    """
+
+    tensor: str = ""
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        makers, readers = model.producers(), {op.name for op in ops if op.is_forward}
+        inside = {o.tensor for op in ops for o in op.outputs}
+        read = dict.fromkeys(o.tensor for op in ops if op.name in readers for o in op.inputs)
+        free = (t for t in read if t in makers and t not in inside and not makers[t][0].from_data)
+        wanted = [t for t in read if t == self.tensor and t in makers] if self.tensor else list(free)
+        if self.tensor and not wanted:
+            raise TransformError(
+                f"Insert needs ops that read the activation '{self.tensor}'; none of these do. Weights are where their "
+                "updates are placed, and inputs everywhere."
+            )
+        taken = {*model.tensors, *(op.name for op in model.ops)}
+        copies = {t: replace(model.tensors[t], name=unique(f"{t}.c", taken), origin=model.origin(t)) for t in wanted}
+        after: dict[str, list[Op]] = {}
+        for tensor, copied in copies.items():
+            maker, _ = makers[tensor]
+            after.setdefault(maker.name, []).append(_identity(tensor, copied, maker))
+
+        def reading(op: Op) -> Op:
+            inputs = (replace(o, tensor=copies[o.tensor].name) if o.tensor in copies else o for o in op.inputs)
+            return replace(op, inputs=tuple(inputs)) if op.name in readers else op
+
+        changed = tuple(other for op in model.ops for other in (reading(op), *after.get(op.name, ())))
+        return replace(model, tensors={**model.tensors, **{t.name: t for t in copies.values()}}, ops=changed)
+
+
+def _identity(tensor: str, copied: PTensor, maker: Op) -> Op:
+    factors = [factor for dim in copied.slots for factor in dim]
+    indices = tuple(Index(size, f, "spatial") for size, f in zip(copied.extents, factors, strict=True))
+    read, made = (Operand(name, tuple(range(len(indices)))) for name in (tensor, copied.name))
+    op = Op(copied.name, "ss.identity", (Ref(0),), (), (read,), (made,), indices, module=maker.module)
+    return replace(op, from_data=maker.from_data, from_weights=maker.from_weights)
+
+
 def recompute_checkpoints(graph: Graph) -> None:
     """Recompute what the model itself asks to, as far as the plan did not say otherwise."""
     found: dict[str, list[Op]] = {}
@@ -132,7 +180,7 @@ def recompute_checkpoints(graph: Graph) -> None:
 def _needed(ops: Sequence[Op]) -> list[Op]:
     """Return the ops that have a mirror, and those that make what these read."""
     read, found = set[str](), list[Op]()
-    for op in reversed([op for op in ops if op.is_forward and not op.from_data]):
+    for op in reversed([op for op in ops if op.is_forward and not op.from_data and not op.is_copy]):
         if op.has_mirror or any(o.tensor in read for o in op.outputs):
             read.update(o.tensor for o in op.inputs)
             found.append(op)

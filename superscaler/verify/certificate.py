@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.graph import Model
+from superscaler.ir.graph import Model, Operand
 from superscaler.ir.interpret import interpret
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import Ints
@@ -15,6 +16,7 @@ from superscaler.ir.program import Program
 from superscaler.verify.content import Content
 from superscaler.verify.coverage import Boxes, is_tiled
 from superscaler.verify.masks import Masks
+from superscaler.verify.memories import on_host
 
 
 def check_program(program: Program) -> None:
@@ -26,24 +28,33 @@ def check_program(program: Program) -> None:
     _check_twins(program.model)
     masks = Masks(program)
     interpret(program, masks)
+    for device, _ in program.distinct:
+        on_host(program, device)
     _check_weights(program, masks)
     _check_loss(program, masks)
 
 
 def _check_twins(model: Model) -> None:
     """What is computed again is what was computed first, and has the mirror of that, once."""
-    ops, seen = {op.name: op for op in model.ops}, set[str]()
+    ops, seen, makers, versions = {op.name: op for op in model.ops}, set[str](), model.producers(), model.versions
+
+    def plain(side: Sequence[Operand]) -> tuple[Operand, ...]:
+        return tuple(o if o.tensor in versions else replace(o, tensor=model.origin(o.tensor)) for o in side)
+
     for tensor in (t for t in model.tensors.values() if t.origin):
         kind = "parameter" if tensor.kind == "buffer" else tensor.kind
         if replace(tensor, name=tensor.origin, origin="", kind=kind) != model.tensors.get(tensor.origin):
             raise ScheduleError(f"{tensor.name} is not as {tensor.origin}, which it is made of again.")
+        maker = makers[tensor.name][0] if tensor.name in makers else None
+        copied = [(model.origin(o.tensor), o.slots) for o in maker.inputs] if maker and maker.is_copy else []
+        is_made_again = maker is not None and (maker.origin or copied == [(tensor.origin, maker.outputs[0].slots)])
+        if not (is_made_again or tensor.name in versions):
+            raise ScheduleError(f"{tensor.name} is said to be {tensor.origin}, of which it is no twin and no copy.")
     for op in (op for op in model.ops if op.origin):
-        inputs, outputs = (
-            [o if o.tensor in model.versions else replace(o, tensor=model.origin(o.tensor)) for o in side]
-            for side in (op.inputs, op.outputs)
-        )
-        again = replace(op, name=op.origin, origin="", inputs=tuple(inputs), outputs=tuple(outputs), has_mirror=False)
-        if again != ops.get(op.origin) or op.origin in seen:
+        again = replace(op, inputs=plain(op.inputs), outputs=plain(op.outputs))
+        again = replace(again, name=op.origin, origin="", has_mirror=False)
+        first = ops.get(op.origin)
+        if first is None or again != replace(first, inputs=plain(first.inputs)) or op.origin in seen:
             raise ScheduleError(f"{op.name} does not compute {op.origin} again, or that has two twins or mirrors.")
         seen.add(op.origin)
 

@@ -23,6 +23,7 @@ from superscaler.ir.program import (
     Backward,
     Collective,
     Combine,
+    Copy,
     Forward,
     Instruction,
     Load,
@@ -79,7 +80,7 @@ class Masks:
     def start(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> Sequence[Content | None]:
         i = cohort.code[at]
         self._hold(read)
-        if isinstance(i, Send):
+        if isinstance(i, Send | Copy):
             (source,) = read
             assert source is not None
             check_bytes(i.bytes, [prod(source.lengths.tolist())], source.dtype)

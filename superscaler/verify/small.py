@@ -19,7 +19,7 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError
 from superscaler.ir.graph import Model, Op
-from superscaler.ir.parts import Grid, Ints
+from superscaler.ir.parts import HOSTS, Grid, Ints
 from superscaler.ir.program import Function
 from superscaler.ir.transformed import Graph, Group, Order
 from superscaler.runtime.executor import take
@@ -54,7 +54,7 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
     _drop_microbatches(graph)
     sizes = _sizes(whole, graph)
     model = _resized(graph.model, sizes)
-    used = sorted(set[int]().union(*(graph.grids[op.name].used() for op in graph.model.ops)))
+    used = sorted({d % HOSTS for op in graph.model.ops for d in graph.grids[op.name].used()})
     if len(used) > MOST_DEVICES:
         raise InputError(
             f"the plan still needs {len(used)} devices at its smallest, but at most {MOST_DEVICES} run in one process; "
@@ -278,7 +278,8 @@ def _refit(grid: Grid, old: Op, op: Op, number: Ints, inner: Sequence[int] = ())
             axis = replace(axis, sizes=(left[at],) * len(axis.sizes))
         axes.append(axis)
     children = {cell: _refit(child, old, op, number, left) for cell, child in grid.children.items()}
-    return Grid(tuple(axes), number[grid.devices], children, grid.replaced_at)
+    host = np.where(grid.devices >= HOSTS, HOSTS, 0)
+    return Grid(tuple(axes), number[grid.devices - host] + host, children, grid.replaced_at)
 
 
 # Values.

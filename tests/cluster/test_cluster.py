@@ -100,7 +100,10 @@ LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
     ("more", "message"),
     [
         ("link: {}}", "unknown key 'link'; did you mean 'links'?"),
-        ("links: {net: {}}}", "unknown key 'net'; did you mean 'network'? Known: device, intra, network, nics, pair."),
+        (
+            "links: {net: {}}}",
+            "unknown key 'net'; did you mean 'network'? Known: device, host, intra, network, nics, pair.",
+        ),
         (
             "links: {intra: {bandwith: 1}}}",
             "'bandwith'; did you mean 'bandwidth'? Known: alpha, bandwidth. It is in intra.",

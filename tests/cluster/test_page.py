@@ -47,6 +47,6 @@ def test_the_table_of_presets() -> None:
         cells = re.search(rf"^\| `{name}` \| (.*) \|$", PAGE, re.MULTILINE)
         assert cells is not None
         *told, nics = cells[1].split(" | ")
-        for link, cell in zip((links.device, links.pair, links.intra, links.network), told, strict=True):
+        for link, cell in zip((links.device, links.pair, links.intra, links.network, links.host), told, strict=True):
             assert [float(x) for x in cell.split(", ")] == pytest.approx([link.alpha * 1e6, link.bandwidth / 1e9])
         assert nics == ("1 a device" if links.nics is None else f"{links.nics} a server")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Link, Links
-from superscaler.cluster.seconds import COLLECTIVES, LOCAL_KINDS, MESSAGES
+from superscaler.cluster.seconds import COLLECTIVES, COPIES, LOCAL_KINDS, MESSAGES
 from superscaler.errors import InputError
 
 KINDS = [*COLLECTIVES, *MESSAGES]
@@ -177,7 +177,7 @@ def cases(draw: st.DrawFn) -> tuple[Cluster, str, list[list[int]]]:
         nics = draw(st.sampled_from([1, None, per_server, 2 * per_server]))
         cluster = Cluster.of("x", LOCAL, servers, per_server, Links(*links, nics=nics))
     devices = draw(st.permutations(range(servers * per_server)))
-    size = 2 if kind in ("send", "permute", "move", "messages") else draw(st.integers(1, 8))
+    size = 2 if kind in ("send", "permute", "move", "messages", *COPIES) else draw(st.integers(1, 8))
     return cluster, kind, [g for i in range(0, len(devices), size) if len(g := devices[i : i + size]) > 1]
 
 
@@ -233,3 +233,13 @@ def test_a_call_is_quick() -> None:
         times.append(time.perf_counter() - start)
     # Some 5 us; the margin is for a machine that does other things.
     assert sorted(times)[1000] < 50e-6
+
+
+def test_copies_between_devices_and_hosts_take_a_link_of_their_own() -> None:
+    cluster = lab(2, 4, host=Link(1e-5, 2e10))
+    for kind in COPIES:
+        assert cluster.seconds(kind, [(d, d) for d in range(8)], S) == pytest.approx(1e-5 + S / 2e10)
+        assert cluster.bound(kind, [(3, 3)], S) == pytest.approx(S / 2e10)
+    assert "host: {alpha: 1.0e-05, bandwidth: 20000000000.0}" in str(cluster)
+    assert Cluster.parse(str(cluster)) == cluster
+    assert [(d.id, d.server, d.is_host) for d in cluster.hosts[3:5]] == [(3, 0, True), (4, 1, True)]

@@ -23,6 +23,7 @@ import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.errors import InputError
 from superscaler.models import build
+from superscaler.plans import resolve
 from superscaler.runtime.checkpoint import Saver
 from superscaler.runtime.folder import discard, lock, prune
 from superscaler.runtime.manifest import manifest_hash
@@ -38,7 +39,14 @@ PLANS = {
     "tensor_parallel": 2,
     "pipeline_1f1b": 2,
     "hybrid:dp=2,tp=2": 4,
+    "offloaded": 2,
 }
+
+
+def offloaded(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Weights and the optimizer's state are on the hosts, but for some."""
+    resolve("data_parallel")(graph, cluster)
+    ss.op_assign(graph, [op for op in graph.ops if op.kind == "optimizer"][1:], "host")
 
 
 class Block(nn.Module):
@@ -101,7 +109,8 @@ def compiled(model: str, plan: str, optimizer: str = "AdamW", seed: int = 0) -> 
     )
     # The statistics of a batch norm are those of the whole batch.
     told = f"{plan}:microbatches={2 if model == 'gpt' else 1}" if plan == "pipeline_1f1b" else plan
-    return ss.compile(ss.capture(module, kwargs=kwargs, optimizer=made), told, ss.Cluster.local(PLANS[plan])).compiled
+    given = offloaded if plan == "offloaded" else told
+    return ss.compile(ss.capture(module, kwargs=kwargs, optimizer=made), given, ss.Cluster.local(PLANS[plan])).compiled
 
 
 def run(model: str, plan: str, work: Callable[[Step], Any], optimizer: str = "AdamW", seed: int = 0) -> list[Any]:

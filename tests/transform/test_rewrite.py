@@ -10,8 +10,9 @@ from chains import chain
 
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Model, Op, Operand, without_twins
+from superscaler.ir.parts import HOSTS
 from superscaler.ir.text import parse_model, print_model
-from superscaler.verbs import Recompute, Split, op_assign, op_order, op_trans
+from superscaler.verbs import Insert, Recompute, Split, op_assign, op_order, op_trans
 
 
 def test_recompute_makes_twins_that_have_the_mirrors() -> None:
@@ -39,6 +40,34 @@ def test_twins_have_the_parts_of_their_ops_unless_they_are_given_others() -> Non
     assert graph.grids["mul1.r"].used() == {1}
 
 
+def test_insert_lets_readers_read_a_copy_whose_gradient_is_that_of_the_original() -> None:
+    graph = chain()
+    captured = graph.model
+    again = op_trans(graph, graph.forward_ops[1:3], Recompute())
+    (made,) = op_trans(graph, again, Insert())
+    assert (made.op.name, made.op.is_copy, made.op.has_mirror) == ("h0.c", True, False)
+    assert [op.inputs[0].tensor for op in map(graph.op, ("mul1", "mul1.r", "mul2.r"))] == ["h0", "h0.c", "h1.r"]
+    assert graph.model.gradient("h0.c") == graph.model.gradient("h0") == "d(h0)"
+    assert [op.name for op in graph.model.ops][:2] == ["mul0", "h0.c"]
+    (other,) = op_trans(graph, graph.op("mul1"), Insert("h0"))
+    assert other.op.name == "h0.c_2"
+    assert op_trans(graph, graph.op("mul0"), Insert()) == []
+    assert without_twins(graph.model) == captured
+    assert parse_model(print_model(graph.model)) == graph.model
+
+
+def test_copies_have_the_parts_that_their_first_reader_reads() -> None:
+    graph = chain()
+    (copy,) = op_trans(graph, graph.op("mul1"), Insert())
+    op_assign(graph, op_trans(graph, graph.op("mul1"), Split("batch", 2)), [0, 1])
+    (other,) = op_trans(graph, graph.op("mul2"), Insert())
+    op_assign(graph, other, 2)
+    graph.settle()
+    assert (len(graph.grids[copy.op.name]), graph.grids[copy.op.name].used()) == (2, {0, 1})
+    assert (len(graph.grids[other.op.name]), graph.grids[other.op.name].used()) == (1, {2})
+    assert graph.grids[copy.op.name].on_hosts().used() == {HOSTS, HOSTS + 1}
+
+
 def test_orders_of_backwards_are_those_of_twins() -> None:
     graph = chain()
     first, second, *_ = graph.forward_ops
@@ -55,7 +84,7 @@ def test_orders_of_backwards_are_those_of_twins() -> None:
 def test_recompute_is_refused_where_it_has_no_meaning() -> None:
     graph = chain()
     part = op_trans(graph, graph.op("mul2"), Split("batch", 2))[0]
-    with pytest.raises(TransformError, match="whole ops, not of 1 of the 2 parts of mul2"):
+    with pytest.raises(TransformError, match="whole ops, not to 1 of the 2 parts of mul2"):
         op_trans(graph, part, Recompute())
     op_trans(graph, graph.forward_ops[:2], Recompute())
     with pytest.raises(TransformError, match="Recompute of mul1 is asked for twice"):

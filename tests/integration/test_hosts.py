@@ -1,0 +1,263 @@
+"""Plans that keep activations, weights and the optimizer's state in the memory of the hosts: equal, in less memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import superscaler as ss
+from superscaler.artifact import initial_values
+from superscaler.compiler import finish
+from superscaler.errors import PlanError, ScheduleError
+from superscaler.ir.program import Copy, Free, Value
+from superscaler.plan import Plan
+from superscaler.plans import resolve
+from superscaler.runtime.copies import Copies
+from superscaler.runtime.step import Step
+from superscaler.verify.locate import on_threads
+from superscaler.verify.memories import on_host
+from superscaler.verify.oracle import retyped
+from superscaler.verify.retype import retype
+from superscaler.verify.saved import validate_directory
+from tests.integration.test_recompute import library, normed, recomputed, sharded
+
+SProgram = Callable[[ss.Graph, ss.Cluster], Any]
+
+
+def swapped(plan: SProgram) -> SProgram:
+    """Return a plan that also keeps on the hosts what blocks read, for when they are computed again."""
+
+    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        plan(graph, cluster)
+        for block in graph.blocks:
+            again = ss.op_trans(graph, graph.select(module=block.path), ss.Recompute())
+            ss.op_assign(graph, ss.op_trans(graph, again, ss.Insert()), "host")
+
+    return sprogram
+
+
+def offloaded(plan: SProgram) -> SProgram:
+    """Return a plan that also keeps weights and the optimizer's state on the hosts, and trains them there."""
+
+    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        plan(graph, cluster)
+        ss.op_assign(graph, [op for op in graph.ops if op.kind == "optimizer"], "host")
+
+    return sprogram
+
+
+PLANS = [("single", 1), ("data_parallel", 2), ("pipeline_1f1b:microbatches=2", 2)]
+MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny,layers=1,passes=2", "normed"]
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_hosts_change_no_number(spec: str) -> None:
+    graph = normed() if spec == "normed" else library(spec)
+    for plan, world in PLANS:
+        # The norms are of the whole batch.
+        given = resolve(plan.replace("microbatches=2", "microbatches=1") if spec == "normed" else plan)
+        alone, all_of_it = (
+            ss.compile(graph, some, f"local:{world}") for some in (recomputed(given), offloaded(swapped(given)))
+        )
+        found = all_of_it.verify()
+        assert found["equal"], (plan, found)
+        assert found["bytes_moved"] == found["bytes_planned"]
+        # What goes between devices anyway goes once.
+        assert all_of_it.counts["bytes_moved"] == alone.counts["bytes_moved"]
+        weights = [w for rank in range(world) for w in all_of_it.compiled.program.weights(rank)]
+        assert all(w.host == (w.trained or "running" in w.tensor or "num_batches" in w.tensor) for w in weights)
+
+
+def crossed(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Copies and weights on the hosts of other devices than those that make and read them."""
+    resolve("data_parallel")(graph, cluster)
+    for block in graph.blocks:
+        again = ss.op_trans(graph, graph.select(module=block.path), ss.Recompute())
+        for copy in ss.op_trans(graph, again, ss.Insert()):
+            ss.op_assign(graph, ss.op_trans(graph, copy, ss.Split("batch", 2)), cluster.hosts[::-1])
+    for number, op in enumerate(op for op in graph.ops if op.kind == "optimizer"):
+        if number % 3:
+            ss.op_assign(graph, op, cluster.hosts[number % 2])
+
+
+def beside(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Copies on another device, of one tensor that is given by name."""
+    resolve("single")(graph, cluster)
+    again = [p for block in graph.blocks for p in ss.op_trans(graph, graph.select(module=block.path), ss.Recompute())]
+    (copy,) = ss.op_trans(graph, again, ss.Insert("add_7"))
+    ss.op_assign(graph, copy, 1)
+
+
+def early(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Weights of the last block are updated on the hosts before the backward of the first block."""
+    offloaded(swapped(resolve("data_parallel")))(graph, cluster)
+    first, last = graph.blocks
+    own = {operand.tensor for op in last.ops for operand in op.inputs}
+    updates = [op for op in graph.ops if op.kind == "optimizer" and op.inputs[0].tensor in own]
+    ss.op_order(graph, updates, graph.select(module=first.path, kind="B"))
+
+
+LAYOUTS: list[tuple[SProgram, int]] = [(offloaded(swapped(resolve("tensor_parallel"))), 2), (offloaded(sharded), 2),
+           (swapped(sharded), 4), (crossed, 2), (beside, 2), (early, 2),
+           (swapped(resolve("hybrid:dp=2,tp=2,pp=2,microbatches=2")), 8)]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_hosts_of_other_layouts_change_no_number(number: int) -> None:
+    plan, world = LAYOUTS[number]
+    found = ss.compile(library("gpt2:size=tiny"), plan, f"local:{world}").verify()
+    assert found["equal"], found
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_two_steps_train_as_without_hosts(spec: str) -> None:
+    graph = normed() if spec == "normed" else library(spec)
+    batch = {name: retyped(x, torch.float64) for name, x in graph.captured.batch.items()}
+
+    def train(step: Step) -> tuple[list[float], dict[str, Tensor]]:
+        losses = [float(step(batch, clip=0.5)) for _ in range(2)]
+        weights = {w["tensor"]: step.state.weights[w["name"]].detach().clone() for w in step.state.tables["weights"]}
+        return losses, weights
+
+    ((losses, weights),) = exactly(ss.compile(graph, resolve("single"), "local:1"), train)
+    for name, world in PLANS:
+        given = resolve(name.replace("microbatches=2", "microbatches=1") if spec == "normed" else name)
+        for found, others in exactly(ss.compile(graph, offloaded(swapped(given)), f"local:{world}"), train):
+            assert found == pytest.approx(losses, rel=1e-12)
+            alike = [n for n in others if n in weights and weights[n].shape == others[n].shape]
+            assert alike
+            assert all(torch.allclose(others[n], weights[n], rtol=1e-9, atol=1e-12) for n in alike)
+
+
+def exactly(plan: Plan, run: Callable[[Step], Any]) -> list[Any]:
+    """Call `run` with the step of each rank of a plan in float64, dropout off."""
+    compiled = finish(retype(plan.compiled.graph, "float64", dropout=False), plan.compiled.cluster)
+    values = initial_values(plan.compiled.graph.model, plan.compiled.graph.captured.values)
+    return on_threads(compiled, {name: retyped(x.clone(), torch.float64) for name, x in values.items()}, run, 60.0)
+
+
+def ran(plan: Plan, run: Callable[[Step], Any]) -> list[Any]:
+    values = initial_values(plan.compiled.graph.model, plan.compiled.graph.captured.values)
+    return on_threads(plan.compiled, {name: value.clone() for name, value in values.items()}, run, 60.0)
+
+
+class Memories(TorchDispatchMode):
+    """Counts the bytes of storages that are made inside, those of hosts apart, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak = {False: 0, True: 0}, {False: 0, True: 0}
+        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.is_to_host = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
+            if storage not in self.known:
+                self.known.add(storage)
+                self._add(self.is_to_host, storage.nbytes())
+                weakref.finalize(storage, self._add, self.is_to_host, -storage.nbytes())
+        return out
+
+    def _add(self, place: bool, count: int) -> None:
+        self.live[place] += count
+        self.peak[place] = max(self.peak[place], self.live[place])
+
+
+def peaks(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
+    """Return the most bytes that a step of one rank makes at once on the device, and on the host."""
+    start = Copies.start
+
+    def step_of(step: Step) -> dict[bool, int]:
+        with Memories() as memories:
+
+            def counted(copies: Copies, x: Tensor, to_host: bool) -> Any:
+                memories.is_to_host = to_host
+                try:
+                    return start(copies, x, to_host)
+                finally:
+                    memories.is_to_host = False
+
+            monkeypatch.setattr(Copies, "start", counted)
+            step(plan.compiled.graph.captured.batch)
+        return memories.peak
+
+    (found,) = ran(plan, step_of)
+    return dict(found)
+
+
+def test_swapped_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = library("gpt2:size=tiny,layers=8,batch=64,seq=64")
+    again, swap = (
+        peaks(ss.compile(graph, plan(resolve("single")), "local:1"), monkeypatch) for plan in (recomputed, swapped)
+    )
+    boundary = 4 * 64 * 64 * 64
+    assert again[True] == 0
+    # All inputs of blocks; then three of them are back at once at the most, of eight.
+    assert 8 * boundary <= swap[True] <= 9 * boundary
+    assert again[False] - swap[False] >= 4 * boundary
+
+
+def test_copies_come_back_late() -> None:
+    plan = ss.compile(library("gpt2:size=tiny,layers=6"), swapped(resolve("single")), "local:1")
+    program = plan.compiled.program
+    (device,) = program.devices
+    hosted, alive, most = on_host(program, device), set[Value](), 0
+    for i in device.instructions:
+        if isinstance(i, Copy) and not i.to_host:
+            alive.add(i.work)
+        elif isinstance(i, Free):
+            alive.difference_update(i.names)
+        most = max(most, len(alive))
+    assert len(hosted) >= 18
+    assert most == 1
+
+
+def test_a_saved_plan_knows_its_hosts(tmp_path: Path) -> None:
+    plan = ss.compile(library("gpt2:size=tiny"), offloaded(swapped(resolve("single"))), "local:1")
+    plan.save(tmp_path / "plan")
+    assert validate_directory(tmp_path / "plan")["conservation"]
+    assert "on the host" not in plan.summary()
+    assert "to_device" in plan.summary()
+    assert "whole on hosts of 0" in plan.explain()
+    assert "28 to_host of 539.6 KB, 0 B on links" in plan.explain()
+    text = (tmp_path / "plan" / "program.txt").read_text()
+    (tmp_path / "plan" / "program.txt").write_text(text.replace("to_host=True", "to_host=False", 1))
+    with pytest.raises(ScheduleError, match=r"Copy of .* reads what is in the other memory"):
+        validate_directory(tmp_path / "plan", manifest=False)
+
+
+def placed(place: Callable[[ss.Graph, ss.Cluster], Any]) -> SProgram:
+    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        resolve("data_parallel")(graph, cluster)
+        place(graph, cluster)
+
+    return sprogram
+
+
+REFUSED: list[tuple[Callable[[ss.Graph, ss.Cluster], Any], str]] = [
+    (lambda g, c: ss.op_assign(g, g.forward_ops[3], c.hosts[0]),
+     r"layer_norm is assigned to the host of device 0, where only copies \(Insert\) and updates can be; assign it to"),
+    (lambda g, c: ss.op_assign(g, g.forward_ops[3], "host"), "where only copies"),
+    (lambda g, c: ss.op_assign(g, g.forward_ops[3], "hosts"), "needs devices of the cluster or 'host', not 'hosts'"),
+    (lambda g, c: ss.op_assign(g, g.parts(g.forward_ops[3])[0], "host"), "to whole ops, not to 1 of the 2 parts of"),
+    (lambda g, c: ss.op_assign(g, g.ops[-1], ss.Cluster.local(8).hosts[5]), "to device 5, but local:2 has"),
+    (lambda g, c: ss.op_trans(g, g.forward_ops[:5], ss.Insert("transformer.wte.weight")),
+     "Insert needs ops that read the activation 'transformer.wte.weight'; none of these do. Weights are where"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_careless_use_is_told_in_one_line(number: int) -> None:
+    place, told = REFUSED[number]
+    with pytest.raises(PlanError, match=told) as error:
+        ss.compile(library("gpt2:size=tiny"), placed(place), "local:2")
+    assert "\n" not in str(error.value)
