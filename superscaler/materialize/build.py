@@ -193,6 +193,9 @@ class _Builder:
         for node in nodes:
             place = Place(*node[:3], 0)
             weight, value = self.residents.of[place], self.values.value(place)
+            for number, _ in self.values.pieces_of.get(place, ()):
+                if not self.writer.transfers[number].is_local:
+                    self.writer.settle(number, node.device % HOSTS)
             weights, buffers, versions = pairs.setdefault(node.device % HOSTS, ([], [], []))
             if value is not None:
                 is_version = self.model.tensors[weight.tensor].origin

@@ -9,6 +9,7 @@ from math import prod
 from superscaler.ir.graph import width
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.notes import Note
+from superscaler.ir.parts import HOSTS
 from superscaler.ir.program import Collective, Copy, Recv, Send, Value, Way
 from superscaler.materialize import steps
 from superscaler.materialize.buckets import KINDS, Buckets, Entry
@@ -180,13 +181,22 @@ class Writer:
     def _name(self, number: int, slot: Slot) -> Value:
         return self.names[number, slot.device, slot.item]
 
-    def _receive(self, number: int, step: Step) -> None:
-        """Wait for what a step brought."""
+    def settle(self, number: int, owner: int) -> None:
+        """Wait on a device for what a transfer started there, as what it sends is about to change; updates wait for
+        messages and broadcasts themselves.
+        """
+        for step in self.lowered(number).rounds[0]:
+            if not isinstance(step, steps.Collective) or step.how.kind != "broadcast":
+                self._receive(number, step, owner)
+
+    def _receive(self, number: int, step: Step, owner: int | None = None) -> None:
+        """Wait for what a step brought, to one device or to all."""
         tensor = self.transfers[number].tensor
         outs = [o for _, o in step.slots] if isinstance(step, steps.Collective) else [step.out]
         for out in outs:
             key = number, out.device, out.item
-            if key in self.works and key not in self.names:
+            is_here = owner in (None, out.device % HOSTS)
+            if is_here and key in self.works and key not in self.names:
                 self.names[key] = self.code.wait(out.device, self.works[key], tensor, out.box)
 
     def _write(self, number: int, step: Step) -> None:

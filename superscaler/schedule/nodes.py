@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -235,14 +235,9 @@ class Nodes:
         for node, at in position.items():
             if node.is_run and not segments[node.number].ops[0].from_data and node.number not in self.copies:
                 runs.setdefault(node.device, []).append(at)
-        reads: dict[Node, list[tuple[int, int]]] = {}
-        for node in (node for node in position if node.kind == "C" and node.number in late):
-            after = [self.names[n] for n in self.after[self.number[node]]]
-            for first in (node, *late[node.number]):
-                reads.setdefault(first, []).extend((position[r], r.device) for r in after if r.kind in "FU")
-        found = False
-        for node, unsorted in reads.items():
-            readers = sorted(unsorted)
+        found, brought = False, (node for node in position if node.kind == "C" and node.number in late)
+        for node in dict.fromkeys(node for bring in brought for node in (bring, *late[bring.number])):
+            readers = sorted((position[reader], reader.device) for reader in self._followers(node))
             tensor = self.schedule.transfers[node.number].tensor if node.kind == "C" else ""
             ahead = self.graph.ahead.get(tensor, AHEAD)
             for device, at in {device: at for at, device in reversed(readers)}.items():
@@ -253,6 +248,11 @@ class Nodes:
                     self._edge(order[own[before]], node)
                     found = True
         return found
+
+    def _followers(self, node: Node) -> Iterator[Node]:
+        """Yield the work that waits for a node, past communication and orders."""
+        for after in (self.names[n] for n in self.after[self.number[node]]):
+            yield from self._followers(after) if after.kind in "CO" else (after,)
 
     def _copiers(self, transfer: Transfer) -> list[Node]:
         """Return the copies whose values a transfer brings to other devices."""

@@ -38,8 +38,8 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
             raise ScheduleError(explain(attempt.nodes, attempt.cycle, attempt.order))
         attempt = relaxed
     schedule, order = attempt.nodes.schedule, attempt.order
-    if attempt.nodes.bring_late(order):
-        order = sort(attempt.nodes)
+    late = sort(attempt.nodes) if attempt.nodes.bring_late(order) else order
+    order = late if len(late) == len(order) else order
     schedule.order = [n for n in order if n.kind != "O"]
     in_order = {name: tuple(op.name for op in graph.model.ops if op.name in ops) for name, ops in attempt.taken.items()}
     schedule.relaxations = tuple(Relaxation(name, ops) for name, ops in in_order.items())

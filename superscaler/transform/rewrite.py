@@ -59,7 +59,8 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """Read weights as they were one step ago, while the updates change the newest ones: PipeDream-2BW.
+    """Read the weights of ops, wherever they are read, as they were one step ago, while the updates change the newest
+    ones: PipeDream-2BW.
 
     y = f(x, w)  ->  y = f(x, w~1); d(w) += d.f(d(y)); w~1 = w; w = update(w, d(w))
     W(t+1) = W(t) - lr grad(W(t-1)), W(-1) = W(0)
@@ -69,21 +70,18 @@ class Stale:
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        names = {op.name for op in ops}
         updates = {op.inputs[0].tensor: op for op in model.ops if not op.is_forward and not op.is_write}
-        chosen = [op for op in model.ops if op.name in names or op.origin in names]
-        read = dict.fromkeys(o.tensor for op in chosen for o in op.inputs if o.tensor in updates)
+        read = dict.fromkeys(o.tensor for op in ops if op.is_forward for o in op.inputs if o.tensor in updates)
         if not read:
             raise TransformError("Stale needs ops that read the newest trained weights; none of these does.")
         older = {n: replace(model.tensors[n], name=f"{n}~1", kind="buffer", origin=n) for n in read}
-        known = {t.name for t in older.values()} & model.tensors.keys()
         tensors = {**model.tensors, **{t.name: t for t in older.values()}}
 
         def stale(op: Op) -> Op:
             inputs = tuple(replace(o, tensor=older[o.tensor].name) if o.tensor in older else o for o in op.inputs)
-            return replace(op, inputs=inputs) if op.name in names or op.origin in names else op
+            return replace(op, inputs=inputs) if op.is_forward else op
 
-        writes = (write_op(updates[n], tensor) for n, tensor in older.items() if tensor.name not in known)
+        writes = (write_op(updates[n], tensor) for n, tensor in older.items())
         return replace(model, tensors=tensors, ops=(*map(stale, model.ops), *writes))
 
 

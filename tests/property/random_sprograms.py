@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -228,16 +228,48 @@ class Author:
         if self.draw.random() < 0.7:
             ss.op_order(self.graph, self.graph.select(kind="I"), self.graph.select(kind="W"))
 
+    def copies(self) -> None:
+        """Let some ops read copies, placed on hosts or anywhere, and let some updates run on hosts."""
+        for _ in range(self.draw.choice([1, 2])):
+            readers = [op for op in self.graph.forward_ops if self.draw.random() < 0.3]
+            for parts in ss.op_trans(self.graph, readers, ss.Insert()) if readers else ():
+                if self.draw.random() < 0.6:
+                    ss.op_assign(self.graph, parts.op, "host")
+                elif self.draw.random() < 0.5:
+                    self.cut(parts.op, depth=self.draw.choice([0, 1, 2]))
+        updates = [op for op in self.graph.ops if not op.is_forward and self.draw.random() < 0.3]
+        if updates:
+            ss.op_assign(self.graph, updates, "host")
+
+    def stale(self) -> None:
+        """Read the weights of some ops one step stale."""
+        weights = {op.inputs[0].tensor for op in self.graph.ops if not (op.is_forward or op.is_write)}
+        share = self.draw.choice([0.3, 1.0])
+        readers = [op for op in self.graph.forward_ops if any(o.tensor in weights for o in op.inputs)]
+        chosen = [op for op in readers if self.draw.random() < share]
+        if chosen:
+            ss.op_trans(self.graph, chosen, ss.Stale())
+
+    def early(self) -> None:
+        """Update a weight before the backward of an op that comes before all that read it."""
+        trained = [op for op in self.graph.forward_ops if self.graph.twins.get(op.name, op).has_mirror]
+        updates = [op for op in self.graph.ops if not (op.is_forward or op.is_write)]
+        for update in self.draw.sample(updates, self.draw.choice([0, 1])):
+            reads = [op for op in trained if any(o.tensor == update.inputs[0].tensor for o in op.inputs)]
+            before = trained[: trained.index(reads[0])] if reads else []
+            if before:
+                ss.op_order(self.graph, update, self.graph.select(ops=[self.draw.choice(before)], kind="B"))
+
 
 def cuttable(op: Op) -> set[str]:
     return {index.factor for index in op.indices if index.mark != "frozen"}
 
 
 def random_sprogram(
-    seed: int, kind: str, apart: float | None = None, splits: bool = False
+    seed: int, kind: str, apart: float | None = None, more: Sequence[str] = ()
 ) -> Callable[[Graph, Cluster], None]:
-    """Return a random sProgram; with `apart` one that computes ops again (see `Author.recompute`), with `splits` one
-    that splits backwards.
+    """Return a random sProgram; with `apart` one that computes ops again (see `Author.recompute`), with the names of
+    `more` methods of `Author` one that does these, in any order.
     """
 
     def sprogram(graph: Graph, cluster: Cluster) -> None:
@@ -246,8 +278,8 @@ def random_sprogram(
         author.optimizers()
         author.orders()
         rewrites = [partial(author.recompute, apart)] if apart is not None else []
-        rewrites += [author.split] if splits else []
-        for rewrite in rewrites[:: -1 if seed % 2 else 1]:
+        rewrites += [getattr(author, name) for name in more]
+        for rewrite in author.draw.sample(rewrites, len(rewrites)):
             rewrite()
 
     return sprogram

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from superscaler.models import build
 from superscaler.verbs import Graph
 
 
-def check(graph: Graph, seeds: range, apart: float | None = None, splits: bool = False) -> None:
+def check(graph: Graph, seeds: range, apart: float | None = None, more: Sequence[str] = ()) -> None:
     found: Counter[str] = Counter()
     for seed in seeds:
         for kind in ("free", "layered"):
             cluster = ss.Cluster.local(1 + seed % 4)
             try:
-                plan = ss.compile(graph, random_sprogram(seed, kind, apart, splits), cluster)
+                plan = ss.compile(graph, random_sprogram(seed, kind, apart, more), cluster)
             except ScheduleError as error:
                 known = "op_order" in str(error) and ("cycle" in str(error) or "at the end of a step" in str(error))
                 found["refused" if known else str(error)] += 1
@@ -77,16 +78,31 @@ def test_what_is_computed_again_is_equal(model: str) -> None:
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_split_backwards_are_equal(model: str) -> None:
-    check(captured(model), range(10, 13), splits=True)
-    check(captured(model), range(10, 13), apart=0.4, splits=True)
+    check(captured(model), range(10, 13), more=("split",))
+    check(captured(model), range(10, 13), apart=0.4, more=("split",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(5))
 @pytest.mark.parametrize("model", list(MODELS))
 def test_many_more_split_backwards(model: str, block: int) -> None:
-    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), splits=True)
-    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), apart=0.4, splits=True)
+    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), more=("split",))
+    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), apart=0.4, more=("split",))
+
+
+REWRITES = ("split", "copies", "stale", "early")
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_all_rewrites_together_are_equal(model: str) -> None:
+    check(captured(model), range(20, 23), apart=0.4, more=REWRITES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(15))
+@pytest.mark.parametrize("model", list(MODELS))
+def test_many_more_rewrites_are_equal(model: str, block: int) -> None:
+    check(captured(model), range(3000 + 10 * block, 3010 + 10 * block), apart=0.4, more=REWRITES)
 
 
 @pytest.mark.slow
