@@ -182,9 +182,10 @@ class Writer:
         return self.names[number, slot.device, slot.item]
 
     def settle(self, number: int, owner: int) -> None:
-        """Wait on a device for what a transfer started there, as what it sends is about to change; updates wait for
-        messages and broadcasts themselves.
+        """Take what is left of a transfer, and wait on a device for what it started there: what it sends is about to
+        change. Updates wait for messages and broadcasts themselves.
         """
+        self.finish([number])
         for step in self.lowered(number).rounds[0]:
             if not isinstance(step, steps.Collective) or step.how.kind != "broadcast":
                 self._receive(number, step, owner)

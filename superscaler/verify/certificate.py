@@ -95,8 +95,8 @@ def _check_weights(program: Program, masks: Masks) -> None:
         if not op.is_write and not _tile(np.concatenate(counted[tensor]), whole):
             raise ScheduleError(f"the elements of {tensor} are not counted once each by the devices that hold them.")
         parts = np.unique(np.concatenate(held[tensor]), axis=0)
-        # Some devices may hold all, and others slices.
-        if op.is_write and not any(_tile(kind(parts), whole) for kind in (np.asarray, _outer)):
+        # Some devices may hold more, and others less.
+        if op.is_write and not (_tile(parts, whole) or _cover(parts, whole)):
             raise ScheduleError(f"the parts of {tensor} at rest are not the whole tensor.")
 
 
@@ -104,11 +104,13 @@ def _tile(boxes: Ints, whole: Ints) -> bool:
     return bool(is_tiled(Boxes.of(boxes[None]), whole).all())
 
 
-def _outer(boxes: Ints) -> Ints:
-    """Return boxes [boxes, slots, 2], all different, without those inside of others."""
-    inside = (boxes[:, None, :, 0] >= boxes[:, :, 0]) & (boxes[:, None, :, 1] <= boxes[:, :, 1])
-    found: Ints = boxes[inside.all(axis=2).sum(axis=1) == 1]
-    return found
+def _cover(boxes: Ints, whole: Ints) -> bool:
+    """Tell whether boxes [boxes, slots, 2], which may overlap, have every element of the whole [1, slots, 2]."""
+    bounds = [np.unique(ends) for ends in np.concatenate([boxes, whole]).swapaxes(0, 1)]
+    found = np.zeros([len(own) - 1 for own in bounds], dtype=bool)
+    for box in boxes:
+        found[tuple(slice(*np.searchsorted(own, ends)) for own, ends in zip(bounds, box, strict=True))] = True
+    return bool(found.all())
 
 
 def _check_loss(program: Program, masks: Masks) -> None:
