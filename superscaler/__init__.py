@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from superscaler.verbs import Insert as Insert
     from superscaler.verbs import Microbatch as Microbatch
     from superscaler.verbs import Recompute as Recompute
+    from superscaler.verbs import Regather as Regather
     from superscaler.verbs import Replicate as Replicate
     from superscaler.verbs import Save as Save
     from superscaler.verbs import Split as Split
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Graph", "Insert", "Microbatch", "Recompute", "Replicate", "Save", "Split", "SplitBackward", "Stale",
-    "ValueSplit", "op_assign", "op_order", "op_trans", "place", "sprogram",
+    "Graph", "Insert", "Microbatch", "Recompute", "Regather", "Replicate", "Save", "Split", "SplitBackward",
+    "Stale", "ValueSplit", "op_assign", "op_order", "op_trans", "place", "sprogram",
 )  # fmt: skip
 _HOMES = {
     "Cluster": "superscaler.cluster",

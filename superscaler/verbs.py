@@ -17,12 +17,12 @@ from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, ValueSplit
 from superscaler.transform.cut import cut
-from superscaler.transform.rewrite import Insert, Recompute, Rewrite, Save, SplitBackward, Stale, rewrite
+from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, Save, SplitBackward, Stale, rewrite
 
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Insert", "Microbatch", "Op", "Parts",
-    "Recompute", "Replicate", "Rewrite", "Save", "Split", "SplitBackward", "Stale", "ValueSplit", "Work", "op_assign",
-    "op_order", "op_trans", "place", "sprogram",
+    "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Split", "SplitBackward", "Stale", "ValueSplit", "Work",
+    "op_assign", "op_order", "op_trans", "place", "sprogram",
 ]  # fmt: skip
 
 P = ParamSpec("P")

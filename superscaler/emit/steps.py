@@ -192,6 +192,7 @@ class _Writer:
         given = [f'"{i.task}"', *([] if i.half == "weight" else [self.tuple_of(i.gradients)])]
         given += [f'"{_bits([n is not None for n in i.outputs])}"'] if i.half else []
         given += [f'"{_bits(i.wide)}"'] if any(i.wide) and i.half != "input" else []
+        given += [f"again={self.tuple_of(i.again)}"] if i.again else []
         return f"{left}rt.backward{i.half and '_'}{i.half}({', '.join(given)})"
 
     def _pairs(self, weights: Sequence[Value], values: Sequence[Value]) -> str:
@@ -211,6 +212,7 @@ class _Writer:
         draws, extra = partial(self._function(i).boxes_at, targets=RANDOM), ""
         if draws(i.at):
             extra = f", draws={self.number('draws', lambda j: (j.function, tuple(draws(j.at))))}"
+        extra += f", again={i.again}" if i.again else ""
         inputs = self.tuple_of(i.inputs)
         return f'{left}rt.forward("{i.task}", {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
 

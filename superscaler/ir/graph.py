@@ -113,7 +113,7 @@ class Op:
 
     `origin` is the op that a twin computes again, and `region` with what; `checkpoint` names the region of the model's
     own `torch.utils.checkpoint` that the op is in. Mirrors of ops with one `split` run together in two halves, first
-    for gradients of activations, then for those of weights.
+    for gradients of activations, then for those of weights. Ops with one `regather` keep no weights for their mirrors.
     """
 
     name: str
@@ -138,6 +138,7 @@ class Op:
     region: str = ""
     checkpoint: str = ""
     split: str = ""
+    regather: str = ""
 
     @property
     def is_write(self) -> bool:
@@ -297,7 +298,7 @@ def without_twins(model: Model) -> Model:
         if any(model.tensors[o.tensor].origin for o in inputs):
             inputs = tuple(replace(o, tensor=model.origin(o.tensor)) for o in inputs)
         mirrored = twins.get(op.name, op).has_mirror
-        return replace(op, region="", checkpoint="", split="", has_mirror=mirrored, inputs=inputs)
+        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=mirrored, inputs=inputs)
 
     kept = (op for op in model.ops if not (op.origin or op.is_copy))
     kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))

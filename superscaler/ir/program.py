@@ -122,7 +122,7 @@ class Load:
 class Forward:
     """Run a part of a segment: `function` on detached aliases of `inputs`. `at` has where the part starts, on each of
     the function's coordinates; `grads` tells which aliases want a gradient, `saved` the numbers of the outputs whose
-    gradients come back.
+    gradients come back. The numbers `again` are those of weights that are not kept, but given to the backward again.
     """
 
     task: Task
@@ -132,6 +132,7 @@ class Forward:
     grads: tuple[bool, ...]
     outputs: Writes
     saved: tuple[int, ...]
+    again: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class Backward:
     outputs: Annotated[tuple[Value | None, ...], Role.WRITE]
     wide: tuple[bool, ...] = ()
     half: str = ""
+    again: Reads = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from superscaler.ir.graph import MARKS, Factor, Index, Model, Op, Operand, Optim
 
 _MARK_OF = {shown: mark for mark, shown in MARKS.items() if shown}
 _REST = ("kind", "has_mirror", "module", "source", "flops", "from_data", "from_weights", "group", "linear", "passes",
-         "origin", "region", "checkpoint", "split")  # fmt: skip
+         "origin", "region", "checkpoint", "split", "regather")  # fmt: skip
 _DEFAULTS = {f.name: f.default for f in fields(Op)}
 
 

@@ -38,7 +38,7 @@ from superscaler.materialize.writer import Writer
 from superscaler.schedule.edges import Key
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.segments import Alias, Segment
-from superscaler.schedule.transfers import BACKWARD, FORWARD, Place
+from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, Place
 
 
 def materialize(schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None) -> Program:
@@ -115,6 +115,13 @@ class _Builder:
             read = segment.aliases if is_forward else segment.outputs if node.kind == segment.taking else ()
             kind = FORWARD if is_forward else BACKWARD
             yield from (Place(kind, node.number, node.key, n) for n in range(len(read)))
+            if node.kind == segment.taking:
+                yield from self._again(segment, node.key)
+
+    def _again(self, segment: Segment, key: Key) -> list[Place]:
+        """Return where a backward reads weights again."""
+        places = (Place(REGATHER, segment.number, key, number) for number in segment.again)
+        return [place for place in places if place in self.values.readers_of]
 
     def _forward(self, segment: Segment, node: Node) -> None:
         rank, key = node.device, node.key
@@ -127,7 +134,8 @@ class _Builder:
         saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
         grads = tuple(a.labels is not None for a in segment.aliases)
         function, start = self.functions.number(segment, at), self.functions.start(segment, at)
-        run = Forward(task(segment.number, key), function, start, inputs, grads, outputs, saved)
+        again = tuple(place.number for place in self._again(segment, key))
+        run = Forward(task(segment.number, key), function, start, inputs, grads, outputs, saved, again)
         self.code.write(rank, run)
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
@@ -158,7 +166,9 @@ class _Builder:
         made = {n: self._gradient(segment, key, n) for n, half in own.items() if half == kind}
         outputs, wide = tuple(map(made.get, own)), tuple(self._is_wide(segment.aliases[n].tensor) for n in own)
         half = "" if len(halves) == 1 else "input" if kind == segment.taking else "weight"
-        self.code.write(node.device, Backward(task(segment.number, key), gradients, outputs, wide, half))
+        again = [self.values.value(place) for place in self._again(segment, key)]
+        weights = tuple(name for name in again if name is not None)
+        self.code.write(node.device, Backward(task(segment.number, key), gradients, outputs, wide, half, weights))
         for number, output in made.items():
             if output is not None:
                 self.values.made(Place(BACKWARD, segment.number, key, number), output, node.device)

@@ -5,8 +5,8 @@ sharding). A weight is cut on its largest index that `shard` divides, unevenly w
 
 stage 1  a weight and its optimizer state rest in slices, and are gathered for the forward until the backward is done
 stage 2  so, and under accumulation (`microbatches`) the gradients of each microbatch are added up in slices
-stage 3  so, and the forward ops of all blocks but the last `keep` are computed again in the backward (`Recompute`, one
-         region a block): their weights are freed after the forward and gathered again, activations are not kept
+stage 3  so, and weights of blocks are gathered again for the backward: all blocks but the last `keep` are computed again
+         (`Recompute`, one region a block), those keep activations (`Regather`)
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from superscaler.verbs import (
     Microbatch,
     Op,
     Recompute,
+    Regather,
     Replicate,
     Split,
     op_assign,
@@ -47,13 +48,12 @@ def zero(graph: Graph, cluster: Cluster, stage: int = 1, shard: int = 0, microba
         for cut in cuts:
             parts = op_trans(graph, parts, cut)
         op_assign(graph, parts, devices)
-    for block in graph.blocks[: len(graph.blocks) - keep] if stage == 3 else ():
-        op_trans(graph, block.ops, Recompute())
+    for left, block in zip(range(len(graph.blocks), 0, -1), graph.blocks if stage == 3 else (), strict=False):
+        op_trans(graph, block.ops, Regather() if left <= keep else Recompute())
 
 
 def _slice(op: Op, count: int) -> Split | Replicate:
     sizes = {i.factor: op.indices[at].size for i in op.indices if (at := op.find(i.factor)) is not None}
     _, size, factor = max(((size % count == 0, size, f) for f, size in sizes.items()), default=(False, 0, ""))
-    if size < count:
-        return Replicate(count)
-    return Split(factor, sizes=tuple((k + 1) * size // count - k * size // count for k in range(count)))
+    parts = tuple((k + 1) * size // count - k * size // count for k in range(count))
+    return Split(factor, sizes=parts) if size >= count else Replicate(count)

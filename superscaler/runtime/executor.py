@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from superscaler.runtime import buckets, functional, halves
 from superscaler.runtime.communicator import Communicator, Work
 from superscaler.runtime.copies import Copies
+from superscaler.runtime.regather import Dropped, drop
 from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
@@ -54,6 +55,7 @@ class Rank:
         self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
         self._tapes: dict[str, tuple[list[GradientEdge | None], list[Tensor]]] = {}
         self._rests: dict[str, tuple[list[Tensor], halves.Rest]] = {}
+        self._dropped: dict[str, Dropped] = {}
         self._early: list[tuple[str, Tensor]] = []
 
     @property
@@ -81,12 +83,20 @@ class Rank:
         grads: str,
         saved: Sequence[int],
         draws: int | None = None,
+        again: Sequence[int] = (),
     ) -> tuple[Tensor, ...]:
-        """Run a segment on detached aliases; keep what its backward needs under `tag`. Returns detached outputs."""
+        """Run a segment on detached aliases; keep what its backward needs under `tag`, but for the inputs `again`, with
+        which it goes on. Returns detached outputs.
+        """
         aliases = [x.detach().requires_grad_() if g == "1" else x.detach() for x, g in zip(inputs, grads, strict=True)]
         extra = () if draws is None else (self.random(draws),)
-        with torch.set_grad_enabled("1" in grads):
+        weights = [aliases[n] for n in again]
+        dropped = Dropped(weights) if again else None
+        with torch.set_grad_enabled("1" in grads), dropped.hooks() if dropped else nullcontext():
             outputs = function(*aliases, *extra)
+        if dropped is not None:
+            self._dropped[tag] = dropped
+            drop(weights)
         if "1" in grads:
             wanted = [a for a in aliases if a.requires_grad]
             # Where gradients come in, without the outputs: these may be freed before.
@@ -97,11 +107,16 @@ class Rank:
             self.watch("F", tag, inputs, made)
         return made
 
-    def backward(self, tag: str, gradients: Sequence[Tensor | None], wide: str = "") -> tuple[Tensor, ...]:
+    def backward(
+        self, tag: str, gradients: Sequence[Tensor | None], wide: str = "", again: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
         """Return the gradients of a segment's aliases, given those of its saved outputs (None: nobody read them).
 
-        Those with a 1 in `wide` are float32: they are added up before they are used.
+        Those with a 1 in `wide` are float32: they are added up before they are used. `again` are the weights that the
+        forward has not kept.
         """
+        if again:
+            self._dropped.pop(tag).give(again)
         edges, aliases = self._tapes.pop(tag)
         found = halves.grad(_given(edges, gradients), list(map(get_gradient_edge, aliases)))
         result = _filled(aliases, found, "1" * len(aliases), wide)

@@ -12,7 +12,7 @@ from itertools import product
 
 from superscaler.schedule.edges import Key
 from superscaler.schedule.segments import Segment
-from superscaler.schedule.transfers import BACKWARD, Place, Transfer
+from superscaler.schedule.transfers import BACKWARD, REGATHER, Place, Transfer
 
 Work = tuple[str, int, Key]
 Visit = tuple[str, int, int]
@@ -28,7 +28,7 @@ def maker_of(segments: Sequence[Segment], place: Place) -> Work:
 
 def reader_of(segments: Sequence[Segment], place: Place) -> Work:
     """Return the work that reads what is at a place."""
-    kind = segments[place.segment].taking if place.kind == BACKWARD else place.kind
+    kind = segments[place.segment].taking if place.kind in (BACKWARD, REGATHER) else place.kind
     return kind, place.segment, place.key
 
 

@@ -77,6 +77,7 @@ class Segment:
     aliases: tuple[Alias, ...] = ()
     outputs: tuple[Output, ...] = ()
     row_of: dict[str, Ints] = field(default_factory=dict)
+    again: tuple[int, ...] = ()
 
     @property
     def has_mirror(self) -> bool:
@@ -191,7 +192,7 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     """Return for each op in which orders, region and split it takes part, and how: equal ones may share a segment."""
     found: dict[str, set[Hashable]] = {}
     for op in graph.model.ops:
-        found[op.name] = {(op.region, bool(op.origin), op.split, op.is_copy)}
+        found[op.name] = {(op.region, bool(op.origin), op.split, op.regather, op.is_copy)}
     for number, order in enumerate(graph.orders):
         for side, group in enumerate((order.before, order.after)):
             for name, paths in group.members:
@@ -208,6 +209,8 @@ def _segment(edges: Edges, number: int, position: int, ops: tuple[Op, ...]) -> S
         at = {key: row for row, key in enumerate(edges.rows[op.name].keys)}
         segment.row_of[op.name] = np.array([at[key] for key in keys], dtype=np.int64)
     segment.aliases = _aliases(edges, segment)
+    if ops[0].regather and segment.has_mirror:
+        segment.again = tuple(n for n, alias in enumerate(segment.aliases) if alias.tensor in edges.homes)
     return segment
 
 

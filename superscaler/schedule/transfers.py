@@ -20,15 +20,15 @@ from superscaler.schedule.cover import Held, Wanted
 from superscaler.schedule.edges import Edges, Key, Port
 from superscaler.schedule.segments import Alias, Segment, root
 
-FORWARD, BACKWARD, UPDATE = "F", "B", "U"
+FORWARD, BACKWARD, UPDATE, REGATHER = "F", "B", "U", "G"
 
 
 class Place(NamedTuple):
     """An end of a transfer: output or alias `number` of segment instance (`segment`, `key`), or a weight at rest.
 
     kind F: an output of the forward, or an alias that the forward reads; B: the gradient of an alias that a backward
-    makes, or of an output that it reads; U: the part `key` of the optimizer op that `segment` stands for: the weight at
-    rest, and the gradient or the new value that it reads.
+    makes, or of an output that it reads; G: an alias that the backward reads again; U: the part `key` of the optimizer
+    op that `segment` stands for: the weight at rest, and the gradient or the new value that it reads.
     """
 
     kind: str
@@ -119,6 +119,9 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
             found += _move(edges, tensor, FORWARD, [made], taken, joins) if taken else []
             taken = []
+        for read in (read for read in reads.get(tensor, []) if read[1] in read[0].again):
+            for at in sorted({key[1] for key in read[0].keys}):
+                found += _move(edges, tensor, FORWARD, [made], [_alias(edges, *read, at, REGATHER)], joins)
         gradient = addends.pop(model.gradient(tensor), [])
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
             parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
@@ -134,7 +137,7 @@ def _apart(readers: Reads, is_late: bool, is_at_rest: bool) -> list[tuple[Reads,
     found: dict[str, Reads] = {}
     for read in readers:
         found.setdefault(read[0].region if is_late else "", []).append(read)
-    is_again = is_at_rest and any(found)
+    is_again = is_at_rest and (any(found) or any(number in segment.again for segment, number, _ in readers))
     microbatches = sorted({key[1] for segment, *_ in readers for key in segment.keys}) if is_again else [None]
     return [(some, at) for some in found.values() for at in microbatches] or [([], None)]
 
@@ -195,11 +198,13 @@ def _side(edges: Edges, outputs: Mapping[str, tuple[Segment, int]], port: Port) 
     return Side(port, range(len(places)), edges.held(*port) if is_made else edges.wanted(*port), places)
 
 
-def _alias(edges: Edges, segment: Segment, number: int, alias: Alias, microbatch: int | None) -> Side:
+def _alias(
+    edges: Edges, segment: Segment, number: int, alias: Alias, microbatch: int | None, kind: str = FORWARD
+) -> Side:
     """Return who reads an alias in one microbatch, or in all."""
     keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
     own = np.flatnonzero((keys[:, 1] == microbatch) | (microbatch is None))
-    places = [(Place(FORWARD, segment.number, segment.keys[at], number),) for at in own.tolist()]
+    places = [(Place(kind, segment.number, segment.keys[at], number),) for at in own.tolist()]
     wanted = Wanted(alias.lo[own], alias.hi[own], keys[own, 0], keys[own, 1])
     return Side(alias.uses[0], alias.keys_at[own].tolist(), wanted, places)
 

@@ -31,9 +31,10 @@ class Recompute:
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        again = next((op for op in ops if op.region), None)
+        again = next((op for op in ops if op.region or op.regather), None)
         if again is not None:
-            raise TransformError(f"Recompute of {again.name} is asked for twice; leave it out of one of them.")
+            other = " and Regather are asked for" if again.regather else " is asked for twice"
+            raise TransformError(f"Recompute of {again.name}{other}; leave it out of one of them.")
         chosen = _needed(ops)
         if not chosen:
             raise TransformError("Recompute needs ops that have a backward; none of these do.")
@@ -94,6 +95,28 @@ def write_op(update: Op, version: PTensor) -> Op:
 
 
 @dataclass(frozen=True, slots=True)
+class Regather:
+    """Bring weights that rest elsewhere again for the backward, instead of keeping them from the forward on: ZeRO-3
+    without a second forward.
+
+    y = f(x, w); d(x), d(w) += d.f(d(y))  ->  y = f(x, w), keep x; bring w again; d(x), d(w) += d.f(d(y), w)
+
+    All ops of one `op_trans` are one region. It is about weights that an op reads as they rest: casts of them are kept.
+    """
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        chosen = [op for op in ops if op.is_forward and not op.from_data]
+        wrong = next((op for op in chosen if op.region or op.split or op.regather), None)
+        if wrong is not None:
+            what = "computed again" if wrong.region else "split" if wrong.split else "regathered"
+            raise TransformError(f"Regather of {wrong.name}, which is {what} already; leave it out of one of them.")
+        if not any(op.has_mirror for op in chosen):
+            raise TransformError("Regather needs ops that have a backward; none of these do.")
+        marked = {op.name: replace(op, regather=chosen[0].name) for op in chosen}
+        return replace(model, ops=tuple(marked.get(op.name, op) for op in model.ops))
+
+
+@dataclass(frozen=True, slots=True)
 class SplitBackward:
     """Split the backward of ops into I, the gradients of activations, and W, those of weights.
 
@@ -105,9 +128,10 @@ class SplitBackward:
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        again = next((op for op in ops if op.split), None)
+        again = next((op for op in ops if op.split or op.regather), None)
         if again is not None:
-            raise TransformError(f"SplitBackward of {again.name} is asked for twice; leave it out of one of them.")
+            other = " and Regather are asked for" if again.regather else " is asked for twice"
+            raise TransformError(f"SplitBackward of {again.name}{other}; leave it out of one of them.")
         names = {op.name for op in ops if op.is_forward}
         chosen = [op for op in model.ops if op.name in names or op.origin in names]
         if not any(op.has_mirror for op in chosen):

@@ -152,9 +152,13 @@ class Passes:
         if tape is None or (tape.kept is None) == (i.half == "weight"):
             ran = "first half" if i.half == "weight" else "forward"
             raise Refusal(f"has no {ran} that ran before it and kept what it needs.")
-        if any(c.is_stale for c in tape.inputs):
+        count = len(i.gradients)
+        for n, content in zip(tape.run.again, read[count:], strict=True) if i.half != "weight" else ():
+            assert content is not None
+            self._given(tape.function, n, content, tape.at)
+        if any(c.is_stale for n, c in enumerate(tape.inputs) if n not in tape.run.again):
             raise Refusal("needs a weight that is updated already.")
-        first, addends = tape.kept or (i, self._addends(tape, i, read))
+        first, addends = tape.kept or (i, self._addends(tape, i, read[:count]))
         if first is not i and any(None not in pair for pair in zip(first.outputs, i.outputs, strict=True)):
             raise Refusal("makes a gradient that its first half has made.")
         if i.half == "input":

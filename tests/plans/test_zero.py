@@ -28,6 +28,7 @@ def elements(graph: ss.Graph, inside: str = "") -> int:
     [
         ("gpt2:size=tiny,layers=3", "zero:stage=3,keep=1", 8),
         ("llama:size=tiny", "zero:stage=3,shard=2,microbatches=2", 4),
+        ("gpt2:size=tiny", "zero:stage=3,keep=2,microbatches=2", 2),
         ("gpt2:size=tiny", "zero:stage=2,microbatches=4", 2),
         ("mixtral:size=tiny", "zero:stage=3", 4),
         ("mbart:size=tiny", "zero:stage=1,shard=2", 8),

@@ -1,0 +1,106 @@
+"""Weights at rest in slices are gathered again for the backward, without a second forward: equal, and soon gone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+import superscaler as ss
+from superscaler.errors import ScheduleError, TransformError
+from superscaler.ir.program import Backward, Collective, Forward, Free, Program, Value, Wait
+from superscaler.models import build
+from superscaler.plans import resolve
+from superscaler.verify.certificate import check_program
+
+SProgram = Callable[[ss.Graph, ss.Cluster], Any]
+
+
+def library(spec: str) -> ss.Graph:
+    built = build(spec)
+    return ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-2))
+
+
+def regathered(plan: str) -> SProgram:
+    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        resolve(plan)(graph, cluster)
+        for block in graph.blocks:
+            ss.op_trans(graph, block.ops, ss.Regather())
+
+    return sprogram
+
+
+@pytest.mark.parametrize(
+    "spec", ["gpt2:size=tiny,layers=4", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny"]
+)
+def test_weights_brought_again_change_no_number(spec: str) -> None:
+    graph = library(spec)
+    for plan, world in (("zero:stage=1", 2), ("zero:stage=1,shard=2", 4), ("single", 1), ("tensor_parallel", 2)):
+        found = ss.compile(graph, regathered(plan), f"local:{world}").verify()
+        assert found["equal"], (plan, found["first_difference"])
+
+
+def test_gathers_are_made_again_late_and_freed_early() -> None:
+    graph = library("gpt2:size=tiny,layers=4")
+    plain, again = (
+        ss.compile(graph, plan, "local:2") for plan in (resolve("zero:stage=1"), regathered("zero:stage=1"))
+    )
+    inside = 4 * sum(prod(t.shape) for t in graph.model.parameters() if ".h." in t.name)
+    assert again.compiled.program.bytes_moved == plain.compiled.program.bytes_moved + inside
+    code = again.compiled.program.devices[0].instructions
+    assert sum(isinstance(i, Forward) and any(i.grads) for i in code) == sum(isinstance(i, Backward) for i in code)
+    alive: set[Value] = set()
+    most = 0
+    for i in code:
+        if isinstance(i, Collective) and i.kind == "all_gather":
+            alive.update(i.works)
+        elif isinstance(i, Wait) and i.work in alive:
+            alive.add(i.out)
+        elif isinstance(i, Free):
+            alive.difference_update(i.names)
+        most = max(most, len({found[1] for value in alive if (found := re.search(r"_h_(\d)_", str(value)))}))
+    assert most == 2
+
+
+def test_each_microbatch_brings_them_again() -> None:
+    graph = library("gpt2:size=tiny,batch=8")
+    plan = ss.compile(graph, regathered("zero:stage=2,microbatches=2"), "local:2")
+    found = plan.verify()
+    assert found["equal"], found["first_difference"]
+    code = plan.compiled.program.devices[0].instructions
+    gathered = [i for i in code if isinstance(i, Collective) and i.kind == "all_gather"]
+    inside = [work for i in gathered for work in i.works if "_h_" in str(work)]
+    assert len(inside) == 2 * 2 * sum(".h." in t.name for t in graph.model.parameters())
+
+
+def test_another_weight_than_the_forward_had_is_refused() -> None:
+    program = ss.compile(library("gpt2:size=tiny"), regathered("zero:stage=1"), "local:2").compiled.program
+
+    def changed(i: Backward) -> Backward:
+        return replace(i, again=(*i.again[1:], i.again[0]))
+
+    def check(change: Callable[[Backward], Backward]) -> None:
+        code = program.devices[0].instructions
+        at = next(n for n, i in enumerate(code) if isinstance(i, Backward) and i.again)
+        last = change(code[at])  # type: ignore[arg-type]
+        device = replace(program.devices[0], instructions=(*code[:at], last, *code[at + 1 :]))
+        check_program(Program(program.model, program.functions, (device, *program.devices[1:])))
+
+    check(lambda i: i)
+    with pytest.raises(ScheduleError):
+        check(changed)
+    with pytest.raises(ScheduleError):
+        check(lambda i: replace(i, again=()))
+
+
+def test_what_is_computed_again_or_split_is_not_regathered_too() -> None:
+    for one, other in ((ss.Regather, ss.Recompute), (ss.Recompute, ss.Regather), (ss.Regather, ss.SplitBackward)):
+        graph = library("mlp").copy()
+        ss.op_trans(graph, graph.forward_ops, one())
+        with pytest.raises(TransformError, match=r"test_regather.py:\d+: .* leave it out of one of them"):
+            ss.op_trans(graph, graph.forward_ops, other())
