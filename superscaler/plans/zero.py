@@ -5,7 +5,7 @@ sharding). A weight is cut on its largest index that `shard` divides, unevenly w
 
 stage 1  a weight and its optimizer state rest in slices, and are gathered for the forward until the backward is done
 stage 2  so, and under accumulation (`microbatches`) the gradients of each microbatch are added up in slices
-stage 3  so, and weights of blocks are gathered again for the backward: all blocks but the last `keep` are computed again
+stage 3  so, and weights of blocks are gathered again for the backward: all but the last `keep` are computed again then
          (`Recompute`, one region a block), those keep activations (`Regather`)
 """
 

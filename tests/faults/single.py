@@ -333,7 +333,7 @@ def _of_weights(program: Program, device: Device) -> Found:
             where = ".".join(map(str, path))
             if isinstance(value, bool):
                 change = turned(lambda w, p=path: put(w, p, lambda x: not x))
-                yield "weight flag", f"{told}: {where} is {not value}", change
+                yield "weight host" if path[0] == "host" else "weight flag", f"{told}: {where} is {not value}", change
             elif isinstance(value, int) and path[0] != "name":
                 for by in (-1, 1):
                     change = turned(lambda w, p=path, by=by: put(w, p, lambda x: x + by))
