@@ -250,6 +250,12 @@ class Author:
         if chosen:
             ss.op_trans(self.graph, chosen, ss.Stale())
 
+    def regather(self) -> None:
+        """Bring the weights of some ops again for their backward."""
+        chosen = [op for op in self.graph.forward_ops if self.draw.random() < 0.6]
+        if any(op.has_mirror and not op.from_data for op in chosen):
+            ss.op_trans(self.graph, chosen, ss.Regather())
+
     def early(self) -> None:
         """Update a weight before the backward of an op that comes before all that read it."""
         trained = [op for op in self.graph.forward_ops if self.graph.twins.get(op.name, op).has_mirror]

@@ -96,6 +96,7 @@ REWRITES = ("split", "copies", "stale", "early")
 @pytest.mark.parametrize("model", list(MODELS))
 def test_all_rewrites_together_are_equal(model: str) -> None:
     check(captured(model), range(20, 23), apart=0.4, more=REWRITES)
+    check(captured(model), range(20, 23), more=("regather", *REWRITES[1:]))
 
 
 @pytest.mark.slow
@@ -103,6 +104,7 @@ def test_all_rewrites_together_are_equal(model: str) -> None:
 @pytest.mark.parametrize("model", list(MODELS))
 def test_many_more_rewrites_are_equal(model: str, block: int) -> None:
     check(captured(model), range(3000 + 10 * block, 3010 + 10 * block), apart=0.4, more=REWRITES)
+    check(captured(model), range(3000 + 10 * block, 3010 + 10 * block), more=("regather", *REWRITES[1:]))
 
 
 @pytest.mark.slow
