@@ -62,6 +62,8 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
     when a split does not divide, a required factor is missing, or a part was already replaced.
     """
     where = _where(graph)
+    if isinstance(algorithm, type):
+        raise InputError(f"op_trans at {where} needs an algorithm, not its class; write {algorithm.__name__}(...).")
     if isinstance(algorithm, Rewrite):
         return rewrite(graph, _ops(graph, target, where), algorithm, where)
     if not isinstance(algorithm, Algorithm):

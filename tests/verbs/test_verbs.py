@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from chains import chain
@@ -11,7 +12,7 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError, ScheduleError, TransformError
 from superscaler.ir.transformed import Graph
-from superscaler.verbs import Microbatch, Replicate, Split, op_assign, op_order, op_trans, place
+from superscaler.verbs import Microbatch, Recompute, Replicate, Split, op_assign, op_order, op_trans, place
 
 
 def test_an_unassigned_op_is_named() -> None:
@@ -32,6 +33,13 @@ def test_a_wrong_number_of_devices_is_refused() -> None:
     parts = op_trans(graph, graph.op("mul0"), Split("batch", 2))
     with pytest.raises(InputError, match="has 2 parts, but 3 devices"):
         op_assign(graph, parts, [0, 1, 2])
+
+
+@pytest.mark.parametrize("algorithm", [Split, Recompute])
+def test_a_class_in_the_place_of_an_algorithm_is_refused(algorithm: Any) -> None:
+    graph = chain()
+    with pytest.raises(InputError, match=rf"needs an algorithm, not its class; write {algorithm.__name__}\(\.\.\.\)"):
+        op_trans(graph, graph.op("mul0"), algorithm)
 
 
 def test_microbatches_of_an_update_leave_its_parts() -> None:
