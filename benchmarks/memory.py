@@ -9,7 +9,7 @@ second step. The numbers are those of rank 0, in MB, measured / by formula (- wh
 states     weights at rest and their optimizer state: 12 bytes a parameter, / shard where these are cut
 weights    the most of gathered weights at once: all; with blocks computed again two blocks, and what is outside them
 gradients  what the first of two microbatches leaves behind: 4 bytes a parameter; / shard where each microbatch is
-           reduced, and with two buckets on their way (at most 25 MB each)
+           reduced
 blocks     what the blocks keep until the backward: with blocks computed again, the input of each: 4 x batch x sequence
            x hidden bytes
 peak       the most of all that a step makes: without states
