@@ -25,7 +25,7 @@ from step_time import batch_at, gpt2, local_step, optimizer_of
 # Plan, whether the peer's blocks are in checkpoints, whether it frees weights after the forward.
 ROWS = {
     "stage3": ("zero:stage=3", True, True),
-    "stage3_keep": ("zero:stage=3", False, True),
+    "stage3_keep": ("zero:stage=3,keep=1000", False, True),
     "stage1": ("zero", False, False),
 }
 
