@@ -222,9 +222,9 @@ def _kept_places(grid: Grid, kept: set[int]) -> list[list[int]]:
 def _restricted_group(graph: Graph, group: Group, kept: set[int]) -> Group:
     """Return a group without the parts that are not at the first places; of a line all or none are in it."""
 
-    def moved(grid: Grid, path: Address) -> Address | None:
+    def moved(grid: Grid, all_places: Sequence[Sequence[int]], path: Address) -> Address | None:
         ((level, cell),) = path
-        places = _kept_places(grid, kept)[:level]
+        places = all_places[:level]
         where = np.unravel_index(cell, [len(axis.sizes) for axis in grid.axes[:level]])
         if not all(int(c) in own for c, own in zip(where, places, strict=True)):
             return None
@@ -233,6 +233,8 @@ def _restricted_group(graph: Graph, group: Group, kept: set[int]) -> Group:
 
     members = []
     for name, paths in group.members:
-        found = tuple(path for path in (moved(graph.grids[name], path) for path in paths) if path is not None)
+        grid = graph.grids[name]
+        places = _kept_places(grid, kept) if paths else []
+        found = tuple(path for path in (moved(grid, places, path) for path in paths) if path is not None)
         members += [(name, found)] if found or not paths else []
     return replace(group, members=tuple(members))

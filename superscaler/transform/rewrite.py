@@ -31,10 +31,7 @@ class Recompute:
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        again = next((op for op in ops if op.region or op.regather), None)
-        if again is not None:
-            other = " and Regather are asked for" if again.regather else " is asked for twice"
-            raise TransformError(f"Recompute of {again.name}{other}; leave it out of one of them.")
+        _check_once("Recompute", [op for op in ops if op.region or op.regather])
         chosen = _needed(ops)
         if not chosen:
             raise TransformError("Recompute needs ops that have a backward; none of these do.")
@@ -128,10 +125,7 @@ class SplitBackward:
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        again = next((op for op in ops if op.split or op.regather), None)
-        if again is not None:
-            other = " and Regather are asked for" if again.regather else " is asked for twice"
-            raise TransformError(f"SplitBackward of {again.name}{other}; leave it out of one of them.")
+        _check_once("SplitBackward", [op for op in ops if op.split or op.regather])
         names = {op.name for op in ops if op.is_forward}
         chosen = [op for op in model.ops if op.name in names or op.origin in names]
         if not any(op.has_mirror for op in chosen):
@@ -197,6 +191,13 @@ def recompute_checkpoints(graph: Graph) -> None:
         graph.rewrite(_with_twins(graph.model, regions))
         names = (op.name for ops in regions for op in ops)
         graph.journal += [Entry("op_trans", name, "Recompute()", "the model's own checkpoint") for name in names]
+
+
+def _check_once(algorithm: str, taken: Sequence[Op]) -> None:
+    """Raise TransformError for ops of which an algorithm has been asked already, or Regather."""
+    if taken:
+        other = " and Regather are asked for" if taken[0].regather else " is asked for twice"
+        raise TransformError(f"{algorithm} of {taken[0].name}{other}; leave it out of one of them.")
 
 
 def _needed(ops: Sequence[Op]) -> list[Op]:

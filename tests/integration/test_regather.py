@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -13,10 +12,11 @@ import torch
 
 import superscaler as ss
 from superscaler.errors import ScheduleError, TransformError
-from superscaler.ir.program import Backward, Collective, Forward, Free, Program, Value, Wait
+from superscaler.ir.program import Backward, Collective, Forward, Program
 from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.verify.certificate import check_program
+from tests.integration.test_recompute import blocks_at_once
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 
@@ -54,17 +54,7 @@ def test_gathers_are_made_again_late_and_freed_early() -> None:
     assert again.compiled.program.bytes_moved == plain.compiled.program.bytes_moved + inside
     code = again.compiled.program.devices[0].instructions
     assert sum(isinstance(i, Forward) and any(i.grads) for i in code) == sum(isinstance(i, Backward) for i in code)
-    alive: set[Value] = set()
-    most = 0
-    for i in code:
-        if isinstance(i, Collective) and i.kind == "all_gather":
-            alive.update(i.works)
-        elif isinstance(i, Wait) and i.work in alive:
-            alive.add(i.out)
-        elif isinstance(i, Free):
-            alive.difference_update(i.names)
-        most = max(most, len({found[1] for value in alive if (found := re.search(r"_h_(\d)_", str(value)))}))
-    assert most == 2
+    assert blocks_at_once(again.compiled.program) == 2
 
 
 def test_each_microbatch_brings_them_again() -> None:
