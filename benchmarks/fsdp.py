@@ -13,14 +13,13 @@ stage1     `zero`, and fully_shard(reshard_after_forward=False): weights are gat
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from step_time import batch_at, gpt2, local_step, optimizer_of
+from step_time import batch_at, gpt2, local_step, optimizer_of, row
 
 # Plan, whether the peer's blocks are in checkpoints, whether it frees weights after the forward.
 ROWS = {
@@ -97,10 +96,7 @@ def main() -> None:
     print(f"{'':12} {'ours':>8} {'peer':>8} {'ours/peer':>10} {'range':>15}")
     for name in options.only.split(","):
         pairs = measure(name, options.steps)
-        ratios = sorted(a / b for a, b in pairs)
-        ours, other = statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
-        spread = f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
-        print(f"{name:12} {ours:8.3f} {other:8.3f} {statistics.median(ratios):10.3f} {spread:>15}", flush=True)
+        print(row(f"{name:12}", pairs), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import weakref
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from live import Live
 
 import superscaler as ss
 from superscaler.artifact import initial_values
@@ -91,28 +88,6 @@ PLANS: dict[str, tuple[int, int, bool, str | SProgram]] = {
     "ZeRO-3, accumulation": (4, 4, True, "zero:stage=3,microbatches=2"),
     "hybrid 2 x 2, stage 3": (4, 2, False, "zero:stage=3,shard=2"),
 }
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that are made inside, and the most there were at once; not those of `before`."""
-
-    def __init__(self, before: list[Tensor]) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.known = weakref.WeakSet[Any](x.untyped_storage() for x in before)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
-            if storage not in self.known:
-                self.known.add(storage)
-                self._add(storage.nbytes())
-                weakref.finalize(storage, self._add, -storage.nbytes())
-        return out
-
-    def _add(self, count: int) -> None:
-        self.live += count
-        self.peak = max(self.peak, self.live)
 
 
 def measure(plan: Plan) -> dict[str, float]:

@@ -15,14 +15,12 @@ import os
 import statistics
 import tempfile
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from live import Live
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import superscaler as ss
 from superscaler.plans import resolve
@@ -53,28 +51,6 @@ def split(graph: ss.Graph, cluster: ss.Cluster) -> None:
 def last(graph: ss.Graph, cluster: ss.Cluster) -> None:
     split(graph, cluster)
     ss.op_order(graph, graph.select(kind="I"), graph.select(kind="W"))
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that are made inside, and the most there were at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
-            if storage not in self.known:
-                self.known.add(storage)
-                self._add(storage.nbytes())
-                weakref.finalize(storage, self._add, -storage.nbytes())
-        return out
-
-    def _add(self, count: int) -> None:
-        self.live += count
-        self.peak = max(self.peak, self.live)
 
 
 def around(step: Any, names: tuple[str, ...], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

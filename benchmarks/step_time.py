@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,14 @@ def measure(name: str, steps: int) -> list[tuple[float, float]]:
     return [(float(a), float(b)) for a, b in (line.split() for line in lines)]
 
 
+def row(name: str, pairs: Sequence[tuple[float, float]]) -> str:
+    """Return the medians of our and the peer's seconds, and of their ratios, with the range of these."""
+    ratios = sorted(a / b for a, b in pairs)
+    ours, peer = statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+    spread = f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
+    return f"{name} {ours:8.3f} {peer:8.3f} {statistics.median(ratios):10.3f} {spread:>15}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
@@ -212,10 +220,7 @@ def main() -> None:
     print(f"{'plan':18} {'ours':>8} {'peer':>8} {'ours/peer':>10} {'range':>15}")
     for name in options.only.split(","):
         pairs = measure(name, options.steps)
-        ratios = sorted(a / b for a, b in pairs)
-        ours, peer = statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
-        spread = f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
-        print(f"{name:18} {ours:8.3f} {peer:8.3f} {statistics.median(ratios):10.3f} {spread:>15}", flush=True)
+        print(row(f"{name:18}", pairs), flush=True)
 
 
 if __name__ == "__main__":
