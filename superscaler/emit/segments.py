@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superscaler.emit.expressions import Local, draw, expression, ranges
 from superscaler.ir.graph import RANDOM, Model, Op, Operand, draw_number
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
 from superscaler.ir.text import unique
+from superscaler.ops.expressions import Local, draw, expression, ranges
 
 HEAD = '''"""The segments of this plan: what runs on a device between two communications. Written by superscaler."""
 

@@ -29,7 +29,6 @@ from superscaler.frontend.export import examples, export
 from superscaler.frontend.flops import flops
 from superscaler.frontend.gradients import depends, remove_idle_detaches, with_gradient
 from superscaler.frontend.infer import Indexed, Inference, infer
-from superscaler.frontend.linear import with_linearity
 from superscaler.frontend.naming import name_factors
 from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
@@ -37,6 +36,7 @@ from superscaler.frontend.segments import Segments, cut_segments
 from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, read, reads, shape_of, target_of
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref, TensorKind, common_module
 from superscaler.ir.text import unique
+from superscaler.ops.linear import with_linearity
 from superscaler.timing import without_garbage_collection
 
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from superscaler.frontend.notation import Dim, Signature
-from superscaler.frontend.recipes import Site
 from superscaler.frontend.rules import signature
-from superscaler.frontend.spans import Span, leaves, unify
 from superscaler.frontend.trace import Trace, outputs, reads, shape_of, target_of
 from superscaler.ir.graph import Mark
+from superscaler.ops.notation import Dim, Signature
+from superscaler.ops.spans import Span, leaves, unify
 
 Slots = tuple[int | None, ...]
 
@@ -57,7 +56,7 @@ def infer(trace: Trace) -> Inference:
 
 def _instantiate(found: Inference, call: Node) -> tuple[Node, Signature, dict[str, Span]]:
     """Give a call fresh indices, and unify them with what its operands already are."""
-    rule, is_known = signature(Site(call))
+    rule, is_known = signature(call)
     if not is_known:
         found.unsupported[target_of(call)] += 1
     spans = {letter: Span(rule.sizes[letter]) for letter in rule.marks}

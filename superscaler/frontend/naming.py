@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from superscaler.frontend.gradients import depends
 from superscaler.frontend.infer import Inference
-from superscaler.frontend.spans import Span
 from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
 from superscaler.ir.graph import TensorKind
+from superscaler.ops.spans import Span
 
 Words = list[str]
 _ATTENTION = ("aten.scaled_dot_product_attention.default", "ss.attention_dropout")

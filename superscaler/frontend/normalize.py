@@ -15,7 +15,6 @@ from superscaler.frontend.trace import (
     Steps,
     Trace,
     argument,
-    aten,
     dtype_of,
     outputs,
     place_of,
@@ -23,6 +22,7 @@ from superscaler.frontend.trace import (
     shape_of,
     target_of,
 )
+from superscaler.ops.rules import aten
 
 _ATEN = torch.ops.aten
 _PRODUCTS = aten(True, "linear mm bmm matmul mv scaled_dot_product_attention")

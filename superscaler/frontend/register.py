@@ -20,9 +20,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.library import Library, infer_schema
 
 from superscaler.errors import InputError
-from superscaler.frontend.notation import check as check_notation
-from superscaler.frontend.notation import operand_dims
 from superscaler.frontend.trial import Example, Sizes, Trial
+from superscaler.ops.notation import check as check_notation
+from superscaler.ops.notation import operand_dims
 from superscaler.specs.registered import REGISTERED, Registered
 from superscaler.specs.user_file import root_of
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from superscaler.errors import CaptureError
 from superscaler.frontend.checkpoints import mark_of
 from superscaler.ir.graph import TensorKind
 from superscaler.ir.text import unique
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -175,11 +173,6 @@ def op_name(node: Node) -> str:
 def place_of(node: Node) -> str:
     """Return the line or the module of a call, for messages."""
     return str(node.meta.get("source") or node.meta.get("module") or "the model")
-
-
-def aten(value: T, names: str) -> dict[str, T]:
-    """Return a table that has this value for these operators; one without an overload means `.default`."""
-    return {f"aten.{name}" if "." in name else f"aten.{name}.default": value for name in names.split()}
 
 
 def read(exported: ExportedProgram, canonical: Mapping[str, str]) -> Trace:

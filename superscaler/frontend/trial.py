@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from superscaler.errors import InputError
-from superscaler.frontend.notation import operand_dims
 from superscaler.frontend.proof import Failure, ops_of, prove, record
-from superscaler.frontend.recipes import Site
 from superscaler.frontend.rules import signature
 from superscaler.frontend.trace import reads
+from superscaler.ops.notation import operand_dims
 from superscaler.specs.registered import Registered
 
 Sizes = Mapping[str, int]
@@ -168,7 +167,7 @@ def _value(parameter: Any, operands: Iterator[Tensor]) -> Any:
 
 def _told(failure: Failure, node: Node) -> str:
     """Return how parts differ from the whole, in the letters of the notation."""
-    letters = list(signature(Site(node))[0].marks)
+    letters = list(signature(node)[0].marks)
     cuts = " and ".join(f"{letters[i]} is cut in {' + '.join(map(str, sizes))}" for i, sizes in failure.cut.items())
     return f"{f'when {cuts}, ' if cuts else ''}{failure.tensor} {failure.difference}".rstrip(".")
 

@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 from superscaler.compiler import Compiled
-from superscaler.emit.expressions import ranges
 from superscaler.ir.mask import extents
 from superscaler.ir.program import (
     FIELDS,
@@ -36,6 +35,7 @@ from superscaler.ir.program import (
     writes,
 )
 from superscaler.ir.spmd import Folded
+from superscaler.ops.expressions import ranges
 
 Change = Callable[[Device], Device]
 Path = tuple[str | int, ...]

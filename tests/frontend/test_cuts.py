@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from superscaler.emit.expressions import Local, expression
 from superscaler.frontend.capture import Captured, capture
 from superscaler.ir.graph import Model, Op, Operand
+from superscaler.ops.expressions import Local, expression
 from superscaler.runtime import functional
 from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import Block, Contractions, Mlp, Regrouped

@@ -7,8 +7,8 @@ import pytest
 from superscaler.errors import InputError
 from superscaler.frontend import rules
 from superscaler.frontend.capture import capture
-from superscaler.frontend.notation import check, resolve
-from superscaler.frontend.rules import RULES
+from superscaler.ops.notation import check, resolve
+from superscaler.ops.rules import RULES
 from tests.frontend.examples import gpt2, llama, tokens
 from tests.frontend.test_cuts import small_models
 

@@ -8,35 +8,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
-import torch
-from torch.fx import Node
-
-from superscaler.frontend.notation import Shape
-from superscaler.frontend.spans import Span, leaves, unify
-from superscaler.frontend.trace import argument, dtype_of, outputs, reads, shape_of, target_of
+from superscaler.ops.notation import Shape
+from superscaler.ops.spans import Span, leaves, unify
 
 
+@dataclass(frozen=True, slots=True)
 class Site:
     """One call with the shapes of its tensor operands, in the order of its arguments, and of its results.
 
     `masks` are the operands that are bool: as indices, they stand for other elements than numbers do.
     """
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.args: Sequence[Any] = node.args
-        self.operator: Any = node.target
-        self.target = target_of(node)
-        self.ins = tuple(shape_of(x) for x in reads(node))
-        self.outs = tuple(shape_of(x) for x in outputs(node))
-        self.masks = frozenset(k for k, x in enumerate(reads(node)) if dtype_of(x) == torch.bool)
+    target: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    ins: tuple[Shape, ...]
+    outs: tuple[Shape, ...]
+    masks: frozenset[int]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        return argument(self.node, position, name, default)
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
     @property
     def letters(self) -> list[str]:

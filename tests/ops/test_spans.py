@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from superscaler.frontend.notation import frozen, resolve
-from superscaler.frontend.spans import Span, leaves, unify
+from superscaler.ops.notation import frozen, resolve
+from superscaler.ops.spans import Span, leaves, unify
 
 
 def spans(*sizes: int) -> list[Span]:

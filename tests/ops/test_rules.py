@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from superscaler.emit.expressions import TABLE, Local, draw, expression
-from superscaler.frontend import linear, recipes
 from superscaler.frontend.normalize import normalize
 from superscaler.frontend.proof import Run, ops_of, prove, record
-from superscaler.frontend.recipes import Recipe
-from superscaler.frontend.rules import RULES
 from superscaler.frontend.trace import Trace
 from superscaler.ir.graph import RANDOM, Mark, Op, PTensor
 from superscaler.ir.mask import Box
+from superscaler.ops import linear, recipes
+from superscaler.ops.expressions import TABLE, Local, draw, expression
+from superscaler.ops.recipes import Recipe
+from superscaler.ops.rules import RULES
 from superscaler.runtime import functional
-from tests.frontend.samples import FROZEN, SAMPLES, Draw, Sample
+from tests.ops.samples import FROZEN, SAMPLES, Draw, Sample
 
 Case = tuple[Op, dict[str, PTensor], list[Tensor], Run]
 
