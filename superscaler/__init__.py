@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from superscaler.runtime.weights import load_weights as load_weights
     from superscaler.verbs import Graph as Graph
     from superscaler.verbs import Insert as Insert
+    from superscaler.verbs import Mesh as Mesh
     from superscaler.verbs import Microbatch as Microbatch
     from superscaler.verbs import Recompute as Recompute
     from superscaler.verbs import Regather as Regather
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from superscaler.verbs import Save as Save
     from superscaler.verbs import Split as Split
     from superscaler.verbs import SplitBackward as SplitBackward
+    from superscaler.verbs import Stage as Stage
     from superscaler.verbs import Stale as Stale
     from superscaler.verbs import ValueSplit as ValueSplit
     from superscaler.verbs import op_assign as op_assign
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Graph", "Insert", "Microbatch", "Recompute", "Regather", "Replicate", "Save", "Split", "SplitBackward",
-    "Stale", "ValueSplit", "op_assign", "op_order", "op_trans", "place", "sprogram",
+    "Graph", "Insert", "Mesh", "Microbatch", "Recompute", "Regather", "Replicate", "Save", "Split", "SplitBackward",
+    "Stage", "Stale", "ValueSplit", "op_assign", "op_order", "op_trans", "place", "sprogram",
 )  # fmt: skip
 _HOMES = {
     "Cluster": "superscaler.cluster",

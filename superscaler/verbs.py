@@ -9,20 +9,21 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import numpy as np
 
-from superscaler.cluster import Cluster, Device
+from superscaler.cluster import Cluster, Device, Mesh
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.parts import HOSTS, Ints
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
-from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, ValueSplit
+from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, Stage, ValueSplit
 from superscaler.transform.cut import cut
+from superscaler.transform.place import leaves, spread
 from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, Save, SplitBackward, Stale, rewrite
 
 __all__ = [
-    "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Insert", "Microbatch", "Op", "Parts",
-    "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Split", "SplitBackward", "Stale", "ValueSplit", "Work",
-    "op_assign", "op_order", "op_trans", "place", "sprogram",
+    "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op",
+    "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Split", "SplitBackward", "Stage", "Stale",
+    "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "place", "sprogram",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -95,8 +96,13 @@ def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op]:
     return [graph.op(item.name if isinstance(item, Op) else item.op.name) for item in items]
 
 
-def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Device | int] | Any) -> None:
-    """Place parts on a device, or (an array that broadcasts against their shape) on one device each.
+def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Device | int] | Mesh | Any) -> None:
+    """Place parts on a device, on a mesh, or (an array that broadcasts against their shape) on one device each.
+
+    On a mesh (`cluster.mesh(dp=2, tp=4)`) a part is where its cuts along named axes say: part 1 of
+    `Split("batch", 2, axis="dp")` is at dp 1. Several cuts along one axis count as one, the outer first. Along an axis
+    that does not cut them parts are replicated, as `Replicate` does; so these are new parts. Cuts without a name are on
+    one device together. Raises InputError where the cuts along an axis are not as many as its devices.
 
     Backward and optimizer ops follow their forward ops unless they are assigned themselves. `device.host` is the memory
     of the CPU beside a device, where copies (`Insert`) and updates can be, with the weights and their optimizer state;
@@ -106,19 +112,27 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
     if isinstance(device, str):
         _to_hosts(graph, target, device, where)
         return
-    devices = _device_ids(where, device)
+    devices = _device_ids(where, device.devices if isinstance(device, Mesh) else device)
     for item in _items(target, where):
-        parts = graph.parts(item) if isinstance(item, Op) else item
-        parts.check()
-        try:
-            parts.grid.place(parts.cells, devices)
-        except ValueError:
-            raise InputError(
-                f"op_assign at {where}: {parts.op.name} has {parts.cells.size} parts, but {devices.size} devices "
-                "were given; give one device, or one for each part."
-            ) from None
-        graph.hosted.discard(parts.op.name)
-        graph.journal.append(Entry("op_assign", parts.op.name, f"{parts.cells.size} parts", where))
+        if not isinstance(device, Mesh):
+            _put(graph, _parts(graph, item), devices, where)
+            continue
+        for leaf in leaves(graph, item) if isinstance(item, Op) else [item]:
+            parts, numbers = spread(graph, leaf, device, where)
+            _put(graph, parts, devices[numbers], where)
+
+
+def _put(graph: Graph, parts: Parts, devices: Ints, where: str) -> None:
+    parts.check()
+    try:
+        parts.grid.place(parts.cells, devices)
+    except ValueError:
+        raise InputError(
+            f"op_assign at {where}: {parts.op.name} has {parts.cells.size} parts, but {devices.size} devices "
+            "were given; give one device, or one for each part."
+        ) from None
+    graph.hosted.discard(parts.op.name)
+    graph.journal.append(Entry("op_assign", parts.op.name, f"{parts.cells.size} parts", where))
 
 
 def _to_hosts(graph: Graph, target: Target, device: str, where: str) -> None:
@@ -133,7 +147,7 @@ def place(
     graph: Graph,
     parameter: str | PTensor,
     parts: Algorithm | Sequence[Algorithm] | Parts,
-    devices: Device | int | Sequence[Device | int] | Any,
+    devices: Device | int | Sequence[Device | int] | Mesh | Any,
     ahead: int | None = None,
 ) -> Parts:
     """Cut and place a weight at rest, with its optimizer state: the parts of its optimizer op.

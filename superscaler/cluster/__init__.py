@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from superscaler.cluster.cluster import Cluster, Device
 from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Link, Links
+from superscaler.cluster.mesh import Mesh
 
-__all__ = ["LINKS", "LOCAL", "PRESETS", "Cluster", "Device", "DeviceKind", "Link", "Links"]
+__all__ = ["LINKS", "LOCAL", "PRESETS", "Cluster", "Device", "DeviceKind", "Link", "Links", "Mesh"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Links
+from superscaler.cluster.mesh import Mesh
 from superscaler.cluster.seconds import Wiring, least, lines
 from superscaler.errors import InputError, unknown
 
@@ -128,6 +129,10 @@ class Cluster:
         if found is None:
             raise InputError(f"cluster '{spec}' has no servers x devices; write {name}:SERVERSxDEVICES, as {name}:4x8.")
         return cls.preset(name, int(found[1]), int(found[2]))
+
+    def mesh(self, **sizes: int) -> Mesh:
+        """Return all devices along named axes, the outer first, as `cluster.mesh(dp=2, tp=4)`. See `Mesh`."""
+        return Mesh(sizes, self.devices)
 
     @property
     def hosts(self) -> tuple[Device, ...]:

@@ -36,6 +36,9 @@ class Axis:
 
     With `value`, a set of inputs, the replicas share out the addends of these inputs: each reads some of them, and
     their results add up to the value.
+
+    `name` is the axis of a mesh along which `op_assign` places the parts, all of them at the place `at` if it is given.
+    What is placed does not depend on them: axes that differ in nothing else are equal.
     """
 
     index: int | None
@@ -43,6 +46,8 @@ class Axis:
     mirror: Mirror = "copy"
     is_microbatch: bool = False
     value: tuple[int, ...] = ()
+    name: str = field(default="", compare=False, repr=False)
+    at: int | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ from superscaler.ir.parts import Axis, Mirror
 class Algorithm(Protocol):
     """What `op_trans` applies: a name for the journal, and the axis that it adds to a part with `sizes` (per index)."""
 
-    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis: ...
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis: ...
 
 
 # Parts of one op: more than any cluster has devices and any step has microbatches.
@@ -26,16 +26,19 @@ MOST_PARTS = 2**24
 class Replicate:
     """Make `parts` equal copies. `mirror` says whether their backward ops `copy` (each reads the whole gradient) or
     `route` (each reads what its own readers send); the default is route for ops that depend on weights only.
+    `axis` names the axis of a mesh along which `op_assign` places them.
     """
 
     parts: int
     mirror: Mirror | None = None
+    axis: str = field(default="", repr=False)
 
-    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         check_parts(self.parts, op)
         if self.mirror not in (None, "copy", "route"):
             raise TransformError(f"Replicate of {op.name}: {unknown('mirror', str(self.mirror), ['copy', 'route'])}")
-        return Axis(None, (1,) * self.parts, self.mirror or ("route" if op.from_weights else "copy"))
+        mirror = self.mirror or ("route" if op.from_weights else "copy")
+        return Axis(None, (1,) * self.parts, mirror, name=self.axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +46,17 @@ class Split:
     """Cut one index of a factor into `parts` equal parts, or into parts of the given `sizes`.
 
     An op without the factor, or that cannot be cut on it, is replicated instead; with `required` it is an error. A
-    scalar op that is linear in a sum over the factor (a scaled loss) splits that value.
+    scalar op that is linear in a sum over the factor (a scaled loss) splits that value. `axis` names the axis of a mesh
+    along which `op_assign` places the parts.
     """
 
     factor: str
     parts: int = 0
     sizes: tuple[int, ...] = ()
     required: bool = False
+    axis: str = field(default="", repr=False)
 
-    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         index = op.find(self.factor)
         count = self.parts or len(self.sizes)
         check_parts(count, op)
@@ -62,14 +67,14 @@ class Split:
             )
         passed = dict(op.passes).get(self.factor)
         if index is None and passed is not None:
-            return Axis(None, (1,) * count, value=passed)
+            return Axis(None, (1,) * count, value=passed, name=self.axis)
         if index is None:
             if self.required:
                 held = any(i.factor == self.factor for i in op.indices)
                 why = "cannot be cut on that factor (no rule allows it)" if held else "has no such factor"
                 raise TransformError(f"Split('{self.factor}') is required, but {op.name} ({op.target}) {why}.")
-            return Replicate(count).axis(op, sizes)
-        return Axis(index, self._sizes(op, sizes[index]))
+            return Replicate(count, axis=self.axis).cut(op, sizes)
+        return Axis(index, self._sizes(op, sizes[index]), name=self.axis)
 
     def _sizes(self, op: Op, extent: int) -> tuple[int, ...]:
         where = f"{op.name} ({op.module or op.target})"
@@ -99,8 +104,9 @@ class ValueSplit:
 
     parts: int
     operand: int = 0
+    axis: str = field(default="", repr=False)
 
-    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         check_parts(self.parts, op)
         group = next((g for g in op.linear if self.operand in g), None)
         if group is None:
@@ -108,7 +114,7 @@ class ValueSplit:
                 f"ValueSplit({self.parts}, operand={self.operand}): {op.name} ({op.target}) is not linear in that "
                 f"input; it is in {', '.join(map(str, op.linear)) or 'none'}."
             )
-        return Axis(None, (1,) * self.parts, value=group)
+        return Axis(None, (1,) * self.parts, value=group, name=self.axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +127,22 @@ class Microbatch:
     parts: int
     factor: str = "batch"
 
-    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
-        axis = Split(self.factor, self.parts).axis(op, sizes)
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+        axis = Split(self.factor, self.parts).cut(op, sizes)
         return replace(axis, is_microbatch=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Leave parts whole, at place `number` (from 0) along an axis of a mesh: one stage of a pipeline."""
+
+    number: int
+    axis: str
+
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+        if not isinstance(self.number, Integral) or self.number < 0:
+            raise TransformError(f"{op.name} cannot be at stage {self.number!r} of {self.axis}; give 0, 1, 2, ...")
+        return Axis(None, (1,), name=self.axis, at=self.number)
 
 
 def check_parts(parts: int, op: Op) -> None:

@@ -51,7 +51,7 @@ def _axis(op: Op, algorithm: Algorithm, sizes: tuple[int, ...], where: str) -> A
     """Return the axis that an algorithm, anybody's, makes of a part. Raises TransformError for one that loses elements,
     computes something else, or is none.
     """
-    axis = algorithm.axis(op, sizes)
+    axis = algorithm.cut(op, sizes)
     wrong = _wrong(op, axis, sizes)
     if wrong:
         raise TransformError(f"op_trans at {where}: {type(algorithm).__name__} of {op.name} ({op.target}) {wrong}")
@@ -62,7 +62,7 @@ def _axis(op: Op, algorithm: Algorithm, sizes: tuple[int, ...], where: str) -> A
 def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
     """Return what an axis may not do to a part with these sizes, and what to do instead; '' where it may."""
     if not isinstance(axis, Axis):
-        return f"gives {axis!r}; its method axis must return an Axis."
+        return f"gives {axis!r}; its method cut must return an Axis."
     listed = axis.sizes if isinstance(axis.sizes, tuple | list) else ()
     if not listed or not all(isinstance(size, Integral) and size >= 1 for size in listed):
         return f"makes parts of sizes {axis.sizes}; give one or more, each an integer of at least 1."

@@ -184,7 +184,7 @@ class Author:
             self.nest(op, parts, extents)
 
     def cut(self, op: Op, parts: Parts, extents: list[int], algorithm: Algorithm) -> tuple[Parts, list[int]]:
-        axis = algorithm.axis(op, tuple(extents))
+        axis = algorithm.cut(op, tuple(extents))
         if axis.index is not None:
             size = axis.sizes[0] if len(set(axis.sizes)) == 1 else 1
             extents = [size if i == axis.index else e for i, e in enumerate(extents)]

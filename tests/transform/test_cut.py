@@ -71,7 +71,7 @@ class Own:
 
     made: object
 
-    def axis(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         return self.made  # type: ignore[return-value]
 
 
@@ -90,7 +90,7 @@ class Own:
         (Axis(None, (1, 1), value=(0,)), r"addends of inputs \(0,\); the op is linear in: none"),
         (Axis(0, (4, 4), value=(0,)), "cuts index 0 .* do one after the other"),
         (Axis(None, (1, 1), "rout"), "unknown mirror 'rout'"),
-        ((0, (4, 4)), "gives .*; its method axis must return an Axis"),
+        ((0, (4, 4)), "gives .*; its method cut must return an Axis"),
     ],
 )
 def test_what_an_own_algorithm_makes_is_checked(made: object, message: str) -> None:

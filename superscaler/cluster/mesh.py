@@ -1,0 +1,63 @@
+"""`Mesh`: devices along named axes, so that a plan says what each axis cuts and never counts devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from superscaler.errors import InputError, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Devices, or their numbers, along named axes, the outer axis first. One size may be -1: what the others leave.
+
+    Raises InputError, with both numbers, unless the product of the sizes is the number of devices.
+
+    >>> mesh = Mesh({"pp": 2, "dp": -1}, range(6))
+    >>> str(mesh), mesh.sizes["dp"], mesh.at(pp=1).devices
+    ('pp=2,dp=3', 3, (3, 4, 5))
+    """
+
+    sizes: Mapping[str, int]
+    devices: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        sizes, devices = dict(self.sizes), tuple(self.devices)
+        free = [name for name, size in sizes.items() if size == -1]
+        wrong = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
+        if wrong[1:] or wrong != free:
+            raise InputError(f"mesh {self}: every size must be at least 1, and one may be -1: what the others leave.")
+        taken = prod(size for size in sizes.values() if size > 0)
+        if free and len(devices) % taken:
+            counts = ", ".join(str(n) for n in range(1, len(devices) + 1) if len(devices) % n == 0)
+            raise InputError(f"mesh {self}: {taken} does not divide the {len(devices)} devices; choose of {counts}.")
+        sizes.update(dict.fromkeys(free, len(devices) // taken))
+        if prod(sizes.values()) != len(devices):
+            raise InputError(
+                f"mesh {self} needs {taken} devices, but there are {len(devices)}; make the two numbers equal."
+            )
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "devices", devices)
+
+    def at(self, **places: int) -> Mesh:
+        """Return the devices at some places, numbered from 0, along some axes: a mesh of the other axes.
+
+        Raises InputError for an axis or a place that the mesh does not have.
+        """
+        for name, place in places.items():
+            if name not in self.sizes:
+                raise InputError(f"mesh {self}: {unknown('axis', name, self.sizes)}")
+            if not 0 <= place < self.sizes[name]:
+                raise InputError(f"mesh {self} has places 0 to {self.sizes[name] - 1} along {name}, but not {place}.")
+        numbers = np.arange(len(self.devices)).reshape(tuple(self.sizes.values()))
+        chosen = numbers[tuple(places.get(name, slice(None)) for name in self.sizes)]
+        rest = {name: size for name, size in self.sizes.items() if name not in places}
+        return Mesh(rest, [self.devices[n] for n in chosen.reshape(-1).tolist()])
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.sizes.items())

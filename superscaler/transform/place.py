@@ -1,0 +1,86 @@
+"""Parts on a mesh: where along its named axes each part is, from the names that algorithms gave the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from superscaler.cluster import Mesh
+from superscaler.errors import InputError, unknown
+from superscaler.ir.graph import Op
+from superscaler.ir.parts import Axis, Grid, Ints, covers
+from superscaler.ir.transformed import Graph, Parts
+from superscaler.transform.algorithms import Replicate
+from superscaler.transform.cut import cut
+
+
+def leaves(graph: Graph, op: Op) -> list[Parts]:
+    """Return handles on all parts of an op as they are now: one, unless it was cut irregularly."""
+    return list(_leaves(graph.parts(op)))
+
+
+def _leaves(parts: Parts) -> Iterator[Parts]:
+    children = parts.grid.children
+    own = np.setdiff1d(parts.cells, list(children)) if children else parts.cells
+    if own.size:
+        yield Parts(parts.op, parts.grid, parts.prefix, own, parts.level)
+    for cell, child in children.items():
+        shape = [len(a.sizes) for a in child.axes]
+        cells = np.arange(prod(shape)).reshape(shape)
+        yield from _leaves(Parts(parts.op, child, (*parts.prefix, (parts.level, cell)), cells, len(shape)))
+
+
+def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, Ints]:
+    """Return parts with replicas along the axes of a mesh that do not cut them, and the number on the mesh of each."""
+    parts.check()
+    op, sizes = parts.op, mesh.sizes
+    named = {axis.name for axis, _ in _above(graph, parts) if axis.name}
+    for name in (name for name in named if name not in sizes):
+        raise InputError(
+            f"op_assign at {where}: {op.name} is cut along {name}, but {unknown('axis of the mesh', name, sizes)}"
+        )
+    for name in (name for name in sizes if name not in named):
+        parts = cut(graph, parts, Replicate(sizes[name], axis=name), where)
+    places: dict[str, tuple[int, Ints]] = {}
+    for axis, at in _above(graph, parts):
+        count, place = places.get(axis.name, (1, np.array(0)))
+        width = sizes.get(axis.name, 1) if axis.at is not None else len(axis.sizes)
+        places[axis.name] = count * width, place * width + (at if axis.at is None else axis.at)
+    for name, size in sizes.items():
+        count, place = places[name]
+        if count != size:
+            raise InputError(
+                f"op_assign at {where}: {op.name} is cut into {count} along {name}, but the mesh is {mesh}; "
+                "make the two numbers equal."
+            )
+        if place.max() >= size:
+            raise InputError(
+                f"op_assign at {where}: {op.name} is at stage {place.max()} of {name}, but the mesh is {mesh}; "
+                f"choose 0 to {size - 1}."
+            )
+    number = np.array(0)
+    for name, size in sizes.items():
+        number = number * size + places[name][1]
+    # All parts in the shape of their grid, along whose axes the numbers repeat.
+    shape = parts.grid.devices.shape
+    return (replace(parts, cells=parts.cells.reshape(shape)) if covers(parts.cells, prod(shape)) else parts), number
+
+
+def _above(graph: Graph, parts: Parts) -> Iterator[tuple[Axis, Ints]]:
+    """Yield the axes of the grids above parts and of their own, outer first, each with their coordinates along it."""
+    grid: Grid = graph.grids[parts.op.name]
+    for _, cell in parts.prefix:
+        yield from _along(grid, np.array(cell))
+        grid = grid.children[cell]
+    yield from _along(grid, parts.cells)
+
+
+def _along(grid: Grid, cells: Ints) -> Iterator[tuple[Axis, Ints]]:
+    """Yield the axes of a grid with the coordinates of cells: of all cells with length 1 along the other axes."""
+    shape = tuple(len(a.sizes) for a in grid.axes)
+    is_all = covers(cells, prod(shape))
+    found = np.ogrid[tuple(map(slice, shape))] if is_all else np.unravel_index(cells, shape) if shape else ()
+    return zip(grid.axes, found, strict=True)
