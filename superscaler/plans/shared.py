@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
+from collections.abc import Callable, Iterable
 from math import gcd, prod
 
 import numpy as np
 
-from superscaler.verbs import Cluster, Graph, InputError, Op, Replicate, Split, Work, op_order
+from superscaler.verbs import Block, Cluster, Graph, InputError, Op, Replicate, Split, Work, op_order
 
 
 def check_uses_all(cluster: Cluster, plan: str, **counts: int) -> None:
@@ -21,6 +23,32 @@ def check_uses_all(cluster: Cluster, plan: str, **counts: int) -> None:
             f"{plan}:{shown} needs {prod(counts.values())} devices, but the cluster has {devices}; "
             "make the two numbers equal."
         )
+
+
+def layers(graph: Graph) -> list[Block]:
+    """Return the blocks with a backward; where the modules that repeat inside one have most of its FLOPs, and several
+    products each, those instead (the layers of a stage of layers).
+    """
+    found: list[Block] = []
+    for block in graph.blocks:
+        inner: dict[str, list[Op]] = {}
+        for op in block.ops:
+            if own := re.match(rf"{re.escape(block.path)}\.(.*?\.)?\d+(?=\.|$)", op.module):
+                inner.setdefault(own[0], []).append(op)
+        inner = {path: ops for path, ops in inner.items() if sum(op.flops > 0 for op in ops) > 1}
+        is_most = 2 * sum(op.flops for ops in inner.values() for op in ops) > sum(op.flops for op in block.ops)
+        found += [Block(path, tuple(ops)) for path, ops in inner.items()] if is_most else [block]
+    return [block for block in found if any(op.has_mirror for op in block.ops)]
+
+
+def made_for(graph: Graph, core: Iterable[Op], is_own: Callable[[Op], bool]) -> list[Op]:
+    """Return ops, and those with `is_own` whose results only these read, and so on back to what others read, too."""
+    uses, inside = graph.model.uses(), {op.name for op in core}
+    for op in reversed(graph.forward_ops):
+        readers = [reader.name for o in op.outputs for reader, _ in uses[o.tensor]]
+        if readers and inside.issuperset(readers) and not op.from_data and is_own(op):
+            inside.add(op.name)
+    return [op for op in graph.forward_ops if op.name in inside]
 
 
 def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split | Replicate]]:

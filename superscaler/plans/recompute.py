@@ -1,0 +1,53 @@
+"""Data parallel, with parts of the model computed again in the backward instead of kept.
+
+what=block      each block: of it what it reads is kept
+what=full       so, and what is outside the blocks
+what=attention  products of activations with each other (attention), and what is made for them alone, back to the
+                products with weights before it: little to compute again, and large at long sequences
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from superscaler.plans.gradient_accumulation import gradient_accumulation
+from superscaler.plans.shared import layers, made_for
+from superscaler.verbs import Cluster, Graph, InputError, Op, Recompute, op_trans, sprogram
+
+
+@sprogram
+def recompute(graph: Graph, cluster: Cluster, what: str = "block", microbatches: int = 1) -> None:
+    regions = {"block": _blocks, "full": _full, "attention": _attention}
+    if what not in regions:
+        raise InputError(f"recompute:what={what}: choose {', '.join(regions)}.")
+    found = [ops for ops in regions[what](graph) if any(op.has_mirror for op in ops)]
+    if not found:
+        raise InputError(f"recompute:what={what}: the model has nothing of this kind to compute again.")
+    gradient_accumulation(graph, cluster, microbatches)
+    for ops in found:
+        op_trans(graph, ops, Recompute())
+
+
+def _blocks(graph: Graph) -> list[list[Op]]:
+    return [list(layer.ops) for layer in layers(graph)]
+
+
+def _full(graph: Graph) -> list[list[Op]]:
+    inside = {op.name for ops in _blocks(graph) for op in ops}
+    stretches = groupby(graph.forward_ops, lambda op: op.name in inside)
+    return [*_blocks(graph), *(list(ops) for is_inside, ops in stretches if not is_inside)]
+
+
+def _attention(graph: Graph) -> list[list[Op]]:
+    """Return a region for each product of activations that does not lead to another one alone."""
+    weights = {t.name for t in graph.model.parameters()}
+    weights |= {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
+
+    def is_own(op: Op) -> bool:
+        return not op.flops or weights.isdisjoint(o.tensor for o in op.inputs)
+
+    found: list[list[Op]] = []
+    for op in reversed(graph.forward_ops):
+        if op.flops and is_own(op) and not any(op in ops for ops in found):
+            found.append(made_for(graph, [op], is_own))
+    return found[::-1]

@@ -1,0 +1,106 @@
+"""Plans that save memory: equal to the model on any number of devices, and what they keep is what they say."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from chains import chain
+
+import superscaler as ss
+from superscaler.errors import PlanError
+from superscaler.ir.transformed import block_of
+from superscaler.models import build
+from superscaler.plan import Plan
+from superscaler.plans import resolve
+
+
+@functools.cache
+def captured(spec: str) -> ss.Graph:
+    built = build(spec)
+    return ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
+
+
+def compiled(spec: str, plan: str, devices: int) -> Plan:
+    return ss.compile(captured(spec), resolve(plan), f"local:{devices}")
+
+
+EQUAL = [
+    ("gpt2:size=tiny", "gradient_accumulation", 2),
+    ("llama:size=tiny", "gradient_accumulation:microbatches=2", 4),
+    ("mbart:size=tiny", "gradient_accumulation:microbatches=8", 1),
+    ("gpt2:size=tiny,dropout=0.1", "recompute:what=full,microbatches=2", 2),
+    ("swin:size=tiny", "recompute:what=block", 2),
+    ("llama:size=tiny", "recompute:what=attention", 4),
+    ("swin:size=tiny", "recompute:what=attention,microbatches=2", 1),
+    ("mbart:size=tiny", "recompute:what=attention", 2),
+    ("alphafold2:size=tiny,layers=1,passes=2", "recompute:what=block", 2),
+    ("gpt2:size=tiny", "swap", 1),
+    ("llama:size=tiny", "swap:what=optimizer", 2),
+    ("mbart:size=tiny", "swap:what=both,microbatches=2", 2),
+]
+
+
+@pytest.mark.parametrize(("spec", "plan", "devices"), EQUAL)
+def test_equal(spec: str, plan: str, devices: int) -> None:
+    found = compiled(spec, plan, devices).verify()
+    assert found["equal"], found
+
+
+REFUSED = [
+    ("gradient_accumulation:microbatches=3", 1, "microbatches=3 on each of 1 devices does not divide the batch of 8"),
+    (
+        "gradient_accumulation:microbatches=8",
+        2,
+        "microbatches=8 on each of 2 devices does not divide the batch of 8; choose a divisor of 4",
+    ),
+    ("gradient_accumulation:microbatches=0", 1, "microbatches=0 on each"),
+    ("recompute:what=blocks", 1, "recompute:what=blocks: choose block, full, attention."),
+    ("swap:what=state", 1, "swap:what=state: choose activations, optimizer, both."),
+]
+
+
+@pytest.mark.parametrize(("plan", "devices", "told"), REFUSED)
+def test_careless_options_are_told_in_one_line(plan: str, devices: int, told: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(told)) as error:
+        compiled("gpt2:size=tiny", plan, devices)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_attention_has_none_to_compute_again() -> None:
+    with pytest.raises(PlanError, match="recompute:what=attention: the model has nothing of this kind"):
+        ss.compile(chain(), resolve("recompute:what=attention"), "local:1")
+
+
+def regions(plan: Plan) -> dict[str, set[str]]:
+    """Return the modules of what is computed again, by block."""
+    found: dict[str, set[str]] = {}
+    for op in plan.compiled.graph.model.ops:
+        if op.origin:
+            found.setdefault(op.region, set()).add(op.module)
+    return found
+
+
+def test_layers_inside_a_stage_are_regions_of_their_own() -> None:
+    plan = compiled("swin:size=tiny", "recompute", 1)
+    paths = [re.findall(r"layers\.\d+\.blocks\.\d+", " ".join(modules)) for modules in regions(plan).values()]
+    assert sorted({path for found in paths for path in found}) == [
+        f"layers.{stage}.blocks.{number}" for stage in (0, 1) for number in (0, 1)
+    ]
+    assert all(len(set(found)) == 1 for found in paths)
+
+
+@pytest.mark.parametrize(
+    ("spec", "per_block"), [("gpt2:size=tiny", 1), ("mbart:size=tiny", 1.5), ("llama:size=tiny", 1)]
+)
+def test_attention_alone_computes_no_product_with_a_weight_again(spec: str, per_block: float) -> None:
+    plan = compiled(spec, "recompute:what=attention", 1)
+    graph = plan.compiled.graph
+    again = [op for op in graph.model.ops if op.origin]
+    products = [op for op in again if op.flops]
+    assert len(products) == per_block * len(graph.blocks)
+    assert {"attention" in op.target for op in products} == {True}
+    assert all(graph.model.tensors[o.tensor].kind == "activation" for op in products for o in op.inputs)
+    assert {block_of(op.module) for op in again} == {block.path for block in graph.blocks}
