@@ -229,12 +229,14 @@ class _Writer:
         if len(i.works) > 1:
             dims = {"all_gather": [way.take for way in i.ways], "reduce_scatter": [way.give for way in i.ways]}
             along = f", {tuple(dims[i.kind])}" if i.kind in dims else ""
+            along += f", {tuple(way.sizes for way in i.ways)}" if any(way.sizes for way in i.ways) else ""
             return f"{self.tuple_of(i.works)} = rt.{i.kind}_bucket(({', '.join(shown)}), {group}{along})"
         (work,), (way,) = i.works, i.ways
+        sizes = f", {way.sizes}" if way.sizes else ""
         extra = {
             "all_reduce": "",
-            "all_gather": f", {way.take}",
-            "reduce_scatter": f", {way.give}",
+            "all_gather": f", {way.take}{sizes}",
+            "reduce_scatter": f", {way.give}{sizes}",
             "all_to_all": f", {way.give}, {way.take}",
             "broadcast": f', {way.shape}, "{i.dtype}"',
         }[i.kind]

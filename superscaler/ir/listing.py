@@ -114,7 +114,8 @@ def _text(value: Any) -> str:
     if isinstance(value, Value | Task):
         return str(value)
     if isinstance(value, Way):
-        return _text(tuple(getattr(value, f.name) for f in fields(Way)))
+        # Few are uneven.
+        return _text(tuple(getattr(value, f.name) for f in fields(Way) if value.sizes or f.name != "sizes"))
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
     return f"[{', '.join(map(_text, value))}]" if isinstance(value, list) else repr(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 from superscaler.ir.graph import width
 from superscaler.ir.notes import Note, Path
@@ -76,4 +75,4 @@ def _started(i: Instruction, rank: int) -> Iterator[tuple[Note, str, str, tuple[
             yield note, "copies", "to_host" if i.to_host else "to_device", (rank, rank), 1, i.bytes
     elif isinstance(i, Collective):
         for note, way in zip(i.notes, i.ways, strict=True):
-            yield note, "collective", i.kind, i.group, len(i.ways), prod(way.view) * width(i.dtype)
+            yield note, "collective", i.kind, i.group, len(i.ways), way.elements * width(i.dtype)

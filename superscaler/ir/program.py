@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from math import prod
 from typing import Annotated, NamedTuple, get_type_hints
 
 from superscaler.ir.graph import Model, Op
@@ -188,7 +189,8 @@ class Accumulate:
 @dataclass(frozen=True, slots=True)
 class Way:
     """How one tensor goes through a collective: `take` is the slot that is gathered, `give` the one that is scattered
-    (-1: none); the source has `view` in slots and shape `local`, the result `shape`.
+    (-1: none); the source has `view` in slots and shape `local`, the result `shape`. `sizes` are those of the chunks of
+    that slot, in order of the group, where they are uneven: all are padded to the largest.
     """
 
     view: Shape
@@ -196,12 +198,20 @@ class Way:
     give: int
     local: Shape
     shape: Shape
+    sizes: Shape = ()
+
+    @property
+    def elements(self) -> int:
+        """Return how many elements of its source travel, padding included."""
+        slot = max(self.take, self.give)
+        chunks = 1 if self.take >= 0 else len(self.sizes)
+        return prod(self.view) // self.view[slot] * max(self.sizes) * chunks if self.sizes else prod(self.view)
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
     """Start a collective over `group` (its k-th device owns the k-th chunk) of one tensor, or of several that travel as
-    one, flattened and joined; `works` become the handles to wait on. `bytes` is what the sources weigh.
+    one, flattened and joined; `works` become the handles to wait on. `bytes` is what the sources weigh, padded.
     """
 
     kind: str

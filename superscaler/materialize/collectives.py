@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from superscaler.ir.mask import Box
 from superscaler.ir.spmd import Fold
@@ -13,12 +13,15 @@ from superscaler.schedule.transfers import Transfer
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A collective over `group` in chunk order; `take` is the slot that is gathered, `give` the one scattered."""
+    """A collective over `group` in chunk order; `take` is the slot that is gathered, `give` the one scattered, `sizes`
+    the elements of its chunks where these are uneven.
+    """
 
     kind: str
     group: tuple[int, ...]
     take: int = -1
     give: int = -1
+    sizes: tuple[int, ...] = ()
 
 
 # Why a transfer is that collective.
@@ -31,11 +34,16 @@ REASONS = {
 }
 
 
+# How often more elements a collective of uneven chunks may move than there are: all are padded to the largest.
+MOST_PADDING = 1.5
+
+
 @dataclass(frozen=True, slots=True)
 class _Tiling:
     slot: int
     devices: tuple[int, ...]
     whole: Box
+    sizes: tuple[int, ...]
 
 
 def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
@@ -72,10 +80,10 @@ def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
     if one is not None and one == goal:
         return Match("all_reduce", tuple(sorted(held)))
     if tiles and goal == tiles.whole:
-        return Match("all_gather", tiles.devices, take=tiles.slot)
+        return Match("all_gather", tiles.devices, take=tiles.slot, sizes=tiles.sizes)
     if wants and one == wants.whole:
-        return Match("reduce_scatter", wants.devices, give=wants.slot)
-    if tiles and wants and tiles.whole == wants.whole and tiles.devices == wants.devices and tiles.slot != wants.slot:
+        return Match("reduce_scatter", wants.devices, give=wants.slot, sizes=wants.sizes)
+    if tiles and wants and tiles.slot != wants.slot and replace(tiles, slot=wants.slot) == wants and not tiles.sizes:
         return Match("all_to_all", tiles.devices, tiles.slot, wants.slot)
     return None
 
@@ -94,7 +102,7 @@ def refusal(transfer: Transfer) -> str:
     return (
         "other devices make it than read it"
         if held != read
-        else "no single collective: the slices do not tile one dim evenly, each once"
+        else "no single collective: the slices do not tile one dim, each once and of about one size"
     )
 
 
@@ -111,7 +119,7 @@ def _same(boxes: dict[int, Box]) -> Box | None:
 
 
 def _tiling(boxes: dict[int, Box]) -> _Tiling | None:
-    """Return how boxes of equal size follow each other along one slot, or None."""
+    """Return how boxes follow each other along one slot, or None; `sizes` are empty where they are equal."""
     distinct = list(boxes.values())
     slots = [s for s in range(len(distinct[0])) if len({box[s] for box in distinct}) > 1]
     if len(slots) != 1:
@@ -119,9 +127,9 @@ def _tiling(boxes: dict[int, Box]) -> _Tiling | None:
     slot = slots[0]
     ordered = sorted(boxes, key=lambda device: boxes[device][slot])
     ranges: Sequence[tuple[int, int]] = [boxes[device][slot] for device in ordered]
-    sizes = {hi - lo for lo, hi in ranges}
+    sizes = tuple(hi - lo for lo, hi in ranges)
     follows = all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-    if len(sizes) != 1 or not follows:
+    if not follows or max(sizes) * len(sizes) > MOST_PADDING * sum(sizes):
         return None
     whole = tuple((ranges[0][0], ranges[-1][1]) if s == slot else r for s, r in enumerate(distinct[0]))
-    return _Tiling(slot, tuple(ordered), whole)
+    return _Tiling(slot, tuple(ordered), whole, sizes if len(set(sizes)) > 1 else ())

@@ -220,7 +220,8 @@ class Writer:
     def _send(self, number: int, step: Message, name: Value) -> None:
         transfer, rank, to = self.transfers[number], step.source.device, step.out.device
         shape = self.code.tensors[transfer.tensor].local_shape(extents(step.out.box))
-        weight = self._bytes(transfer, step.out.box)
+        dtype = self.context.dtype(transfer)
+        weight = prod(extents(step.out.box)) * width(dtype)
         self._messages += 1
         self._started += 1
         notes = (self._note(transfer, step.why),)
@@ -228,7 +229,7 @@ class Writer:
             self.code.write(rank, Copy(self._handle(number, step.out), name, rank < to, weight, notes))
             return
         self.code.write(rank, Send(name, to, self._messages, weight, self._point, notes))
-        work, dtype = self._handle(number, step.out), self.context.dtype(transfer)
+        work = self._handle(number, step.out)
         self.code.write(to, Recv(work, rank, self._messages, shape, dtype, self._point))
 
     def _collective(self, bucket: Sequence[Entry]) -> None:
@@ -242,7 +243,7 @@ class Writer:
             for entry, (source, out) in zip(bucket, pairs, strict=True):
                 sources.append(None if source is None else self._name(entry.number, source))
                 works.append(self._handle(entry.number, out))
-                ways.append(self._way(entry, source or out, out))
+                ways.append(self._way(entry.number, entry.step, source or out, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
             self.code.write(rank, Collective(how.kind, *some, dtype, weight, notes))
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
@@ -262,15 +263,14 @@ class Writer:
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
         source, out = step.slots[0]
-        transfer, box = self.transfers[number], (source or out).box
-        return Entry(number, step, self._bytes(transfer, box), self._bytes(transfer, box, trained=True))
+        transfer, elements = self.transfers[number], self._way(number, step, source or out, out).elements
+        dtypes = (self.context.dtype(transfer, trained=trained) for trained in (False, True))
+        return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
 
-    def _way(self, entry: Entry, source: Slot, out: Slot) -> Way:
-        tensor, view, how = self.code.tensors[self.transfers[entry.number].tensor], extents(source.box), entry.step.how
-        return Way(view, how.take, how.give, tensor.local_shape(view), tensor.local_shape(extents(out.box)))
-
-    def _bytes(self, transfer: Transfer, box: Box, *, trained: bool = False) -> int:
-        return prod(extents(box)) * width(self.context.dtype(transfer, trained=trained))
+    def _way(self, number: int, step: steps.Collective, source: Slot, out: Slot) -> Way:
+        tensor, view, how = self.code.tensors[self.transfers[number].tensor], extents(source.box), step.how
+        local, shape = tensor.local_shape(view), tensor.local_shape(extents(out.box))
+        return Way(view, how.take, how.give, local, shape, how.sizes)
 
     def _note(self, transfer: Transfer, why: str) -> Note:
         return Note(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from superscaler.runtime.communicator import Communicator, Group, Later, Work
+from superscaler.runtime.communicator import Communicator, Group, Later, Work, padded, split, trimmed
 
 
 def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], group: Group) -> tuple[Work, ...]:
@@ -19,22 +19,38 @@ def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], group: Gro
 
 
 def all_gather(
-    communicator: Communicator, tensors: Sequence[Tensor], group: Group, dims: Sequence[int]
+    communicator: Communicator,
+    tensors: Sequence[Tensor],
+    group: Group,
+    dims: Sequence[int],
+    sizes: Sequence[Sequence[int]] = (),
 ) -> tuple[Work, ...]:
-    """Gather several tensors as one, each along its own dim."""
+    """Gather several tensors as one, each along its own dim; where its chunks are uneven, of its own `sizes` there."""
+    sizes = sizes or [()] * len(tensors)
+    tensors = [padded(x, d, max(s)) if s else x for x, d, s in zip(tensors, dims, sizes, strict=True)]
     work = communicator.all_gather(torch.cat([x.reshape(-1) for x in tensors]), group, 0)
     rows = _then(work, lambda gathered: gathered.reshape(len(group), -1))
     pieces = _views(rows, [x.numel() for x in tensors])
-    return tuple(_then(p, partial(_gathered, x.shape, d)) for p, x, d in zip(pieces, tensors, dims, strict=True))
+    ways = ((x.shape, d, s) for x, d, s in zip(tensors, dims, sizes, strict=True))
+    return tuple(_then(piece, partial(_gathered, *way)) for piece, way in zip(pieces, ways, strict=True))
 
 
 def reduce_scatter(
-    communicator: Communicator, tensors: Sequence[Tensor], group: Group, dims: Sequence[int]
+    communicator: Communicator,
+    tensors: Sequence[Tensor],
+    group: Group,
+    dims: Sequence[int],
+    sizes: Sequence[Sequence[int]] = (),
 ) -> tuple[Work, ...]:
-    """Sum several tensors as one, each scattered along its own dim; the results are views of what came back."""
-    chunks = [_chunks(x, len(group), dim) for x, dim in zip(tensors, dims, strict=True)]
-    work = communicator.reduce_scatter(torch.cat(chunks, 1).reshape(-1), group, 0)
-    return _views(work, [some.shape[1] for some in chunks])
+    """Sum several tensors as one, each scattered along its own dim, where uneven into its own `sizes`; the results are
+    views of what came back.
+    """
+    sizes, mine = sizes or [()] * len(tensors), group.index(communicator.rank)
+    chunks = [_chunks(x, group, dim, some) for x, dim, some in zip(tensors, dims, sizes, strict=True)]
+    work = communicator.reduce_scatter(torch.cat([some.flatten(1) for some in chunks], 1).reshape(-1), group, 0)
+    views = _views(work, [some[0].numel() for some in chunks])
+    ways = ((x.shape[1:], d, s[mine]) if s else () for x, d, s in zip(chunks, dims, sizes, strict=True))
+    return tuple(_then(v, partial(_kept, *way)) if way else v for v, way in zip(views, ways, strict=True))
 
 
 def _then(work: Work, function: Callable[[Tensor], Tensor]) -> Work:
@@ -50,11 +66,18 @@ def _views(work: Work, sizes: Sequence[int]) -> tuple[Work, ...]:
     )
 
 
-def _chunks(x: Tensor, count: int, dim: int) -> Tensor:
-    """Return the chunks of `dim`, flattened: [count, elements]."""
-    return x.unflatten(dim, (count, -1)).movedim(dim, 0).reshape(count, -1)
+def _chunks(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Return the chunks of `dim`, uneven ones padded: [count, ...]."""
+    if sizes:
+        return torch.stack(split(x, len(group), dim, f"reduce_scatter over ranks {group}", sizes))
+    return x.unflatten(dim, (len(group), -1)).movedim(dim, 0)
 
 
-def _gathered(shape: Sequence[int], dim: int, rows: Tensor) -> Tensor:
-    """Return flattened tensors [count, elements] concatenated along `dim`."""
-    return rows.reshape(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
+def _kept(shape: Sequence[int], dim: int, size: int, padded: Tensor) -> Tensor:
+    return padded.reshape(shape).narrow(dim, 0, size)
+
+
+def _gathered(shape: Sequence[int], dim: int, sizes: Sequence[int], rows: Tensor) -> Tensor:
+    """Return flattened tensors [count, elements] concatenated along `dim`, those of `sizes` without their padding."""
+    chunks = rows.reshape(-1, *shape)
+    return trimmed(chunks, dim, sizes) if sizes else chunks.movedim(0, dim).flatten(dim, dim + 1)

@@ -75,18 +75,30 @@ class Communicator(ABC):
             return Later(lambda: x if owned else x.detach().clone())
         return self._sum(self._enter("all_reduce", group, x.shape, x.dtype, planned), group, x, owned)
 
-    def all_gather(self, x: Tensor, group: Group, dim: int) -> Work:
-        """Concatenate the equal chunks of the ranks along `dim`, in group order."""
+    def all_gather(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = ()) -> Work:
+        """Concatenate the chunks of the ranks along `dim`, in group order: equal ones, or (padded to travel) of `sizes`
+        along it.
+        """
         if len(group) == 1:
             return Later(lambda: x)
-        return self._gather(self._enter("all_gather", group, x.shape, x.dtype), group, x, dim)
+        if not sizes:
+            return self._gather(self._enter("all_gather", group, x.shape, x.dtype), group, x, dim)
+        x = padded(x, dim, max(sizes))
+        # Stacked, so that they are copied once.
+        work = self._gather(self._enter("all_gather", group, x.shape, x.dtype), group, x[None], 0)
+        return Later(lambda: trimmed(work.wait(), dim, sizes))
 
-    def reduce_scatter(self, x: Tensor, group: Group, dim: int) -> Work:
-        """Sum over the group and keep my chunk of `dim`, whose size the group's size divides."""
+    def reduce_scatter(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = ()) -> Work:
+        """Sum over the group and keep my chunk of `dim`, whose size the group's size divides, or (padded to travel) the
+        one of `sizes`.
+        """
         if len(group) == 1:
             return Later(lambda: x)
-        what = self._enter("reduce_scatter", group, x.shape, x.dtype)
-        return self._scatter(what, group, split(x, len(group), dim, what))
+        shape = list(x.shape)
+        shape[dim] = max(sizes, default=0) * len(sizes) or shape[dim]
+        what = self._enter("reduce_scatter", group, shape, x.dtype)
+        work = self._scatter(what, group, split(x, len(group), dim, what, sizes))
+        return Later(lambda: work.wait().narrow(dim, 0, sizes[group.index(self.rank)])) if sizes else work
 
     def all_to_all(self, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Work:
         """Send the k-th chunk of `split_dim` to the k-th rank; concatenate what comes along `concat_dim`."""
@@ -202,8 +214,10 @@ def position(rank: int, group: Group, what: str) -> int:
     return group.index(rank)
 
 
-def split(x: Tensor, parts: int, dim: int, what: str) -> list[Tensor]:
-    """Return equal contiguous chunks of `dim`."""
+def split(x: Tensor, parts: int, dim: int, what: str, sizes: Sequence[int] = ()) -> list[Tensor]:
+    """Return equal contiguous chunks of `dim`; those of `sizes` padded to be equal."""
+    if sizes:
+        return [padded(chunk, dim, max(sizes)).contiguous() for chunk in x.detach().split(list(sizes), dim)]
     if x.shape[dim] % parts:
         raise RuntimeFailure(
             f"{what}: dim {dim} of a tensor of shape {tuple(x.shape)} has size {x.shape[dim]}, "
@@ -215,6 +229,20 @@ def split(x: Tensor, parts: int, dim: int, what: str) -> list[Tensor]:
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Concatenate along `dim`; one part is returned as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return x with zeros behind it along `dim`, so that it has `size` there."""
+    if x.shape[dim] == size:
+        return x
+    shape = list(x.shape)
+    shape[dim] = size - shape[dim]
+    return torch.cat([x.detach(), x.new_zeros(shape)], dim)
+
+
+def trimmed(chunks: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Return padded chunks [count, ...] without what is behind them, concatenated along `dim`."""
+    return join([chunk.narrow(dim, 0, size) for chunk, size in zip(chunks, sizes, strict=True)], dim)
 
 
 def to_plan_order(rows: Tensor, group: Group) -> list[Tensor]:

@@ -177,17 +177,21 @@ class Rank:
     def all_reduce_bucket(self, tensors: Sequence[Tensor], group: int) -> tuple[Work, ...]:
         return buckets.all_reduce(self.communicator, tensors, self._group(group))
 
-    def all_gather(self, x: Tensor, group: int, dim: int) -> Work:
-        return self.communicator.all_gather(x, self._group(group), dim)
+    def all_gather(self, x: Tensor, group: int, dim: int, sizes: Sequence[int] = ()) -> Work:
+        return self.communicator.all_gather(x, self._group(group), dim, sizes)
 
-    def all_gather_bucket(self, tensors: Sequence[Tensor], group: int, dims: Sequence[int]) -> tuple[Work, ...]:
-        return buckets.all_gather(self.communicator, tensors, self._group(group), dims)
+    def all_gather_bucket(
+        self, tensors: Sequence[Tensor], group: int, dims: Sequence[int], sizes: Sequence[Sequence[int]] = ()
+    ) -> tuple[Work, ...]:
+        return buckets.all_gather(self.communicator, tensors, self._group(group), dims, sizes)
 
-    def reduce_scatter(self, x: Tensor, group: int, dim: int) -> Work:
-        return self.communicator.reduce_scatter(x, self._group(group), dim)
+    def reduce_scatter(self, x: Tensor, group: int, dim: int, sizes: Sequence[int] = ()) -> Work:
+        return self.communicator.reduce_scatter(x, self._group(group), dim, sizes)
 
-    def reduce_scatter_bucket(self, tensors: Sequence[Tensor], group: int, dims: Sequence[int]) -> tuple[Work, ...]:
-        return buckets.reduce_scatter(self.communicator, tensors, self._group(group), dims)
+    def reduce_scatter_bucket(
+        self, tensors: Sequence[Tensor], group: int, dims: Sequence[int], sizes: Sequence[Sequence[int]] = ()
+    ) -> tuple[Work, ...]:
+        return buckets.reduce_scatter(self.communicator, tensors, self._group(group), dims, sizes)
 
     def all_to_all(self, x: Tensor, group: int, split_dim: int, concat_dim: int) -> Work:
         return self.communicator.all_to_all(x, self._group(group), split_dim, concat_dim)

@@ -172,16 +172,18 @@ def cut_of(content: Content, box: Ints) -> Content:
     return replace(content, box=box, addends=addends)
 
 
-def chunk_of(content: Content, slot: int, count: int, position: Ints) -> Content:
-    """Return the chunk of each device of a value that is cut along a slot."""
+def chunk_of(content: Content, slot: int, count: int, position: Ints, sizes: Sequence[int] = ()) -> Content:
+    """Return the chunk of each device of a value that is cut along a slot, evenly or into `sizes`."""
     if not 0 <= slot < content.box.shape[1]:
         raise Refusal(f"scatters slot {slot} of {content.box.shape[1]}.")
     size = int(content.lengths[slot])
-    if size % count:
+    if size % count and not sizes:
         raise Refusal(f"scatters {size} elements over {count} devices.")
+    ends = np.cumsum([0, *(sizes or [size // count] * count)])
+    if len(ends) != count + 1 or ends[-1] != size:
+        raise Refusal(f"scatters {size} elements over {count} devices as {list(sizes)}.")
     box = content.box.copy()
-    box[:, slot, 0] += position * (size // count)
-    box[:, slot, 1] = box[:, slot, 0] + size // count
+    box[:, slot] = box[:, slot, :1] + np.stack([ends[position], ends[position + 1]], axis=-1)
     return cut_of(content, box)
 
 

@@ -190,7 +190,7 @@ class Masks:
             raise Refusal(f"starts {len(i.works)} collectives of {len(i.sources)} sources in {len(i.ways)} ways.")
         sizes = []
         for content, way in zip(read, i.ways, strict=True):
-            sizes.append(prod(way.view))
+            sizes.append(way.elements)
             if content is None:
                 continue
             if i.kind == "broadcast" and cohort.devices[0] != cohort.data(at, "group")[0, 0]:
@@ -217,7 +217,7 @@ class Masks:
                     must_equal(content.box, first.box, f"{kind_of(content)} of member {k} of the group is")
                 joined = rows_of(self.sums.sum(first, first.box, given), group)
                 if how.kind == "reduce_scatter":
-                    joined = chunk_of(joined, way.give, len(given), position)
+                    joined = chunk_of(joined, way.give, len(given), position, way.sizes)
                 return self._arrived(joined, way)
             case "all_gather":
                 return self._arrived(rows_of(self._gathered(given, way), group), way)
@@ -231,13 +231,15 @@ class Masks:
         if not 0 <= way.take < given[0].box.shape[1]:
             raise Refusal(f"gathers slot {way.take} of {given[0].box.shape[1]}.")
         box = given[0].box.copy()
-        for k, content in enumerate(given[1:], 1):
-            expected = given[0].box.copy()
-            size = expected[:, way.take, 1] - expected[:, way.take, 0]
-            expected[:, way.take, 0] = box[:, way.take, 1]
-            expected[:, way.take, 1] = box[:, way.take, 1] + size
+        sizes = way.sizes or (int(box[0, way.take, 1] - box[0, way.take, 0]),) * len(given)
+        if len(sizes) != len(given):
+            raise Refusal(f"gathers {len(given)} slices as {list(sizes)}.")
+        ends = np.cumsum([0, *sizes]) + box[:, way.take, :1]
+        for k, content in enumerate(given):
+            expected = box.copy()
+            expected[:, way.take] = ends[:, k : k + 2]
             must_equal(content.box, expected, f"{kind_of(content)} of member {k} of the group is")
-            box[:, way.take, 1] = expected[:, way.take, 1]
+        box[:, way.take, 1] = ends[:, -1]
         return self.sums.sum(given[0], box, given)
 
     def _arrived(self, content: Content, way: Way) -> Content:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +47,10 @@ def cases(size: int) -> dict[str, Transfer]:
     def whole(*devices: int) -> Boxes:
         return dict.fromkeys(devices, ((0, size), (0, size)))
 
-    def sliced(slot: int, *devices: int) -> Boxes:
-        ends = [(n * size // len(devices), (n + 1) * size // len(devices)) for n in range(len(devices))]
+    def sliced(slot: int, *devices: int, cuts: tuple[int, ...] = ()) -> Boxes:
+        """Cut a slot evenly, or at twelfths of it."""
+        twelfths = [0, *cuts, 12] if cuts else [12 * n // len(devices) for n in range(len(devices) + 1)]
+        ends = [(lo * size // 12, hi * size // 12) for lo, hi in itertools.pairwise(twelfths)]
         return {d: (end, (0, size)) if slot == 0 else ((0, size), end) for d, end in zip(devices, ends, strict=True)}
 
     return {
@@ -55,6 +58,10 @@ def cases(size: int) -> dict[str, Transfer]:
         "addends, whole": transfer(whole(0, 1, 2), whole(0, 1, 2)),
         "slices, whole": transfer(sliced(0, 2, 0, 1, 3), whole(0, 1, 2, 3)),
         "addends, slices": transfer(whole(0, 1), sliced(1, 1, 0)),
+        "uneven slices, whole": transfer(sliced(0, 2, 0, 1, cuts=(5, 9)), whole(0, 1, 2)),
+        "addends, uneven slices": transfer(whole(0, 1), sliced(1, 1, 0, cuts=(7,))),
+        "slices of which one is far larger, whole": transfer(sliced(0, 0, 1, 2, cuts=(10, 11)), whole(0, 1, 2)),
+        "uneven rows, uneven columns": transfer(sliced(0, 0, 1, cuts=(7,)), sliced(1, 0, 1, cuts=(7,))),
         "rows, columns": transfer(sliced(0, 0, 1), sliced(1, 0, 1)),
         "one, several": transfer(whole(0), whole(0, 1, 2)),
         "one, one": transfer(whole(0), whole(5)),

@@ -58,6 +58,7 @@ def check_collectives(comm: Communicator, group: Group) -> None:
             check_sums(comm, group, inputs)
         assert torch.equal(x, kept)
         check_buckets(comm, group, dtype)
+        check_uneven(comm, group, inputs)
 
 
 def check_buckets(comm: Communicator, group: Group, dtype: torch.dtype) -> None:
@@ -72,6 +73,34 @@ def check_buckets(comm: Communicator, group: Group, dtype: torch.dtype) -> None:
         for x, dim, work in zip(tensors, dims, works, strict=True):
             alone = comm.reduce_scatter(x, group, dim).wait()
             assert torch.equal(work.wait().reshape(alone.shape), alone)
+
+
+def check_uneven(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> None:
+    """Chunks of other sizes than each other, alone and in buckets; each rank's part of what travels is padded."""
+    n, k, x = len(group), group.index(comm.rank), inputs[comm.rank]
+    works: list[tuple[Work, Tensor]] = []
+    mine, wholes, along = list[Tensor](), list[Tensor](), list[tuple[int, ...]]()
+    for dim in (0, 1):
+        sizes = (x.shape[dim] - 2 * (n - 1), *[2] * (n - 1))
+        mine.append(x.narrow(dim, 1, sizes[k] - 1))
+        along.append((sizes[0] - 1, *(size - 1 for size in sizes[1:])))
+        wholes.append(
+            torch.cat([inputs[r].narrow(dim, 1, size - 1) for r, size in zip(group, sizes, strict=True)], dim)
+        )
+        before = comm.moved
+        works.append((comm.all_gather(mine[-1], group, dim, along[-1]), wholes[-1]))
+        padded = x.nbytes // x.shape[dim] * (sizes[0] - 1)
+        assert comm.moved - before == (n - 1) * padded
+        if x.dtype != torch.bool:
+            total = sum(inputs[r] for r in group[1:]) + inputs[group[0]]
+            works.append((comm.reduce_scatter(x, group, dim, sizes), total.split(sizes, dim)[k]))
+            pair = buckets.reduce_scatter(comm, [x, x], group, (dim, 0), [sizes, ()])
+            works += [(pair[0], total.split(sizes, dim)[k]), (pair[1], total.chunk(n, 0)[k].reshape(-1))]
+    whole = torch.cat([inputs[r] for r in group], 1)
+    together = buckets.all_gather(comm, [*mine, x], group, (0, 1, 1), [*along, ()])
+    works += zip(together, [*wholes, whole], strict=True)
+    for work, expected in works:
+        assert torch.equal(work.wait(), expected)
 
 
 def check_sums(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> None:
