@@ -109,10 +109,10 @@ def certify(
 
     def eager() -> Oracle:
         module = Eager(captured, inputs)
-        return lambda known, number: module.step(known, _draw(number))
+        return lambda known, number: module.step(known, draw_of(number))
 
     def export() -> Oracle:
-        return lambda known, number: reference_step(captured, inputs, known, torch.float64, draw=_draw(number))
+        return lambda known, number: reference_step(captured, inputs, known, torch.float64, draw=draw_of(number))
 
     return _certificate(exact, backend, timeout, values, inputs, {"eager": eager, "export": export})
 
@@ -191,7 +191,7 @@ def _recurrence(oracle: Oracle, versions: Mapping[str, str], known: Values, numb
     return step._replace(buffers={**step.buffers, **{version: known[weight] for version, weight in versions.items()}})
 
 
-def _draw(step: int) -> Draw:
+def draw_of(step: int) -> Draw:
     """Return what gives the random numbers of an operator in a step of a plan."""
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -208,7 +208,8 @@ def _refusal(check: Callable[[], None]) -> str:
     return ""
 
 
-def _run(step: Step, batch: Values) -> list[Result]:
+def run_steps(step: Step, batch: Values) -> list[Result]:
+    """Return what a rank has after each of the steps that are compared."""
     step.state.keep_gradients = True
     return [_result(step, step(batch)) for _ in range(STEPS)]
 
@@ -222,7 +223,7 @@ def _result(step: Step, loss: Tensor) -> Result:
 
 
 def _threads(compiled: Compiled, values: Values, batch: Values, timeout: float) -> list[list[Result]]:
-    return on_threads(compiled, values, lambda step: _run(step, batch), timeout)
+    return on_threads(compiled, values, lambda step: run_steps(step, batch), timeout)
 
 
 def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> list[list[Result]]:
@@ -241,7 +242,7 @@ def _rank(name: str) -> list[int]:
     """Run the plan in a folder on this rank, and write what it has after each step; return the bytes moved by then."""
     folder = Path(name)
     step = load(folder / "plan")
-    results = _run(step, load_file(folder / "batch"))
+    results = run_steps(step, load_file(folder / "batch"))
     for number, result in enumerate(results):
         stored = {"loss ": result.loss} | {f"weights {n}": w for n, w in result.weights.items()}
         stored |= {f"gradients {n}": g for n, g in result.gradients.items() if g is not None}

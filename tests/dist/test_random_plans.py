@@ -1,0 +1,136 @@
+"""A share of the random plans on real gloo processes of one launch: equal to training on one device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import random_meshes
+import random_sprograms
+import torch
+from random_graphs import random_model, random_plan, whole_step
+from torch import Tensor
+
+import superscaler as ss
+from superscaler.artifact import describe, initial_values
+from superscaler.compiler import Compiled, finish
+from superscaler.errors import ScheduleError
+from superscaler.runtime.launch import launch
+from superscaler.verify.compare import Comparison, Result
+from superscaler.verify.eager import Eager
+from superscaler.verify.oracle import retyped
+from superscaler.verify.retype import retype
+from superscaler.verify.verify import draw_of
+
+pytestmark = pytest.mark.dist
+WORLD = 4
+Values = Mapping[str, Tensor]
+# A plan in float64 with what it runs on, and what tells from the steps of all ranks whether they are the model's.
+Case = tuple[str, Compiled, Values, Values, Callable[[Sequence[Sequence[Result]]], None]]
+
+
+def captured_cases(seeds: range) -> Iterator[Case]:
+    """Yield random plans of 2 to 4 devices on captured models: cuts, orders, rewrites, meshes."""
+    for name in random_sprograms.MODELS:
+        for seed in seeds:
+            devices = ss.Cluster.local(2 + seed % 3)
+            kind = ("free", "layered")[seed % 2]
+            more = [(), ("split", "copies"), ("regather", "copies", "early")][seed // 2 % 3]
+            sprogram = random_sprograms.random_sprogram(seed, kind, 0.4 if "split" in more else None, more)
+            yield from captured_case(
+                f"{name} {seed}", random_sprograms.captured(name), lambda g, _, s=sprogram, d=devices: s(g, d)
+            )
+    for name in random_meshes.MODELS:
+        for seed in seeds:
+            shape = random.Random(seed).choice([(2,), (3,), (4,), (2, 2)])
+            sprogram = random_meshes.mesh_plan(seed, WORLD, shape, 0.05)
+            yield from captured_case(f"{name} on {shape} {seed}", random_meshes.captured(name), sprogram)
+
+
+def captured_case(name: str, graph: ss.Graph, sprogram: Callable[..., None]) -> Iterator[Case]:
+    """Yield the plan, unless its own random orders make a cycle."""
+    try:
+        compiled = ss.compile(graph, sprogram, ss.Cluster.local(WORLD)).compiled
+    except ScheduleError:
+        return
+    exact, captured = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster), graph.captured
+    values = {k: retyped(v, torch.float64) for k, v in initial_values(graph.model, captured.values).items()}
+    batch = {k: retyped(v, torch.float64) for k, v in captured.batch.items()}
+
+    def check(results: Sequence[Sequence[Result]]) -> None:
+        module, comparison = Eager(captured, batch), Comparison(exact, values)
+        for number, step in enumerate(zip(*results, strict=True)):
+            comparison.add(step, module.step(comparison.known, draw_of(number)))
+        assert comparison.errors.is_equal, (name, comparison.errors)
+
+    yield name, exact, values, batch, check
+
+
+def graph_cases(seeds: range) -> Iterator[Case]:
+    """Yield random nested cuts of random graphs, which SGD trains."""
+    for seed in seeds:
+        model, values = random_model(seed, 6)
+        compiled = random_plan(model, seed + 1, 2 + seed % 3)
+        compiled = finish(compiled.graph, ss.Cluster.local(WORLD))
+        batch = {n: values[n] for n in model.inputs}
+
+        def check(results: Sequence[Sequence[Result]], known: Values = values, exact: Compiled = compiled) -> None:
+            for step in zip(*results, strict=True):
+                loss, gradients = whole_step(exact.graph.model, dict(known))
+                known = {n: v - 0.1 * gradients[n] if n in gradients else v for n, v in known.items()}
+                for result, device in zip(step, exact.program.devices, strict=True):
+                    assert torch.allclose(result.loss, loss, rtol=1e-9, atol=1e-9)
+                    for weight in device.weights:
+                        whole = known[weight.tensor]
+                        want = whole[tuple(slice(lo, hi) for lo, hi in weight.box)]
+                        assert torch.allclose(result.weights[str(weight.name)], want, rtol=1e-9, atol=1e-9), weight
+
+        yield f"graph {seed}", compiled, values, batch, check
+
+
+def run_all(cases: Sequence[Case], folder: Path) -> Iterator[Sequence[Sequence[Result]]]:
+    """Run all plans on the ranks of one launch, and yield the steps of all ranks of each."""
+    plans = [
+        (describe(exact), dict(exact.emitted.files), dict(values), dict(batch)) for _, exact, values, batch, _ in cases
+    ]
+    torch.save(plans, folder / "plans")
+    launch(Path(__file__).with_name("gloo_rank.py"), [str(folder)], WORLD, folder)
+    for found in zip(*(torch.load(folder / f"results{rank}") for rank in range(WORLD)), strict=True):
+        yield [[Result(*step) for step in steps] for steps in found]
+
+
+def check_all(cases: Sequence[Case], folder: Path) -> None:
+    """Compare each plan with one device, its bytes on links with what it said."""
+    for (name, exact, *_, check), results in zip(cases, run_all(cases, folder), strict=True):
+        assert sum(steps[0].moved for steps in results) == exact.program.bytes_moved, name
+        check(results)
+
+
+def test_random_plans_on_processes_equal_one_device(tmp_path: Path) -> None:
+    cases = [*captured_cases(range(3)), *graph_cases(range(6))]
+    assert len(cases) > 20
+    assert sum(len({d for g in exact.graph.grids.values() for d in g.used()}) > 1 for _, exact, *_ in cases) > 20
+    check_all(cases, tmp_path)
+
+
+def test_a_wrong_step_of_processes_is_found(tmp_path: Path) -> None:
+    cases = [next(captured_cases(range(1))), next(graph_cases(range(3, 4)))]
+    for number, (name, exact, *rest) in enumerate(cases):
+        text = exact.emitted.files["segments.py"]
+        broken = text.replace("torch.tanh(", "torch.sin(").replace(" - ", " + ")
+        assert broken != text
+        wrong = replace(exact.emitted, files={**exact.emitted.files, "segments.py": broken})
+        cases[number] = (name, replace(exact, emitted=wrong), *rest)
+    for (*_, check), results in zip(cases, run_all(cases, tmp_path), strict=True):
+        with pytest.raises(AssertionError):
+            check(results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(10))
+def test_many_more_random_plans_on_processes(block: int, tmp_path: Path) -> None:
+    seeds = range(1000 + 10 * block, 1010 + 10 * block)
+    check_all([*captured_cases(seeds), *graph_cases(seeds)], tmp_path)
