@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError
-from superscaler.frontend.autocast import read_autocast
+from superscaler.frontend.autocast import Autocast, read_autocast
 from superscaler.frontend.constants import fold
 from superscaler.frontend.effects import refuse_shared
 from superscaler.frontend.entries import Inputs, inputs_of, key_of, load, save
@@ -42,13 +42,16 @@ from superscaler.timing import without_garbage_collection
 
 @dataclass(frozen=True)
 class Call:
-    """What was captured: a call of the user's module, and which of its submodules were in training mode."""
+    """What was captured: a call of the user's module, under which autocast, and which of its submodules were in training
+    mode.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: Inputs
     training: tuple[bool, ...]
+    autocast: Autocast | None = None
 
     def batch(self) -> dict[str, Tensor]:
         """Return the example inputs by the names that export gave them, in its order."""
@@ -144,7 +147,7 @@ def capture(
     model = replace(model, optimizer=training.optimizer)
     _warn_of_underflow(model)
     seconds = {"export": exported_at - start, "capture": read_at - exported_at}
-    call = Call(module, tuple(args), dict(kwargs or {}), names, tuple(m.training for m in module.modules()))
+    call = Call(module, tuple(args), dict(kwargs or {}), names, tuple(m.training for m in module.modules()), cast)
     return Captured(model, values, call, program, seconds, call.batch(), _fixed(module, model))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from superscaler.errors import PlanError
@@ -67,6 +68,8 @@ class Eager:
             raise Unlike("the module has no data (it was built on the meta device)")
         self.device = next((x.device for x in tensors), torch.device("cpu"))
         self.shown = _floats(module)
+        kind, dtype = self.call.autocast or (self.device.type, None)
+        self.autocast = kind, dtype, dtype is not None
         self.args, self.kwargs = self.call.arguments({n: retyped(x, _WIDE).to(self.device) for n, x in batch.items()})
         self.written = {op.inputs[0].tensor for op in self.model.ops if op.is_write}
 
@@ -102,7 +105,8 @@ class Eager:
         try:
             for module, is_training in zip(modules, self.call.training, strict=True):
                 module.training = is_training
-            with mode, marked(), torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+            # It casts no float64: only what does not depend on an input or a parameter, as it did in the capture.
+            with mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
                 whole = _Gradients(self.call.module)
                 loss, found = functional_call(whole, state, (self.args, self.kwargs, leaves))
                 return loss, found
@@ -199,10 +203,23 @@ class _Wide(TorchFunctionMode):
         func = _grouped if name in ("grouped_mm", "_grouped_mm") else func
         if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
             _widen_in_place(args[0])
-        args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+        args, kwargs = pytree.tree_map(_widened, self._rounded(func, name, args, kwargs))
         result = (Tensor.double if func in _CASTS else func)(*args, **kwargs)
         self.add(result)
         return result
+
+    def _rounded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Return arguments with the digits that autocast leaves them: those that are part of the model lose some."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        own = [x for x in flat if isinstance(x, Tensor) and x.dtype == torch.float32 and not self._is_live(x)]
+        if not own or name.endswith("_") or not torch.is_autocast_enabled(own[0].device.type):
+            return args, kwargs
+        inputs = pytree.tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == _WIDE else x, flat)
+        casts = _Casts(own)
+        with torch.no_grad(), casts:
+            inner_args, inner_kwargs = pytree.tree_unflatten(inputs, spec)
+            func(*inner_args, **inner_kwargs)
+        return pytree.tree_unflatten([casts.found.get(id(x), x) for x in flat], spec)
 
     def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         with torch.device("meta"):
@@ -212,6 +229,21 @@ class _Wide(TorchFunctionMode):
         )
         self.add(drawn)
         return drawn
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds what tensors are cast to."""
+
+    def __init__(self, watched: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watched = set(map(id, watched))
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and id(args[0]) in self.watched:
+            self.found[id(args[0])] = result
+        return result
 
 
 def _grouped(x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:

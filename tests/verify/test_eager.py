@@ -62,6 +62,24 @@ def test_a_right_capture_equals_its_module(between: Callable[[Any, Tensor], Tens
     assert (result["equal"], result["reference"], result["note"]) == (True, "eager", ""), result["first_difference"]
 
 
+ROUNDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "operand of a product": lambda m, h: h + F.linear(m.table, m.last.weight * m.norm.weight),
+    "made of constants": lambda m, h: h * (m.table[:, None] @ m.table[None]).sum(0),
+    "added in float32": lambda m, h: F.layer_norm(h + m.table, (8,), m.table),
+    "written to": lambda m, h: m.first(torch.zeros(4, 8).add_(m.table).mul_(h)),
+    "in halves of its own": lambda m, h: F.linear(m.table.half().float(), m.first.weight, m.first.bias) + h,
+}
+
+
+@pytest.mark.parametrize("between", ROUNDED.values(), ids=ROUNDED)
+def test_autocast_rounds_what_is_part_of_the_model(between: Callable[[Any, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = verified(Net(between))
+    assert result["reference"] == "eager"
+    assert result["equal"], result
+
+
 @pytest.mark.parametrize("dropout", [F.alpha_dropout, F.feature_alpha_dropout])
 def test_what_torch_draws_for_a_dropout_is_left_to_the_export(dropout: Callable[..., Tensor]) -> None:
     result = verified(Net(lambda m, h: dropout(h, 0.5, training=True)))
