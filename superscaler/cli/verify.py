@@ -47,7 +47,8 @@ def _certificate(result: Mapping[str, Any]) -> str:
     errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in _ERRORS)
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
     where = ", at small shapes: " + _shrunk(result["shrunk"]) if result["shrunk"] else ""
-    why = f"\n  note: {result['note']}" if result["note"] else ""
+    ran = "" if result["module_compared"] else "the module itself was not compared: "
+    why = f"\n  note: {ran}{result['note']}" if result["note"] else ""
     return f"{verdict} ({_RUNS[result['reference']]}{where}){errors}{checks}{why}"
 
 
@@ -58,8 +59,8 @@ def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:
 # What ran and was compared, by what it was compared with.
 _RUNS = {
     "eager": "two steps in float64 against the module itself, dropout off",
-    "export": "two steps in float64 against the exported module, dropout off",
-    "graph": "two steps in float64, dropout off",
+    "export": "two steps in float64 against the export of the module only, dropout off",
+    "graph": "two steps in float64 against the captured graph only, dropout off",
     "": "it was not run",
 }
 _ERRORS = ("loss_error", "gradient_error", "parameter_error")

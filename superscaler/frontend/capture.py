@@ -42,9 +42,7 @@ from superscaler.timing import without_garbage_collection
 
 @dataclass(frozen=True)
 class Call:
-    """What was captured: a call of the user's module, under which autocast, and which of its submodules were in training
-    mode.
-    """
+    """What was captured: a call of the user's module, its autocast, and which submodules were in training mode."""
 
     module: nn.Module
     args: tuple[Any, ...]

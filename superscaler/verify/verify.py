@@ -32,6 +32,7 @@ from superscaler.verify.small import shrink
 # A plan above any of these is verified at a small shape, unless it is asked for as it is.
 MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
 STEPS = 2
+_SMALL = "it has the shapes of the capture; verify a small model with the same plan to compare it too"
 
 # Gives a step (weights before it, number) of a model on one device.
 Oracle = Callable[[Values, int], Reference]
@@ -53,7 +54,8 @@ def verify(
     parameter_error (weights, buffers and optimizer state), worst_tensor, first_difference (text: the first check
     that does not hold, or the first tensor in execution order that is not the model's, or what capture got wrong; empty
     when equal), conservation (the certificate of the whole program, see `verify.certificate`), deadlock_free, reference
-    ("eager", "export" or "graph"), note, bytes_moved (what all ranks put on links in a step), bytes_planned (what the
+    ("eager", "export" or "graph"), module_compared (whether that is the user's module, run by torch), note (why not),
+    bytes_moved (what all ranks put on links in a step), bytes_planned (what the
     plan said; equal), shapes, and shrunk (what ran smaller: before and after, by factor). Raises InputError for a plan
     that cannot run smaller but must.
     """
@@ -73,7 +75,7 @@ def verify(
     first = next((text for text in refused.values() if text), "") or found["first_difference"]
     whole = {name: not text and found[name] for name, text in refused.items()}
     told = {"equal": found["equal"] and not first, "first_difference": first, "shapes": "small", "shrunk": small.shrunk}
-    return {**found, **whole, **told}
+    return {**found, **whole, **told, "note": _SMALL}
 
 
 def _graph_step(exact: Compiled, inputs: Values) -> Oracle:
@@ -155,6 +157,7 @@ def _certificate(
         "first_difference": first,
         **{name: not text for name, text in refused.items()},
         "reference": judged[0][0] if judged else "",
+        "module_compared": bool(judged) and judged[0][0] == "eager",
         "note": judged[0][2] if judged else "",
         "world": exact.program.world,
         "backend": backend,

@@ -168,7 +168,23 @@ def test_verify_gives_the_certificate(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_verify_of_shapes_only_draws_weights_and_inputs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", MODEL + ",device=meta", *TWO, "--json") == 0
-    assert last(capsys.readouterr().out)["equal"] is True
+    out, err = capsys.readouterr()
+    assert (last(out)["equal"], last(out)["reference"], last(out)["module_compared"]) == (True, "export", False)
+    assert "against the export of the module only" in err
+    assert "note: the module itself was not compared: the module has no data" in err
+
+
+def test_verify_at_small_shapes_says_that_the_module_was_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    for model in (MODEL, MODEL + ",device=meta"):
+        assert run("verify", model, *TWO, "--shapes", "small", "--json") == 0
+        out, err = capsys.readouterr()
+        assert (last(out)["equal"], last(out)["reference"], last(out)["module_compared"]) == (True, "graph", False)
+        assert "against the captured graph only" in err
+        assert "note: the module itself was not compared: it has the shapes of the capture" in err
+    assert run("verify", MODEL, *TWO, "--json") == 0
+    out, err = capsys.readouterr()
+    assert (last(out)["reference"], last(out)["module_compared"], last(out)["note"]) == ("eager", True, "")
+    assert "was not compared" not in err
 
 
 def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +192,7 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
         **{"equal": False, "loss_error": 0.5, "gradient_error": float("nan"), "parameter_error": 0.0},
         **{"conservation": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
         "first_difference": "head.weight[0:10, 0:64] on device 1 arrives off by 0.5 at linear (head)",
-        **{"shrunk": {}, "reference": "export", "note": "the module has no data", "stale": 0},
+        **{"shrunk": {}, "reference": "export", "note": "the module has no data", "stale": 0, "module_compared": False},
     }
     monkeypatch.setattr("superscaler.plan.Plan.verify", lambda *_: result)
     assert run("verify", MODEL, *TWO, "--json") == 1
@@ -184,8 +200,8 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
     assert last(out) == {**result, "gradient_error": None}
     assert "NOT equal: head.weight[0:10, 0:64] on device 1" in err
     assert "deadlock free: NO" in err
-    assert "two steps in float64 against the exported module" in err
-    assert "note: the module has no data" in err
+    assert "two steps in float64 against the export of the module only" in err
+    assert "note: the module itself was not compared: the module has no data" in err
 
 
 def test_autocast_is_known_to_all_commands_that_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
