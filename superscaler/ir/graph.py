@@ -66,6 +66,10 @@ class PTensor:
         return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
 
     @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * width(self.dtype)
+
+    @property
     def trained(self) -> PTensor:
         """Return the tensor in the dtype of the model that trains: by its size communication is chosen."""
         return replace(self, dtype=self.trained_as, trained_as="") if self.trained_as else self

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from math import prod
 from typing import Any, TypeVar
 
-from superscaler.ir.graph import Model, Op, PTensor, width
+from superscaler.ir.graph import Model, Op, PTensor
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -137,4 +137,4 @@ def _elements(tensors: Iterable[PTensor]) -> int:
 
 
 def _bytes(tensors: Iterable[PTensor]) -> int:
-    return sum(prod(t.shape) * width(t.dtype) for t in tensors)
+    return sum(t.nbytes for t in tensors)

@@ -37,6 +37,8 @@ EQUAL = [
     ("swin:size=tiny", "recompute:what=attention,microbatches=2", 1),
     ("mbart:size=tiny", "recompute:what=attention", 2),
     ("alphafold2:size=tiny,layers=1,passes=2", "recompute:what=block", 2),
+    ("llama:size=tiny", "chain_recompute:every=sqrt,microbatches=2", 4),
+    ("mbart:size=tiny", "chain_recompute:limit=4.5e6", 2),
     ("gpt2:size=tiny", "swap", 1),
     ("llama:size=tiny", "swap:what=optimizer", 2),
     ("mbart:size=tiny", "swap:what=both,microbatches=2", 2),
@@ -57,6 +59,7 @@ REFUSED = [
         "microbatches=8 on each of 2 devices does not divide the batch of 8; choose a divisor of 4",
     ),
     ("gradient_accumulation:microbatches=0", 1, "microbatches=0 on each"),
+    ("chain_recompute:limit=1e9,microbatches=0", 1, "microbatches=0 on each"),
     ("recompute:what=blocks", 1, "recompute:what=blocks: choose block, full, attention."),
     ("swap:what=state", 1, "swap:what=state: choose activations, optimizer, both."),
 ]

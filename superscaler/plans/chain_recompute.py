@@ -1,0 +1,41 @@
+"""Data parallel, with as few blocks computed again as a limit of memory allows, or runs of blocks of one length.
+
+limit=BYTES         what a device holds at most: weights, gradients and optimizer state, and activations. The runs of
+                    blocks that are computed again take the least time (`times`: a JSON file of seconds by block;
+                    default: FLOPs): the optimal choice that computes nothing again more than once (plans/chains.py)
+every=sqrt|NUMBER   runs of so many blocks: of sqrt(blocks), which keep the least
+"""
+
+from __future__ import annotations
+
+from math import ceil, isfinite, sqrt
+
+from superscaler.plans.chains import cheapest, stretches
+from superscaler.plans.gradient_accumulation import gradient_accumulation
+from superscaler.plans.shared import layers
+from superscaler.verbs import Cluster, Graph, InputError, Recompute, op_trans, sprogram
+
+
+@sprogram
+def chain_recompute(
+    graph: Graph, cluster: Cluster, limit: float = 0, every: str = "", times: str = "", microbatches: int = 1
+) -> None:
+    if bool(limit) == bool(every) or (times and every):
+        raise InputError("chain_recompute needs limit=BYTES (and perhaps times=FILE) or every=sqrt, one of the two.")
+    if not isfinite(limit):
+        raise InputError(f"chain_recompute:limit={limit}: give a number of bytes.")
+    gradient_accumulation(graph, cluster, microbatches)
+    chain = stretches(graph)
+    if every:
+        numbers, size = [n for n, (path, _) in enumerate(chain) if path], _size(every, len(layers(graph)))
+        runs = [(numbers[k], numbers[min(k + size, len(numbers)) - 1] + 1) for k in range(0, len(numbers), size)]
+    else:
+        runs = cheapest(graph, limit, times, len(cluster.devices) * microbatches)
+    for first, end in runs:
+        op_trans(graph, [op for path, ops in chain[first:end] if path for op in ops], Recompute())
+
+
+def _size(every: str, count: int) -> int:
+    if every != "sqrt" and not (every.isdecimal() and int(every)):
+        raise InputError(f"chain_recompute:every={every}: give sqrt, or how many blocks are computed again together.")
+    return ceil(sqrt(count)) if every == "sqrt" else int(every)
