@@ -13,6 +13,7 @@ from superscaler.cluster import Cluster, Device, Mesh
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.parts import HOSTS, Ints
+from superscaler.ir.timetable import Row, timetable
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, Stage, ValueSplit
@@ -22,8 +23,8 @@ from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, 
 
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op",
-    "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Split", "SplitBackward", "Stage", "Stale",
-    "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "place", "sprogram",
+    "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Split", "SplitBackward", "Stage", "Stale",
+    "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "place", "sprogram", "timetable",
 ]  # fmt: skip
 
 P = ParamSpec("P")

@@ -13,7 +13,7 @@ from superscaler.specs.user_file import from_file
 from superscaler.verbs import Cluster, Graph
 
 SProgram = Callable[[Graph, Cluster], None]
-HELPERS = ("shared", "chains")
+HELPERS = ("chains", "schedules", "shared", "tables")
 
 
 def names() -> list[str]:

@@ -31,6 +31,7 @@ from superscaler.ir.parts import Axis as Cut
 from superscaler.ir.program import Backward, Collective, Copy, Forward, Instruction, Program, Send
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
+from superscaler.ir.work import Work
 from superscaler.report.explain_file import VERSION, Axis, Block, Sent, Split, Weights, adapter
 from superscaler.report.model import collapse, describe, group
 from superscaler.specs.copies import copies
@@ -150,7 +151,7 @@ def summary(compiled: Compiled) -> str:
         functions = (compiled.program.functions[i.function] for i in code if isinstance(i, Forward))
         modules = list(dict.fromkeys(f.module for f in functions if f.module))
         shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
-        order = microbatches(compiled.program, code)
+        order = microbatches(compiled, code)
         devices = ", ".join(map(str, ranks[:16])) + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
         lines.append(f"  {name}: devices {devices}: {work}; {told}; {shown}")
         lines += [f"    {order}"] if order else []
@@ -165,17 +166,28 @@ def _letter(program: Program, i: Forward | Backward) -> str:
     return "C" if any(op.is_copy for op in ops) else "R" if any(op.origin for op in ops) else "F"
 
 
-def microbatches(program: Program, code: Sequence[Instruction]) -> str:
-    """Return the order of a device's forwards and backwards of microbatches, as F0 F1 B0 ...; empty without them."""
+def microbatches(compiled: Compiled, code: Sequence[Instruction]) -> str:
+    """Return the order of a device's forwards and backwards of microbatches, as F0 F1 B0 ...; empty without them.
+
+    Where a plan orders stages, with their numbers: 2F0 2F1 2B0 ...
+    """
+    program, segments = compiled.program, compiled.schedule.segments
+    stages = _stages(compiled.graph)
     # Forwards that neither keep anything nor are computed again prepare data, whenever it suits.
-    work = (
-        i
-        for i in code
-        if isinstance(i, Backward)
-        or (isinstance(i, Forward) and (any(i.grads) or any(op.region for op in program.functions[i.function].ops)))
-    )
-    numbered = [f"{_letter(program, i)}{i.task.microbatch}" for i in work if i.task.microbatch >= 0]
+    numbered = []
+    for i in (i for i in code if isinstance(i, Forward | Backward) and i.task.microbatch >= 0):
+        is_again = any(op.region for op in program.functions[i.function].ops)
+        if isinstance(i, Backward) or any(i.grads) or is_again:
+            op = segments[i.task.segment].ops[0]
+            numbered.append(f"{stages.get(op.origin or op.name, '')}{_letter(program, i)}{i.task.microbatch}")
     return " ".join(word for word, _ in groupby(numbered))
+
+
+def _stages(graph: Graph) -> dict[str, int]:
+    """Return the number of the stage of each op in a group that is labelled as its work, as 2F0."""
+    groups = (group for order in graph.orders for group in (order.before, order.after) if group.kind == "F")
+    found = {Work.parse(group.label).stage: group.members for group in groups if Work.matches(group.label)}
+    return {name: stage for stage, members in found.items() for name, _ in members}
 
 
 def ranges(devices: Iterable[int]) -> str:
@@ -315,8 +327,8 @@ class _Blocks:
                 run.setdefault(device, []).append(name)
         programs, devices = self.compiled.emitted.programs, self.compiled.program.devices
         # Of devices that run one program, any tells its order.
-        program, first = self.compiled.program, dict(zip(programs, count()))
-        order = {name: microbatches(program, devices[k].instructions) for name, k in first.items()}
+        first = dict(zip(programs, count()))
+        order = {name: microbatches(self.compiled, devices[k].instructions) for name, k in first.items()}
         found = group(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
         return [{"devices": ranges(d), "blocks": list(b), "order": text} for (b, text), d in found.items()]
 

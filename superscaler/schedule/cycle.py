@@ -9,10 +9,10 @@ import numpy as np
 
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import place_name
+from superscaler.ir.timetable import Row, timetable
 from superscaler.ir.transformed import KINDS
 from superscaler.ir.work import Work
 from superscaler.schedule.nodes import Node, Nodes
-from superscaler.schedule.timetable import Row, timetable
 from superscaler.schedule.transfers import BACKWARD, FORWARD, Transfer
 
 

@@ -99,7 +99,7 @@ def test_recompute_under_a_folded_plan_is_equal_at_a_small_shape() -> None:
     assert plan.compiled.fold is not None
     found = plan.verify(shapes="small")
     assert found["equal"], found
-    assert "F0 F1 R0 B0 R1 B1" in summary(plan.compiled)
+    assert "0F0 0F1 0R0 0B0 0R1 0B1" in summary(plan.compiled)
 
 
 def ran(plan: Plan, run: Callable[[Step], Any]) -> list[Any]:

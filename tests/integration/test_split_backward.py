@@ -83,12 +83,12 @@ def test_a_pipeline_runs_i_and_w_as_it_orders_them(last: bool) -> None:
     plan = ss.compile(library("gpt2:size=tiny"), lambda g, c: pipeline(g, c, last), "local:2")
     found = plan.verify()
     assert found["equal"], found
-    orders = [microbatches(plan.compiled.program, code_of(plan, device)) for device in range(2)]
+    orders = [microbatches(plan.compiled, code_of(plan, device)) for device in range(2)]
     # The first stage gives gradients of weights only: I has nothing to do.
     assert orders == (
-        ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3"]
+        ["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3"]
         if last
-        else ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"]
+        else ["0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2 1F3 1I3 1W3"]
     )
     assert "not split, as it gives gradients of activations only, or of weights only" in str(plan.explain())
 
@@ -107,7 +107,7 @@ def test_a_folded_plan_is_equal_at_a_small_shape() -> None:
     assert plan.compiled.fold is not None
     found = plan.verify(shapes="small")
     assert found["equal"], found
-    assert "F0 F1 R0 I0 W0" in summary(plan.compiled)
+    assert "0F0 0F1 0R0 0I0 0W0" in summary(plan.compiled)
 
 
 class Autocast(nn.Module):

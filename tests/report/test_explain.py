@@ -184,8 +184,8 @@ def test_what_equal_blocks_share_belongs_to_none_of_them() -> None:
 
 def test_a_pipeline_tells_its_order_and_its_messages(plans: dict[str, Plan]) -> None:
     text = plans["pipeline_1f1b:stages=2,microbatches=4"].explain()
-    assert "F0 F1 B0 F2 B1 F3 B2 B3" in text
-    assert "F0 B0 F1 B1 F2 B2 F3 B3" in text
+    assert "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3" in text
+    assert "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3" in text
     assert "forward: send over 0 -> 1, " in text
     assert "backward: send over 1 -> 0, " in text
     assert "one device sends to one other" in text

@@ -1,0 +1,186 @@
+"""Schedules of pipelines as tables: per device the work of its stages, in order (`0F0 0F1 0B0 0B1`).
+
+A table is made by a rule below, or parsed from text; `check` refuses one that cannot run, `order` lays it on a graph.
+Stage s runs on device s % devices where stages go round, and the second half backwards where they make a V. F is a
+forward, B a backward; I and W are its halves, for the gradients of activations and of weights. The idle time and the
+activations that each rule keeps are in docs/pipelines.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from superscaler.plans.tables import Table, fill, finish
+from superscaler.verbs import InputError, Work
+
+
+def gpipe(devices: int, microbatches: int) -> Table:
+    """All forwards, then all backwards (Huang et al., 2019)."""
+    return breadth_first(devices, microbatches, 1)
+
+
+def breadth_first(devices: int, microbatches: int, chunks: int = 2) -> Table:
+    """All microbatches through one chunk of stages, then through the next (Lamy-Poirier, 2023)."""
+    _check_counts(devices=devices, microbatches=microbatches, chunks=chunks)
+    stages = [range(d, devices * chunks, devices) for d in range(devices)]
+    forward = ([Work(s, "F", k) for s in own for k in range(microbatches)] for own in stages)
+    backward = ([Work(s, "B", k) for s in own[::-1] for k in range(microbatches)] for own in stages)
+    return [[*f, *b] for f, b in zip(forward, backward, strict=True)]
+
+
+def one_f_one_b(devices: int, microbatches: int) -> Table:
+    """One forward, one backward in turn, after a warm-up that fills the pipeline (Narayanan et al., 2019)."""
+    _check_counts(devices=devices, microbatches=microbatches)
+    numbers = [(0, k) for k in range(microbatches)]
+    return [_alternate(d, devices, devices - d - 1, numbers, numbers) for d in range(devices)]
+
+
+def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Table:
+    """1F1B where a device has several chunks, which as many microbatches as devices pass in turn (Megatron-LM)."""
+    _check_counts(devices=devices, microbatches=microbatches, chunks=chunks)
+    if microbatches % devices:
+        raise InputError(
+            f"interleaved: {microbatches} microbatches do not come in rounds of {devices}, the number of pipeline "
+            f"devices; choose {devices * max(1, microbatches // devices)} or {devices * (microbatches // devices + 1)}."
+        )
+    rounds = range(0, microbatches, devices)
+    forward = [(c, first + k) for first in rounds for c in range(chunks) for k in range(devices)]
+    backward = [(chunks - 1 - c, k) for c, k in forward]
+    warm = (2 * (devices - d - 1) + (chunks - 1) * devices for d in range(devices))
+    return [_alternate(d, devices, ahead, forward, backward) for d, ahead in enumerate(warm)]
+
+
+def _alternate(
+    device: int, devices: int, warm: int, forward: Sequence[tuple[int, int]], backward: Sequence[tuple[int, int]]
+) -> list[Work]:
+    """Return `warm` forwards, then one forward and one backward in turn, of (chunk, microbatch) in these orders."""
+    ahead = min(warm, len(forward))
+    kinds = "F" * ahead + "FB" * (len(forward) - ahead) + "B" * ahead
+    numbers = {"F": iter(forward), "B": iter(backward)}
+    return [Work(c * devices + device, kind, k) for kind in kinds for c, k in [next(numbers[kind])]]
+
+
+def zb_h1(devices: int, microbatches: int) -> Table:
+    """1F1B whose weight gradients fill the bubble, with no more activations than 1F1B (Qi et al., 2023)."""
+    return _zero_bubble(devices, microbatches, 1)
+
+
+def zb_h2(devices: int, microbatches: int) -> Table:
+    """Twice the warm-up of ZB-H1: no bubble between a device's first and last work (Qi et al., 2023)."""
+    return _zero_bubble(devices, microbatches, 2)
+
+
+def _zero_bubble(devices: int, microbatches: int, depth: int) -> Table:
+    """Device d computes `depth` x (devices - d - 1) forwards ahead, and weight gradients `depth` x d behind."""
+    _check_counts(devices=devices, microbatches=microbatches)
+    table = []
+    for d in range(devices):
+        warm, behind = min(depth * (devices - d - 1), microbatches), min(depth * d, microbatches)
+        row = [Work(d, "F", k) for k in range(warm)]
+        for k in range(microbatches):
+            row += [Work(d, "F", warm + k)] if warm + k < microbatches else []
+            row += [Work(d, "I", k)] + ([Work(d, "W", k - behind)] if k >= behind else [])
+        table.append(row + [Work(d, "W", k) for k in range(microbatches - behind, microbatches)])
+    return table
+
+
+class _Writer:
+    """Writes the row of a device that has two stages of a V: aF is a forward of its first, bI a half of its second.
+
+    W is the other half of the oldest I that has none yet. What is beyond the last microbatch is left out.
+    """
+
+    def __init__(self, device: int, devices: int, microbatches: int) -> None:
+        self.stages = {"a": device, "b": 2 * devices - 1 - device}
+        self.microbatches = microbatches
+        self.row: list[Work] = []
+        self.count: Counter[tuple[int, bool]] = Counter()
+        self.halves: deque[Work] = deque()
+
+    def do(self, works: str, times: int = 1) -> None:
+        for work in works.split() * times:
+            if work == "W":
+                half = self.halves.popleft()
+                self.row.append(Work(half.stage, "W", half.microbatch))
+                continue
+            stage, kind = self.stages[work[0]], work[1]
+            numbered = stage, kind == "F"
+            if self.count[numbered] < self.microbatches:
+                self.row.append(Work(stage, kind, self.count[numbered]))
+                self.count[numbered] += 1
+                self.halves += [self.row[-1]] if kind == "I" else []
+
+
+def zbv(devices: int, microbatches: int) -> Table:
+    """Two chunks a device in a V, without bubbles and with the memory of 1F1B on every device (Qi et al., 2024)."""
+    table = []
+    for d, writer in enumerate(_writers("zbv", devices, microbatches)):
+        writer.do("aF", 2 * (devices - d) - 1)
+        writer.do("bF aF", d)
+        writer.do("bF bI W", devices - d)
+        writer.do("aF aI W bF bI W", microbatches - devices)
+        writer.do("aI bI", d)
+        writer.do("aI W", devices - d)
+        writer.do("W", 2 * d)
+        table.append(writer.row)
+    return table
+
+
+def dualpipe_v(devices: int, microbatches: int) -> Table:
+    """Two chunks a device in a V, forwards and backwards of different microbatches side by side (DeepSeek, 2025)."""
+    table = []
+    for d, writer in enumerate(_writers("dualpipe_v", devices, microbatches)):
+        rest, half = devices - d - 1, (d + 1) // 2
+        writer.do("aF", 2 * rest)
+        writer.do("aF bF", d + 1)
+        writer.do("bI W bF", rest)
+        writer.do("aF bB bF aB", microbatches - 2 * devices + d + 1)
+        writer.do("bB bF aB", rest)
+        writer.do("bB aB", half)
+        writer.do("bI aI" if d % 2 else "bB aI")
+        writer.do("bI aI", d - half)
+        writer.do("W aI", rest)
+        writer.do("W", d + 1)
+        table.append(writer.row)
+    return table
+
+
+def _writers(name: str, devices: int, microbatches: int) -> list[_Writer]:
+    _check_counts(devices=devices, microbatches=microbatches)
+    if microbatches < 2 * devices:
+        raise InputError(
+            f"{name}: {microbatches} microbatches do not fill two chunks on each of {devices} pipeline devices; "
+            f"choose at least {2 * devices}."
+        )
+    return [_Writer(d, devices, microbatches) for d in range(devices)]
+
+
+def chimera(devices: int, microbatches: int) -> Table:
+    """Two pipelines in opposite directions, every other microbatch in each; each stage is on two devices (Li, 2021)."""
+    _check_counts(devices=devices, microbatches=microbatches)
+    if devices % 2 or microbatches % 2:
+        raise InputError(
+            f"chimera: {devices} pipeline devices and {microbatches} microbatches; its two pipelines need even numbers."
+        )
+
+    def place(work: Work) -> int:
+        return devices - 1 - work.stage if work.microbatch % 2 else work.stage
+
+    works = [Work(s, kind, k) for s in range(devices) for kind in "FB" for k in range(microbatches)]
+    found = [fill(works, place, rank, devices) for rank in (_backward_first, _forward_first)]
+    return min(found, key=lambda table: max(finish(table).values()))
+
+
+def _backward_first(work: Work) -> tuple[object, ...]:
+    return work.kind == "F", work.microbatch
+
+
+def _forward_first(work: Work) -> tuple[object, ...]:
+    return work.kind != "F", work.microbatch
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise InputError(f"a schedule of {count} {name}; choose at least 1.")

@@ -1,0 +1,142 @@
+"""Tables of pipeline schedules, per device the work of its stages in order: filled by rank, timed, checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from superscaler.verbs import InputError, Row, Work, timetable
+
+Table = list[list[Work]]
+Rank = Callable[[Work], tuple[object, ...]]
+SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+# How many activations a work adds to what its device keeps.
+KEEPS: Mapping[str, int] = {"F": 1, "B": -1, "W": -1}
+
+
+def fill(works: Iterable[Work], place: Callable[[Work], int], rank: Rank, most: int) -> Table:
+    """Return the table where each device always takes, of what is ready, what `rank` puts first.
+
+    A device keeps the activations of at most `most` forwards; a backward takes two units of time, all else one.
+    """
+    left: dict[int, list[Work]] = {}
+    for work in sorted(works, key=rank):
+        left.setdefault(place(work), []).append(work)
+    needs = _needs([work for own in left.values() for work in own])
+    table: Table = [[] for _ in range(max(left) + 1)]
+    ends: dict[Work, float] = {}
+    free, kept, now = [0.0] * len(table), [0] * len(table), 0.0
+    while any(left.values()):
+        for device, own in left.items():
+            for work in own if free[device] <= now else ():
+                is_room = work.kind != "F" or kept[device] < most
+                if is_room and all(ends.get(need, math.inf) <= now for need in needs[work]):
+                    own.remove(work)
+                    table[device].append(work)
+                    kept[device] += KEEPS.get(work.kind, 0)
+                    ends[work] = free[device] = now + SECONDS[work.kind]
+                    break
+        now = min(end for end in free if end > now)
+    return table
+
+
+def finish(table: Table, seconds: Mapping[str, float] = SECONDS) -> dict[Work, float]:
+    """Return when each work ends if its kind takes so many seconds and messages none; where it is stuck, no more."""
+    needs = _needs([work for row in table for work in row])
+    ends: dict[Work, float] = {}
+    at, free = [0] * len(table), [0.0] * len(table)
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for device, row in enumerate(table):
+            while at[device] < len(row) and all(need in ends for need in needs[row[at[device]]]):
+                work = row[at[device]]
+                start = max([free[device], *(ends[need] for need in needs[work])])
+                ends[work] = free[device] = start + seconds[work.kind]
+                at[device] += 1
+                is_moving = True
+    return ends
+
+
+def _needs(works: Collection[Work]) -> dict[Work, list[Work]]:
+    """Return what each work waits for: the stage before, or behind on the way back, and its own forward."""
+    last = max(work.stage for work in works)
+    back = {(w.stage, w.microbatch): w.kind for w in works if w.kind in "BI"}
+    needs: dict[Work, list[Work]] = {}
+    for work in works:
+        stage, k = work.stage, work.microbatch
+        if work.kind == "F":
+            needs[work] = [Work(stage - 1, "F", k)] if stage else []
+        elif work.kind == "W":
+            needs[work] = [Work(stage, "I", k)]
+        else:
+            behind = [Work(stage + 1, back.get((stage + 1, k), "B"), k)] if stage < last else []
+            needs[work] = [Work(stage, "F", k), *behind]
+    return needs
+
+
+def check(table: Table) -> None:
+    """Raise InputError, with the grid and the step, for a table that misses work, repeats it, or cannot run.
+
+    Every stage needs the forward of each microbatch and its backward (B, or I and W) on the same device, and neighbours
+    must take microbatches in the same order, so that no messages cross. Without any backward, a table of forwards.
+    """
+    if not any(table):
+        raise InputError("a schedule without work; write a row for each device, as 0F0 0B0.")
+    place = {work: (d, at) for d, row in enumerate(table) for at, work in enumerate(row)}
+    for faults in (_repeated, _incomplete, _crossing, _stuck):
+        for (device, at), why in faults(table, place):
+            rows = [Row(d, dict(enumerate(map(str, row))), "") for d, row in enumerate(table)]
+            done = {k: work for k, work in rows[device].done.items() if k <= at}
+            rows[device] = Row(device, done, f"<-- {why}")
+            lines = "\n".join(timetable(rows))
+            raise InputError(f"the schedule cannot run: {why}.\n{lines}\nMend step {at} of device {device}.")
+
+
+Step = tuple[int, int]
+Faults = Iterator[tuple[Step, str]]
+
+
+def _repeated(table: Table, place: Mapping[Work, Step]) -> Faults:
+    for d, row in enumerate(table):
+        for at, work in enumerate(row):
+            if place[work] != (d, at):
+                yield place[work], f"{work} is there already, at step {at} of device {d}"
+
+
+def _incomplete(table: Table, place: Mapping[Work, Step]) -> Faults:
+    complete = ("FB", "FIW") if any(work.kind != "F" for work in place) else ("F",)
+    stages, numbers = (sorted({getattr(w, name) for w in place}) for name in ("stage", "microbatch"))
+    for stage, k in itertools.product(range(stages[-1] + 1), range(numbers[-1] + 1)):
+        own = {kind: place[work] for kind in "FBIW" if (work := Work(stage, kind, k)) in place}
+        first, kinds = next(iter(own.values()), (0, len(table[0]) - 1)), "".join(own)
+        if len({d for d, _ in own.values()}) > 1:
+            yield first, f"microbatch {k} of stage {stage} is on devices {sorted({d for d, _ in own.values()})}"
+        if kinds not in complete:
+            yield first, f"microbatch {k} of stage {stage} has {kinds or 'nothing'}, not {' or '.join(complete)}"
+
+
+def _crossing(table: Table, place: Mapping[Work, Step]) -> Faults:
+    """Messages from one device to another arrive in the order in which they leave."""
+    sent: dict[tuple[int, int, int, bool], list[Work]] = {}
+    needs = _needs(place)
+    readers = {need: work for work, found in needs.items() for need in found if need.stage != work.stage}
+    for d, row in enumerate(table):
+        for work in row:
+            if (reader := readers.get(work)) and place[reader][0] != d:
+                sent.setdefault((d, place[reader][0], work.stage, work.kind == "F"), []).append(reader)
+    for (device, *_), works in sent.items():
+        for first, second in itertools.pairwise(works):
+            if place[second] < place[first]:
+                yield place[second], f"{second} is before {first}, but device {device} sends to {first} before"
+
+
+def _stuck(table: Table, place: Mapping[Work, Step]) -> Faults:
+    """What is stuck, those first that wait for what is behind them in their own row."""
+    ends, needs = finish(table), _needs(place)
+    firsts = [next((work for work in row if work not in ends), None) for row in table]
+    waits = [(work, need) for work in firsts if work for need in needs[work] if need not in ends]
+    for work, need in sorted(waits, key=lambda pair: place[pair[0]][0] != place[pair[1]][0]):
+        d, at = place[need]
+        yield place[work], f"{work} waits for {need}, at step {at} of device {d}, for ever"

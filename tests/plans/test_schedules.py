@@ -1,0 +1,193 @@
+"""Each schedule has the idle time and keeps the activations that its authors say, by the order of the compiled plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.ir.work import parse_schedule, print_schedule
+from superscaler.plans import schedules
+from superscaler.plans.shared import order_stages, stages
+from superscaler.plans.tables import Table, check
+from superscaler.schedule.order import complete
+from tests.schedule.clock import run
+
+SIZES = [(4, 8), (4, 16), (8, 16), (8, 32)]
+
+
+class Chain(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@cache
+def captured(count: int, microbatches: int) -> ss.Graph:
+    torch.manual_seed(0)
+    module = Chain(count)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return ss.capture(module, (torch.randn(microbatches, 2),), optimizer=optimizer)
+
+
+def measured(table: Table, **seconds: float) -> tuple[list[float], list[float], list[int]]:
+    """Return per device the idle time of the whole step, that between its first and last work, and its peak."""
+    works = [work for row in table for work in row]
+    count, microbatches = (max(getattr(w, name) for w in works) + 1 for name in ("stage", "microbatch"))
+    graph = captured(count, microbatches).copy()
+    parts = stages(graph, count)
+    place = {(work.stage, work.microbatch): d for d, row in enumerate(table) for work in row}
+    for stage, ops in enumerate(parts):
+        for op in ops:
+            made = ss.op_trans(graph, op, ss.Microbatch(microbatches))
+            ss.op_assign(graph, made, [place[stage, k] for k in range(microbatches)])
+    halved = {work.stage for work in works if work.kind == "I"}
+    for stage in halved:
+        ss.op_trans(graph, [op for op in parts[stage] if op.has_mirror], ss.SplitBackward())
+    order_stages(graph, parts, table)
+    graph.settle()
+    found = run(complete(graph), {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **seconds})
+    devices = [found[d] for d in range(len(table))]
+    last = max(device.end for device in devices)
+    idle = [last - device.busy for device in devices]
+    return idle, [device.end - device.start - device.busy for device in devices], [device.peak for device in devices]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_gpipe_and_1f1b_wait_for_the_pipeline_to_fill_and_drain(p: int, m: int) -> None:
+    idle, _, peaks = measured(schedules.gpipe(p, m))
+    assert idle == [3 * (p - 1)] * p
+    assert peaks == [m] * p
+    idle, _, peaks = measured(schedules.one_f_one_b(p, m))
+    assert idle == [3 * (p - 1)] * p
+    assert peaks == [p - d for d in range(p)]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_chunks_divide_the_bubble(p: int, m: int) -> None:
+    """Narayanan et al., 2021, section 2.2; the activations of a chunk are half those of a stage."""
+    half = {"F": 0.5, "B": 1.0}
+    idle, _, peaks = measured(schedules.interleaved(p, m, 2), **half)
+    assert idle == [3 * (p - 1) / 2] * p
+    assert max(peaks) / 2 == p * (1 + (p - 1) / (2 * p))
+    idle, _, peaks = measured(schedules.breadth_first(p, m, 2), **half)
+    assert idle == [3 * (p - 1) / 2] * p
+    assert peaks == [2 * m] * p
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_weight_gradients_fill_the_bubble(p: int, m: int) -> None:
+    """Qi et al., 2023, table 2, with F = I = W; 2024 for the V, whose activations are of half a stage."""
+    idle, _, peaks = measured(schedules.zb_h1(p, m))
+    assert idle == [p - 1] * p
+    assert peaks == [p] * p
+    idle, inner, peaks = measured(schedules.zb_h2(p, m))
+    assert inner == [0] * p
+    assert idle == [p - 1] * p
+    assert peaks == [2 * p - 1] * p
+    idle, inner, peaks = measured(schedules.zbv(p, m), F=0.5, I=0.5, W=0.5)
+    assert inner == [0] * p
+    assert idle == [(p - 1) / 2] * p
+    assert peaks == [2 * p] * p
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_dualpipe_v_starts_a_forward_before_its_pair_is_done(p: int, m: int) -> None:
+    """The authors' idle time, (p - 1) (F&B + B - 3 W) of chunks, takes a forward and a backward side by side for one
+    work of F + B. Here what the forward or I of a pair makes leaves when it is there, so that it is less.
+    """
+    idle, _, peaks = measured(schedules.dualpipe_v(p, m))
+    assert idle == [p - 1] * p
+    assert (p - 1) * (3 + 2 - 3) > p - 1
+    assert peaks == [2 * p + 1] * p
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 4), (8, 8), *SIZES])
+def test_chimera_halves_the_bubble(p: int, m: int) -> None:
+    """Li and Hoefler, 2021, table 2: (D - 2) / (1.5 N + D - 2) of the step is idle where a backward is two forwards."""
+    idle, _, peaks = measured(schedules.chimera(p, m))
+    step = 3 * m + idle[0]
+    assert idle == [step * (p - 2) / (1.5 * m + p - 2)] * p
+    assert p / 2 + 1 <= min(peaks) <= max(peaks) <= p
+
+
+def test_chimera_of_one_round_idles_two_slots_less_than_devices() -> None:
+    idle, _, peaks = measured(schedules.chimera(4, 4), B=1.0)
+    assert idle == [2] * 4
+    assert sorted(peaks) == [3, 3, 4, 4]
+
+
+RULES = [
+    schedules.gpipe, schedules.one_f_one_b, schedules.interleaved, schedules.breadth_first, schedules.zb_h1,
+    schedules.zb_h2, schedules.zbv, schedules.dualpipe_v, schedules.chimera,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_tables_can_run_print_and_parse_back(rule: Callable[[int, int], Table]) -> None:
+    for p, m in ((1, 2), (2, 4), (2, 6), (4, 8), (4, 12)):
+        if rule is schedules.chimera and p == 1:
+            continue
+        table = rule(p, m)
+        check(table)
+        assert parse_schedule(print_schedule(table)) == table
+
+
+def test_few_microbatches_shorten_the_warm_up() -> None:
+    for rule in (schedules.gpipe, schedules.one_f_one_b, schedules.breadth_first, schedules.zb_h1, schedules.zb_h2):
+        check(rule(4, 1))
+        check(rule(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("rule", "p", "m", "message"),
+    [
+        (schedules.interleaved, 4, 6, "6 microbatches do not come in rounds of 4"),
+        (schedules.zbv, 4, 6, "choose at least 8"),
+        (schedules.dualpipe_v, 4, 6, "choose at least 8"),
+        (schedules.chimera, 4, 5, "even numbers"),
+        (schedules.chimera, 3, 6, "even numbers"),
+        (schedules.gpipe, 4, 0, "0 microbatches"),
+    ],
+)
+def test_counts_that_a_rule_cannot_take_are_refused(
+    rule: Callable[[int, int], Table], p: int, m: int, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        rule(p, m)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0",
+            r"microbatch 1 of stage 1 has F, not FB or FIW[^\n]*\nMend step 1 of device 1",
+        ),
+        (
+            "0F0 0F1 0B0 0B1\n1F0 1B0 1B1 1F1",
+            r"1B1 waits for 1F1, at step 3 of device 1[^\n]*\nMend step 2 of device 1",
+        ),
+        ("0F0 0F1 0B0 0B1\n1F1 1B1 1F0 1B0", r"1F1 is before 1F0, but device 0 sends to 1F0 before"),
+        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", r"0B0 waits for 1B0, at step 2 of device 1, for ever"),
+        ("0F0 0F0 0B0\n1F0 1B0", "0F0 is there already, at step 0 of device 0"),
+        ("0F0 0I0 0W0 0B0\n1F0 1B0", "microbatch 0 of stage 0 has FBIW"),
+        ("0F0\n0B0", r"microbatch 0 of stage 0 is on devices \[0, 1\]"),
+        ("1F0 1B0", "microbatch 0 of stage 0 has nothing"),
+        ("", "without work"),
+    ],
+)
+def test_wrong_tables_are_refused_with_the_step(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        check(parse_schedule(text))
+    assert not text or "<--" in str(raised.value)
