@@ -176,10 +176,10 @@ def microbatches(compiled: Compiled, code: Sequence[Instruction]) -> str:
     # Forwards that neither keep anything nor are computed again prepare data, whenever it suits.
     numbered = []
     for i in (i for i in code if isinstance(i, Forward | Backward) and i.task.microbatch >= 0):
-        is_again = any(op.region for op in program.functions[i.function].ops)
-        if isinstance(i, Backward) or any(i.grads) or is_again:
-            op = segments[i.task.segment].ops[0]
-            numbered.append(f"{stages.get(op.origin or op.name, '')}{_letter(program, i)}{i.task.microbatch}")
+        ops = segments[i.task.segment].ops
+        if isinstance(i, Backward) or any(i.grads) or any(op.region for op in ops):
+            stage = stages.get(ops[0].origin or ops[0].name, "")
+            numbered.append(f"{stage}{_letter(program, i)}{i.task.microbatch}")
     return " ".join(word for word, _ in groupby(numbered))
 
 
