@@ -14,20 +14,35 @@ if TYPE_CHECKING:
     from superscaler.plan import capture as capture
     from superscaler.plan import compile as compile
     from superscaler.plan import load as load
+    from superscaler.plans.along import along_axis as along_axis
+    from superscaler.plans.shared import order_stages as order_stages
+    from superscaler.plans.shared import schedule_1f1b as schedule_1f1b
+    from superscaler.plans.shared import stages as stages
+    from superscaler.plans.shared import tensor_splits as tensor_splits
     from superscaler.runtime.weights import load_weights as load_weights
+    from superscaler.verbs import Algorithm as Algorithm
+    from superscaler.verbs import Block as Block
+    from superscaler.verbs import Device as Device
     from superscaler.verbs import Graph as Graph
+    from superscaler.verbs import Group as Group
+    from superscaler.verbs import InputError as InputError
     from superscaler.verbs import Insert as Insert
     from superscaler.verbs import Mesh as Mesh
     from superscaler.verbs import Microbatch as Microbatch
+    from superscaler.verbs import Op as Op
+    from superscaler.verbs import Parts as Parts
     from superscaler.verbs import Recompute as Recompute
     from superscaler.verbs import Regather as Regather
     from superscaler.verbs import Replicate as Replicate
+    from superscaler.verbs import Rewrite as Rewrite
     from superscaler.verbs import Save as Save
+    from superscaler.verbs import Shard as Shard
     from superscaler.verbs import Split as Split
     from superscaler.verbs import SplitBackward as SplitBackward
     from superscaler.verbs import Stage as Stage
     from superscaler.verbs import Stale as Stale
     from superscaler.verbs import ValueSplit as ValueSplit
+    from superscaler.verbs import Work as Work
     from superscaler.verbs import op_assign as op_assign
     from superscaler.verbs import op_order as op_order
     from superscaler.verbs import op_trans as op_trans
@@ -37,15 +52,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Graph", "Insert", "Mesh", "Microbatch", "Recompute", "Regather", "Replicate", "Save", "Split", "SplitBackward",
-    "Stage", "Stale", "ValueSplit", "op_assign", "op_order", "op_trans", "place", "sprogram",
+    "Algorithm", "Block", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op", "Parts",
+    "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard", "Split", "SplitBackward", "Stage", "Stale",
+    "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "place", "sprogram",
 )  # fmt: skip
+_HELPERS = ("order_stages", "schedule_1f1b", "stages", "tensor_splits")
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",
+    "along_axis": "superscaler.plans.along",
     "load_weights": "superscaler.runtime.weights",
     "register": "superscaler.frontend.register",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),
+    **dict.fromkeys(_HELPERS, "superscaler.plans.shared"),
     **dict.fromkeys(_VERBS, "superscaler.verbs"),
 }
 __all__ = ["__version__", *_HOMES]

@@ -16,15 +16,15 @@ from superscaler.ir.parts import HOSTS, Ints
 from superscaler.ir.timetable import Row, timetable
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
 from superscaler.ir.work import Work
-from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Split, Stage, ValueSplit
+from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
 from superscaler.transform.cut import cut
 from superscaler.transform.place import leaves, spread
 from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, Save, SplitBackward, Stale, rewrite
 
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op",
-    "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Split", "SplitBackward", "Stage", "Stale",
-    "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "place", "sprogram", "timetable",
+    "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Shard", "Split", "SplitBackward",
+    "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "place", "sprogram", "timetable",
 ]  # fmt: skip
 
 P = ParamSpec("P")

@@ -128,8 +128,7 @@ def place_name(device: int) -> str:
 def read_by(grid: Grid, slots: Sequence[int | None]) -> Grid:
     """Return the grid of an op whose indices are the slots of an operand: what parts of a grid read, where they do."""
     slot_of, devices = {index: slot for slot, index in enumerate(slots) if index is not None}, grid.devices
-    own = [replace(a, index=slot_of[a.index], value=()) if a.index in slot_of else Axis(None, (1,) * len(a.sizes))
-           for a in grid.axes]  # fmt: skip
+    own = [replace(a, index=slot_of[a.index], value=()) if a.index in slot_of else _replicas(a) for a in grid.axes]
     if grid.children:
         children = {cell: read_by(child, slots) for cell, child in grid.children.items()}
         return Grid(tuple(own), devices, children)
@@ -137,6 +136,22 @@ def read_by(grid: Grid, slots: Sequence[int | None]) -> Grid:
     kept = [a.index is not None or bool((devices != devices.take([0], at)).any()) for at, a in enumerate(own)]
     once = tuple(slice(None) if k else 0 for k in kept)
     return Grid(tuple(a for a, k in zip(own, kept, strict=True) if k), devices[once])
+
+
+def cuts_of(grid: Grid, slots: Sequence[int | None]) -> tuple[Axis, ...]:
+    """Return the axes of a grid that cut an operand, as cuts of its slots, and its stages; of an irregular grid none.
+
+    Replicas stay where they share an axis of a mesh with a cut: both together are along it.
+    """
+    slot_of = {index: slot for slot, index in enumerate(slots) if index is not None}
+    names = {a.name for a in grid.axes if a.index in slot_of and a.name}
+    kept = [a for a in grid.axes if a.index in slot_of or a.at is not None or a.name in names]
+    own = (replace(a, index=slot_of[a.index]) if a.index in slot_of else _replicas(a) for a in kept)
+    return () if grid.children else tuple(own)
+
+
+def _replicas(axis: Axis) -> Axis:
+    return Axis(None, (1,) * len(axis.sizes), name=axis.name, at=axis.at)
 
 
 def covers(cells: Ints, count: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from numbers import Integral
@@ -14,7 +14,7 @@ import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Factor, Model, Op, renamed
-from superscaler.ir.parts import Grid, Ints, Rows, expand, read_by
+from superscaler.ir.parts import UNASSIGNED, Grid, Ints, Rows, cuts_of, expand, read_by
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 # The kinds of work that `select` knows.
@@ -135,6 +135,7 @@ class Graph:
         self.ahead: dict[str, int] = {}
         # Ops whose parts go to the hosts of the devices where they would be.
         self.hosted: set[str] = set()
+        self._uses: dict[str, list[tuple[Op, int]]] | None = None
         self.rewrite(model)
 
     def copy(self, model: Model | None = None) -> Graph:
@@ -188,6 +189,13 @@ class Graph:
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.journal.append(Entry("rename_factor", old, f"to {new}", where))
 
+    @property
+    def uses(self) -> Mapping[str, list[tuple[Op, int]]]:
+        """Return for each pTensor the forward ops that read it, each with the number of the input, in order."""
+        if self._uses is None:
+            self._uses = self.model.uses()
+        return self._uses
+
     def rewrite(self, model: Model) -> None:
         """Take a model with other ops from now on; new ones have no parts yet. `twins` has them by the op's name,
         `updates` the optimizer ops by that of the weight.
@@ -196,6 +204,7 @@ class Graph:
         self.twins = {op.origin: op for op in model.ops if op.origin}
         self.updates = {op.inputs[0].tensor: op for op in model.ops if op.kind == "optimizer" and not op.is_write}
         self.grids = {op.name: self.grids.get(op.name) or Grid() for op in model.ops}
+        self._uses = None
         self._by_name = {op.name: op for op in model.ops}
         self._ops = tuple(op for op in model.ops if not op.origin)
         self._forward_ops = tuple(op for op in self._ops if op.is_forward)
@@ -208,9 +217,8 @@ class Graph:
             if not self.grids[twin.name].is_touched:
                 self.grids[twin.name] = self.grids[name]
         copies = [op for op in self._forward_ops if op.is_copy and not self.grids[op.name].is_touched]
-        uses = self.model.uses() if copies else {}
         for op in reversed(copies):
-            reader, k = uses[op.outputs[0].tensor][0]
+            reader, k = self.uses[op.outputs[0].tensor][0]
             self.grids[op.name] = read_by(self.grids[reader.name], reader.inputs[k].slots)
 
         def settled(group: Group) -> Group:
@@ -229,6 +237,28 @@ class Graph:
         grid = self.grids[op.name]
         shape = [len(a.sizes) for a in grid.axes]
         return Parts(op, grid, (), np.arange(prod(shape)).reshape(shape), len(shape))
+
+    def follow(self, update: Op | str) -> Parts:
+        """Cut an optimizer op, given itself or by the name of its weight, as what reads the weight cuts it.
+
+        x @ w cut on w's rows by 2, and on x's by 4  ->  update(w[0:8]), update(w[8:16])
+
+        Returns its parts, to be cut further and placed. What only replicates a weight is no cut; of several readers
+        only the cuts that all have in common are taken, and the stage of the first. Raises InputError for what is not
+        trained, TransformError where the op is cut or placed already.
+        """
+        name = update.inputs[0].tensor if isinstance(update, Op) else self.model.aliases.get(update, update)
+        if name not in self.updates:
+            raise InputError(unknown("trained parameter", name, self.updates))
+        op = self.updates[name]
+        if self.grids[op.name].is_touched:
+            raise TransformError(f"graph.follow of {op.name} comes after it was cut or placed; follow first.")
+        read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
+        found = [cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.uses[t]]
+        kept = [a for a in (found[0] if found else ()) if a.at is not None or all(a in axes for axes in found)]
+        axes = [a if a.index is None else replace(a, index=op.inputs[0].slots[a.index]) for a in kept]
+        self.grids[op.name] = Grid(tuple(axes), np.full([len(a.sizes) for a in axes], UNASSIGNED))
+        return self.parts(op)
 
     def rows(self, op: Op) -> Rows:
         return expand(op, self.grids[op.name])

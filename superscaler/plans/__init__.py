@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable
 
 from superscaler.errors import InputError, unknown
+from superscaler.plans.along import product
 from superscaler.specs.options import for_function
 from superscaler.specs.user_file import from_file
 from superscaler.verbs import Cluster, Graph
 
 SProgram = Callable[[Graph, Cluster], None]
-HELPERS = ("chains", "schedules", "shared", "tables")
+HELPERS = ("along", "chains", "schedules", "shared", "tables")
+_FACTOR = re.compile(r"(?P<name>[^:]+(?:\.py:\w+)?):(?P<size>\d+)(?:,(?P<keys>.*))?")
 
 
 def names() -> list[str]:
@@ -22,11 +25,15 @@ def names() -> list[str]:
 
 
 def resolve(spec: str) -> SProgram:
-    """Return the sProgram that `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]` names.
+    """Return the sProgram that `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]` names, or a product
+    of plans along one axis, each with its size if that is not what others leave: `zero:2,stage=3 x tensor_parallel`.
 
     Raises InputError for an unknown plan, function or key, a value of the wrong type, or a file that cannot be run.
     What an sProgram of a file raises becomes an InputError that names its line.
     """
+    terms = re.split(r"\s+x\s+", spec.strip())
+    if len(terms) > 1 or _FACTOR.fullmatch(spec):
+        return _product(spec, terms)
     name, _, keys = spec.partition(":")
     if name.endswith(".py"):
         return from_file(spec, "plan", ("graph", "cluster"), "is_sprogram")
@@ -34,3 +41,17 @@ def resolve(spec: str) -> SProgram:
         raise InputError(f"{unknown('plan', name, names())} Or give a file: path/to/file.py:function.")
     function = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     return functools.partial(function, **for_function(spec, keys, function, skip=2))
+
+
+def _product(spec: str, terms: list[str]) -> SProgram:
+    found: dict[str, tuple[int, SProgram]] = {}
+    for term in terms:
+        factor = _FACTOR.fullmatch(term)
+        # A file whose function needs no name has an empty one before its keys.
+        between = "::" if factor and factor["name"].endswith(".py") else ":"
+        plan = resolve(between.join(filter(None, factor.group("name", "keys"))) if factor else term)
+        name = getattr(plan, "func", plan).__name__
+        if name in found:
+            raise InputError(f"'{spec}' has {name} twice; give it the product of the two numbers.")
+        found[name] = int(factor["size"]) if factor else -1, plan
+    return product(spec, found)

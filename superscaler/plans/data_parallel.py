@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from superscaler.verbs import Cluster, Graph, Replicate, Split, op_assign, op_trans, sprogram
+from superscaler.plans.along import along_axis
+from superscaler.verbs import Graph, Split, op_trans
 
 
-@sprogram
-def data_parallel(graph: Graph, cluster: Cluster) -> None:
-    n = len(cluster.devices)
-    for op in graph.ops:
-        algorithm = Split("batch", n) if op.is_forward else Replicate(n)
-        op_assign(graph, op_trans(graph, op, algorithm), cluster.devices)
+@along_axis()
+def data_parallel(graph: Graph, n: int, axis: str) -> None:
+    op_trans(graph, graph.forward_ops, Split("batch", n, axis=axis))

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from superscaler.plans.shared import check_uses_all, order_stages, schedule_1f1b, stages, tensor_splits
-from superscaler.verbs import Cluster, Graph, Microbatch, Replicate, Split, op_assign, op_trans, sprogram
+from superscaler.plans.data_parallel import data_parallel
+from superscaler.plans.pipeline_1f1b import pipeline_1f1b
+from superscaler.plans.tensor_parallel import tensor_parallel
+from superscaler.verbs import Cluster, Graph, op_assign, sprogram
 
 
 @sprogram
 def hybrid(graph: Graph, cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1) -> None:
-    check_uses_all(cluster, "hybrid", dp=dp, tp=tp, pp=pp)
-    splits = tensor_splits(graph, tp)
-    parts = stages(graph, pp)
-    for stage, ops in enumerate(parts):
-        for op in ops:
-            algorithms = [Microbatch(microbatches), Split("batch", dp), *splits.get(op.name, [Replicate(tp)])]
-            made = graph.parts(op)
-            for algorithm in algorithms:
-                made = op_trans(graph, made, algorithm)
-            op_assign(graph, made, stage * dp * tp + np.arange(dp * tp).reshape(made.cells.shape[1:]))
-    order_stages(graph, parts, schedule_1f1b(pp, microbatches))
+    mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
+    pipeline_1f1b.cut(graph, pp, "pp", microbatches=microbatches)
+    data_parallel.cut(graph, dp, "dp")
+    tensor_parallel.cut(graph, tp, "tp")
+    op_assign(graph, graph.forward_ops, mesh)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from superscaler.plans import shared
-from superscaler.verbs import Cluster, Graph, Microbatch, op_assign, op_trans, sprogram
+from superscaler.plans.along import along_axis
+from superscaler.verbs import Graph, InputError, Microbatch, Stage, op_trans
 
 
-@sprogram
-def pipeline_1f1b(graph: Graph, cluster: Cluster, stages: int | None = None, microbatches: int = 4) -> None:
-    count = len(cluster.devices) if stages is None else stages
-    shared.check_uses_all(cluster, "pipeline_1f1b", stages=count)
-    parts = shared.stages(graph, count)
-    for device, ops in zip(cluster.devices, parts, strict=True):
-        op_assign(graph, op_trans(graph, ops, Microbatch(microbatches)), device)
-    shared.order_stages(graph, parts, shared.schedule_1f1b(count, microbatches))
+@along_axis()
+def pipeline_1f1b(graph: Graph, n: int, axis: str, stages: int | None = None, microbatches: int = 4) -> None:
+    if stages not in (None, n):
+        raise InputError(f"pipeline_1f1b:stages={stages} on {n} devices: it has as many stages as devices, {n}.")
+    parts = shared.stages(graph, n)
+    op_trans(graph, graph.forward_ops, Microbatch(microbatches))
+    for number, ops in enumerate(parts):
+        op_trans(graph, ops, Stage(number, axis))
+    shared.order_stages(graph, parts, shared.schedule_1f1b(n, microbatches))

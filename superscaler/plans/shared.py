@@ -51,8 +51,8 @@ def made_for(graph: Graph, core: Iterable[Op], is_own: Callable[[Op], bool]) -> 
     return [op for op in graph.forward_ops if op.name in inside]
 
 
-def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split | Replicate]]:
-    """Return the splits of each op under tensor parallelism into `parts`, found from the factors (Megatron's).
+def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Split | Replicate]]:
+    """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors.
 
     A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
     sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
@@ -90,12 +90,12 @@ def tensor_splits(graph: Graph, parts: int) -> dict[str, list[Split | Replicate]
         sizes = sorted({f"{f} of size {graph.factors[f].size}" for ops in scopes for f in _candidates(weights, ops)})
         shown = ", ".join(sizes[:6]) or "none"
         raise InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
-    return {op.name: [_cut(op, s) for s in splits[op.name]] for op in graph.forward_ops if op.name in splits}
+    return {op.name: [_cut(op, s, axis) for s in splits[op.name]] for op in graph.forward_ops if op.name in splits}
 
 
-def _cut(op: Op, split: Split) -> Split | Replicate:
+def _cut(op: Op, split: Split, axis: str) -> Split | Replicate:
     is_cut = op.find(split.factor) is not None or split.factor in dict(op.passes)
-    return split if is_cut else Replicate(split.parts, "route")
+    return Split(split.factor, split.parts, axis=axis) if is_cut else Replicate(split.parts, "route", axis)
 
 
 def _weights(weights: set[str], op: Op) -> list[int]:

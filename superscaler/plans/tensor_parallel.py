@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from superscaler.plans.along import along_axis
 from superscaler.plans.shared import tensor_splits
-from superscaler.verbs import Cluster, Graph, Replicate, op_assign, op_trans, sprogram
+from superscaler.verbs import Graph, op_trans
 
 
-@sprogram
-def tensor_parallel(graph: Graph, cluster: Cluster) -> None:
-    n = len(cluster.devices)
-    splits = tensor_splits(graph, n)
-    devices = np.arange(n)
-    for op in graph.forward_ops:
-        parts = graph.parts(op)
-        for algorithm in splits.get(op.name, [Replicate(n)]):
-            parts = op_trans(graph, parts, algorithm)
-        op_assign(graph, parts, devices.reshape(parts.cells.shape))
+@along_axis()
+def tensor_parallel(graph: Graph, n: int, axis: str) -> None:
+    for name, cuts in tensor_splits(graph, n, axis).items():
+        for cut in cuts:
+            op_trans(graph, graph.op(name), cut)

@@ -78,6 +78,7 @@ def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -
             return function(*args, **options)
 
     run.__name__ = name
+    run.__dict__.update(vars(function))
     return run
 
 

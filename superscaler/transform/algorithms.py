@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
 
@@ -93,6 +94,26 @@ class Split:
                 f"{extent} % {self.parts} = {extent % self.parts}. Choose a divisor of {extent}, or give sizes=(...)."
             )
         return (extent // self.parts,) * self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Cut the largest index that `parts` divides, or else the largest one unevenly; what is smaller is replicated.
+
+    Shard(4) of [768, 3]: 4 x [192, 3]    of [10, 3]: [2, 3] [3, 3] [2, 3] [3, 3]    of [3]: 4 copies
+    """
+
+    parts: int
+    axis: str = field(default="", repr=False)
+
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+        check_parts(self.parts, op)
+        free = [(size % self.parts == 0, size, -at) for at, size in enumerate(sizes) if op.indices[at].mark != "frozen"]
+        _, size, at = max(free, default=(False, 0, 0))
+        if size < self.parts:
+            return Replicate(self.parts, axis=self.axis).cut(op, sizes)
+        bounds = [k * size // self.parts for k in range(self.parts + 1)]
+        return Axis(-at, tuple(hi - lo for lo, hi in pairwise(bounds)), name=self.axis)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,8 @@ def test_tensor_splits_that_divide_nothing_are_refused() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("hybrid:dp=2,tp=2,pp=2", "hybrid:dp=2,tp=2,pp=2 needs 8 devices, but the cluster has 4"),
-        ("hybrid:dp=0,tp=2,pp=2", "every number must be at least 1"),
+        ("hybrid:dp=2,tp=2,pp=2", "mesh pp=2,dp=2,tp=2 needs 8 devices, but there are 4"),
+        ("hybrid:dp=0,tp=2,pp=2", "every size must be at least 1"),
         ("hybrid:dq=2", "dq"),
         ("hybird", "did you mean 'hybrid'"),
     ],

@@ -1,0 +1,84 @@
+"""Plans along one axis of a mesh, and their products: `data_parallel:2 x tensor_parallel:4`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, cast
+
+from superscaler.errors import InputError
+from superscaler.verbs import Cluster, Graph, Mesh, op_assign, sprogram
+
+SProgram = Callable[..., None]
+
+
+class MeshAxis(NamedTuple):
+    """What a plan along one axis is given in the place of a cluster, when it is a factor of a product."""
+
+    name: str
+    size: int
+
+
+class AlongAxis(Protocol):
+    """A plan along one axis: a whole one, given a cluster; a factor of a product, given a `MeshAxis`."""
+
+    cut: SProgram
+    is_last: bool
+
+    def __call__(self, graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None: ...
+
+
+def along_axis(*, last: bool = False) -> Callable[[SProgram], AlongAxis]:
+    """Make an sProgram of `cut(graph, n, axis, **options)`, which cuts ops into `n` along the mesh axis of that name.
+
+    It assigns nothing: alone it is given all devices as one axis, and in a product its share of them. What no plan of
+    a product cuts is replicated; updates that none cuts follow what reads their weight. `last` is for what follows the
+    cuts of the other plans (`graph.follow`), wherever it stands in a product. `.cut` is the function itself.
+
+    @ss.along_axis()
+    def data_parallel(graph, n, axis):
+        ss.op_trans(graph, graph.forward_ops, ss.Split("batch", n, axis=axis))
+    """
+
+    def decorate(cut: SProgram) -> AlongAxis:
+        @functools.wraps(cut)
+        def run(graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None:
+            if isinstance(cluster, MeshAxis):
+                cut(graph, cluster.size, cluster.name, **options)
+            else:
+                _multiply(graph, cluster.mesh(**{cut.__name__: -1}), {cut.__name__: functools.partial(run, **options)})
+
+        first, _, _, *rest = inspect.signature(cut).parameters.values()
+        signature = inspect.Signature([first, first.replace(name="cluster"), *rest])
+        vars(run).update(__signature__=signature, cut=cut, is_last=last)
+        return cast(AlongAxis, sprogram(run))
+
+    return decorate
+
+
+def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
+    """Return the sProgram that cuts along several axes, the outer first: per name the size (-1: what the others leave)
+    and the plan along it. Raises InputError for a plan that is not along one axis.
+    """
+    whole = [name for name, (_, plan) in terms.items() if not _has(plan, "cut")]
+    if whole:
+        raise InputError(f"'{spec}': {whole[0]} says where everything is; only plans along one axis have a product.")
+
+    def run(graph: Graph, cluster: Cluster) -> None:
+        mesh = cluster.mesh(**{name: size for name, (size, _) in terms.items()})
+        _multiply(graph, mesh, {name: plan for name, (_, plan) in terms.items()})
+
+    run.__name__ = spec
+    return run
+
+
+def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, SProgram]) -> None:
+    for name, plan in sorted(plans.items(), key=lambda item: _has(item[1], "is_last")):
+        plan(graph, MeshAxis(name, mesh.sizes[name]))
+    op_assign(graph, [op for op in graph.ops if op.is_forward or graph.grids[op.name].is_touched], mesh)
+
+
+def _has(plan: SProgram, mark: str) -> bool:
+    """Tell whether a plan, with options or without, is marked."""
+    return bool(getattr(getattr(plan, "func", plan), mark, False))

@@ -1,0 +1,100 @@
+"""Plans along one axis of a mesh: alone, multiplied, from files, and every way in which a product is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from chains import chain
+
+import superscaler as ss
+from superscaler.compiler import compile_graph
+from superscaler.errors import InputError
+from superscaler.models import build
+from superscaler.plans import names, resolve
+
+HIDDEN = """
+import superscaler as ss
+
+@ss.along_axis()
+def hidden(graph, n, axis, required=False):
+    ss.op_trans(graph, graph.forward_ops, ss.Split("hidden", n, required=required, axis=axis))
+"""
+
+
+def devices(graph: ss.Graph, op: str) -> list[int]:
+    return graph.rows(graph.op(op)).device.tolist()
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "world"),
+    [
+        ("gpt2:size=tiny", "zero:2,stage=3 x tensor_parallel:2", 4),
+        ("gpt2:size=tiny", "pipeline_1f1b:2,microbatches=2 x zero x tensor_parallel:2", 8),
+        ("llama:size=tiny", "data_parallel:2 x tensor_parallel", 8),
+        ("llama:size=tiny", "tensor_parallel:4 x zero:2,stage=2,microbatches=2", 8),
+    ],
+)
+def test_a_product_equals_the_model(model: str, spec: str, world: int) -> None:
+    built = build(model)
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
+    graph = ss.capture(built.module, built.args, built.kwargs, optimizer)
+    found = ss.compile(graph, spec, f"local:{world}").verify()
+    assert found["equal"], found
+
+
+def test_a_product_places_along_its_axes_the_outer_first() -> None:
+    graph = chain()
+    resolve("pipeline_1f1b:2,microbatches=2 x data_parallel:4")(graph, ss.Cluster.local(8))
+    assert devices(graph, "mul0") == [0, 1, 2, 3] * 2
+    assert devices(graph, "mul2") == [4, 5, 6, 7] * 2
+    # What no plan cuts follows what reads it.
+    assert devices(graph, "update.w") == [-1]
+
+
+@pytest.mark.parametrize(("spec", "strides"), [("{} x zero:3", (3, 1)), ("zero:3 x {}", (1, 2))])
+def test_a_plan_that_is_last_follows_the_others_wherever_it_stands(
+    spec: str, strides: tuple[int, int], tmp_path: Path
+) -> None:
+    graph, file = chain(size=12), tmp_path / "mine.py"
+    file.write_text(HIDDEN)
+    resolve(spec.format(f"{file}:hidden:2"))(graph, ss.Cluster.local(6))
+    rows = graph.rows(graph.op("update.w"))
+    # Element 3 h + z of w rests where part h of hidden meets place z of zero.
+    assert rows.lo.reshape(-1).tolist() == list(range(6))
+    assert rows.device.tolist() == [h * strides[0] + z * strides[1] for h in range(2) for z in range(3)]
+
+
+@pytest.mark.parametrize("spec", ["{}:hidden:2 x data_parallel:2", "data_parallel:2 x {}:2,required=true", "{}:3"])
+def test_a_plan_of_a_file_is_a_factor_too(spec: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(HIDDEN)
+    world = 3 if spec == "{}:3" else 4
+    compiled = compile_graph(chain(), resolve(spec.format(file)), ss.Cluster.local(world))
+    assert len(compiled.graph.rows(compiled.graph.op("mul0"))) == world
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("data_parallel:2", "mesh data_parallel=2 needs 2 devices, but there are 4; make the two numbers equal"),
+        ("data_parallel:3 x zero", "mesh data_parallel=3,zero=-1: 3 does not divide the 4 devices; choose of 1, 2, 4"),
+        ("data_parallel x zero", "every size must be at least 1, and one may be -1"),
+        ("zero:2 x zero:2", "'zero:2 x zero:2' has zero twice; give it the product of the two numbers"),
+        ("single x zero", "single says where everything is; only plans along one axis have a product"),
+        ("hybrid:2", "'hybrid:2': hybrid says where everything is"),
+        ("data:2 x zero", "unknown plan 'data'. Known: "),
+        ("zero:2,stag=1 x data_parallel:2", "unknown key 'stag'; did you mean 'stage'"),
+    ],
+)
+def test_a_wrong_product_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        resolve(spec)(chain(), ss.Cluster.local(4))
+
+
+def test_the_plans_along_one_axis_are_told_by_their_mark() -> None:
+    found = {name for name in names() if hasattr(getattr(resolve(name), "func", None), "cut")}
+    assert {"data_parallel", "tensor_parallel", "pipeline_1f1b", "zero"} <= found
+    assert not {"single", "hybrid"} & found
