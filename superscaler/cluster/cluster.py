@@ -156,8 +156,9 @@ class Cluster:
         """Return the seconds in which all groups, at once, run one collective on a source of `size` bytes per device.
 
         Groups are device ids in chunk order: (sender, *receivers) in `broadcast` and `rd_scatter`, (*senders, receiver)
-        in `rd_gather`, (sender, receiver) in `send`, `permute`, `move` and `messages`, which say how a message came to
-        be. `chunk` and `value_chunk` are local and take no time. Raises InputError for an unknown kind or device.
+        in `reduce` and `rd_gather`, (sender, receiver) in `send`, `permute`, `move` and
+        `messages`, which say how a message came to be. `chunk` and `value_chunk` are local and take no time. Raises
+        InputError for an unknown kind or device.
 
         >>> round(Cluster.preset("v100", 1, 8).seconds("all_reduce", [range(8)], 120e6), 6)
         0.001777

@@ -50,6 +50,7 @@ COLLECTIVES: Mapping[str, Kind] = {
     "reduce_scatter": Kind(1, _share, lambda g, _: _share(g), lambda _, s: _share(s)),
     "all_to_all": Kind(1, _share, lambda g, _: _share(g), lambda g, s: g * _share(s)),
     "broadcast": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
+    "reduce": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
 }
 # Between a device and its host, of which both have the number of the device.
 COPIES = ("to_host", "to_device")
@@ -139,7 +140,9 @@ def _busy(wiring: Wiring, kind: str, groups: Groups) -> Groups:
             raise InputError(f"{kind}: there is no device {strange[0]} among the {wiring.count} of the cluster.")
         if kind in _PAIRS and len(group) != 2:
             raise InputError(f"{kind}: {group} has {len(group)} devices; write pairs (sender, receiver).")
-    return () if kind in LOCAL_KINDS else tuple(group for group in groups if len(group) > 1)
+    # A reduce is a broadcast backwards.
+    ordered = (group[::-1] if kind == "reduce" else group for group in groups)
+    return () if kind in LOCAL_KINDS else tuple(group for group in ordered if len(group) > 1)
 
 
 def _by_server(wiring: Wiring, group: Iterable[int]) -> dict[int, list[int]]:
@@ -150,11 +153,15 @@ def _by_server(wiring: Wiring, group: Iterable[int]) -> dict[int, list[int]]:
 
 
 def _between(kind: str, members: _Members, amount: float) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the bytes out of and into each server, where all send and receive alike; a broadcast goes down a chain."""
+    """Return the bytes out of and into each server, where all send and receive alike; a broadcast goes down a chain
+    from its first server, a reduce up one.
+    """
     if len(members) == 1:
         return {}, {}
     servers = list(members)
-    out, into = (servers[:-1], servers[1:]) if kind == "broadcast" else (servers, servers)
+    out, into = {"broadcast": (servers[:-1], servers[1:]), "reduce": (servers[1:], servers[:-1])}.get(
+        kind, (servers, servers)
+    )
     return dict.fromkeys(out, amount), dict.fromkeys(into, amount)
 
 
@@ -180,7 +187,7 @@ def _hierarchy(wiring: Wiring, kind: str, members: _Members) -> _Use:
     """Inside the servers, and between devices of equal place in them. Else it is done the other way."""
     sizes, row, links = {len(devices) for devices in members.values()}, COLLECTIVES[kind], wiring.links
     g, servers = max(sizes), len(members)
-    if g == 1 or servers == 1 or (len(sizes) > 1 and kind != "broadcast"):
+    if g == 1 or servers == 1 or (len(sizes) > 1 and kind not in ("broadcast", "reduce")):
         return (_exchange if kind == "all_to_all" else _ring)(wiring, kind, members)
     latency = row.laps * ((g - 1) * links.intra.alpha + (servers - 1) * links.network.alpha)
     return _Use(latency, row.inside(g, servers), *_between(kind, members, row.across(g, servers)), at_once=False)
@@ -267,4 +274,5 @@ def _needed(kind: str, members: _Members) -> tuple[dict[int, float], dict[int, f
         both = {s: len(members[s]) * a / n for s, a in away.items()}
         return both, both
     first, *others = members
-    return {first: 1.0}, dict.fromkeys(others, 1.0)
+    ends = {first: 1.0}, dict.fromkeys(others, 1.0)
+    return ends if kind == "broadcast" else (ends[1], ends[0])

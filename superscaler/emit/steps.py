@@ -226,21 +226,25 @@ class _Writer:
     def _collective(self, i: p.Collective) -> str:
         group = self.number("groups", lambda j: j.group)
         shown = [_given(i, k) for k in range(len(i.works))]
+        made = f"{self.tuple_of(i.works)} = " if any(i.works) else ""
+        root = f", {i.root}" if i.root >= 0 else ""
         if len(i.works) > 1:
             dims = {"all_gather": [way.take for way in i.ways], "reduce_scatter": [way.give for way in i.ways]}
-            along = f", {tuple(dims[i.kind])}" if i.kind in dims else ""
+            along = root + (f", {tuple(dims[i.kind])}" if i.kind in dims else "")
             along += f", {tuple(way.sizes for way in i.ways)}" if any(way.sizes for way in i.ways) else ""
-            return f"{self.tuple_of(i.works)} = rt.{i.kind}_bucket(({', '.join(shown)}), {group}{along})"
+            return f"{made}rt.{i.kind}_bucket(({', '.join(shown)}), {group}{along})"
         (work,), (way,) = i.works, i.ways
         sizes = f", {way.sizes}" if way.sizes else ""
         extra = {
             "all_reduce": "",
+            "reduce": "",
+            "rd_gather": f", {way.take}",
             "all_gather": f", {way.take}{sizes}",
             "reduce_scatter": f", {way.give}{sizes}",
             "all_to_all": f", {way.give}, {way.take}",
             "broadcast": f', {way.shape}, "{i.dtype}"',
         }[i.kind]
-        return f"{work} = rt.{i.kind}({shown[0]}, {group}{extra})"
+        return f"{'' if work is None else f'{work} = '}rt.{i.kind}({shown[0]}, {group}{root}{extra})"
 
     def _message(self) -> int:
         return self.number("messages", lambda j: (j.peer, j.message))
@@ -263,7 +267,7 @@ def _batches(code: Sequence[Instruction]) -> dict[int, int]:
 def _given(i: p.Collective, k: int) -> str:
     """Return what a collective is given of its k-th tensor, in slots where these matter."""
     source, way = i.sources[k], i.ways[k]
-    is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast")
+    is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast", "reduce")
     return ("None" if source is None else _name(source)) + (f".reshape({way.view})" if is_cut else "")
 
 

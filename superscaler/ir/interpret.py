@@ -224,11 +224,12 @@ class _Interpreter(Generic[V]):
             run.handles[name] = post, part
 
     def _check_awaited(self, run: _Run[V], i: Update) -> None:
-        """Sends and broadcasts are waited for before weights change, other collectives of these need a Wait before."""
+        """What is only given is waited for before weights change, other collectives of these need a Wait before."""
         code, changed = run.cohort.code, {*i.weights, *i.buffers}
         for post in itertools.chain.from_iterable(run.collectives.values()):
             how = code[post.at]
-            if post.is_awaited or not isinstance(how, Collective) or how.kind == "broadcast":
+            # What only gives is waited for as a send.
+            if post.is_awaited or not isinstance(how, Collective) or how.kind == "broadcast" or not any(how.works):
                 continue
             sources = set(how.sources)
             # A slice may be a view.
@@ -299,7 +300,7 @@ class _Interpreter(Generic[V]):
                 return None
             theirs, device = other.cohort.code[posts[post.count].at], group.distinct[0, k]
             assert isinstance(theirs, Collective)
-            if (theirs.kind, len(theirs.ways), theirs.dtype, theirs.bytes) != (i.kind, len(i.ways), i.dtype, i.bytes):
+            if _meeting(theirs) != _meeting(i):
                 raise Refusal(f"meets {theirs.kind} of {theirs.bytes} bytes ({theirs.dtype}) on device {device}.")
             if i.kind == "broadcast" and k > 0:
                 continue
@@ -342,6 +343,11 @@ class _Interpreter(Generic[V]):
         started = describe(self.program, run.cohort.code[post.at])
         others = ", ".join(map(str, np.atleast_1d(post.peers[0]).tolist()[:8]))
         return self._where(run, run.at, f"never ends: {started} is not met by devices {others}.", 0)
+
+
+def _meeting(i: Collective) -> tuple[object, ...]:
+    """Return what is equal for all members of a collective."""
+    return i.kind, len(i.ways), i.dtype, i.bytes, i.root
 
 
 def _fields(i: Instruction) -> Iterator[Value | None]:

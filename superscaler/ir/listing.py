@@ -48,7 +48,7 @@ _FLAGS = {
     (k.__name__, f.name): f.default
     for k in (Weight, *KINDS)
     for f in fields(k)
-    if f.default is False or f.default == "" or f.name == "again"
+    if f.default is False or f.default == "" or f.name in ("again", "root")
 }
 _ROLES: Mapping[str, Mapping[str, Role | None]] = {"Weight": _WEIGHT, **{kind.__name__: ROLES[kind] for kind in KINDS}}
 _KINDS: Mapping[str, type] = {"Weight": Weight, **{kind.__name__: kind for kind in KINDS}}

@@ -75,4 +75,9 @@ def _started(i: Instruction, rank: int) -> Iterator[tuple[Note, str, str, tuple[
             yield note, "copies", "to_host" if i.to_host else "to_device", (rank, rank), 1, i.bytes
     elif isinstance(i, Collective):
         for note, way in zip(i.notes, i.ways, strict=True):
-            yield note, "collective", i.kind, i.group, len(i.ways), way.elements * width(i.dtype)
+            yield note, "collective", i.kind, _group(i), len(i.ways), way.elements * width(i.dtype)
+
+
+def _group(i: Collective) -> tuple[int, ...]:
+    """Return the group in the order by which clusters price it: the only one that gets anything last."""
+    return i.group if i.root < 0 else (*i.group[: i.root], *i.group[i.root + 1 :], i.group[i.root])

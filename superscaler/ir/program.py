@@ -211,17 +211,19 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class Collective:
     """Start a collective over `group` (its k-th device owns the k-th chunk) of one tensor, or of several that travel as
-    one, flattened and joined; `works` become the handles to wait on. `bytes` is what the sources weigh, padded.
+    one, flattened and joined; `works` become the handles to wait on, None where only the device at place `root` of the
+    group gets anything. `bytes` is what the sources weigh, padded.
     """
 
     kind: str
-    works: Writes
+    works: Annotated[tuple[Value | None, ...], Role.WRITE]
     sources: Gaps
     group: Group
     ways: tuple[Way, ...]
     dtype: str
     bytes: int
     notes: Notes = field(default=(), compare=False)
+    root: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +419,7 @@ class Program:
 def links(kind: str, p: int) -> int:
     """Return how many times a collective of `p` devices puts one device's source on links, all devices together.
 
-    >>> [links(kind, 4) for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")]
-    [6, 12, 3, 3]
+    >>> [links(kind, 4) for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "rd_gather")]
+    [6, 12, 3, 3, 3, 3]
     """
     return (p - 1) * {"all_reduce": 2, "all_gather": p}.get(kind, 1)

@@ -12,7 +12,7 @@ from superscaler.schedule.transfers import Transfer
 # As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
 # What the runtime has a bucket of.
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Buckets:
     """Collectives that were not started yet."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[tuple[int, ...], str, str, str], _Bucket] = {}
+        self._waiting: dict[tuple[tuple[int, ...], str, int, str, str], _Bucket] = {}
 
     def add(self, entry: Entry, transfer: Transfer, dtype: str) -> None:
         """Add a collective; one to updates, which come last, waits until there are enough of them."""
         is_late, how = transfer.is_to_updates, entry.step.how
         way = "to updates" if is_late else "from weights at rest" if transfer.is_from_rest else "between segments"
-        key = how.group, how.kind, dtype, way
+        key = how.group, how.kind, how.root, dtype, way
         some = self._waiting.setdefault(key, _Bucket())
         some.entries.append(entry)
         some.microbatches |= transfer.microbatches if is_late else set()

@@ -14,7 +14,7 @@ from superscaler.schedule.transfers import Transfer
 @dataclass(frozen=True, slots=True)
 class Match:
     """A collective over `group` in chunk order; `take` is the slot that is gathered, `give` the one scattered, `sizes`
-    the elements of its chunks where these are uneven.
+    the elements of its chunks where these are uneven, `root` the place in the group of the one that gets the result.
     """
 
     kind: str
@@ -22,6 +22,7 @@ class Match:
     take: int = -1
     give: int = -1
     sizes: tuple[int, ...] = ()
+    root: int = -1
 
 
 # Why a transfer is that collective.
@@ -31,6 +32,8 @@ REASONS = {
     "reduce_scatter": "each holds a part of the value and reads a slice of the whole",
     "all_to_all": "each holds a slice of one dim and reads a slice of another",
     "broadcast": "one holds it and several others read it",
+    "reduce": "each holds a part of the value and one of them reads the whole",
+    "rd_gather": "each holds a slice and one of them reads the whole tensor",
 }
 
 
@@ -57,6 +60,8 @@ def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
     all B, partial  tile B         reduce_scatter
     tile B          tile B         all_to_all (on two different slots)
     one B           all B          broadcast
+    all B, partial  one B          reduce
+    tile B          one B          rd_gather
     """
     held = {p.device: p.box for p in transfer.pieces}
     read = {r.device: r.box for r in transfer.readers}
@@ -73,6 +78,8 @@ def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
     """Return the collective that takes the boxes that devices hold to those that they read, each reading all."""
     if len(held) == 1:
         return _broadcast(held, read)
+    if len(read) == 1:
+        return _to_one(held, *next(iter(read.items())))
     if set(held) != set(read):
         return None
     tiles, wants = _tiling(held), _tiling(read)
@@ -111,6 +118,17 @@ def _broadcast(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
     if len(others) < 2 or _same(read) != box:
         return None
     return Match("broadcast", (source, *sorted(others)))
+
+
+def _to_one(held: dict[int, Box], reader: int, box: Box) -> Match | None:
+    tiles, group = _tiling(held), tuple(sorted(held))
+    if reader not in held:
+        return None
+    if _same(held) == box:
+        return Match("reduce", group, root=group.index(reader))
+    if tiles and not tiles.sizes and tiles.whole == box and len(held) > 2:
+        return Match("rd_gather", tiles.devices, take=tiles.slot, root=tiles.devices.index(reader))
+    return None
 
 
 def _same(boxes: dict[int, Box]) -> Box | None:

@@ -5,13 +5,14 @@ Pure: what comes out depends on the transfer and its context only, names nothing
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from math import prod
 
 from superscaler.cluster.seconds import LOCAL_KINDS
 from superscaler.ir.graph import width
-from superscaler.ir.mask import Box
+from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.parts import HOSTS
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.context import Context
@@ -33,6 +34,9 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
         return Lowered((), _linked(transfer))
     if transfer.has_host:
         return _over_owners(transfer, context)
+    outer = _outer(transfer)
+    if len(set(outer)) < len(outer):
+        return _cut_out(transfer, outer, context)
     found = match(transfer, context.fold)
     if found is not None:
         return _collective(transfer, found, context)
@@ -54,6 +58,33 @@ def _linked(transfer: Transfer) -> tuple[tuple[Slot, ...], ...]:
         if piece.device == transfer.readers[r].device:
             ends[r].append(Slot(piece.device, p, piece.box))
     return tuple(map(tuple, ends))
+
+
+def _outer(transfer: Transfer) -> list[int]:
+    """Return for each reader the one of the largest box around its own, where both read all pieces on one device."""
+    by_device: dict[int, list[int]] = {}
+    for r, reader in enumerate(transfer.readers):
+        by_device.setdefault(reader.device if transfer.is_joint and not transfer.is_to_updates else ~r, []).append(r)
+    found = dict[int, int]()
+    for some in by_device.values():
+        boxes = {r: transfer.readers[r].box for r in some}
+        for r in some:
+            around = [o for o in some if intersect(boxes[o], boxes[r]) == boxes[r]]
+            found[r] = max(around, key=lambda o: prod(extents(transfer.readers[o].box)))
+    return [found[r] for r in range(len(transfer.readers))]
+
+
+def _cut_out(transfer: Transfer, outer: Sequence[int], context: Context) -> Lowered:
+    """A device that reads a box, and boxes in it, cuts these out of it."""
+    kept = sorted(set(outer))
+    links = tuple((p, n) for p in range(len(transfer.pieces)) for n in range(len(kept)))
+    inner = lower(replace(transfer, readers=tuple(transfer.readers[r] for r in kept), links=links), context)
+    ends = (inner.ends[kept.index(r)] for r in outer)
+    meets = [
+        tuple(slot for slot in slots if intersect(slot.box, reader.box) is not None)
+        for slots, reader in zip(ends, transfer.readers, strict=True)
+    ]
+    return Lowered(inner.rounds, tuple(meets), inner.route)
 
 
 def _over_owners(transfer: Transfer, context: Context) -> Lowered:
@@ -87,10 +118,10 @@ def _over_owners(transfer: Transfer, context: Context) -> Lowered:
 def _collective(transfer: Transfer, how: Match, context: Context) -> Lowered:
     held = {slot.device: slot for slot in slots_of(transfer)}
     item, box = len(held), transfer.pieces[0].box
-    outs = {device: Slot(device, item, box) for device in held}
+    outs = {} if how.root >= 0 else {device: Slot(device, item, box) for device in held}
     outs |= {reader.device: Slot(reader.device, item, reader.box) for reader in transfer.readers}
-    told = [device for device in how.group if device in outs and context.is_told(device)]
-    slots = tuple((held.get(device), outs[device]) for device in told)
+    told = [device for device in how.group if device in {**held, **outs} and context.is_told(device)]
+    slots = tuple((held.get(device), outs.get(device)) for device in told)
     # The source of a broadcast has what it reads.
     kept = held if how.kind == "broadcast" else {}
     ends = tuple((kept.get(reader.device, outs[reader.device]),) for reader in transfer.readers)

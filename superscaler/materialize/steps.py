@@ -31,17 +31,24 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What each device gives (None: nothing, of a broadcast) and what it gets."""
+    """What each device gives (None: nothing, of a broadcast) and what it gets (None: nothing, one device does)."""
 
     how: Match
-    slots: tuple[tuple[Slot | None, Slot], ...]
+    slots: tuple[tuple[Slot | None, Slot | None], ...]
     why: str
+
+    @property
+    def sources(self) -> list[Slot]:
+        return [source for source, _ in self.slots if source is not None]
+
+    @property
+    def outs(self) -> list[Slot]:
+        return [out for _, out in self.slots if out is not None]
 
     def __str__(self) -> str:
         kind, group, take, give = self.how.kind, self.how.group, self.how.take, self.how.give
         along = (f" along {take}" if take >= 0 else "") + (f" to {give}" if give >= 0 else "")
-        sources = _sum([source for source, _ in self.slots if source is not None])
-        return f"{kind}{along} over {', '.join(map(str, group))}: {sources} -> {_sum(out for _, out in self.slots)}"
+        return f"{kind}{along} over {', '.join(map(str, group))}: {_sum(self.sources)} -> {_sum(self.outs)}"
 
 
 @dataclass(frozen=True, slots=True)

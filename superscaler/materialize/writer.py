@@ -193,7 +193,7 @@ class Writer:
     def _receive(self, number: int, step: Step, owner: int | None = None) -> None:
         """Wait for what a step brought, to one device or to all."""
         tensor = self.transfers[number].tensor
-        outs = [o for _, o in step.slots] if isinstance(step, steps.Collective) else [step.out]
+        outs = step.outs if isinstance(step, steps.Collective) else [step.out]
         for out in outs:
             key = number, out.device, out.item
             is_here = owner in (None, out.device % HOSTS)
@@ -239,13 +239,14 @@ class Writer:
         self._started += 1
         notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
         for pairs in zip(*(entry.step.slots for entry in bucket), strict=True):
-            rank, works, sources, ways = pairs[0][1].device, list[Value](), list[Value | None](), list[Way]()
+            works, sources, ways = list[Value | None](), list[Value | None](), list[Way]()
             for entry, (source, out) in zip(bucket, pairs, strict=True):
                 sources.append(None if source is None else self._name(entry.number, source))
-                works.append(self._handle(entry.number, out))
-                ways.append(self._way(entry.number, entry.step, source or out, out))
+                works.append(None if out is None else self._handle(entry.number, out))
+                ways.append(self._way(entry.number, entry.step, source, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
-            self.code.write(rank, Collective(how.kind, *some, dtype, weight, notes))
+            rank = next(slot.device for slot in pairs[0] if slot is not None)
+            self.code.write(rank, Collective(how.kind, *some, dtype, weight, notes, how.root))
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
             flying = self._flying.setdefault(how.group, [])
             flying.append(bucket)
@@ -262,14 +263,15 @@ class Writer:
                 self.landed(entry.number)
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
-        source, out = step.slots[0]
-        transfer, elements = self.transfers[number], self._way(number, step, source or out, out).elements
+        transfer, elements = self.transfers[number], self._way(number, step, *step.slots[0]).elements
         dtypes = (self.context.dtype(transfer, trained=trained) for trained in (False, True))
         return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
 
-    def _way(self, number: int, step: steps.Collective, source: Slot, out: Slot) -> Way:
-        tensor, view, how = self.code.tensors[self.transfers[number].tensor], extents(source.box), step.how
-        local, shape = tensor.local_shape(view), tensor.local_shape(extents(out.box))
+    def _way(self, number: int, step: steps.Collective, source: Slot | None, out: Slot | None) -> Way:
+        """Return how a device takes part, of which one that gives or gets nothing tells what the others do."""
+        given, got = (slot or (step.sources, step.outs)[n][0] for n, slot in enumerate((source, out)))
+        tensor, view, how = self.code.tensors[self.transfers[number].tensor], extents(given.box), step.how
+        local, shape = tensor.local_shape(view), tensor.local_shape(extents(got.box))
         return Way(view, how.take, how.give, local, shape, how.sizes)
 
     def _note(self, transfer: Transfer, why: str) -> Note:

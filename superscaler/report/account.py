@@ -211,11 +211,13 @@ def ranges(devices: Iterable[int]) -> str:
     return ", ".join(words)
 
 
-def _told(groups: Sequence[Sequence[int]], is_from_first: bool = False) -> tuple[str, ...]:
+def _told(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, ...]:
     """Return groups of devices in words; many are told as one."""
     if len(groups) > MOST:
         return (f"{len(groups)} groups in {ranges(d for group in groups for d in group)}",)
-    return tuple(f"{group[0]} -> {ranges(group[1:])}" if is_from_first else ranges(group) for group in groups)
+    # How many of a group give, where others get.
+    at = {"send": 1, "broadcast": 1, "reduce": -1, "rd_gather": -1}.get(kind)
+    return tuple(f"{ranges(group[:at])} -> {ranges(group[at:])}" if at else ranges(group) for group in groups)
 
 
 def _totals(moves: Iterable[Move]) -> list[dict[str, Any]]:
@@ -246,7 +248,7 @@ def _sums(
             seconds[what] += count / len(own) * each
     rounded = {what: float(f"{value:.3g}") for what, value in seconds.items()}
     groups = [group[:1] for group in groups] if moves[0].way == "copies" else groups
-    return {"groups": _told(groups, moves[0].kind in ("send", "broadcast")), **_add(moves), **rounded}
+    return {"groups": _told(groups, moves[0].kind), **_add(moves), **rounded}
 
 
 def _direction(move: Move | Path) -> str:

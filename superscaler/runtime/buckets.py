@@ -18,6 +18,12 @@ def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], group: Gro
     return _views(work, [x.numel() for x in tensors])
 
 
+def reduce(communicator: Communicator, tensors: Sequence[Tensor], group: Group, root: int) -> tuple[Work, ...]:
+    """Sum several tensors as one, for the rank at place `root` of the group."""
+    work = communicator.reduce(torch.cat([x.reshape(-1) for x in tensors]), group, root, owned=True)
+    return _views(work, [x.numel() for x in tensors])
+
+
 def all_gather(
     communicator: Communicator,
     tensors: Sequence[Tensor],

@@ -47,8 +47,9 @@ class Later:
 class Communicator(ABC):
     """Asynchronous messages between `world` ranks. Every rank of a group calls the same operation in the same order.
 
-    No operation changes its input. The input of a collective may be written again after `wait`, that of a broadcast
-    after `flush`, that of `send` at once, unless it is `owned`. In a group of one rank the result may be the input.
+    No operation changes its input. The input of a collective may be written again after `wait`, that of a broadcast,
+    and where only another rank gets a result, after `flush`, that of `send` at once, unless it is `owned`. In a group
+    of one rank the result may be the input.
 
     `moved` are the bytes of the plan that this rank put on links since the start, `apart` those of sums that no plan
     has: of the loss, the norm of the gradients, and whether they are finite. Errors start with `prefix`.
@@ -107,6 +108,20 @@ class Communicator(ABC):
         what = self._enter("all_to_all", group, x.shape, x.dtype)
         return self._swap(what, group, split(x, len(group), split_dim, what), lambda parts: join(parts, concat_dim))
 
+    def reduce(self, x: Tensor, group: Group, root: int, *, owned: bool = False) -> Work:
+        """Sum over the group for the rank at its place `root`; what others get means nothing."""
+        if len(group) == 1:
+            return Later(lambda: x)
+        return self._sum_to(self._enter("reduce", group, x.shape, x.dtype), group, x, root, owned)
+
+    def rd_gather(self, x: Tensor, group: Group, root: int, dim: int) -> Work:
+        """Concatenate the equal chunks of the ranks along `dim`, in group order, for the one at place `root`; what
+        others get means nothing.
+        """
+        if len(group) == 1:
+            return Later(lambda: x)
+        return self._gather_to(self._enter("rd_gather", group, x.shape, x.dtype), group, x, root, dim)
+
     def broadcast(self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype) -> Work:
         """Give all ranks of the group the x of rank `source`; the others pass None."""
         position(source, group, f"broadcast over ranks {group}")
@@ -148,7 +163,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until all sends and broadcasts of this rank are done, and free their buffers."""
+        """Wait until all that this rank gives without getting anything is done, and free its buffers."""
 
     @abstractmethod
     def close(self) -> None:
@@ -168,6 +183,12 @@ class Communicator(ABC):
 
     def _scatter(self, what: str, group: Group, chunks: Sequence[Tensor]) -> Work:
         return self._swap(what, group, chunks, sum_in_order)
+
+    @abstractmethod
+    def _sum_to(self, what: str, group: Group, x: Tensor, root: int, owned: bool) -> Work: ...
+
+    @abstractmethod
+    def _gather_to(self, what: str, group: Group, x: Tensor, root: int, dim: int) -> Work: ...
 
     @abstractmethod
     def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Work:

@@ -219,6 +219,24 @@ class DistributedCommunicator(c.Communicator):
         outgoing, chunk = c.from_plan_order(chunks, group), torch.empty_like(chunks[0])
         return self._start(what, group, _reduce_scatter, lambda: chunk, chunk.view(-1), outgoing.view(-1))
 
+    def _sum_to(self, what: str, group: Group, x: Tensor, root: int, owned: bool) -> Work:
+        # It is done in place, on other ranks too.
+        buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
+        operation = self._begin(what, group, dist.reduce, buffer, group[root])
+        return self._given(operation, group[root]).giving(lambda: buffer)
+
+    def _gather_to(self, what: str, group: Group, x: Tensor, root: int, dim: int) -> Work:
+        gathered = torch.empty((len(group), *x.shape), dtype=x.dtype, device=x.device)
+        incoming = list(map(_bytes, gathered)) if group[root] == self.rank else None
+        operation = self._begin(what, group, dist.gather, _bytes(x.detach().contiguous()), incoming, group[root])
+        return self._given(operation, group[root]).giving(lambda: c.join(c.to_plan_order(gathered, group), dim))
+
+    def _given(self, operation: _Operation, root: int) -> _Operation:
+        """Return an operation of which only one rank waits for the result."""
+        if self.rank != root:
+            self._sends.add(operation)
+        return operation
+
     def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Work:
         operation = self._begin(what, group, dist.broadcast, _bytes(buffer), source)
         if source == self.rank:

@@ -193,6 +193,15 @@ class Rank:
     ) -> tuple[Work, ...]:
         return buckets.reduce_scatter(self.communicator, tensors, self._group(group), dims, sizes)
 
+    def reduce(self, x: Tensor, group: int, root: int) -> Work:
+        return self.communicator.reduce(x, self._group(group), root)
+
+    def reduce_bucket(self, tensors: Sequence[Tensor], group: int, root: int) -> tuple[Work, ...]:
+        return buckets.reduce(self.communicator, tensors, self._group(group), root)
+
+    def rd_gather(self, x: Tensor, group: int, root: int, dim: int) -> Work:
+        return self.communicator.rd_gather(x, self._group(group), root, dim)
+
     def all_to_all(self, x: Tensor, group: int, split_dim: int, concat_dim: int) -> Work:
         return self.communicator.all_to_all(x, self._group(group), split_dim, concat_dim)
 

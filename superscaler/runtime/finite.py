@@ -32,7 +32,17 @@ if TYPE_CHECKING:
 
 # What sends values to other ranks or starts a sum with them, and what ends a step.
 _COPIES = ("to_host", "to_device")
-_STARTS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
+_STARTS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "reduce",
+    "rd_gather",
+    "broadcast",
+    "send",
+    "recv",
+)
 _ENDS = ("update", "write", "loss")
 
 

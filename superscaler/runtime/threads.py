@@ -66,7 +66,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Meeting:
-    """One collective: what each rank brought, and how many have read it."""
+    """One collective: what each rank brought, and how many have read it, or never will."""
 
     what: str
     brought: dict[int, Any] = field(default_factory=dict)
@@ -156,6 +156,14 @@ class ThreadCommunicator(c.Communicator):
         parts, mine = self._exchange(what, group, list(map(_copy, chunks))), group.index(self.rank)
         return c.Later(lambda: finish([chunks[mine] for chunks in parts()]))
 
+    def _sum_to(self, what: str, group: Group, x: Tensor, root: int, owned: bool) -> Work:
+        parts = self._exchange(f"{what} to rank {group[root]}", group, _copy(x), readers=1)
+        return c.Later(lambda: c.sum_in_order(parts()))
+
+    def _gather_to(self, what: str, group: Group, x: Tensor, root: int, dim: int) -> Work:
+        parts = self._exchange(f"{what} to rank {group[root]}", group, _copy(x), readers=1)
+        return c.Later(lambda: c.join(parts(), dim))
+
     def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Work:
         parts = self._exchange(f"{what} from rank {source}", group, _copy(buffer))
         return c.Later(lambda: _copy(parts()[group.index(source)]))
@@ -212,12 +220,14 @@ class ThreadCommunicator(c.Communicator):
             raise RuntimeFailure(f"{what}: expected {shape} {dtype}, but {came} came.")
         return x
 
-    def _exchange(self, what: str, group: Group, value: T) -> Callable[[], list[T]]:
-        """Bring a value to the group's next meeting; return what waits for those of all, in group order."""
+    def _exchange(self, what: str, group: Group, value: T, readers: int = 0) -> Callable[[], list[T]]:
+        """Bring a value to the group's next meeting; return what waits for those of all, in group order. `readers` of
+        the group do (0: all).
+        """
         key = group, self._entered[group]
         self._entered[group] += 1
         with self._hub.changed:
-            meeting = self._hub.meetings.setdefault(key, _Meeting(what))
+            meeting = self._hub.meetings.setdefault(key, _Meeting(what, {}, len(group) - (readers or len(group))))
             if meeting.what != what:
                 raise RuntimeFailure(f"{what} meets {meeting.what} of another rank.")
             meeting.brought[self.rank] = value

@@ -265,11 +265,53 @@ def _group(
     links = [(p, r) for p, s in enumerate(by_piece.values()) for r in readers_of[s[0]]]
     found = [Transfer(tensor, kind, *part) for part in _components(pieces, readers, links)]
     if not joins or held.tree is not None or len(found) < 2:
-        return found
+        return [part for transfer in found for part in _apart_by_pieces(transfer)]
     labels: dict[Hashable, int] = {}
     held_by = (tuple(held.labels[row] for row in some) for some in by_piece.values())
     numbers = (labels.setdefault((p.box, some), len(labels)) for p, some in zip(pieces, held_by, strict=True))
-    return _joined(found, dict(zip(map(id, pieces), numbers, strict=True)))
+    found = _joined(found, dict(zip(map(id, pieces), numbers, strict=True)))
+    return [part for transfer in found for part in _apart_by_pieces(transfer)]
+
+
+def _apart_by_pieces(transfer: Transfer) -> list[Transfer]:
+    """Take out of a transfer that is not joint what may be a collective: those on several devices that read the same
+    pieces, or one that is among those that have them; before them who reads what its own device has.
+    """
+    if transfer.is_one:
+        return [transfer]
+    sources: list[list[int]] = [[] for _ in transfer.readers]
+    for p, r in transfer.links:
+        sources[r].append(p)
+    here, alike = list[int](), dict[tuple[int, ...], list[int]]()
+    for r, reader in enumerate(transfer.readers):
+        is_here = all(transfer.pieces[p].device == reader.device for p in sources[r])
+        (here if is_here else alike.setdefault(tuple(sorted(sources[r])), [])).append(r)
+    joint = [some for some in alike.values() if len({transfer.readers[r].device for r in some}) > 1]
+    left = [r for some in alike.values() if some not in joint for r in some]
+    if not joint and not (len(alike) == 1 and _is_from_its_own(transfer, left[0], sources)):
+        return [transfer]
+    return [part for some in (here, *joint, left) for part in _read_by(transfer, some, sources)]
+
+
+def _is_from_its_own(transfer: Transfer, r: int, sources: Sequence[Sequence[int]]) -> bool:
+    """Tell whether a reader reads what its own device has of something, and others have."""
+    return any(transfer.pieces[p].device == transfer.readers[r].device for p in sources[r])
+
+
+def _read_by(transfer: Transfer, some: Sequence[int], sources: Sequence[Sequence[int]]) -> list[Transfer]:
+    """Return what goes to some readers; pieces that only differed in who else reads them are one."""
+    readers_of: dict[int, list[int]] = {}
+    for n, r in enumerate(some):
+        for p in sources[r]:
+            readers_of.setdefault(p, []).append(n)
+    by_piece: dict[tuple[int, Box, tuple[int, ...]], tuple[Place, ...]] = {}
+    for p, numbers in sorted(readers_of.items()):
+        key = transfer.pieces[p].device, transfer.pieces[p].box, tuple(numbers)
+        by_piece[key] = (*by_piece.get(key, ()), *transfer.pieces[p].places)
+    pieces = [End(device, box, places) for (device, box, _), places in by_piece.items()]
+    links = [(at, n) for at, (*_, numbers) in enumerate(by_piece) for n in numbers]
+    parts = _components(pieces, [transfer.readers[r] for r in some], links)
+    return [Transfer(transfer.tensor, transfer.kind, *part) for part in parts]
 
 
 def _joined(transfers: Sequence[Transfer], class_of: Mapping[int, int]) -> list[Transfer]:

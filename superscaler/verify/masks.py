@@ -188,6 +188,8 @@ class Masks:
     def _check_collective(self, cohort: Cohort, at: int, i: Collective, read: Sequence[Content | None]) -> None:
         if not len(i.works) == len(i.sources) == len(i.ways):
             raise Refusal(f"starts {len(i.works)} collectives of {len(i.sources)} sources in {len(i.ways)} ways.")
+        if (i.kind in ("reduce", "rd_gather")) != (0 <= i.root < len(i.group)):
+            raise Refusal(f"gives what it makes to device {i.root} of its group.")
         sizes = []
         for content, way in zip(read, i.ways, strict=True):
             sizes.append(way.elements)
@@ -205,6 +207,8 @@ class Masks:
         self, how: Collective, part: int, members: Sequence[tuple[Content, Ints]], position: Ints, group: Ints
     ) -> Content:
         way, given = how.ways[part], [rows_of(content, rows) for content, rows in members]
+        if how.root >= 0 and (position != how.root).any():
+            raise Refusal(f"gives what it makes to device {how.root} of its group only.")
         first = given[0]
         for content in given[1:]:
             must_be_alike(first, content)
@@ -212,14 +216,14 @@ class Masks:
         match how.kind:
             case "broadcast":
                 return self._arrived(rows_of(first, group), way)
-            case "all_reduce" | "reduce_scatter":
+            case "all_reduce" | "reduce_scatter" | "reduce":
                 for k, content in enumerate(given[1:], 1):
                     must_equal(content.box, first.box, f"{kind_of(content)} of member {k} of the group is")
                 joined = rows_of(self.sums.sum(first, first.box, given), group)
                 if how.kind == "reduce_scatter":
                     joined = chunk_of(joined, way.give, len(given), position, way.sizes)
                 return self._arrived(joined, way)
-            case "all_gather":
+            case "all_gather" | "rd_gather":
                 return self._arrived(rows_of(self._gathered(given, way), group), way)
             case "all_to_all":
                 chunks = [chunk_of(rows_of(content, group), way.give, len(given), position) for content in given]

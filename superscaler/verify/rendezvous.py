@@ -21,7 +21,8 @@ def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[in
         for i in device.instructions:
             if isinstance(i, Collective):
                 meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
-                mine.append((meeting, frozenset(i.group), f"{i.kind} of {_shown(i.works)} over devices {i.group}"))
+                shown = _shown(i.works if any(i.works) else i.sources)
+                mine.append((meeting, frozenset(i.group), f"{i.kind} of {shown} over devices {i.group}"))
                 count[i.group] += 1
             elif isinstance(i, Send):
                 pair = device.rank, i.peer
@@ -34,8 +35,8 @@ def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[in
     return found
 
 
-def _shown(works: Sequence[Value]) -> str:
-    names = [str(work._replace(is_handle=False, number=1)) for work in works]
+def _shown(works: Sequence[Value | None]) -> str:
+    names = [str(work._replace(is_handle=False, number=1)) for work in works if work is not None]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
 

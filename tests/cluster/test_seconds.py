@@ -33,6 +33,7 @@ def textbook(kind: str, n: int, alpha: float, bandwidth: float, size: float) -> 
         "reduce_scatter": (n - 1) * (alpha + size / n / bandwidth),
         "all_to_all": (n - 1) * (alpha + size / n / bandwidth),
         "broadcast": (n - 1) * alpha + size / bandwidth,
+        "reduce": (n - 1) * alpha + size / bandwidth,
     }[kind]
 
 
@@ -66,6 +67,7 @@ def test_over_servers_with_one_nic_all_reduce_is_hierarchical() -> None:
         ("reduce_scatter", (3 - 1) / 3 * S, (2 - 1) / 2 * S),
         ("all_to_all", (3 - 1) / 3 * S, 3 * (2 - 1) / 2 * S),
         ("broadcast", S, S),
+        ("reduce", S, S),
     ],
 )
 def test_hierarchies_of_the_other_kinds(kind: str, inside: float, between: float) -> None:
@@ -101,6 +103,15 @@ def test_broadcasts_in_both_directions_use_a_nic_both_ways() -> None:
     one = cluster.seconds("broadcast", [[0, 8, 16]], S)
     assert cluster.seconds("broadcast", [[0, 8, 16], [17, 9, 1]], S) == pytest.approx(5e-6 * 2 + 2 * S / 12.5e9)
     assert cluster.seconds("broadcast", [[0, 8], [17, 1]], S) == pytest.approx(one - 5e-6)
+
+
+def test_a_reduce_is_a_broadcast_backwards() -> None:
+    cluster = lab(3, 8)
+    assert cluster.seconds("reduce", [[16, 8, 0]], S) == cluster.seconds("broadcast", [[0, 8, 16]], S)
+    # Two share the NICs of their servers.
+    assert cluster.seconds("reduce", [[16, 8, 0], [17, 9, 1]], S) == pytest.approx(5e-6 * 2 + 2 * S / 12.5e9)
+    assert cluster.bound("reduce", [[0, 8, 9]], S) == cluster.bound("broadcast", [[9, 8, 0]], S)
+    assert cluster.bound("reduce", [[0, 8, 9]], S) == pytest.approx(S / 12.5e9)
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)

@@ -33,10 +33,11 @@ def transfer(
     classes: tuple[int, ...] = (),
     kind: str = FORWARD,
     reads: str = FORWARD,
+    also: Boxes | None = None,
 ) -> Transfer:
-    """Pieces and readers by device, all linked if not told otherwise."""
+    """Pieces and readers by device, `also` of a second reader there, all linked if not told otherwise."""
     pieces = tuple(End(d, box, (Place(kind, 0, (d, 0, 0), 0),)) for d, box in held.items())
-    readers = tuple(End(d, box, (Place(reads, 1, (d, 0, 0), 0),)) for d, box in read.items())
+    readers = tuple(End(d, box, (Place(reads, 1, (d, 0, 0), 0),)) for d, box in (*read.items(), *(also or {}).items()))
     every = [(p, r) for p in range(len(pieces)) for r in range(len(readers))]
     return Transfer("x", kind, pieces, readers, tuple(every if links is None else links), classes)
 
@@ -64,6 +65,11 @@ def cases(size: int) -> dict[str, Transfer]:
         "uneven rows, uneven columns": transfer(sliced(0, 0, 1, cuts=(7,)), sliced(1, 0, 1, cuts=(7,))),
         "rows, columns": transfer(sliced(0, 0, 1), sliced(1, 0, 1)),
         "one, several": transfer(whole(0), whole(0, 1, 2)),
+        "addends, whole on one of them": transfer(whole(0, 1, 2), whole(1)),
+        "slices, whole on one of them": transfer(sliced(1, 2, 0, 1, 3), whole(0)),
+        "addends, whole and slices of it": transfer(
+            {**whole(0), **{1: whole(0)[0]}}, whole(0, 1), also={0: sliced(0, 0, 1)[0], 1: sliced(1, 0, 1)[1]}
+        ),
         "one, one": transfer(whole(0), whole(5)),
         "thirds, halves": transfer(sliced(0, 0, 1, 2), sliced(0, 0, 1), [(0, 0), (1, 0), (1, 1), (2, 1)]),
         "rows, columns on devices in another order": transfer(sliced(0, 0, 1), sliced(1, 1, 0)),
@@ -102,7 +108,7 @@ def test_every_reader_gets_the_whole_value_of_its_box(name: str, size: int) -> N
         started = {}
         for step in steps:
             if isinstance(step, Collective):
-                sources, outs = [s for s, _ in step.slots if s is not None], [out for _, out in step.slots]
+                sources, outs = step.sources, step.outs
             else:
                 sources, outs = list(step.sources) if isinstance(step, Join) else [step.source], [step.out]
             made = matrix * 0

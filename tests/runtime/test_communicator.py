@@ -59,6 +59,7 @@ def check_collectives(comm: Communicator, group: Group) -> None:
         assert torch.equal(x, kept)
         check_buckets(comm, group, dtype)
         check_uneven(comm, group, inputs)
+        check_rooted(comm, group, inputs)
 
 
 def check_buckets(comm: Communicator, group: Group, dtype: torch.dtype) -> None:
@@ -101,6 +102,25 @@ def check_uneven(comm: Communicator, group: Group, inputs: dict[int, Tensor]) ->
     works += zip(together, [*wholes, whole], strict=True)
     for work, expected in works:
         assert torch.equal(work.wait(), expected)
+
+
+def check_rooted(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> None:
+    """Sums and chunks for one rank, each in its turn; the others need not wait before they leave."""
+    x, before = inputs[comm.rank], comm.moved
+    for root, rank in enumerate(group):
+        gathered = comm.rd_gather(x, group, root, 1)
+        assert comm.moved - before == (len(group) - 1) * x.nbytes // len(group)
+        if comm.rank == rank:
+            assert torch.equal(gathered.wait(), torch.cat([inputs[r] for r in group], 1))
+        if x.dtype != torch.bool:
+            total = sum(inputs[r] for r in group[1:]) + inputs[group[0]]
+            alone, together = comm.reduce(x.t(), group, root), buckets.reduce(comm, [x, x[0]], group, root)
+            if comm.rank == rank:
+                assert torch.equal(alone.wait(), total.t())
+                assert torch.equal(together[0].wait().reshape(x.shape), total)
+                assert torch.equal(together[1].wait(), total[0])
+        before = comm.moved
+    comm.flush()
 
 
 def check_sums(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> None:

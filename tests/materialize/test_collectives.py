@@ -1,0 +1,85 @@
+"""Collectives that give what they make to one device: sums of gradients for it alone, slices that it joins."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.ir.program import Collective
+from superscaler.models import build
+
+WORLD = 3
+
+
+def kinds(plan: ss.Plan) -> Counter[str]:
+    """Return how many collectives and messages there are."""
+    found = Counter[str]()
+    for device in plan.compiled.program.devices:
+        found.update(i.kind for i in device.instructions if isinstance(i, Collective) and i.group[0] == device.rank)
+        found.update(type(i).__name__ for i in device.instructions if type(i).__name__ == "Send")
+    return found
+
+
+def equal_on_processes(plan: ss.Plan) -> int:
+    """Return the bytes that a verified step of gloo processes moves, in float64."""
+    result = plan.verify(backend="processes")
+    assert result["equal"], result["first_difference"]
+    assert result["bytes_moved"] == result["bytes_planned"]
+    moved: int = result["bytes_moved"]
+    return moved
+
+
+def test_gradients_are_summed_for_the_one_device_that_updates_their_weight() -> None:
+    """Each weight rests whole on one device (the optimizer's work is shared out by weights): a sum there, in a bucket
+    per device, and a broadcast from there, each of one weight's bytes per device but one.
+    """
+    built = build("gpt2:size=tiny,batch=6,layers=1")
+    graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters()))
+
+    @ss.sprogram
+    def weights_shared_out(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        updates = [op for op in graph.ops if not op.is_forward]
+        for op in graph.ops:
+            if op.is_forward:
+                ss.op_assign(graph, ss.op_trans(graph, op, ss.Split("batch", WORLD)), cluster.devices)
+        for number, op in enumerate(updates):
+            ss.op_assign(graph, op, number % WORLD)
+
+    plan = ss.compile(graph, weights_shared_out, ss.Cluster.local(WORLD))
+    found, count = kinds(plan), len(list(built.module.parameters()))
+    assert found == {"reduce": WORLD, "broadcast": count, "all_reduce": 1}
+    scalars = 8 * 2 * (WORLD - 1)
+    assert equal_on_processes(plan) == 2 * (WORLD - 1) * 8 * sum(p.numel() for p in built.module.parameters()) + scalars
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 12, bias=False), nn.Linear(12, 4, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.down(nn.functional.gelu(self.up(x))), y)
+
+
+def test_slices_are_gathered_on_the_one_device_that_goes_on() -> None:
+    torch.manual_seed(0)
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = ss.capture(model, (torch.randn(5, 4), torch.randn(5, 4)), optimizer=optimizer)
+    width = next(i.factor for op in graph.ops for i in op.indices if i.size == 12)
+
+    @ss.sprogram
+    def narrowing(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for op in graph.ops:
+            if op.target == "aten.gelu.default" or op.inputs[0].tensor == "x":
+                ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(width, WORLD)), [2, 0, 1])
+            elif op.is_forward:
+                ss.op_assign(graph, op, 1)
+
+    plan = ss.compile(graph, narrowing, ss.Cluster.local(WORLD))
+    assert kinds(plan) == {"rd_gather": 1, "Send": WORLD - 1}
+    # A slice to device 1 from each other one, and its gradient back.
+    assert equal_on_processes(plan) == 2 * (WORLD - 1) * 8 * 5 * 12 // WORLD
