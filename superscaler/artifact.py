@@ -23,6 +23,7 @@ from superscaler.ir.listing import print_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph
+from superscaler.ops.table import ROWS
 from superscaler.report.account import account, kept_values, manifest, origin, own_operators
 from superscaler.specs import files as disk
 from superscaler.specs.copies import copies
@@ -86,9 +87,9 @@ def reads(model: Model) -> dict[str, Any]:
     }
 
 
-# The ops that select by an integer input, and the dim of their first operand that they select along.
-_ROWS = {"aten.embedding.default": 0}
-_SELECTING = {**_ROWS, "ss.cross_entropy": 1, "aten.cross_entropy_loss.default": 1}
+# The ops that select by an integer input, their second, and the dim of their first operand that they select along.
+_SELECTING = {n: dim for n, row in ROWS.items() for _, dim, role in row.roles if role in ("vocabulary", "classes")}
+_ROWS = {n: dim for n, dim in _SELECTING.items() if "embedding" in n}
 # What leaves the values of its operand as they are, but for some that a label does not count.
 _MOVES = ("view", "_unsafe_view", "reshape", "slice", "select", "squeeze", "unsqueeze", "expand", "clone", "detach",
           "permute", "transpose", "_to_copy", "constant_pad_nd", "flatten")  # fmt: skip

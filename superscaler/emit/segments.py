@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superscaler.ir.graph import RANDOM, Model, Op, Operand, draw_number
+from superscaler.ir.graph import Model, Op, Operand, draw_number
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
 from superscaler.ir.text import unique
-from superscaler.ops.expressions import Local, draw, expression, ranges
+from superscaler.ops.call import Local, ranges
+from superscaler.ops.table import RANDOM, draw, expression, row_of
 
 HEAD = '''"""The segments of this plan: what runs on a device between two communications. Written by superscaler."""
 
@@ -103,7 +104,7 @@ class _Writer:
             product = self.products.get(op.name)
             read = [o.tensor for o in (*(product.inputs if product else ()), *op.inputs)]
             outputs = [o.tensor for o in op.outputs]
-            if op.target.split(".")[1] not in VIEWS:
+            if not row_of(op.target).is_view:
                 shared |= {tensor: [tensor] for tensor in outputs}
             elif read[0] in shared:
                 shared[read[0]] += outputs
@@ -119,9 +120,8 @@ class _Writer:
     def _line(self, op: Op, parameters: list[str]) -> str:
         if (product := self.products.get(op.name)) is not None:
             inputs = [(product, 0), (product, 1), (op, 1)]
-            x, weight, bias = (self._name(reader, k, parameters) for reader, k in inputs)
-            is_linear = "linear" in product.target
-            source = f"F.linear({x}, {weight}, {bias})" if is_linear else f"torch.addmm({bias}, {x}, {weight})"
+            names = [self._name(reader, k, parameters) for reader, k in inputs]
+            source = row_of(product.target).biased.format(*names)
         else:
             names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
             random = f"random({self.draws})" if op.target in RANDOM else ""
@@ -154,7 +154,7 @@ class _Writer:
     def _fusable(self) -> dict[str, Op]:
         """Return the products whose only reader is the addition of a one-dimensional weight, by the addition's name."""
         uses: Counter[str] = Counter(o.tensor for op in self.function.ops for o in op.inputs)
-        made = {op.outputs[0].tensor: op for op in self.function.ops if op.target in BIASED}
+        made = {op.outputs[0].tensor: op for op in self.function.ops if row_of(op.target).biased}
         found = {}
         for op in self.function.ops:
             if op.target != "aten.add.Tensor" or op.kwargs or len(op.inputs) != 2:
@@ -165,11 +165,3 @@ class _Writer:
             if product and alone and fits and op.inputs[0].tensor not in self.function.outputs:
                 found[op.name] = product
         return found
-
-
-BIASED = ("aten.linear.default", "aten.mm.default")
-# Operators whose results share the memory of their input, mostly.
-VIEWS = (
-    "_unsafe_view", "alias", "detach", "expand", "identity", "permute", "select", "slice", "split", "split_with_sizes",
-    "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
-)  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 
 from superscaler.emit.segments import Draw, draws_of, emit_segments
 from superscaler.ir import program as p
-from superscaler.ir.graph import RANDOM
 from superscaler.ir.program import ONE, Device, Function, Instruction, Program, Value, Weight
 from superscaler.ir.spmd import Folded, evenly
+from superscaler.ops.table import RANDOM
 
 HEAD = '''"""What {devices} in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
 

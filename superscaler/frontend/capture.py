@@ -26,7 +26,6 @@ from superscaler.frontend.constants import fold
 from superscaler.frontend.effects import refuse_shared
 from superscaler.frontend.entries import Inputs, inputs_of, key_of, load, save
 from superscaler.frontend.export import examples, export
-from superscaler.frontend.flops import flops
 from superscaler.frontend.gradients import depends, remove_idle_detaches, with_gradient
 from superscaler.frontend.infer import Indexed, Inference, infer
 from superscaler.frontend.naming import name_factors
@@ -36,7 +35,7 @@ from superscaler.frontend.segments import Segments, cut_segments
 from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, read, reads, shape_of, target_of
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref, TensorKind, common_module
 from superscaler.ir.text import unique
-from superscaler.ops.linear import with_linearity
+from superscaler.ops.table import row_of, with_linearity
 from superscaler.timing import without_garbage_collection
 
 
@@ -255,7 +254,6 @@ class Builder:
         self.found = found
         self.needed = needed
         self.names = name_factors(trace, found)
-        self.flops: dict[Any, int] = {}
         self.from_weights = depends(trace, "parameter")
         self.from_inputs = depends(trace, "input")
         self.checkpoints = _checkpoints(indexed.call for indexed in found.calls)
@@ -279,7 +277,7 @@ class Builder:
         call = indexed.call
         read, made, numbers = reads(call), outputs(call), count()
         pairs = zip(indexed.classes, indexed.marks, strict=True)
-        return Op(
+        op = Op(
             name=op_name(call),
             target=target_of(call),
             args=_literal(call.args, numbers),
@@ -290,11 +288,11 @@ class Builder:
             has_mirror=not self.needed.isdisjoint(made),
             module=call.meta["module"],
             source=call.meta["source"],
-            flops=flops(call, self.flops),
             from_data=self.from_weights.isdisjoint(made),
             from_weights=self.from_inputs.isdisjoint(made),
             checkpoint=self.checkpoints.get(call.meta.get("region"), ""),
         )
+        return replace(op, flops=row_of(op.target).flops(op, [*map(shape_of, read)], [*map(shape_of, made)]))
 
     def update(self, weight: Node, group: int, training: Training) -> Op:
         """Return the op that updates a parameter in place; each of its elements is updated apart."""

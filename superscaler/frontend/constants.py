@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from superscaler.frontend.trace import Steps, Trace, dtype_of, outputs, reads, shape_of, target_of
-from superscaler.ops.rules import aten
+from superscaler.ops.row import aten
 
 # These read only the shape of their operand.
 _SHAPE_ONLY = aten(True, "new_ones new_zeros new_full new_empty zeros_like ones_like full_like empty_like")

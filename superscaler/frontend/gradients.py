@@ -8,9 +8,9 @@ from torch.fx import Node
 
 from superscaler.frontend.trace import Trace, dtype_of, outputs, reads, target_of
 from superscaler.ir.graph import TensorKind
+from superscaler.ops.table import row_of
 
 _DETACH = "aten.detach.default"
-_STOPS = frozenset({_DETACH, "ss.count_labels"})
 
 
 def remove_idle_detaches(trace: Trace, trained: Iterable[Node]) -> None:
@@ -26,7 +26,7 @@ def _stopped(trace: Trace) -> set[Node]:
     """Return the tensors all of whose readers stop gradients, or give what is stopped."""
     passing, calls = set(trace.results), trace.calls()
     for node in reversed(calls):
-        if target_of(node) not in _STOPS and passing.intersection(outputs(node)):
+        if not row_of(target_of(node)).stops and passing.intersection(outputs(node)):
             passing.update(reads(node))
     return {x for node in calls for x in outputs(node)} - passing
 
@@ -36,7 +36,7 @@ def with_gradient(trace: Trace, trained: Iterable[Node]) -> set[Node]:
     reached = _forward(trace, trained)
     needed = {trace.loss} & reached
     for node in reversed(trace.calls()):
-        if needed.intersection(outputs(node)) and target_of(node) not in _STOPS:
+        if needed.intersection(outputs(node)) and not row_of(target_of(node)).stops:
             needed.update(reached.intersection(reads(node)))
     return needed
 
@@ -45,7 +45,7 @@ def _forward(trace: Trace, trained: Iterable[Node], removed: Collection[Node] = 
     """Return what trained parameters reach, through detached tensors too that are `removed`."""
     reached = set(trained)
     for node in trace.calls():
-        if (target_of(node) not in _STOPS or outputs(node)[0] in removed) and reached.intersection(reads(node)):
+        if (not row_of(target_of(node)).stops or outputs(node)[0] in removed) and reached.intersection(reads(node)):
             reached.update(x for x in outputs(node) if dtype_of(x).is_floating_point)
     return reached
 

@@ -15,11 +15,9 @@ from superscaler.frontend.infer import Inference
 from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
 from superscaler.ir.graph import TensorKind
 from superscaler.ops.spans import Span
+from superscaler.ops.table import row_of
 
 Words = list[str]
-_ATTENTION = ("aten.scaled_dot_product_attention.default", "ss.attention_dropout")
-_SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
-_LABELED = ("ss.cross_entropy", "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
 _BATCH = "batch"
 _HEADS = ("heads", "kv_heads", "groups")
 # What belongs to the whole model, not to a module.
@@ -98,23 +96,17 @@ def _roles(trace: Trace, found: Inference, weights: _Weights) -> Iterator[tuple[
 
 
 def _read_by(call: Node, found: Inference, from_inputs: set[Node]) -> Iterator[tuple[Span, str]]:
-    operands, target = reads(call), target_of(call)
-    if target in _ATTENTION:
-        query, value = found.classes(operands[0]), found.classes(operands[2])
-        if len(query) > 3:
-            first, *groups = ["kv_heads", "groups"] if len(query[-3]) > 1 else ["heads"]
-            yield from ((span, groups[0] if k else first) for k, span in enumerate(query[-3]))
-        yield from ((span, "head_dim") for span in query[-1])
-        yield from ((span, "value_dim") for span in value[-1])
-    elif target in _SOFTMAX and len(scores := found.classes(outputs(call)[0])) > 3:
-        yield from ((span, "heads") for span in scores[-3])
-    elif target == "aten.embedding.default":
-        role = "vocabulary" if operands[1] in from_inputs else "rows"
-        yield from ((span, role) for span in found.classes(operands[0])[0])
-    elif target == "ss.experts":
-        yield from ((span, "experts") for x in operands if len(found.dims[x]) == 3 for span in found.classes(x)[0])
-    elif target in _LABELED:
-        yield from ((span, "classes") for span in found.classes(operands[0])[1])
+    operands = reads(call)
+    for number, dim, role in row_of(target_of(call)).roles:
+        dims = found.classes(operands[number])
+        if role == "heads" and len(dims) < 4:
+            continue
+        if role == "vocabulary" and operands[1] not in from_inputs:
+            role = "rows"
+        for spans in dims[dim:][:1]:
+            # Heads that share keys and values are a product.
+            is_shared = role == "heads" and len(operands) > 1 and len(spans) > 1
+            yield from ((s, ("groups" if k else "kv_heads") if is_shared else role) for k, s in enumerate(spans))
 
 
 class _Weights:

@@ -22,7 +22,7 @@ from superscaler.frontend.trace import (
     shape_of,
     target_of,
 )
-from superscaler.ops.rules import aten
+from superscaler.ops.row import aten
 
 _ATEN = torch.ops.aten
 _PRODUCTS = aten(True, "linear mm bmm matmul mv scaled_dot_product_attention")

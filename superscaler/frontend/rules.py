@@ -8,9 +8,10 @@ from torch.utils._pytree import tree_leaves
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.trace import argument, dtype_of, outputs, reads, shape_of, target_of
+from superscaler.ops.call import Site
 from superscaler.ops.notation import Signature, frozen, misfit, resolve
-from superscaler.ops.recipes import Site, elementwise
-from superscaler.ops.rules import RULES
+from superscaler.ops.row import elementwise
+from superscaler.ops.table import row_of
 from superscaler.specs.registered import REGISTERED, Registered
 
 
@@ -22,7 +23,7 @@ def signature(node: Node) -> tuple[Signature, bool]:
     site, operator = _site(node), node.target
     if site.target in REGISTERED:
         return _registered(node, site, REGISTERED[site.target]), True
-    rule = RULES.get(site.target, elementwise if torch.Tag.pointwise in operator.tags else None)  # type: ignore[union-attr]
+    rule = row_of(site.target).notation or (elementwise if torch.Tag.pointwise in operator.tags else None)  # type: ignore[union-attr]
     written = rule(site) if callable(rule) else rule
     notation, sizes = (written, {}) if isinstance(written, str) or written is None else written
     found = resolve(notation, site.ins, site.outs, sizes) if notation is not None else None

@@ -21,15 +21,6 @@ OpKind = Literal["forward", "backward", "optimizer"]
 Mark = Literal["spatial", "summed", "frozen"]
 MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
 
-# What a part computes depends on its sizes only, but for these: where it starts on the dim of an operand (number, dim).
-PLACED: Mapping[str, tuple[int, int]] = {
-    "aten.embedding.default": (0, 0),
-    "aten.scaled_dot_product_attention.default": (0, -2),
-    "ss.attention_dropout": (0, -2),
-    "ss.experts": (3, 0),
-}
-# These are given the random numbers of their elements.
-RANDOM = frozenset({"ss.dropout", "ss.attention_dropout", "ss.uniform", "ss.normal"})
 _BITS = re.compile(r"\d+")
 
 
@@ -247,15 +238,6 @@ class Model:
         given, made = ([replace(o, tensor=self.gradient(o.tensor)) for o in some] for some in (op.outputs, op.inputs))
         sides = tuple(given), tuple(made), op.indices
         return Op(f"d.{op.name}", op.target, (), (), *sides, kind="backward", module=op.module, of=op.name)
-
-    def placed(self, op: Op) -> tuple[int, ...]:
-        """Return the indices of an op on which it matters where a part starts, not only how large it is."""
-        if op.target not in PLACED:
-            return ()
-        number, dim = PLACED[op.target]
-        slots = iter(op.inputs[number].slots)
-        dims = [[next(slots) for _ in own] for own in self.tensors[op.inputs[number].tensor].slots]
-        return tuple(i for i in dims[dim] if i is not None)
 
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""

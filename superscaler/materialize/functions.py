@@ -10,6 +10,7 @@ from superscaler.ir.graph import Op
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import Function, Shape
+from superscaler.ops.table import placed
 from superscaler.schedule.edges import Edges
 from superscaler.schedule.segments import Segment
 
@@ -47,7 +48,7 @@ class Functions:
             columns = []
             for op in segment.ops:
                 rows, at = self.edges.rows[op.name], segment.row_of[op.name]
-                columns += [(rows.hi - rows.lo)[at], rows.lo[at][:, self.edges.model.placed(op)]]
+                columns += [(rows.hi - rows.lo)[at], rows.lo[at][:, placed(self.edges.model, op)]]
             self._forms[segment.number] = np.concatenate(columns, axis=1)
         return self._forms[segment.number]
 

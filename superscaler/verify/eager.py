@@ -18,7 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from superscaler.errors import PlanError
 from superscaler.frontend.checkpoints import marked
 from superscaler.frontend.export import loss_of
-from superscaler.ir.graph import RANDOM, Model
+from superscaler.ir.graph import Model
+from superscaler.ops.table import RANDOM, row_of
 from superscaler.verify.oracle import Draw, Reference, packed, retyped
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _floats(module: nn.Module) -> torch.dtype | None:
 
 def _draws(model: Model, draw: Draw) -> Callable[..., Tensor]:
     """Return what gives the uniform numbers of the module's next call that draws some: the graph has them in order."""
-    ops = (op for op in model.ops if op.target in RANDOM and "dropout" not in op.target)
+    ops = (op for op in model.ops if op.target in RANDOM and row_of(op.target).rate is None)
 
     def following(shape: tuple[int, ...]) -> Tensor:
         op = next(ops, None)

@@ -14,11 +14,12 @@ from superscaler.artifact import describe, slots_of
 from superscaler.compiler import Compiled
 from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import RuntimeFailure
-from superscaler.ir.graph import RANDOM, Model, Op, without_twins
+from superscaler.ir.graph import Model, Op, without_twins
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.names import task
-from superscaler.ops.expressions import ranges
+from superscaler.ops.call import ranges
+from superscaler.ops.table import RANDOM
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step, build_step, modules

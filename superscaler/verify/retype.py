@@ -7,6 +7,7 @@ from typing import Any
 
 from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.transformed import Graph
+from superscaler.ops.table import row_of
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -29,10 +30,8 @@ def _retyped(tensor: PTensor, dtype: str) -> PTensor:
 
 def _retyped_op(op: Op, dtype: str, dropout: bool) -> Op:
     args, kwargs = op.args, op.kwargs
-    if not dropout and op.target == "ss.dropout":
-        args = (args[0], 0.0)
-    if not dropout and op.target == "ss.attention_dropout":
-        args = (*args[:4], 0.0, *args[5:])
+    if not dropout and (rate := row_of(op.target).rate) is not None:
+        args = (*args[:rate], 0.0, *args[rate + 1 :])
     casts = {f"torch.{name}": f"torch.{dtype}" for name in FLOATS}
 
     def swap(value: Any) -> Any:

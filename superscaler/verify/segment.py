@@ -12,6 +12,7 @@ from superscaler.ir.graph import Op, Operand
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import Forward, Function
+from superscaler.ops.table import placed
 from superscaler.verify.coverage import Addends, Boxes, Chain, Kinds
 
 T = TypeVar("T")
@@ -45,23 +46,23 @@ class Segment:
         """Return per index of all ops its column, size and whole size, and where it must start (-1: anywhere)."""
         rows = []
         for op, where, box in zip(self.function.ops, self.function.coordinates, self.function.boxes, strict=True):
-            placed = self.model.placed(op)
+            starts = placed(self.model, op)
             for k, (index, column, (lo, hi)) in enumerate(zip(op.indices, where, box, strict=True)):
                 if hi - lo < 1:
                     raise Refusal(f"runs {op.name} on {lo}:{hi} of {index.factor}.")
                 if index.mark == "frozen" and hi - lo != index.size:
                     raise Refusal(f"cuts {index.factor} of {op.name}, which cannot be cut.")
-                rows.append((column, hi - lo, index.size, lo if k in placed else -1))
+                rows.append((column, hi - lo, index.size, lo if k in starts else -1))
         found = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         return found[0], found[1], found[2], found[3]
 
     def check(self, run: Forward, starts: Ints) -> None:
         """Raise Refusal unless the parts that start there are parts of the function's ops."""
-        column, size, whole, placed = self._limits
+        column, size, whole, fixed = self._limits
         if column.size and column.max() >= starts.shape[1] - 1:
             raise Refusal(f"has {starts.shape[1] - 1} starts for {int(column.max()) + 1} coordinates.")
         at = starts[:, column]
-        outside = (at < 0) | (at + size > whole) | ((placed >= 0) & (at != placed))
+        outside = (at < 0) | (at + size > whole) | ((fixed >= 0) & (at != fixed))
         if outside.any():
             row, k = np.argwhere(outside)[0].tolist()
             raise Refusal(f"runs a part that starts at {at[row, k]} of {whole[k]}, with a size of {size[k]}.", row)

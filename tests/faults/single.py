@@ -35,7 +35,7 @@ from superscaler.ir.program import (
     writes,
 )
 from superscaler.ir.spmd import Folded
-from superscaler.ops.expressions import ranges
+from superscaler.ops.call import ranges
 
 Change = Callable[[Device], Device]
 Path = tuple[str | int, ...]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from superscaler.frontend.capture import Captured, capture
 from superscaler.ir.graph import Model, Op, Operand
-from superscaler.ops.expressions import Local, expression
+from superscaler.ops.call import Local
+from superscaler.ops.table import expression
 from superscaler.runtime import functional
 from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import Block, Contractions, Mlp, Regrouped

@@ -8,7 +8,7 @@ from superscaler.errors import InputError
 from superscaler.frontend import rules
 from superscaler.frontend.capture import capture
 from superscaler.ops.notation import check, resolve
-from superscaler.ops.rules import RULES
+from superscaler.ops.table import ROWS
 from tests.frontend.examples import gpt2, llama, tokens
 from tests.frontend.test_cuts import small_models
 
@@ -54,7 +54,7 @@ def test_what_has_a_meaning_passes(notation: str) -> None:
 
 
 def test_our_own_rules_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {rule for rule in RULES.values() if isinstance(rule, str)}
+    seen = {row.notation for row in ROWS.values() if isinstance(row.notation, str)}
     monkeypatch.setattr(rules, "resolve", lambda notation, *rest: seen.add(notation) or resolve(notation, *rest))
     for module, args in small_models():
         capture(module, args)

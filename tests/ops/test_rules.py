@@ -18,12 +18,12 @@ from torch import Tensor
 from superscaler.frontend.normalize import normalize
 from superscaler.frontend.proof import Run, ops_of, prove, record
 from superscaler.frontend.trace import Trace
-from superscaler.ir.graph import RANDOM, Mark, Op, PTensor
+from superscaler.ir.graph import Mark, Op, PTensor
 from superscaler.ir.mask import Box
-from superscaler.ops import linear, recipes
-from superscaler.ops.expressions import TABLE, Local, draw, expression
-from superscaler.ops.recipes import Recipe
-from superscaler.ops.rules import RULES
+from superscaler.ops import reductions
+from superscaler.ops.call import Local
+from superscaler.ops.row import Recipe, first, plain
+from superscaler.ops.table import RANDOM, ROWS, draw, expression
 from superscaler.runtime import functional
 from tests.ops.samples import FROZEN, SAMPLES, Draw, Sample
 
@@ -122,8 +122,9 @@ def attack(name: str, examples: int) -> None:
 
 
 def test_every_rule_has_a_sample() -> None:
-    assert set(RULES) <= set(SAMPLES)
-    others = [function(name) for name in SAMPLES if name not in RULES]
+    ruled = {name for name, row in ROWS.items() if row.notation is not None}
+    assert ruled <= set(SAMPLES)
+    others = [function(name) for name in SAMPLES if name not in ruled]
     assert all(torch.Tag.pointwise in operator.tags for operator in others)
 
 
@@ -177,7 +178,7 @@ MUTATIONS: list[tuple[str, str, str | Recipe | None]] = [
     ("a frozen mark removed", "aten.group_norm.default", "b c r..^, c, c -> b c r.."),
     ("a frozen mark removed", "aten.instance_norm.default", "b c r.., c, c, c, c -> b c r.."),
     ("a summed mark dropped", "aten.linear.default", "b.. k, n k -> b.. n"),
-    ("a summed mark added", "aten.amax.default", recipes.reduction(1, "+")),
+    ("a summed mark added", "aten.amax.default", reductions._reduction(1, "+")),
     ("a summed mark added", _ATTENTION, "b.. l e^, b.. s+ e^, b.. s+ v, b.. l s -> b.. l v"),
     ("a bias added in each part", _CONVOLUTION, "b c+ _ _, o c+ _ _, o -> b o _ _"),
     ("two letters swapped", "aten.mm.default", "m k+, n k -> m n"),
@@ -200,23 +201,23 @@ def believe(name: str) -> None:
 def test_a_wrong_rule_is_caught(
     what: str, name: str, rule: str | Recipe | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if rule is None:
-        monkeypatch.delitem(TABLE, name)
-    else:
-        monkeypatch.setitem(RULES, name, rule)
+    wrong = replace(ROWS[name], text=plain) if rule is None else replace(ROWS[name], notation=rule)
+    monkeypatch.setitem(ROWS, name, wrong)
     with pytest.raises(AssertionError):
         believe(name)
 
 
 @pytest.mark.slow
 def test_a_wrong_claim_of_linearity_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_ALONE", ("tanh.default",))
+    name = "aten.tanh.default"
+    monkeypatch.setitem(ROWS, name, replace(ROWS[name], linear=first))
     with pytest.raises(AssertionError, match=r"is not linear in operands \[0\]"):
-        attack("aten.tanh.default", 3)
+        attack(name, 3)
 
 
 def test_a_failure_names_the_cut_the_tensor_and_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "aten._softmax.default", "a b -> a b")
+    name = "aten._softmax.default"
+    monkeypatch.setitem(ROWS, name, replace(ROWS[name], notation="a b -> a b"))
     trace, values = record(torch.ops.aten._softmax.default, (torch.eye(2).double(), 1, False), {})
     (op,), tensors = ops_of(trace)
     failure = prove(op, tensors, [values["x0"]], executor(op, tensors))

@@ -1,0 +1,124 @@
+"""What a row of an operator is given: a call as it is captured (`Site`), and an op on one part (`Local`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from superscaler.ir.graph import Op, Operand, PTensor, Ref
+from superscaler.ir.mask import Box
+from superscaler.ops.notation import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One call with the shapes of its tensor operands, in the order of its arguments, and of its results.
+
+    `masks` are the operands that are bool: as indices, they stand for other elements than numbers do.
+    """
+
+    target: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    ins: tuple[Shape, ...]
+    outs: tuple[Shape, ...]
+    masks: frozenset[int]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    @property
+    def letters(self) -> list[str]:
+        """Return a letter for each dim of the first operand."""
+        return [f"d{k}" for k in range(len(self.ins[0]))]
+
+    def dims(self, position: int, name: str, default: Any = None) -> list[int]:
+        """Return an argument that names dims of the first operand, as non-negative numbers; None names all."""
+        rank = len(self.ins[0])
+        value = self.argument(position, name, default)
+        if value is None or value == []:
+            return list(range(rank))
+        return [d % max(rank, 1) for d in ([value] if isinstance(value, int) else value)]
+
+    def alike(self, operand: str, result: str | None = None) -> str:
+        """Return the notation of a call whose operands are all of one form, and whose results are, or of another."""
+        results = [operand if result is None else result] * len(self.outs)
+        return f"{', '.join([operand] * len(self.ins))} -> {', '.join(results)}"
+
+
+def ranges(operand: Operand, tensor: PTensor, box: Box) -> Box:
+    """Return which range of each slot of a tensor a part reads or writes."""
+    return tuple((0, e) if i is None else box[i] for i, e in zip(operand.slots, tensor.extents, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """An op on one part: the box of its indices, and the names and local shapes of its operands."""
+
+    op: Op
+    box: Box
+    names: Sequence[str]
+    shapes: Sequence[Shape]
+    results: Sequence[Shape]
+    tensors: Mapping[str, PTensor]
+    random: str = ""
+
+    def literal(self, value: Any) -> str:
+        """Return an argument as source: tensors by name, dtypes as they are, everything else as a literal."""
+        if isinstance(value, Ref):
+            return self.names[value.operand]
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(self.literal(v) for v in value) + "]"
+        if isinstance(value, str) and value.startswith("torch."):
+            return value
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        return repr(value)
+
+    @property
+    def arguments(self) -> str:
+        return ", ".join([*map(self.literal, self.op.args), *(f"{k}={self.literal(v)}" for k, v in self.op.kwargs)])
+
+    def given(self, position: int, name: str, value: Any) -> Local:
+        """Return the same with another value of an argument that the call states."""
+        args = tuple(value if k == position else a for k, a in enumerate(self.op.args))
+        kwargs = tuple((k, value if k == name else v) for k, v in self.op.kwargs)
+        return replace(self, op=replace(self.op, args=args, kwargs=kwargs))
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        return self.op.args[position] if position < len(self.op.args) else dict(self.op.kwargs).get(name, default)
+
+    def part(self, number: int, dim: int) -> str:
+        """Return which range of each slot of a dim this part has, and their sizes; '' for all.
+
+        `number` counts the operands, and the results behind them.
+        """
+        operand = (*self.op.inputs, *self.op.outputs)[number]
+        tensor = self.tensors[operand.tensor]
+        first = sum(len(slots) for slots in tensor.slots[:dim])
+        own = slice(first, first + len(tensor.slots[dim]))
+        box, extents = ranges(operand, tensor, self.box)[own], tensor.extents[own]
+        return "" if box == tuple((0, e) for e in extents) else f"{box}, {extents}"
+
+    @property
+    def is_summed_in_parts(self) -> bool:
+        """Tell whether an index that this op sums over is cut, so that the result is a value part."""
+        pairs = zip(self.op.indices, self.box, strict=True)
+        return any(i.mark == "summed" and hi - lo < i.size for i, (lo, hi) in pairs)
+
+    @property
+    def dtype(self) -> str:
+        return f"torch.{self.tensors[self.op.outputs[0].tensor].dtype}"
+
+    @property
+    def half(self) -> str:
+        """Return the dtype of the result if a sum over the whole operand may be more than it can hold, or nothing."""
+        return self.dtype if f"torch.{self.tensors[self.op.outputs[0].tensor].wide_dtype}" != self.dtype else ""
+
+    def full_size(self, operand: int, dims: Sequence[int] | None = None) -> int:
+        """Return how many elements of the unsplit operand are reduced."""
+        shape = self.tensors[self.op.inputs[operand].tensor].shape
+        return prod(shape if not dims else [shape[d] for d in dims])

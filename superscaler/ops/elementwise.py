@@ -1,0 +1,79 @@
+"""Operators of elements, beside what torch tags as pointwise, and what draws or counts elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from superscaler.ir.graph import Op
+from superscaler.ops.call import Local, Site
+from superscaler.ops.row import (
+    Groups,
+    call,
+    each,
+    elementwise,
+    first,
+    method,
+    of_result,
+    plain,
+    row,
+    to_shape,
+    together,
+)
+
+
+def _infix(symbol: str) -> Callable[[Local], str]:
+    return lambda x: plain(x) if x.op.kwargs else f" {symbol} ".join(x.literal(a) for a in x.op.args[:2])
+
+
+def _function(x: Local) -> str:
+    return f"torch.{x.op.target.split('.')[1]}({x.arguments})"
+
+
+def _cast(op: Op) -> Groups:
+    return first(op) if "float" in str(dict(op.kwargs).get("dtype")) else ()
+
+
+def _to_copy(x: Local) -> str:
+    options = dict(x.op.kwargs)
+    return f"{x.names[0]}.to({options['dtype']})" if options.get("dtype") else f"{x.names[0]}.clone()"
+
+
+def _dropout(x: Local) -> str:
+    return f"functional.dropout({x.arguments}, {x.random})"
+
+
+def _drawn(x: Local) -> str:
+    """A part of a random tensor; the numbers are uniform in [0, 1)."""
+    return f"functional.{x.op.target.removeprefix('ss.')}({x.random}, {x.dtype})"
+
+
+def _histogram(site: Site) -> str | None:
+    """Counts add up, between ends that are given."""
+    low, high = site.argument(2, "min", 0), site.argument(3, "max", 0)
+    return "d..+ -> _" if low < high else None
+
+
+ROWS = {
+    **row("add.Tensor", text=_infix("+"), linear=together(2)),
+    **row("sub.Tensor", text=_infix("-"), linear=together(2)),
+    **row("mul.Tensor", text=_infix("*"), linear=each),
+    **row("div.Tensor", text=_infix("/"), linear=first),
+    **row("neg", text=call("torch.neg"), linear=first),
+    **row("clone", text=lambda x: f"{x.names[0]}.contiguous()", linear=first),
+    **row("pow.Tensor_Scalar", text=call("torch.pow")),
+    **row("tanh rsqrt exp log sigmoid cos sin abs sqrt relu", text=_function),
+    **row("silu", text=call("F.silu")),
+    **row("gelu", text=call("F.gelu")),
+    **row("_to_copy", elementwise, text=_to_copy, linear=_cast),
+    **row("detach", elementwise, text=method("detach"), is_view=True, stops=True),
+    **row("expand", elementwise, text=to_shape("expand"), linear=first, is_view=True),
+    **row("_prelu_kernel hardswish log_sigmoid fill.Scalar fill.Tensor rsub.Tensor rsub.Scalar isclose", elementwise),
+    **row("__and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar", elementwise),
+    **row("relu6 floor_divide floor_divide.Scalar masked_fill.Tensor", elementwise),
+    **row("where.ScalarOther where.ScalarSelf where.Scalar", elementwise),
+    **row("bucketize.Tensor", "d.., n^ -> d.."),
+    **row("ss.identity", text=lambda x: x.names[0], is_view=True),
+    **row("ss.dropout", elementwise, text=_dropout, random=of_result, rate=1),
+    **row("ss.uniform ss.normal", " -> d..", text=_drawn, random=of_result),
+    **row("ss.histc", _histogram, text=call("functional.histc")),
+}

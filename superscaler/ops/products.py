@@ -1,0 +1,135 @@
+"""Products of tensors, and attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from superscaler.ir.graph import Op, PTensor
+from superscaler.ir.mask import Box, extents
+from superscaler.ops.call import Local, Site, ranges
+from superscaler.ops.notation import Shape
+from superscaler.ops.row import Drawn, Sized, call, each, row
+
+
+def _contraction(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
+    return 2 * prod(outs[0]) * ins[0][-1]
+
+
+def _matmul(site: Site) -> str:
+    first, second = ("k+" if len(s) == 1 else w for s, w in zip(site.ins, ("b.. m k+", "b.. k+ n"), strict=True))
+    rows, columns = ("m " if len(site.ins[0]) > 1 else ""), ("n" if len(site.ins[1]) > 1 else "")
+    return f"{first}, {second} -> b.. {rows}{columns}"
+
+
+def _einsum(site: Site) -> str | None:
+    """The letters of the equation; those that are not in the result are summed. A diagonal cannot be cut."""
+    left, arrow, right = site.args[0].replace(" ", "").partition("->")
+    if not arrow:
+        once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
+        right = "..." * ("..." in left) + "".join(once)
+    sides = [re.findall(r"\.\.\.|\w", side) for side in (*left.split(","), right)]
+    if any(len(set(side)) < len(side) for side in sides):
+        return None
+    marked = [" ".join(w.replace("...", "e..") + "+" * (w not in sides[-1]) for w in side) for side in sides]
+    return f"{', '.join(marked[:-1])} -> {marked[-1]}"
+
+
+# What a part of the queries is: which of them.
+_QUERIES = (0, -2)
+
+
+def _attention(site: Site) -> Sized | str:
+    """Batch, heads and queries; never keys. Parts of the queries of causal attention get their rows of the mask."""
+    keys = ["b.. s^ e^", "b.. s^ v"]
+    if len(site.ins[0]) < 4 or site.ins[0][-3] == site.ins[1][-3]:
+        return f"b.. l e^, {', '.join(keys)}, b.. l s^ -> b.. l v"
+    groups = {"g": site.ins[0][-3] // site.ins[1][-3], "h": site.ins[1][-3]}
+    mask = "b.. (h g) l s^" if len(site.ins) > 3 and len(site.ins[3]) > 2 else "l s^"
+    shared = ", ".join(k.replace("b..", "b.. h") for k in keys)
+    return f"b.. (h g) l e^, {shared}, {mask} -> b.. (h g) l v", groups
+
+
+def _attention_text(x: Local) -> str:
+    mask, dropout = x.argument(3, "attn_mask"), x.argument(4, "dropout_p", 0.0)
+    options = [f"attn_mask={x.literal(mask)}"] if mask is not None else []
+    options += [f"dropout_p={dropout}"] if dropout else []
+    if x.argument(5, "is_causal", False):
+        options += [f"attn_mask={_causal_mask(x)}" if x.part(*_QUERIES) else "is_causal=True"]
+    others = [(k, v) for k, v in x.op.kwargs if k in ("scale", "enable_gqa") and v not in (None, False)]
+    options += [f"{k}={x.literal(v)}" for k, v in others]
+    return f"F.scaled_dot_product_attention({', '.join([*(x.literal(a) for a in x.op.args[:3]), *options])})"
+
+
+def _causal_mask(x: Local) -> str:
+    """torch aligns a causal mask at the first query that it is given: a part of the queries needs its own rows."""
+    return f"functional.causal_mask({x.part(*_QUERIES)}, {x.shapes[1][-2]}, {x.names[0]})"
+
+
+def _attention_dropout(x: Local) -> str:
+    q, k, v, mask, p, causal, scale = map(x.literal, x.op.args)
+    if x.op.args[5] and x.part(*_QUERIES):
+        mask, causal = _causal_mask(x), "False"
+    return f"functional.attention_dropout({q}, {k}, {v}, {mask}, {p}, {causal}, {scale}, {x.random})"
+
+
+def _scores(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:
+    """A random number for each query and key."""
+    queries, keys = tensors[op.inputs[0].tensor], tensors[op.inputs[1].tensor].shape[-2]
+    slots, width = ranges(op.inputs[0], queries, box), len(queries.slots[-1])
+    rows = slice(len(slots) - width)
+    shape = queries.local_shape(extents(slots))
+    return (*slots[rows], (0, keys)), (*queries.extents[rows], keys), (*shape[:-1], keys)
+
+
+def _attention_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
+    query, key, value = ins[:3]
+    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _experts(site: Site) -> Sized:
+    """Tokens; experts, their choices and width are summed, as the result is; outputs, but not inputs."""
+    width = {"s": 2, "f": site.ins[4][2]}
+    return "t a^, t k+, t k+, e+ (s^ f+) a^, e+ o f+ -> t o", width
+
+
+def _experts_text(x: Local) -> str:
+    """The experts of a part by their numbers: a range, unless a factor that is not the outer one was cut."""
+    slots, gate_up = x.op.inputs[3].slots, x.tensors[x.op.inputs[3].tensor]
+    numbers = [0]
+    for slot, size in list(zip(slots, gate_up.extents, strict=True))[: len(gate_up.slots[0])]:
+        lo, hi = (0, size) if slot is None else x.box[slot]
+        numbers = [n * size + k for n in numbers for k in range(lo, hi)]
+    span = range(numbers[0], numbers[-1] + 1)
+    return f"functional.experts({x.arguments}, {span if len(span) == len(numbers) else tuple(numbers)})"
+
+
+def _experts_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
+    """Those of the experts that each token chose."""
+    return 2 * prod(ins[1]) * (prod(ins[3][1:]) + prod(ins[4][1:]))
+
+
+_HEADS = ((0, -3, "heads"), (0, -1, "head_dim"), (2, -1, "value_dim"))
+
+ROWS = {
+    **row("linear", "b.. k+, n k -> b.. n", text=call("F.linear"), linear=each, flops=_contraction,
+          biased="F.linear({0}, {1}, {2})"),
+    **row("mm", "m k+, k n -> m n", text=call("torch.mm"), linear=each, flops=_contraction,
+          biased="torch.addmm({2}, {0}, {1})"),
+    **row("bmm", "b m k+, b k n -> b m n", text=call("torch.bmm"), linear=each, flops=_contraction),
+    **row("matmul", _matmul, text=call("torch.matmul"), linear=each, flops=_contraction),
+    **row("mv", "m k+, k -> m", flops=_contraction),
+    **row("dot vdot", "k+, k -> ", flops=_contraction),
+    **row("einsum", _einsum, text=call("torch.einsum"), linear=each,
+          flops=lambda op, ins, outs: 2 * prod(i.size for i in op.indices) * (len(ins) > 1)),
+    **row("outer", "m, n -> m n"),
+    **row("bilinear", "b.. i^, b.. j^, o i j, o -> b.. o"),
+    **row("cdist", "b.. m k^, b.. n k -> b.. m n"),
+    **row("scaled_dot_product_attention", _attention, text=_attention_text, placed=_QUERIES, flops=_attention_flops,
+          roles=_HEADS),
+    **row("ss.attention_dropout", _attention, text=_attention_dropout, placed=_QUERIES, flops=_attention_flops,
+          roles=_HEADS, random=_scores, rate=4),
+    **row("ss.experts", _experts, text=_experts_text, placed=(3, 0), flops=_experts_flops,
+          roles=((3, 0, "experts"), (4, 0, "experts"))),
+}  # fmt: skip
