@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from superscaler.ops.call import Local, Site
-from superscaler.ops.row import along, row, whole
+from dataclasses import replace
+
+from superscaler.ops.call import Local, Site, ranges
+from superscaler.ops.row import Recipe, along, plain, row, whole
 
 _TABLE = (0, 0)
 
@@ -51,11 +53,22 @@ def _indexed(site: Site, count: int) -> tuple[str, list[str]] | None:
     return f"{whole(names, at)}, {', '.join(found)}", result
 
 
-def _index_write(site: Site) -> str:
-    """index_add and its like: only the other dims can be cut."""
-    dim, names = site.dims(1, "dim")[0], site.letters
-    source = " ".join("i" if d == dim else name for d, name in enumerate(names)) if site.ins[-1] else ""
-    return f"{whole(names, [dim])}, i, {source} -> {whole(names, [dim])}"
+def _index_write(mark: str = "") -> Recipe:
+    """Return the recipe of index_add and its like: the dims that are not indexed; what is written where it adds up."""
+
+    def recipe(site: Site) -> str:
+        dim, names, entry = site.dims(1, "dim")[0], site.letters, f"i{mark}"
+        source = " ".join(entry if d == dim else name for d, name in enumerate(names)) if site.ins[-1] else ""
+        return f"{whole(names, [dim])}, {entry}, {source} -> {whole(names, [dim])}"
+
+    return recipe
+
+
+def _index_add(x: Local) -> str:
+    """The first part of what is added adds to the operand, each other one to zeros: the parts add up."""
+    index = x.op.inputs[1]
+    is_first = all(lo == 0 for lo, _ in ranges(index, x.tensors[index.tensor], x.box))
+    return plain(x if is_first else replace(x, names=(f"torch.zeros_like({x.names[0]})", *x.names[1:])))
 
 
 def _gather(site: Site) -> str:
@@ -77,7 +90,8 @@ ROWS = {
     **row("index.Tensor", _index),
     **row("index_put", _index_put),
     **row("index_select", _index_select),
-    **row("index_add index_copy index_fill.int_Scalar index_fill.int_Tensor", _index_write),
+    **row("index_add", _index_write("+"), text=_index_add, placed=(1, 0)),
+    **row("index_copy index_fill.int_Scalar index_fill.int_Tensor", _index_write()),
     **row("gather", _gather),
     **row("scatter.src scatter.value scatter_add scatter_reduce.two", along(1)),
 }

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from superscaler.ops.call import Local, Site
 from superscaler.ops.notation import Shape
-from superscaler.ops.row import Sized, along, call, first, method, row, sizes, to_shape, together, whole
+from superscaler.ops.row import Sized, along, call, first, made, method, piece, row, sizes, to_shape, together, whole
 from superscaler.ops.spans import Span, leaves, unify
 
 
@@ -165,13 +165,14 @@ ROWS = {
     **row("pad constant_pad_nd", _pad),
     **row("select_scatter", _select_scatter),
     **row("slice_scatter", along(2, default=0)),
-    **row("roll", along(2, "dims")),
-    **row("flip", along(1, "dims")),
+    **row("roll", made(2, "dims"), text=piece, placed="made"),
+    **row("flip", made(1, "dims"), text=piece, placed="made"),
+    **row("cumsum", made(1, "dim"), text=piece, placed="made"),
     **row("cross", along(2)),
     **row("diff topk linalg_cross", along(2, default=-1)),
     **row("sort argsort", along(1, default=-1)),
     **row("sort.stable", along(9, default=-1)),
-    **row("cumsum cumprod cummax cummin logcumsumexp", along(1)),
+    **row("cumprod cummax cummin logcumsumexp", along(1)),
     **row("tril triu", "b.. _ _ -> b.. _ _"),
     **row("pixel_shuffle pixel_unshuffle", _pixel_shuffle),
 }  # fmt: skip

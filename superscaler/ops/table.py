@@ -41,6 +41,9 @@ def placed(model: Model, op: Op) -> tuple[int, ...]:
     where = row_of(op.target).placed
     if where is None:
         return ()
+    if where == "made":
+        read = {i for operand in op.inputs for i in operand.slots}
+        return tuple(i for operand in op.outputs for i in operand.slots if i is not None and i not in read)
     number, dim = where
     slots = iter(op.inputs[number].slots)
     dims = [[next(slots) for _ in own] for own in model.tensors[op.inputs[number].tensor].slots]

@@ -87,6 +87,14 @@ def embedding_part(
     return found.masked_fill((rows[places] != ids).unsqueeze(-1), 0.0)
 
 
+def piece(x: Tensor, dim: int, box: Sequence[tuple[int, int]], extents: Sequence[int]) -> Tensor:
+    """Return the range `box` of each slot of a dim whose slots have the sizes `extents`."""
+    found = x.unflatten(dim, tuple(extents))
+    for k, (low, high) in enumerate(box, start=dim):
+        found = found.narrow(k, low, high - low)
+    return found.flatten(dim, dim + len(box) - 1)
+
+
 def causal_mask(box: Sequence[tuple[int, int]], extents: Sequence[int], keys: int, like: Tensor) -> Tensor:
     """Return which of `keys` the queries `box` of as many as `extents` says may see, bool (queries, keys)."""
     queries = _linear_index(box, extents, like.device).reshape(-1, 1)

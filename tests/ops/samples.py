@@ -230,7 +230,17 @@ def _networks() -> list[Row]:
         ),
         ("layer_norm", lambda d: call(x := d.x(2), s := x.shape[d.one_of(-1, -2) :], d.floats(*s), d.floats(*s))),
         ("rms_norm", lambda d: call(x := d.x(2), s := x.shape[d.one_of(-1, -2) :], d.floats(*s))),
-        ("group_norm", lambda d: call(d.floats(d.size(), 4, *d.sizes(0, 2)), d.one_of(1, 2), d.floats(4), d.floats(4))),
+        (
+            "group_norm",
+            lambda d: call(d.floats(d.size(), 6, *d.sizes(0, 2)), d.one_of(1, 2, 3), d.floats(6), d.floats(6)),
+        ),
+        ("_weight_norm", lambda d: call(x := d.x(2), d.unit(*_others_one(x, k := d.one_of(0, x.dim() - 1))), k)),
+        ("lstm.input", lambda d: _recurrent(d, 4, 2)),
+        ("gru.input", lambda d: _recurrent(d, 3)),
+        ("rnn_tanh.input rnn_relu.input", lambda d: _recurrent(d, 1)),
+        ("lstm_cell", lambda d: _cell(d, 4, 2)),
+        ("gru_cell", lambda d: _cell(d, 3)),
+        ("rnn_tanh_cell rnn_relu_cell", lambda d: _cell(d, 1)),
         (
             "instance_norm",
             lambda d: call(x := d.x(3, 4), *(d.floats(x.shape[1]) for _ in "wb"), None, None, True, 0.1, 1e-5, False),
@@ -264,6 +274,28 @@ def _networks() -> list[Row]:
         ),
         ("cosine_similarity", lambda d: call(x := d.x(2), d.floats(*x.shape), d.one_of(0, 1))),
     ]
+
+
+def _others_one(x: Tensor, dim: int) -> list[int]:
+    """Return the shape of a tensor with size 1 in all dims but one."""
+    return [n if k == dim else 1 for k, n in enumerate(x.shape)]
+
+
+def _recurrent(d: Draw, gates: int, states: int = 0) -> Call:
+    steps, n, width, hidden = d.sizes(4)
+    directions, batch_first = d.one_of(1, 2), d.one_of(True, False)
+    x = d.floats(*((n, steps) if batch_first else (steps, n)), width)
+    given = [d.floats(directions, n, hidden) for _ in range(states or 1)]
+    shapes = (gates * hidden, width), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,)
+    weights = [d.floats(*shape) for _ in range(directions) for shape in shapes]
+    return call(x, given if states else given[0], weights, True, 1, 0.0, True, directions == 2, batch_first)
+
+
+def _cell(d: Draw, gates: int, states: int = 0) -> Call:
+    n, width, hidden = d.sizes(3)
+    given = [d.floats(n, hidden) for _ in range(states or 1)]
+    shapes = (gates * hidden, width), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,)
+    return call(d.floats(n, width), given if states else given[0], *(d.floats(*shape) for shape in shapes))
 
 
 def _batch_norm(d: Draw) -> Call:
@@ -451,6 +483,13 @@ def _space() -> list[Row]:
         ("max_pool1d avg_pool1d", lambda d: call(d.floats(*d.sizes(1, 2), 5), [2])),
         ("adaptive_avg_pool1d adaptive_max_pool1d", lambda d: call(d.floats(*d.sizes(1, 2), 5), [2])),
         ("max_pool2d avg_pool2d max_pool2d_with_indices", lambda d: call(d.floats(*d.sizes(1, 2), 5, 4), [2, 2])),
+        ("max_pool1d avg_pool1d", lambda d: call(d.floats(*d.sizes(1, 2), 6), [k := d.one_of(1, 2, 3)], [k])),
+        ("max_pool2d avg_pool2d", lambda d: call(d.floats(*d.sizes(1, 2), 6, 5), [d.one_of(2, 3), 2])),
+        ("adaptive_avg_pool2d adaptive_max_pool2d", lambda d: call(d.floats(*d.sizes(1, 2), 6, 4), [3, 2])),
+        ("conv1d", lambda d: _patches(d, d.one_of(1, 2))),
+        ("conv2d", lambda d: _patches(d, 2, d.one_of(1, 3))),
+        ("conv2d.padding", lambda d: _patches(d, 1, 1, padding="same")),
+        ("conv_transpose2d.input", lambda d: call(d.floats(2, 3, 4, 3), d.floats(3, 2, 2, 3), None, [2, 3])),
         ("adaptive_avg_pool2d adaptive_max_pool2d", lambda d: call(d.floats(*d.sizes(1, 2), 5, 4), [2, 1])),
         ("max_pool3d avg_pool3d", lambda d: call(d.floats(*d.sizes(1, 2), 2, 5, 4), [2, 2, 1])),
         ("adaptive_avg_pool3d adaptive_max_pool3d", lambda d: call(d.floats(*d.sizes(1, 2), 2, 5, 4), [1, 2, 1])),
@@ -491,6 +530,14 @@ def _transposed(d: Draw, rank: int) -> Call:
     x = d.floats(d.size(), groups * inner, *d.random.sample((4, 2, 3), rank))
     bias = d.one_of(None, d.floats(groups * outer))
     return call(x, d.floats(groups * inner, outer, *[2] * rank), bias, [2] * rank, [1] * rank, [0] * rank, groups)
+
+
+def _patches(d: Draw, *kernel: int, padding: Any = 0) -> Call:
+    """Return a convolution whose windows touch and do not overlap."""
+    places = d.random.sample((4, 2, 3), len(kernel))
+    x = d.floats(d.size(), 3, *(n * k for n, k in zip(places, kernel, strict=True)))
+    bias = d.one_of(None, d.floats(4))
+    return call(x, d.floats(4, 3, *kernel), bias, list(kernel), padding or [0] * len(kernel))
 
 
 def _general_convolution(d: Draw) -> Call:
