@@ -128,6 +128,14 @@ def test_every_rule_has_a_sample() -> None:
     assert all(torch.Tag.pointwise in operator.tags for operator in others)
 
 
+def test_rows_know_what_shares_memory_as_torch_does() -> None:
+    ours = {name for name, row in ROWS.items() if row.is_view and name.startswith("aten.")}
+    schemas = {name: function(name)._schema for name in ROWS if name.startswith("aten.")}
+    torchs = {name for name, schema in schemas.items() if any(r.alias_info for r in schema.returns)}
+    # Its result has the memory of its operand, which its schema hides from autograd.
+    assert ours - {"aten._unsafe_view.default"} == torchs
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_rule(name: str) -> None:
     attack(name, 3)
