@@ -15,7 +15,7 @@ from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.parts import HOSTS, Ints
 from superscaler.ir.timetable import Row, timetable
 from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
-from superscaler.ir.work import Work
+from superscaler.ir.work import Work, parse_schedule
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
 from superscaler.transform.cut import cut
 from superscaler.transform.place import leaves, spread
@@ -24,7 +24,8 @@ from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, 
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op",
     "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Shard", "Split", "SplitBackward",
-    "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "place", "sprogram", "timetable",
+    "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "parse_schedule", "place",
+    "sprogram", "timetable", "unknown",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -74,12 +75,20 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
         raise InputError(f"op_trans at {where}: {algorithm} takes ops or parts, not the group {target}.")
     if isinstance(target, Parts | Op):
         return cut(graph, _parts(graph, target), algorithm, where)
-    cuts = (cut(graph, _parts(graph, item), algorithm, where) for item in _items(target, where))
-    return [part for parts in cuts for part in parts.flat()]
+    pieces = (piece for item in _items(target, where) for piece in _pieces(graph, item))
+    return [part for parts in [cut(graph, piece, algorithm, where) for piece in pieces] for part in parts.flat()]
 
 
 def _parts(graph: Graph, item: Op | Parts) -> Parts:
     return graph.parts(item) if isinstance(item, Op) else item
+
+
+def _pieces(graph: Graph, item: Op | Parts) -> Sequence[Parts]:
+    """Return handles that can be cut each at once: of an op that was cut irregularly several."""
+    if isinstance(item, Parts):
+        return [item]
+    found = leaves(graph, item)
+    return [piece for leaf in found for piece in ([leaf] if leaf.prefix or len(found) == 1 else leaf.flat())]
 
 
 def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op]:

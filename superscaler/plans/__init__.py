@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from superscaler.errors import InputError, unknown
 from superscaler.plans.along import product
+from superscaler.plans.schedules import RULES
 from superscaler.specs.options import for_function
 from superscaler.specs.user_file import from_file
 from superscaler.verbs import Cluster, Graph
@@ -21,7 +22,7 @@ _FACTOR = re.compile(r"(?P<name>[^:]+(?:\.py:\w+)?):(?P<size>\d+)(?:,(?P<keys>.*
 
 def names() -> list[str]:
     """Return the names of the plans of the library."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in HELPERS)
+    return sorted({m.name for m in pkgutil.iter_modules(__path__)}.difference(HELPERS).union(RULES))
 
 
 def resolve(spec: str) -> SProgram:
@@ -39,8 +40,9 @@ def resolve(spec: str) -> SProgram:
         return from_file(spec, "plan", ("graph", "cluster"), "is_sprogram")
     if name not in names():
         raise InputError(f"{unknown('plan', name, names())} Or give a file: path/to/file.py:function.")
-    function = getattr(importlib.import_module(f"{__name__}.{name}"), name)
-    return functools.partial(function, **for_function(spec, keys, function, skip=2))
+    module, given = ("pipeline", {"schedule": name}) if name in RULES else (name, {})
+    function = getattr(importlib.import_module(f"{__name__}.{module}"), module)
+    return functools.partial(function, **(given | for_function(spec, keys, function, skip=2)))
 
 
 def _product(spec: str, terms: list[str]) -> SProgram:

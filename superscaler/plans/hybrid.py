@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from superscaler.plans.data_parallel import data_parallel
-from superscaler.plans.pipeline_1f1b import pipeline_1f1b
+from superscaler.plans.pipeline import pipeline
 from superscaler.plans.tensor_parallel import tensor_parallel
 from superscaler.verbs import Cluster, Graph, op_assign, sprogram
 
@@ -11,7 +11,7 @@ from superscaler.verbs import Cluster, Graph, op_assign, sprogram
 @sprogram
 def hybrid(graph: Graph, cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1) -> None:
     mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
-    pipeline_1f1b.cut(graph, pp, "pp", microbatches=microbatches)
+    pipeline.cut(graph, pp, "pp", microbatches=microbatches)
     data_parallel.cut(graph, dp, "dp")
     tensor_parallel.cut(graph, tp, "tp")
     op_assign(graph, graph.forward_ops, mesh)

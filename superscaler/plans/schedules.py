@@ -9,7 +9,7 @@ activations that each rule keeps are in docs/pipelines.md.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from superscaler.plans.tables import Table, fill, finish
 from superscaler.verbs import InputError, Work
@@ -184,3 +184,17 @@ def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise InputError(f"a schedule of {count} {name}; choose at least 1.")
+
+
+# By name; each is a plan, too.
+RULES: Mapping[str, Callable[..., Table]] = {
+    "breadth_first": breadth_first,
+    "chimera": chimera,
+    "dualpipe_v": dualpipe_v,
+    "gpipe": gpipe,
+    "interleaved": interleaved,
+    "pipeline_1f1b": one_f_one_b,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zbv": zbv,
+}

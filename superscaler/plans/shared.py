@@ -150,10 +150,11 @@ def _own_factor(weights: set[str], op: Op, parts: int) -> str | None:
     return fits[0] if fits else None
 
 
-def stages(graph: Graph, count: int) -> list[list[Op]]:
+def stages(graph: Graph, count: int, blocks: str = "") -> list[list[Op]]:
     """Return the forward ops in `count` contiguous stages whose largest FLOPs is as small as possible.
 
-    Blocks stay whole; every op outside the blocks (embedding, head, loss) is a unit of its own.
+    Blocks stay whole; every op outside the blocks (embedding, head, loss) is a unit of its own. `blocks` says how many
+    blocks each stage has instead, as 3+5+4: what is before the first is with it, what follows a block with that.
     """
     block_of = {op.name: block.path for block in graph.blocks for op in block.ops}
     units: list[list[Op]] = []
@@ -163,6 +164,9 @@ def stages(graph: Graph, count: int) -> list[list[Op]]:
             units[-1].append(op)
         else:
             units.append([op])
+    if blocks:
+        bounds = _bounds(blocks, count, [k for k, unit in enumerate(units) if unit[0].name in block_of])
+        return [[op for unit in units[a:b] for op in unit] for a, b in itertools.pairwise([*bounds, len(units)])]
     flops = np.array([sum(op.flops for op in unit) for unit in units], dtype=float)
     trained = np.array([sum(op.has_mirror for op in unit) for unit in units], dtype=float)
     most = max(int((x > 0).sum()) for x in (flops, trained))
@@ -171,6 +175,17 @@ def stages(graph: Graph, count: int) -> list[list[Op]]:
     # Every stage gets products to compute; with more stages than that allows, at least something to train.
     bounds = _balance(flops, flops if count <= int((flops > 0).sum()) else trained, count)
     return [[op for unit in units[a:b] for op in unit] for a, b in itertools.pairwise(bounds)]
+
+
+def _bounds(blocks: str, count: int, at: list[int]) -> list[int]:
+    """Return the unit with which each stage begins, where the blocks are the units `at`."""
+    sizes = [int(size) if size.isdecimal() else 0 for size in blocks.split("+")]
+    if len(sizes) != count or min(sizes) < 1 or sum(sizes) != len(at):
+        raise InputError(
+            f"blocks={blocks} is {len(sizes)} stages of {sum(sizes)} blocks, but there are {count} and {len(at)} "
+            "blocks; write a number for each stage, as 3+5+4."
+        )
+    return [0, *(at[sum(sizes[:k])] for k in range(1, count))]
 
 
 def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:

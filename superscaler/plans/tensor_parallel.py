@@ -11,4 +11,4 @@ from superscaler.verbs import Graph, op_trans
 def tensor_parallel(graph: Graph, n: int, axis: str) -> None:
     for name, cuts in tensor_splits(graph, n, axis).items():
         for cut in cuts:
-            op_trans(graph, graph.op(name), cut)
+            op_trans(graph, [graph.op(name)], cut)

@@ -121,11 +121,11 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "too many servers": (lambda c: ss.compile(c.graph, "single", "v100:1000000x1000000"), "1000000"),
     "no plan": (lambda c: ss.compile(c.graph, "", "local:1"), "unknown plan ''"),
     "an unknown key": (lambda c: ss.compile(c.graph, "single:x=1", "local:1"), "takes no keys|unknown key 'x'"),
-    "no stages": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=0", "local:2"), "at least 1"),
-    "fewer stages": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=-1", "local:2"), "at least 1"),
+    "no stages": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=0", "local:2"), "stages=0 on 2 devices"),
+    "fewer stages": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=-1", "local:2"), "stages=-1 on 2 devices"),
     "stages of text": (lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=x", "local:2"), "stages is 'x'"),
     "no microbatches": (
-        lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=0", "local:2"), "0 parts"),
+        lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=0", "local:2"), "0 microbatches"),
     "microbatches that do not divide": (
         lambda c: ss.compile(c.graph, "pipeline_1f1b:stages=2,microbatches=3", "local:2"), "4 % 3 = 1"),
     "more copies than devices": (lambda c: ss.compile(c.graph, f"hybrid:dp={10**20}", "local:2"), f"{10**20}"),

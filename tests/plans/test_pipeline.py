@@ -1,0 +1,97 @@
+"""Every schedule trains as one device does, alone and in products; what does not fit is told."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import superscaler as ss
+from superscaler.errors import InputError
+from superscaler.ir.work import print_schedule
+from superscaler.plans import schedules
+from superscaler.report.account import summary
+from tests.integration.test_recompute import library
+
+GPT = "gpt2:size=tiny,layers=4,batch=16"
+MODELS = ["gpt2", "llama", "mbart", "alphafold2"]
+PRODUCTS = [
+    "zb_h1:2 x zero:2,stage=1", "interleaved:2 x zero:2,stage=1", "data_parallel:2 x chimera:2",
+    "chimera:2 x tensor_parallel:2", "zb_h1:2 x tensor_parallel:2", "pipeline_1f1b:2 x data_parallel:2",
+]  # fmt: skip
+captured = cache(library)
+
+
+def plan_of(spec: str, plan: str, devices: int) -> ss.Plan:
+    return ss.compile(captured(spec), plan, f"local:{devices}")
+
+
+@pytest.mark.parametrize("name", schedules.RULES)
+def test_a_schedule_equals_the_model_and_prints_its_table(name: str) -> None:
+    plan = plan_of(GPT, f"{name}:microbatches=4", 2)
+    found = plan.verify()
+    assert found["equal"], found
+    told = [set(line.split()) for line in summary(plan.compiled).splitlines() if line.startswith("    ")]
+    for row in print_schedule(schedules.RULES[name](2, 4)).splitlines():
+        # A stage that gives gradients of one kind only is not split; one that is split anywhere is so everywhere.
+        backward = row.translate(str.maketrans("IW", "BB"))
+        words = {
+            *row.split(),
+            *backward.split(),
+            *backward.replace("B", "I").split(),
+            *backward.replace("B", "W").split(),
+        }
+        assert any(words >= found and len(found) >= len(row.split()) / 2 for found in told), (row, told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", schedules.RULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_schedules_equal_every_model(model: str, name: str, devices: int, microbatches: int) -> None:
+    if name in ("zbv", "dualpipe_v") and microbatches < 2 * devices:
+        pytest.skip("too few microbatches for two chunks on each device")
+    deep = "" if model == "alphafold2" else ",layers=8"
+    found = plan_of(f"{model}:size=tiny,batch=16{deep}", f"{name}:microbatches={microbatches}", devices).verify()
+    assert found["equal"], found
+
+
+@pytest.mark.parametrize("product", [PRODUCTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in PRODUCTS[1:])])
+def test_products_of_schedules_equal_the_model(product: str) -> None:
+    found = plan_of(GPT, product, 4).verify()
+    assert found["equal"], found
+
+
+def test_stages_may_be_uneven() -> None:
+    plan = plan_of(GPT, "pipeline_1f1b:blocks=3+1", 2)
+    where = {op.module: plan.compiled.graph.grids[op.name].used() for op in plan.compiled.graph.forward_ops}
+    assert [sorted(where[f"transformer.h.{k}.attn"]) for k in range(4)] == [[0], [0], [0], [1]]
+    assert plan.verify()["equal"]
+
+
+def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(print_schedule(schedules.gpipe(2, 4)))
+    assert plan_of(GPT, f"pipeline:schedule={file}", 2).verify()["equal"]
+    file.write_text("0F0 0B0\n1B0 1F0")
+    with pytest.raises(InputError, match="1B0 waits for 1F0"):
+        plan_of(GPT, f"pipeline:schedule={file}", 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("pipeline:schedule=gpip", "unknown schedule 'gpip'.*gpipe"),
+        ("gpipe:chunks=2", "no choice of chunks"),
+        ("gpipe:blocks=2+1", r"blocks=2\+1 is 2 stages of 3 blocks, but there are 2 and 4"),
+        ("gpipe:blocks=two", "blocks=two"),
+        ("gpipe:stages=3", "stages=3 on 2 devices"),
+        ("gpipe:microbatches=0", "0 microbatches"),
+        ("gpipe:2 x zbv", "pipeline twice"),
+    ],
+)
+def test_what_does_not_fit_is_told(plan: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan_of(GPT, plan, 2)
