@@ -92,7 +92,7 @@ ODD: dict[type[nn.Module], tuple[Callable[[], tuple[Tensor, ...]], set[str]]] = 
         {"aten.linalg_solve.default", "aten.linalg_cholesky.default"},
     ),
     Distances: (lambda: (torch.randn(8, 5, 4),), {"aten.kthvalue.default"}),
-    Recurrent: (lambda: (words(), words()), {"aten.lstm.input", "aten.gru_cell.default"}),
+    Recurrent: (lambda: (words(), words()), set()),
     Warped: (
         lambda: (torch.randn(8, 2, 6, 6), torch.randn(8, 4), torch.randn(8)),
         {"aten.affine_grid_generator.default"},
