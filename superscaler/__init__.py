@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from superscaler.verbs import op_assign as op_assign
     from superscaler.verbs import op_order as op_order
     from superscaler.verbs import op_trans as op_trans
+    from superscaler.verbs import order as order
     from superscaler.verbs import place as place
     from superscaler.verbs import sprogram as sprogram
 
@@ -54,7 +55,7 @@ __version__ = "0.1.0"
 _VERBS = (
     "Algorithm", "Block", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op", "Parts",
     "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard", "Split", "SplitBackward", "Stage", "Stale",
-    "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "place", "sprogram",
+    "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order", "place", "sprogram",
 )  # fmt: skip
 _HELPERS = ("order_stages", "schedule_1f1b", "stages", "tensor_splits")
 _HOMES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from math import isqrt
 
 
 class PlanError(Exception):
@@ -42,6 +43,17 @@ def brief(value: object, most: int = 200) -> str:
     """
     text = (str(value).strip().splitlines() or [""])[0]
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def divisors(number: int) -> str:
+    """Return the numbers that divide a number, to choose from.
+
+    >>> divisors(12), divisors(7)
+    ('1, 2, 3, 4, 6 or 12', '1 or 7')
+    """
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    *found, last = sorted({*small, *(number // n for n in small)})
+    return f"{', '.join(map(str, found))} or {last}" if found else str(last)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
+from itertools import pairwise, product
 from typing import Any, ParamSpec, TypeVar, overload
 
 import numpy as np
@@ -14,7 +14,7 @@ from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.parts import HOSTS, Ints
 from superscaler.ir.timetable import Row, timetable
-from superscaler.ir.transformed import Block, Entry, Graph, Group, Order, Parts
+from superscaler.ir.transformed import Block, Entry, Graph, Group, Groups, Order, Parts, caller
 from superscaler.ir.work import Work, parse_schedule
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
 from superscaler.transform.cut import cut
@@ -24,7 +24,7 @@ from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, 
 __all__ = [
     "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op",
     "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Shard", "Split", "SplitBackward",
-    "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "parse_schedule", "place",
+    "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order", "parse_schedule", "place",
     "sprogram", "timetable", "unknown",
 ]  # fmt: skip
 
@@ -222,25 +222,50 @@ def _device_id(where: str, device: Any) -> int:
     return int(device)
 
 
-def op_order(graph: Graph, before: Target | Group, after: Target | Group) -> None:
-    """Make everything in `before` happen before everything in `after`, on every device.
+def op_order(graph: Graph, before: Target | Group | Groups, after: Target | Group | Groups) -> None:
+    """Make everything in `before` happen before everything in `after`, on every device: ops, parts, groups of
+    `graph.select`, or several of these, `a | b`.
 
     Updates (optimizer ops) run at the end of a step, or where they are ordered before other work: after all that reads
     their weight on their device, and once its gradient is whole.
     """
     where = _where(graph)
-    graph.orders.append(Order(_group(graph, before), _group(graph, after), where))
+    pairs = product(_groups(graph, before, where), _groups(graph, after, where))
+    graph.orders += [Order(first, second, where) for first, second in pairs]
 
 
-def _group(graph: Graph, target: Target | Group) -> Group:
-    if isinstance(target, Group):
-        return target
-    items = _items(target, caller())
+def order(
+    graph: Graph, rows: Iterable[Iterable[Target | Group | Groups | Work]], stages: Sequence[Sequence[Op]] = ()
+) -> None:
+    """Make the items of each row happen one after the other: what `op_order` takes, or works (`2F0`) of `stages`.
+
+    A stage that trains nothing has no backward: such a work is left out. Raises InputError for a stage that is none.
+    """
+    where = _where(graph)
+    for row in rows:
+        found = (_work(graph, item, stages, where) if isinstance(item, Work) else item for item in row)
+        for before, after in pairwise(item for item in found if item is not None):
+            op_order(graph, before, after)
+
+
+def _work(graph: Graph, work: Work, stages: Sequence[Sequence[Op]], where: str) -> Group | None:
+    if work.stage >= len(stages):
+        raise InputError(f"order at {where}: {work} is of stage {work.stage}, but there are {len(stages)}; give these.")
+    ops = stages[work.stage]
+    if work.kind != "F" and not any(op.has_mirror for op in ops):
+        return None
+    return graph.select(ops=ops, microbatch=work.microbatch, kind=work.kind, label=str(work))
+
+
+def _groups(graph: Graph, target: Target | Group | Groups, where: str) -> Groups:
+    if isinstance(target, Group | Groups):
+        return Groups(()) | target
+    items = _items(target, where)
     members = tuple((i.name, ()) if isinstance(i, Op) else (i.op.name, tuple(i.paths())) for i in items)
     if not members:
-        raise InputError(f"op_order at {caller()}: an empty group has no order.")
+        raise InputError(f"op_order at {where}: an empty group has no order.")
     names = list(dict.fromkeys(name for name, _ in members))
-    return Group("F", members, None, ", ".join(names[:3]) + ("..." if len(names) > 3 else ""))
+    return Groups((Group("F", members, None, ", ".join(names[:3]) + ("..." if len(names) > 3 else "")),))
 
 
 def _where(graph: object) -> str:
@@ -249,11 +274,3 @@ def _where(graph: object) -> str:
     if not isinstance(graph, Graph):
         raise InputError(f"{where}: a verb takes the graph first, not {type(graph).__name__}.")
     return where
-
-
-def caller() -> str:
-    """Return file:line of the first frame outside this module."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -69,7 +69,9 @@ def table(
     """Return a table for people, whose columns `right` have numbers."""
     from rich.table import Column, Table
 
-    made = Table(*(Column(name, justify="right" if name in right else "left") for name in names), title=title)
+    made = Table(
+        *(Column(name, justify="right" if name in right else "left", overflow="fold") for name in names), title=title
+    )
     for row in rows:
         made.add_row(*row)
     return made

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.errors import InputError, unknown
+from superscaler.errors import InputError, divisors, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,9 @@ class Mesh:
             raise InputError(f"mesh {self}: every size must be at least 1, and one may be -1: what the others leave.")
         taken = prod(size for size in sizes.values() if size > 0)
         if free and len(devices) % taken:
-            counts = ", ".join(str(n) for n in range(1, len(devices) + 1) if len(devices) % n == 0)
-            raise InputError(f"mesh {self}: {taken} does not divide the {len(devices)} devices; choose of {counts}.")
+            raise InputError(
+                f"mesh {self}: {taken} does not divide the {len(devices)} devices; choose {divisors(len(devices))}."
+            )
         sizes.update(dict.fromkeys(free, len(devices) // taken))
         if prod(sizes.values()) != len(devices):
             raise InputError(

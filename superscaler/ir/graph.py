@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from itertools import takewhile
 from math import prod
@@ -154,8 +155,18 @@ class Op:
         return self.kind == "backward"
 
     def find(self, factor: str) -> int | None:
-        """Return the index to cut for a factor: the first output's first one that is not frozen, or None."""
-        free = [n for n, i in enumerate(self.indices) if i.factor == factor and i.mark != "frozen"]
+        """Return the index to cut for a factor (`*` in its name stands for any text): the first output's first one that
+        is not frozen, or None. `sequence@1` is the second of `indices` that has the factor, `hidden@summed` the first
+        that is summed.
+        """
+        name, _, which = factor.partition("@")
+        own = [n for n, i in enumerate(self.indices) if is_named(i.factor, name)]
+        own = own[int(which) : int(which) + 1] if which.isdigit() else own
+        free = [
+            n
+            for n in own
+            if self.indices[n].mark != "frozen" and (which in ("", self.indices[n].mark) or which.isdigit())
+        ]
         return next((i for o in self.outputs for i in o.slots if i in free), next(iter(free), None))
 
     def notation(self) -> str:
@@ -251,6 +262,15 @@ def draw_number(op: str) -> int:
     True
     """
     return int.from_bytes(blake2b(op.encode(), digest_size=6).digest(), "big")
+
+
+def is_named(factor: str, name: str) -> bool:
+    """Tell whether a factor has a name, in which `*` stands for any text.
+
+    >>> is_named("h.3.mlp", "h.*.mlp"), is_named("h.3.mlp", "mlp")
+    (True, False)
+    """
+    return factor == name or ("*" in name and fnmatchcase(factor, name))
 
 
 def common_module(modules: Iterable[str]) -> str:

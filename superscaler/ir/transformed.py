@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
 from numbers import Integral
 from typing import Any
@@ -82,6 +83,19 @@ class Group:
     def __str__(self) -> str:
         return self.label
 
+    def __or__(self, other: Group | Groups) -> Groups:
+        """Return both as one thing to order."""
+        return Groups((self,)) | other
+
+
+class Groups(tuple[Group, ...]):
+    """Several groups that are ordered as one: `a | b`."""
+
+    def __or__(self, other: Group | Groups) -> Groups:
+        return Groups((*self, *(other if isinstance(other, Groups) else (other,))))
+
+    __slots__ = ()
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -109,6 +123,19 @@ class Block:
 
     path: str
     ops: tuple[Op, ...]
+
+    @property
+    def calls(self) -> tuple[tuple[Op, ...], ...]:
+        """The ops of each call of the module, where a step calls it several times (recycling, layers of one weight): a
+        call begins where the module's first operator comes again.
+        """
+        first = self.ops[0]
+        starts = [k for k, op in enumerate(self.ops) if _place(op) == _place(first)]
+        return tuple(self.ops[a:b] for a, b in pairwise([*starts, len(self.ops)]))
+
+
+def _place(op: Op) -> tuple[str, str, str]:
+    return op.module, op.target, op.source
 
 
 def block_of(module: str) -> str:
@@ -173,21 +200,16 @@ class Graph:
             raise InputError(unknown("op", name, self._by_name))
         return self._by_name[name]
 
-    def check_factor(self, name: str) -> None:
-        if name not in self.model.factors:
-            raise InputError(unknown("factor", name, self.model.factors))
-
     def rename_factor(self, old: str, new: str) -> None:
         """Call the factor `old` by the name `new` from now on. Raises InputError for an unknown or a taken name."""
-        self.check_factor(old)
+        if old not in self.model.factors:
+            raise InputError(unknown("factor", old, self.model.factors))
         if new in self.model.factors or not re.fullmatch(r"[\w.]+", new):
             is_taken = new in self.model.factors
             why = "is the name of another factor" if is_taken else "is no name (letters, digits, _ and .)"
             raise InputError(f"rename_factor('{old}', '{new}'): '{new}' {why}; choose another.")
         self.rewrite(renamed(self.model, old, new))
-        frame = sys._getframe(1)
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.journal.append(Entry("rename_factor", old, f"to {new}", where))
+        self.journal.append(Entry("rename_factor", old, f"to {new}", caller()))
 
     @property
     def uses(self) -> Mapping[str, list[tuple[Op, int]]]:
@@ -275,27 +297,34 @@ class Graph:
 
         Raises InputError when nothing matches.
         """
+        where = f"select at {caller()}"
         if kind not in KINDS:
-            raise InputError(unknown("kind of work", kind, KINDS))
+            raise InputError(f"{where}: {unknown('kind of work', kind, KINDS)}")
         if microbatch is not None and not isinstance(microbatch, Integral):
-            raise InputError(f"microbatch {microbatch!r} is no number; give 0 for the first, or None for all.")
+            raise InputError(f"{where}: microbatch {microbatch!r} is no number; give 0 for the first, or None for all.")
         chosen = self.forward_ops if ops is None else tuple(ops)
         if module is not None:
             chosen = tuple(o for o in chosen if o.module == module or o.module.startswith(module + "."))
         if kind in ("I", "W") and not any(o.split for o in self.model.ops):
-            raise InputError(
-                f"select(kind={kind!r}) is of ops whose backward is split; op_trans(SplitBackward()) these."
-            )
+            raise InputError(f"{where}: {kind} is of ops whose backward is split; op_trans(SplitBackward()) these.")
         if kind in ("B", "I", "W"):
             mirrored = ((o, self.twins.get(o.name, self.op(o.name))) for o in chosen)
             chosen = tuple(o for o, of in mirrored if of.has_mirror and (kind == "B" or of.split))
         chosen = tuple(o for o in chosen if not o.from_data and (kind != "R" or o.name in self.twins))
         if not chosen:
             paths = {o.module for o in self.forward_ops}
-            raise InputError(unknown("module", module, paths) if module else "the selection matches no op.")
+            raise InputError(f"{where}: {unknown('module', module, paths) if module else 'it matches no op.'}")
         of = f" of microbatch {microbatch}" if microbatch is not None else ""
         name = label or f"{kind}({module or chosen[0].name}){of}"
         return Group(kind, tuple((o.name, ()) for o in chosen), microbatch, name)
+
+
+def caller() -> str:
+    """Return file:line of the first frame outside of this module and the verbs: where a plan says something."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "superscaler.verbs"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def rows_under(grid: Grid, path: Address) -> tuple[int, int]:

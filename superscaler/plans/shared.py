@@ -10,7 +10,8 @@ from math import gcd, prod
 
 import numpy as np
 
-from superscaler.verbs import Block, Cluster, Graph, InputError, Op, Replicate, Split, Work, op_order
+from superscaler.errors import divisors
+from superscaler.verbs import Block, Cluster, Graph, InputError, Op, Replicate, Split, Work, order
 
 
 def check_uses_all(cluster: Cluster, plan: str, **counts: int) -> None:
@@ -72,7 +73,7 @@ def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Sp
         if ops is scopes[-1] and splits:
             break
         for chain in _chains(ops, _candidates(weights, ops), parts):
-            names = {s.factor for s in chain}
+            names = {f for s in chain for f in s.factors}
             for op in ops:
                 if any(op.find(f) is not None for f in names):
                     splits[op.name] = chain
@@ -94,8 +95,9 @@ def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Sp
 
 
 def _cut(op: Op, split: Split, axis: str) -> Split | Replicate:
-    is_cut = op.find(split.factor) is not None or split.factor in dict(op.passes)
-    return Split(split.factor, split.parts, axis=axis) if is_cut else Replicate(split.parts, "route", axis)
+    (factor,) = split.factors
+    is_cut = op.find(factor) is not None or factor in dict(op.passes)
+    return Split(factor, split.parts, axis=axis) if is_cut else Replicate(split.parts, "route", axis)
 
 
 def _weights(weights: set[str], op: Op) -> list[int]:
@@ -139,8 +141,9 @@ def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int) -> list[list
         chains = [c for k, c in enumerate(chains) if k not in touching] + [chain]
     short = [c for c in chains if c[2] > 1]
     if short:
-        factors = ", ".join(f"{s.factor} of size {size[s.factor]}" for s in short[0][0])
-        raise InputError(f"tensor parallelism into {parts} parts does not divide {factors}; choose a divisor.")
+        sizes = {f: size[f] for s in short[0][0] for f in s.factors}
+        factors, counts = ", ".join(f"{f} of size {n}" for f, n in sizes.items()), divisors(prod(sizes.values()))
+        raise InputError(f"tensor parallelism into {parts} parts does not divide {factors}; choose {counts}.")
     return [splits for splits, _, _ in chains]
 
 
@@ -219,8 +222,4 @@ def schedule_1f1b(count: int, microbatches: int) -> list[list[Work]]:
 
 def order_stages(graph: Graph, parts: list[list[Op]], schedule: list[list[Work]]) -> None:
     """Order the work of each stage as its row of the schedule says. A stage that trains nothing has no backward."""
-    for row in schedule:
-        row = [w for w in row if w.kind == "F" or any(op.has_mirror for op in parts[w.stage])]
-        groups = [graph.select(ops=parts[w.stage], microbatch=w.microbatch, kind=w.kind, label=str(w)) for w in row]
-        for before, after in itertools.pairwise(groups):
-            op_order(graph, before, after)
+    order(graph, schedule, parts)

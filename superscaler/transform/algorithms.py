@@ -7,8 +7,8 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
 
-from superscaler.errors import TransformError, unknown
-from superscaler.ir.graph import Op
+from superscaler.errors import TransformError, divisors, unknown
+from superscaler.ir.graph import Op, is_named
 from superscaler.ir.parts import Axis, Mirror
 
 
@@ -46,52 +46,65 @@ class Replicate:
 class Split:
     """Cut one index of a factor into `parts` equal parts, or into parts of the given `sizes`.
 
+    Of several factors, the first that the op has and that `parts` divides. `h.*.mlp` is any factor that fits (that of
+    each block); `sequence@1` the second of `op.indices` with that factor, `hidden@summed` the first that is summed;
+    without either it is the first of the op's output.
+
     An op without the factor, or that cannot be cut on it, is replicated instead; with `required` it is an error. A
     scalar op that is linear in a sum over the factor (a scaled loss) splits that value. `axis` names the axis of a mesh
     along which `op_assign` places the parts.
     """
 
-    factor: str
+    factor: str | tuple[str, ...]
     parts: int = 0
     sizes: tuple[int, ...] = ()
     required: bool = False
     axis: str = field(default="", repr=False)
 
+    @property
+    def factors(self) -> tuple[str, ...]:
+        return (self.factor,) if isinstance(self.factor, str) else tuple(self.factor)
+
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
-        index = op.find(self.factor)
         count = self.parts or len(self.sizes)
         check_parts(count, op)
         if self.sizes and count != len(self.sizes):
             raise TransformError(
-                f"Split('{self.factor}') of {op.name} asks for {count} parts, but gives {len(self.sizes)} sizes; "
+                f"{self._told} of {op.name} asks for {count} parts, but gives {len(self.sizes)} sizes; "
                 "give the number of parts, or the sizes."
             )
-        passed = dict(op.passes).get(self.factor)
-        if index is None and passed is not None:
-            return Axis(None, (1,) * count, value=passed, name=self.axis)
-        if index is None:
-            if self.required:
-                held = any(i.factor == self.factor for i in op.indices)
-                why = "cannot be cut on that factor (no rule allows it)" if held else "has no such factor"
-                raise TransformError(f"Split('{self.factor}') is required, but {op.name} ({op.target}) {why}.")
-            return Replicate(count, axis=self.axis).cut(op, sizes)
-        return Axis(index, self._sizes(op, sizes[index]), name=self.axis)
+        found = [index for factor in self.factors if (index := op.find(factor)) is not None]
+        if found:
+            index = next((i for i in found if sizes[i] % count == 0), found[0])
+            return Axis(index, self._sizes(op, sizes[index], op.indices[index].factor), name=self.axis)
+        passed = (group for factor in self.factors for f, group in op.passes if is_named(f, factor))
+        if (value := next(passed, None)) is not None:
+            return Axis(None, (1,) * count, value=value, name=self.axis)
+        if self.required:
+            held = any(is_named(i.factor, f.partition("@")[0]) for i in op.indices for f in self.factors)
+            why = "cannot be cut on that factor (no rule allows it)" if held else "has no such factor"
+            raise TransformError(f"{self._told} is required, but {op.name} ({op.target}) {why}.")
+        return Replicate(count, axis=self.axis).cut(op, sizes)
 
-    def _sizes(self, op: Op, extent: int) -> tuple[int, ...]:
+    @property
+    def _told(self) -> str:
+        return f"Split({self.factor!r}{f', {self.parts}' if self.parts else ''})"
+
+    def _sizes(self, op: Op, extent: int, factor: str) -> tuple[int, ...]:
         where = f"{op.name} ({op.module or op.target})"
         if self.sizes:
             whole = all(isinstance(size, Integral) and size >= 1 for size in self.sizes)
             if not whole or sum(self.sizes) != extent:
                 covers = sum(self.sizes) if all(isinstance(size, Real) for size in self.sizes) else "no"
                 raise TransformError(
-                    f"Split('{self.factor}', sizes={self.sizes}) covers {covers} elements, but {where} has "
+                    f"Split({self.factor!r}, sizes={self.sizes}) covers {covers} elements, but {where} has "
                     f"{extent} there; every size must be an integer of at least 1 and their sum {extent}."
                 )
             return tuple(int(size) for size in self.sizes)
         if extent % self.parts:
             raise TransformError(
-                f"Split('{self.factor}', {self.parts}) does not divide: {where} has {extent} elements there, and "
-                f"{extent} % {self.parts} = {extent % self.parts}. Choose a divisor of {extent}, or give sizes=(...)."
+                f"{self._told} does not divide: {where} has {extent} elements of {factor} there, and {extent} % "
+                f"{self.parts} = {extent % self.parts}. Choose {divisors(extent)}, or give sizes=(...)."
             )
         return (extent // self.parts,) * self.parts
 

@@ -8,8 +8,8 @@ from numbers import Integral
 
 import numpy as np
 
-from superscaler.errors import TransformError, unknown
-from superscaler.ir.graph import Op
+from superscaler.errors import InputError, TransformError, unknown
+from superscaler.ir.graph import MARKS, Op, is_named
 from superscaler.ir.parts import Axis, Grid, covers
 from superscaler.ir.transformed import Entry, Graph, Parts
 from superscaler.transform.algorithms import Algorithm
@@ -22,15 +22,15 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     parts.check()
     if not parts.cells.size:
         raise TransformError(f"op_trans at {where} selects none of the parts of {op.name}; select at least one.")
-    factor = getattr(algorithm, "factor", None)
-    if hasattr(algorithm, "factor"):
-        graph.check_factor(str(factor))
+    factor = getattr(algorithm, "factor", ())
+    for name in factor if isinstance(factor, tuple | list) else (factor,):
+        _check_factor(graph, str(name), where)
     sizes = _sizes(graph, op, parts)
     made = {some: _axis(op, algorithm, some, where) for some in sizes}
     axis = made[sizes[0]]
     if axis.is_microbatch and any(a.is_microbatch for a in (*graph.grids[op.name].axes, *grid.axes)):
         raise TransformError(f"op_trans at {where} cuts {op.name} into microbatches, but it is one already; split it.")
-    note = " (replicated: no index to cut)" if factor is not None and axis.index is None and not axis.value else ""
+    note = " (replicated: no index to cut)" if factor and axis.index is None and not axis.value else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
     if axis.is_microbatch and not op.is_forward:
         graph.reduced[op.name] = len(axis.sizes)
@@ -47,11 +47,22 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     )
 
 
+def _check_factor(graph: Graph, name: str, where: str) -> None:
+    factor, at, which = name.partition("@")
+    if not any(is_named(known, factor) for known in graph.model.factors):
+        raise InputError(f"op_trans at {where}: {unknown('factor', factor, graph.model.factors)}")
+    if at and not (which.isdigit() or which in MARKS):
+        raise InputError(f"op_trans at {where}: '{name}': {unknown('index', which, [*MARKS, '0, 1, ...'])}")
+
+
 def _axis(op: Op, algorithm: Algorithm, sizes: tuple[int, ...], where: str) -> Axis:
     """Return the axis that an algorithm, anybody's, makes of a part. Raises TransformError for one that loses elements,
     computes something else, or is none.
     """
-    axis = algorithm.cut(op, sizes)
+    try:
+        axis = algorithm.cut(op, sizes)
+    except TransformError as error:
+        raise TransformError(f"op_trans at {where}: {error}") from None
     wrong = _wrong(op, axis, sizes)
     if wrong:
         raise TransformError(f"op_trans at {where}: {type(algorithm).__name__} of {op.name} ({op.target}) {wrong}")

@@ -22,7 +22,7 @@ def test_places_along_some_axes_are_a_mesh_of_the_others() -> None:
     ("sizes", "message"),
     [
         ({"dp": 2, "tp": 3}, "mesh dp=2,tp=3 needs 6 devices, but there are 8; make the two numbers equal"),
-        ({"dp": 3, "tp": -1}, "mesh dp=3,tp=-1: 3 does not divide the 8 devices; choose of 1, 2, 4, 8"),
+        ({"dp": 3, "tp": -1}, "mesh dp=3,tp=-1: 3 does not divide the 8 devices; choose 1, 2, 4 or 8"),
         ({"dp": -1, "tp": -1}, "mesh dp=-1,tp=-1: every size must be at least 1, and one may be -1"),
         ({"dp": 0, "tp": 8}, "mesh dp=0,tp=8: every size must be at least 1"),
         ({"dp": 8.0}, "mesh dp=8.0: every size must be at least 1"),

@@ -13,7 +13,7 @@ from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Index, Op
 from superscaler.ir.parts import Axis
 from superscaler.ir.transformed import Graph
-from superscaler.verbs import Microbatch, Replicate, Split, op_assign, op_trans
+from superscaler.verbs import Microbatch, Replicate, Shard, Split, op_assign, op_trans
 
 
 def test_algorithms_nest_and_boxes_follow() -> None:
@@ -116,3 +116,73 @@ def test_a_missing_factor_replicates_unless_required() -> None:
     assert "replicated" in str(graph.journal[-1])
     with pytest.raises(TransformError, match="required"):
         op_trans(graph, graph.ops[1], Split(next(f for f in graph.factors if f.startswith("w0")), 2, required=True))
+
+
+SQUARE = tuple(Index(8, f, mark) for f, mark in (("h.0.mlp", "spatial"), ("h.0.mlp", "summed"), ("batch", "spatial")))
+
+
+@pytest.mark.parametrize(
+    ("factor", "parts", "index"),
+    [
+        ("h.*.mlp", 2, 0),
+        ("h.0.mlp@1", 2, 1),
+        ("h.0.mlp@summed", 2, 1),
+        ("*@spatial", 2, 0),
+        (("batch", "h.0.mlp"), 2, 2),
+        ("h.0.mlp@2", 2, None),
+        ("batch@summed", 2, None),
+    ],
+)
+def test_a_factor_is_named_by_a_pattern_a_number_or_a_mark(factor: str, parts: int, index: int | None) -> None:
+    op = replace(chain().op("mul0"), indices=SQUARE, outputs=())
+    assert Split(factor, parts).cut(op, (8, 8, 8)).index == index
+
+
+def test_of_several_factors_the_first_that_divides_is_cut() -> None:
+    graph = chain(size=8)
+    op_trans(graph, graph.op("mul0"), Split(("batch", "hidden"), 3))
+    assert graph.grids["mul0"].axes == (Axis(1, (2, 2, 2)),)
+    with pytest.raises(
+        TransformError, match=r"op_trans at .*test_cut.py:\d+: Split\(\('batch', 'hidden'\), 5\) does not"
+    ):
+        op_trans(graph, graph.op("mul1"), Split(("batch", "hidden"), 5))
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        ("bach", "unknown factor 'bach'; did you mean 'batch'"),
+        (("batch", "h.*"), r"unknown factor 'h\.\*'"),
+        ("batch@sum", "'batch@sum': unknown index 'sum'; did you mean 'summed'"),
+        (3, "unknown factor '3'"),
+    ],
+)
+def test_a_factor_that_nothing_has_is_refused(factor: object, message: str) -> None:
+    graph = chain()
+    with pytest.raises(InputError, match=rf"op_trans at .*test_cut.py:\d+: {message}"):
+        op_trans(graph, graph.op("mul0"), Split(factor, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("extents", "parts", "index", "sizes"),
+    [
+        ((8, 6), 4, 0, (2, 2, 2, 2)),
+        ((8, 6), 3, 1, (2, 2, 2)),
+        ((8, 6), 5, 0, (1, 2, 1, 2, 2)),
+        ((8, 8), 2, 0, (4, 4)),
+        ((2, 3), 4, None, (1, 1, 1, 1)),
+    ],
+)
+def test_shards_are_of_the_largest_index_that_divides(
+    extents: tuple[int, ...], parts: int, index: int | None, sizes: tuple[int, ...]
+) -> None:
+    axis = Shard(parts, "dp").cut(chain().op("mul0"), extents)
+    assert (axis.index, axis.sizes, axis.name) == (index, sizes, "dp")
+
+
+def test_a_split_that_does_not_divide_tells_what_would() -> None:
+    graph = chain(size=12)
+    with pytest.raises(
+        TransformError, match=r"mul0 \(blocks\.0\) has 12 elements of batch .*Choose 1, 2, 3, 4, 6 or 12"
+    ):
+        op_trans(graph, graph.op("mul0"), Split("batch", 5))

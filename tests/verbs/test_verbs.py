@@ -11,8 +11,9 @@ from chains import chain
 from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError, ScheduleError, TransformError
+from superscaler.ir.program import Backward, Forward
 from superscaler.ir.transformed import Graph
-from superscaler.verbs import Microbatch, Recompute, Replicate, Split, op_assign, op_order, op_trans, place
+from superscaler.verbs import Microbatch, Recompute, Replicate, Split, Work, op_assign, op_order, op_trans, order, place
 
 
 def test_an_unassigned_op_is_named() -> None:
@@ -166,3 +167,71 @@ def test_place_refuses_other_parts_and_a_wrong_number_of_segments() -> None:
         place(graph, "w", Split("hidden", 2), [0, 1], ahead=-1)
     with pytest.raises(TransformError, match=r"does not divide: update\.w \(ss\.SGD\) has 6"):
         place(chain(), "w", Split("hidden", 4), [0, 1, 2, 3])
+
+
+def test_rows_are_ordered_each_in_turn() -> None:
+    def plan(graph: Graph, cluster: Cluster) -> None:
+        op_assign(graph, op_trans(graph, graph.forward_ops, Microbatch(2)), 0)
+        first, second = (graph.select(microbatch=k) for k in range(2))
+        order(graph, [[second, first]])
+        order(graph, [[Work(0, "B", 0), Work(0, "B", 1)]], [graph.forward_ops])
+
+    code = compile_graph(chain(), plan, Cluster.local(1)).program.devices[0].instructions
+    assert [i.task.microbatch for i in code if isinstance(i, Forward)] == [1, 0]
+    assert [i.task.microbatch for i in code if isinstance(i, Backward)] == [0, 1]
+
+
+def test_joined_groups_are_ordered_as_one() -> None:
+    graph = chain()
+    a, b, c = (graph.select(module=f"blocks.{k}") for k in range(3))
+    assert a | b | c == (a | b) | c == a | (b | c)
+    op_order(graph, a | b, c)
+    assert [(o.before, o.after) for o in graph.orders] == [(a, c), (b, c)]
+    assert all("test_verbs.py" in o.where for o in graph.orders)
+
+
+def test_a_work_of_a_stage_that_is_not_there_is_refused() -> None:
+    graph = chain()
+    with pytest.raises(InputError, match=r"order at .*test_verbs.py:\d+: 1F0 is of stage 1, but there are 1"):
+        order(graph, [[Work(0, "F", 0), Work(1, "F", 0)]], [graph.forward_ops])
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"kind": "I"}, "I is of ops whose backward is split"),
+        ({"kind": "Z"}, "unknown kind of work 'Z'"),
+        ({"module": "block.0"}, "unknown module 'block.0'"),
+        ({"microbatch": "first"}, "microbatch 'first' is no number"),
+        ({"ops": ()}, "it matches no op"),
+    ],
+)
+def test_a_wrong_selection_names_the_line(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=rf"select at .*test_verbs.py:\d+: {message}"):
+        chain().select(**asked)
+
+
+def test_a_block_tells_the_calls_of_its_module() -> None:
+    model = chain(4).model
+    ops = [replace(op, module="blocks.0") if op.name.startswith("mul") else op for op in model.ops]
+    (block,) = Graph(replace(model, ops=tuple(ops))).blocks
+    assert [[op.name for op in call] for call in block.calls] == [["mul0"], ["mul1"], ["mul2"], ["mul3"]]
+    assert [len(block.calls) for block in chain().blocks] == [1, 1, 1]
+
+
+def test_an_update_follows_what_reads_its_weight() -> None:
+    graph = chain(2)
+    for op in graph.forward_ops[:2]:
+        op_trans(graph, op_trans(graph, op, Split("batch", 2)), Split("hidden", 3, axis="tp"))
+    parts = graph.follow("w")
+    assert [(a.index, a.sizes, a.name) for a in parts.grid.axes] == [(0, (2, 2, 2), "tp")]
+    with pytest.raises(TransformError, match=r"update\.w comes after it was cut or placed"):
+        graph.follow(graph.op("update.w"))
+    with pytest.raises(InputError, match="unknown trained parameter 'v'"):
+        graph.follow("v")
+
+
+def test_an_update_follows_only_cuts_of_all_readers() -> None:
+    graph = chain(2)
+    op_trans(graph, graph.op("mul0"), Split("hidden", 3))
+    assert graph.follow("w").cells.shape == ()
