@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from superscaler.runtime.weights import load_weights as load_weights
     from superscaler.verbs import Algorithm as Algorithm
     from superscaler.verbs import Block as Block
+    from superscaler.verbs import Decompose as Decompose
     from superscaler.verbs import Device as Device
     from superscaler.verbs import Graph as Graph
     from superscaler.verbs import Group as Group
@@ -53,9 +54,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Algorithm", "Block", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op", "Parts",
-    "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard", "Split", "SplitBackward", "Stage", "Stale",
-    "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order", "place", "sprogram",
+    "Algorithm", "Block", "Decompose", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch",
+    "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard", "Split", "SplitBackward",
+    "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order", "place", "sprogram",
 )  # fmt: skip
 _HELPERS = ("order_stages", "schedule_1f1b", "stages", "tensor_splits")
 _HOMES = {

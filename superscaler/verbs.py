@@ -18,14 +18,15 @@ from superscaler.ir.transformed import Block, Entry, Graph, Group, Groups, Order
 from superscaler.ir.work import Work, parse_schedule
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
 from superscaler.transform.cut import cut
+from superscaler.transform.losses import Decompose
 from superscaler.transform.place import leaves, spread
 from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, Save, SplitBackward, Stale, rewrite
 
 __all__ = [
-    "Algorithm", "Block", "Cluster", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch", "Op",
-    "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Shard", "Split", "SplitBackward",
-    "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order", "parse_schedule", "place",
-    "sprogram", "timetable", "unknown",
+    "Algorithm", "Block", "Cluster", "Decompose", "Device", "Graph", "Group", "InputError", "Insert", "Mesh",
+    "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Shard", "Split",
+    "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order",
+    "parse_schedule", "place", "sprogram", "timetable", "unknown",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -59,6 +60,7 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
     Save():             compute f again, as the model asks  ->  keep what f needs for its backward
     SplitBackward():    d(x), d(w) = d.f(d(y))  ->  I: d(x) = d.f(d(y)); W: d(w) = d.f(kept)
     Insert():           z = g(y)  ->  y.c = identity(y); z = g(y.c)
+    Decompose():        y = cross_entropy(x, c)  ->  m = max(x); t, p = ...; y = ..., each cut on classes if need be
 
     Returns for one op or part its new parts; for several a flat list, in order; of an algorithm that makes other ops
     (of whole ops, or a group of `graph.select`) the parts of these. Raises TransformError (section 3.2 of the paper)

@@ -161,6 +161,8 @@ class _Writer:
             case p.Combine():
                 return self._combine(i)
             case p.Accumulate():
+                if i.largest:
+                    return f"{_name(i.out)} = {_name(i.into)}.maximum({_name(i.value)})"
                 sign = "+=" if i.in_place else f"= {_name(i.into)} +"
                 return f"{_name(i.out)} {sign} {_name(i.value)}"
             case p.Collective():
@@ -219,9 +221,10 @@ class _Writer:
     def _combine(self, i: p.Combine) -> str:
         whole = tuple((0, size) for size in i.view)
         if i.pieces and all(box == whole for box in i.boxes):
-            return f"{i.out} = " + " + ".join(map(_name, i.pieces))
-        boxes = self.number("boxes", lambda j: j.boxes)
-        return f'{i.out} = rt.combine({self.tuple_of(i.pieces)}, {boxes}, {i.view}, {i.shape}, "{i.dtype}")'
+            first, *others = map(_name, i.pieces)
+            return f"{i.out} = {first}" + "".join(f".maximum({x})" if i.largest else f" + {x}" for x in others)
+        boxes, extra = self.number("boxes", lambda j: j.boxes), ", largest=True" * i.largest
+        return f'{i.out} = rt.combine({self.tuple_of(i.pieces)}, {boxes}, {i.view}, {i.shape}, "{i.dtype}"{extra})'
 
     def _collective(self, i: p.Collective) -> str:
         group = self.number("groups", lambda j: j.group)
@@ -230,13 +233,13 @@ class _Writer:
         root = f", {i.root}" if i.root >= 0 else ""
         if len(i.works) > 1:
             dims = {"all_gather": [way.take for way in i.ways], "reduce_scatter": [way.give for way in i.ways]}
-            along = root + (f", {tuple(dims[i.kind])}" if i.kind in dims else "")
+            along = root + (f", {tuple(dims[i.kind])}" if i.kind in dims else ", largest=True" * i.largest)
             along += f", {tuple(way.sizes for way in i.ways)}" if any(way.sizes for way in i.ways) else ""
             return f"{made}rt.{i.kind}_bucket(({', '.join(shown)}), {group}{along})"
         (work,), (way,) = i.works, i.ways
         sizes = f", {way.sizes}" if way.sizes else ""
         extra = {
-            "all_reduce": "",
+            "all_reduce": ", largest=True" * i.largest,
             "reduce": "",
             "rd_gather": f", {way.take}",
             "all_gather": f", {way.take}{sizes}",

@@ -40,6 +40,7 @@ class PTensor:
     `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
     `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
     `origin` is the tensor whose value a twin makes again, or a copy is; of a buffer, the weight that it was a step ago.
+    Of a `largest` one, which has no gradient, the value is the largest of its parts, not their sum.
     """
 
     name: str
@@ -51,6 +52,7 @@ class PTensor:
     requires_grad: bool = False
     trained_as: str = ""
     origin: str = ""
+    largest: bool = False
 
     def local_shape(self, extents: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a piece whose slots have these sizes: each dim is the product of its slots."""

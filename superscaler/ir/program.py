@@ -166,7 +166,9 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Combine:
-    """out = the sum of pieces, each placed at its box (in slots) in zeros; `shape` is the local shape of the result."""
+    """out = the sum of pieces, each placed at its box (in slots) in zeros; `shape` is the local shape of the result.
+    `largest`: it is the largest of the pieces that are there, instead.
+    """
 
     out: Write
     pieces: Reads
@@ -174,16 +176,18 @@ class Combine:
     view: Shape
     shape: Shape
     dtype: str
+    largest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    """out = into + value; in place where `into` is a sum that nobody else holds."""
+    """out = into + value, or the `largest` of both; in place where `into` is a sum that nobody else holds."""
 
     out: Write
     into: Read
     value: Read
     in_place: bool
+    largest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,8 @@ class Way:
 class Collective:
     """Start a collective over `group` (its k-th device owns the k-th chunk) of one tensor, or of several that travel as
     one, flattened and joined; `works` become the handles to wait on, None where only the device at place `root` of the
-    group gets anything. `bytes` is what the sources weigh, padded.
+    group gets anything. `bytes` is what the sources weigh, padded. An all_reduce gives their sum, or the
+    `largest`.
     """
 
     kind: str
@@ -222,6 +227,7 @@ class Collective:
     ways: tuple[Way, ...]
     dtype: str
     bytes: int
+    largest: bool = False
     notes: Notes = field(default=(), compare=False)
     root: int = -1
 

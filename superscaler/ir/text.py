@@ -58,7 +58,8 @@ def print_tensor(t: PTensor) -> str:
     dims = " | ".join(" ".join(f"{name}={next(sizes)}" for name in dim) for dim in t.slots)
     dtype = f"{t.dtype}/{t.trained_as}" if t.trained_as else t.dtype
     origin = f" = {t.origin}" if t.origin else ""
-    return f"tensor {t.name}{origin} {dtype} {t.shape} {t.kind} {'grad' if t.requires_grad else '-'} [{dims}]"
+    told = "largest" if t.largest else "grad" if t.requires_grad else "-"
+    return f"tensor {t.name}{origin} {dtype} {t.shape} {t.kind} {told} [{dims}]"
 
 
 def print_op(op: Op) -> str:
@@ -111,7 +112,7 @@ def parse_model(text: str) -> Model:
     return Model(tensors, tuple(ops), factors, tuple(head["inputs"]), head["loss"], *rest)
 
 
-_TENSOR = re.compile(r"^tensor (\S+)(?: = (\S+))? (\w+)/?(\w*) (\(.*?\)) (\w+) (grad|-) \[(.*)\]$")
+_TENSOR = re.compile(r"^tensor (\S+)(?: = (\S+))? (\w+)/?(\w*) (\(.*?\)) (\w+) (grad|largest|-) \[(.*)\]$")
 _OP = re.compile(r"^op (\S+) = ([\w.]+)\((.*)\) : (.*?) -> (.*?) \{(.*?)\} (\{.*\})$")
 
 
@@ -119,12 +120,12 @@ def parse_tensor(line: str) -> PTensor:
     found = _TENSOR.match(line)
     if found is None:
         raise ValueError("not a tensor")
-    name, origin, dtype, trained_as, shape, kind, grad, dims = found.groups()
+    name, origin, dtype, trained_as, shape, kind, told, dims = found.groups()
     slots = [[s.rpartition("=") for s in dim.split()] for dim in dims.split("|")] if ast.literal_eval(shape) else []
     names = tuple(tuple(s[0] for s in dim) for dim in slots)
     extents = tuple(int(s[2]) for dim in slots for s in dim)
-    given = name, ast.literal_eval(shape), dtype, kind, names, extents, grad == "grad", trained_as, origin or ""
-    return PTensor(*given)  # type: ignore[arg-type]
+    given = name, ast.literal_eval(shape), dtype, kind, names, extents, told == "grad", trained_as, origin or ""
+    return PTensor(*given, told == "largest")  # type: ignore[arg-type]
 
 
 def parse_op(line: str) -> Op:

@@ -39,13 +39,13 @@ class Buckets:
     """Collectives that were not started yet."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[tuple[int, ...], str, int, str, str], _Bucket] = {}
+        self._waiting: dict[tuple[tuple[int, ...], str, int, str, bool, str], _Bucket] = {}
 
-    def add(self, entry: Entry, transfer: Transfer, dtype: str) -> None:
+    def add(self, entry: Entry, transfer: Transfer, dtype: str, largest: bool) -> None:
         """Add a collective; one to updates, which come last, waits until there are enough of them."""
         is_late, how = transfer.is_to_updates, entry.step.how
         way = "to updates" if is_late else "from weights at rest" if transfer.is_from_rest else "between segments"
-        key = how.group, how.kind, how.root, dtype, way
+        key = how.group, how.kind, how.root, dtype, largest, way
         some = self._waiting.setdefault(key, _Bucket())
         some.entries.append(entry)
         some.microbatches |= transfer.microbatches if is_late else set()

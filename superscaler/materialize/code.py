@@ -20,6 +20,7 @@ class Code:
         self._like = {
             (t, is_gradient): Value(name, is_gradient) for t, name in names.items() for is_gradient in (False, True)
         }
+        self._largest = {names[t] for t, tensor in tensors.items() if tensor.largest}
         self.of: list[list[Instruction]] = [[] for _ in range(world)]
         self._names = [Names() for _ in range(world)]
         self._sums: set[tuple[int, Value]] = set()
@@ -53,19 +54,19 @@ class Code:
     def join(
         self, rank: int, like: Value, tensor: str, parts: Sequence[tuple[Value, Box]], box: Box, dtype: str
     ) -> Value:
-        """The sum of parts of a box: nothing to do where one part is all of it."""
+        """The sum, or the largest, of parts of a box: nothing to do where one part is all of it."""
         if len(parts) == 1 and parts[0][1] == box:
             return parts[0][0]
         out, view = self.fresh(rank, like), extents(box)
         names, boxes = tuple(name for name, _ in parts), tuple(inside(some, box) for _, some in parts)
         shape = self.tensors[tensor].local_shape(view)
-        self.write(rank, Combine(out, names, boxes, view, shape, dtype))
+        self.write(rank, Combine(out, names, boxes, view, shape, dtype, like.name in self._largest))
         return out
 
     def add(self, rank: int, so_far: Value, value: Value) -> Value:
-        """The sum of two values; in place where the first is a sum that nobody else holds."""
+        """The sum, or the larger, of two values; in place where the first is a sum that nobody else holds."""
         in_place = (rank, so_far) in self._sums
         out = so_far if in_place else self.fresh(rank, so_far)
-        self.write(rank, Accumulate(out, so_far, value, in_place))
+        self.write(rank, Accumulate(out, so_far, value, in_place, so_far.name in self._largest))
         self._sums.add((rank, out))
         return out

@@ -37,13 +37,14 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
     outer = _outer(transfer)
     if len(set(outer)) < len(outer):
         return _cut_out(transfer, outer, context)
-    found = match(transfer, context.fold)
-    if found is not None:
+    found, largest = match(transfer, context.fold), context.tensors[transfer.tensor].largest
+    # Of what is the largest of its parts there is an all_reduce, but no other sum and no path.
+    if found is not None and not (largest and found.kind in ("reduce_scatter", "reduce")):
         return _collective(transfer, found, context)
     if transfer.is_to_updates and (steps := reduction(transfer, context)) is not None:
         return steps
     dtype = context.dtype(transfer, trained=True)
-    if dtype != "bool":
+    if dtype != "bool" and not largest:
         path = route(transfer, context.fold, context.costs, width(dtype), context.paths)
         if path is not None:
             return _Path(transfer, path, context).lowered()

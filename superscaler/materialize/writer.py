@@ -55,6 +55,7 @@ class Writer:
                 return self._lowered[number]
             ends = (tuple((end.device, end.box) for end in some) for some in (transfer.pieces, transfer.readers))
             key = (*ends, transfer.links, transfer.classes, transfer.is_to_updates, self.context.dtype(transfer))
+            key = *key, self.context.tensors[transfer.tensor].largest
             if key not in self._alike:
                 self._alike[key] = lower(transfer, self.context)
             self._lowered[number] = self._alike[key]
@@ -85,7 +86,10 @@ class Writer:
         is_joined = number not in self._left or self._is_joined(number)
         for step in some:
             if is_joined and isinstance(step, steps.Collective) and step.how.kind in KINDS:
-                self.buckets.add(self._entry(number, step), transfer, self.context.dtype(transfer, trained=True))
+                largest = self.context.tensors[transfer.tensor].largest
+                self.buckets.add(
+                    self._entry(number, step), transfer, self.context.dtype(transfer, trained=True), largest
+                )
             else:
                 self._write(number, step)
 
@@ -236,6 +240,7 @@ class Writer:
         """Start the collectives of a bucket as one."""
         how, weight = bucket[0].step.how, sum(entry.bytes for entry in bucket)
         dtype = self.context.dtype(self.transfers[bucket[0].number])
+        largest = how.kind == "all_reduce" and self.code.tensors[self.transfers[bucket[0].number].tensor].largest
         self._started += 1
         notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
         for pairs in zip(*(entry.step.slots for entry in bucket), strict=True):
@@ -246,7 +251,7 @@ class Writer:
                 ways.append(self._way(entry.number, entry.step, source, out))
             some = tuple(works), tuple(sources), how.group, tuple(ways)
             rank = next(slot.device for slot in pairs[0] if slot is not None)
-            self.code.write(rank, Collective(how.kind, *some, dtype, weight, notes, how.root))
+            self.code.write(rank, Collective(how.kind, *some, dtype, weight, largest, notes, how.root))
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
             flying = self._flying.setdefault(how.group, [])
             flying.append(bucket)

@@ -65,7 +65,19 @@ def _count_labels(x: Local) -> str:
     return f"functional.count_labels({x.literal(x.op.args[0])}, {x.literal(x.op.args[1])}, {x.dtype})"
 
 
-_CLASSES = ((0, 1, "classes"),)
+def _picking(x: Local) -> str:
+    """What picks a class of each row, of the classes of a part."""
+    part = x.part(*_OF_SCORES)
+    return f"functional.{x.op.target.removeprefix('ss.')}({x.arguments}{part and ', '}{part})"
+
+
+def _typed(x: Local) -> str:
+    """What is told the dtype of its result."""
+    return f"functional.{x.op.target.removeprefix('ss.')}({x.arguments}, dtype={x.dtype})"
+
+
+_OF_SCORES = (0, 1)
+_CLASSES = ((*_OF_SCORES, "classes"),)
 _OVER_CLASSES = "b+ c^ r..+, b r.., -> "
 
 ROWS = {
@@ -89,5 +101,9 @@ ROWS = {
     **row("cross_entropy_loss nll_loss_nd", _cross_entropy, roles=_CLASSES),
     **row("ss.cross_entropy", _OVER_CLASSES, text=call("functional.cross_entropy"), roles=_CLASSES),
     **row("ss.nll_loss", _OVER_CLASSES, text=call("functional.nll_loss")),
+    **row("ss.largest ss.normalized", text=_typed),
+    **row("ss.class_sums ss.picked", text=_picking, placed=_OF_SCORES, roles=_CLASSES),
+    **row("ss.exp_sum", text=call("functional.exp_sum")),
+    **row("ss.row_losses", text=call("functional.row_losses")),
     **row("ss.count_labels", "b..+ -> ", text=_count_labels, stops=True),
 }

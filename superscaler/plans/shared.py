@@ -11,7 +11,7 @@ from math import gcd, prod
 import numpy as np
 
 from superscaler.errors import divisors
-from superscaler.verbs import Block, Cluster, Graph, InputError, Op, Replicate, Split, Work, order
+from superscaler.verbs import Block, Cluster, Decompose, Graph, InputError, Op, Replicate, Split, Work, op_trans, order
 
 
 def check_uses_all(cluster: Cluster, plan: str, **counts: int) -> None:
@@ -58,7 +58,8 @@ def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Sp
     A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
     sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
     result does not carry it. Grouped-query heads are two such factors, which are cut one after the other. Outside the
-    blocks, products with a weight are cut on the weight's own dim.
+    blocks, products with a weight are cut on the weight's own dim; where these are the classes of a loss, all between
+    them and the loss is, and what looks up the same weight, if nothing needs the classes whole (`Decompose`).
 
     Ops of a block that have only some of these factors (keys and values of grouped queries) are replicated along the
     others, and each replica's mirror reads only what its own queries send: then the gradients of what queries, keys and
@@ -81,6 +82,10 @@ def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Sp
     for op in graph.forward_ops:
         if op.name not in inside and op.name not in splits and (factor := _own_factor(weights, op, parts)):
             splits[op.name] = [Split(factor, parts)]
+    for factor in _by_class(graph, splits):
+        for op in graph.forward_ops:
+            if op.find(factor) is not None:
+                splits[op.name] = [Split(factor, parts)]
     uses = graph.model.uses()
     for op in reversed(graph.forward_ops):
         # Casts and transposes of a weight are cut as what reads them.
@@ -92,6 +97,19 @@ def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Sp
         shown = ", ".join(sizes[:6]) or "none"
         raise InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
     return {op.name: [_cut(op, s, axis) for s in splits[op.name]] for op in graph.forward_ops if op.name in splits}
+
+
+def _by_class(graph: Graph, splits: dict[str, list[Split]]) -> list[str]:
+    """Return the factors of products that are cut alone and nothing needs whole but losses, and decompose these."""
+    found = []
+    for factor in dict.fromkeys(cut[0].factor for cut in splits.values() if len(cut) == 1):
+        own = [op for op in graph.forward_ops if any(i.factor == factor for i in op.indices)]
+        whole = [op for op in own if op.find(factor) is None]
+        others = (op for op in own if op.name in splits and splits[op.name][0].factor != factor)
+        if whole and all(Decompose.has_steps(op, factor) for op in whole) and not any(others):
+            op_trans(graph, whole, Decompose())
+            found.append(factor)
+    return found
 
 
 def _cut(op: Op, split: Split, axis: str) -> Split | Replicate:

@@ -12,9 +12,11 @@ from torch import Tensor
 from superscaler.runtime.communicator import Communicator, Group, Later, Work, padded, split, trimmed
 
 
-def all_reduce(communicator: Communicator, tensors: Sequence[Tensor], group: Group) -> tuple[Work, ...]:
+def all_reduce(
+    communicator: Communicator, tensors: Sequence[Tensor], group: Group, largest: bool = False
+) -> tuple[Work, ...]:
     """Sum several tensors as one; the results are views of what came back."""
-    work = communicator.all_reduce(torch.cat([x.reshape(-1) for x in tensors]), group, owned=True)
+    work = communicator.all_reduce(torch.cat([x.reshape(-1) for x in tensors]), group, owned=True, largest=largest)
     return _views(work, [x.numel() for x in tensors])
 
 

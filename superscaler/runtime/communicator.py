@@ -68,13 +68,15 @@ class Communicator(ABC):
         """
         return value
 
-    def all_reduce(self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True) -> Work:
-        """Sum over the group, bit-identical on all its ranks. `owned`: the result may take the place of x. `planned`: x
-        is of the plan.
+    def all_reduce(
+        self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True, largest: bool = False
+    ) -> Work:
+        """Sum over the group, or take the `largest`, bit-identical on all its ranks. `owned`: the result may take the
+        place of x. `planned`: x is of the plan.
         """
         if len(group) == 1:
             return Later(lambda: x if owned else x.detach().clone())
-        return self._sum(self._enter("all_reduce", group, x.shape, x.dtype, planned), group, x, owned)
+        return self._reduce(self._enter("all_reduce", group, x.shape, x.dtype, planned), group, x, owned, largest)
 
     def all_gather(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = ()) -> Work:
         """Concatenate the chunks of the ranks along `dim`, in group order: equal ones, or (padded to travel) of `sizes`
@@ -172,7 +174,7 @@ class Communicator(ABC):
     # How the operations are done in groups of two ranks or more; `what` is told in errors.
 
     @abstractmethod
-    def _sum(self, what: str, group: Group, x: Tensor, owned: bool) -> Work: ...
+    def _reduce(self, what: str, group: Group, x: Tensor, owned: bool, largest: bool) -> Work: ...
 
     @abstractmethod
     def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Work: ...

@@ -190,9 +190,10 @@ class DistributedCommunicator(c.Communicator):
             if members not in self._groups:
                 self._groups[members] = self._call(f"{self.prefix}connecting", dist.new_group, list(members))
 
-    def _sum(self, what: str, group: Group, x: Tensor, owned: bool) -> Work:
+    def _reduce(self, what: str, group: Group, x: Tensor, owned: bool, largest: bool) -> Work:
         buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
-        return self._start(what, group, dist.all_reduce, lambda: buffer, buffer)
+        kind = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        return self._start(what, group, dist.all_reduce, lambda: buffer, buffer, kind)
 
     def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Work:
         gathered = torch.empty((len(group), *x.shape), dtype=x.dtype, device=x.device)

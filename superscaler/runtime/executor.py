@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -156,14 +157,18 @@ class Rank:
         return _narrow(x.reshape(view), self.tables["boxes"][box]).reshape(shape)
 
     def combine(
-        self, pieces: Sequence[Tensor], boxes: int, view: Sequence[int], shape: Sequence[int], dtype: str
-    ) -> Tensor:
-        """Return the sum of pieces, each placed at its box of a tensor of zeros."""
+        self, pieces: Sequence[Tensor], boxes: int, view: Sequence[int], shape: Sequence[int], dtype: str,
+        largest: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Return the sum of pieces, each placed at its box of a tensor of zeros; or the largest that is there."""
         device = pieces[0].device if pieces else self.device
-        out = torch.zeros(tuple(view), dtype=getattr(torch, dtype), device=device)
+        none = -math.inf if largest else 0
+        out = torch.full(tuple(view), none, dtype=getattr(torch, dtype), device=device)
         for piece, box in zip(pieces, self.tables["boxes"][boxes], strict=True):
             part = _narrow(out, box)
-            if out.dtype == torch.bool:
+            if largest:
+                torch.maximum(part, piece.reshape(part.shape), out=part)
+            elif out.dtype == torch.bool:
                 part |= piece.reshape(part.shape)
             else:
                 part += piece.reshape(part.shape)
@@ -171,11 +176,11 @@ class Rank:
 
     # Communication.
 
-    def all_reduce(self, x: Tensor, group: int) -> Work:
-        return self.communicator.all_reduce(x, self._group(group))
+    def all_reduce(self, x: Tensor, group: int, largest: bool = False) -> Work:
+        return self.communicator.all_reduce(x, self._group(group), largest=largest)
 
-    def all_reduce_bucket(self, tensors: Sequence[Tensor], group: int) -> tuple[Work, ...]:
-        return buckets.all_reduce(self.communicator, tensors, self._group(group))
+    def all_reduce_bucket(self, tensors: Sequence[Tensor], group: int, largest: bool = False) -> tuple[Work, ...]:
+        return buckets.all_reduce(self.communicator, tensors, self._group(group), largest)
 
     def all_gather(self, x: Tensor, group: int, dim: int, sizes: Sequence[int] = ()) -> Work:
         return self.communicator.all_gather(x, self._group(group), dim, sizes)

@@ -37,6 +37,60 @@ def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tenso
     return (labels != ignore_index).sum().to(dtype)
 
 
+def largest(scores: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return the largest score along `dim`, without a gradient: nothing that is made of it depends on it in the end."""
+    return scores.detach().amax(dim).to(dtype)
+
+
+def exp_sum(scores: Tensor, largest: Tensor, dim: int) -> Tensor:
+    """Return the sum of exp(score - largest) along `dim`."""
+    return (scores.to(largest.dtype) - largest.unsqueeze(dim)).exp().sum(dim)
+
+
+def normalized(scores: Tensor, largest: Tensor, total: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return log_softmax along `dim`, given the largest score and the `exp_sum` of all."""
+    return (scores.to(total.dtype) - (largest + total.log()).unsqueeze(dim)).to(dtype)
+
+
+def picked(scores: Tensor, labels: Tensor, box: Sequence[tuple[int, int]] = (), extents: Sequence[int] = ()) -> Tensor:
+    """Return for each of the labels (N, ...) its score of (N, classes, ...), zero for one that is not here.
+
+    `scores` has the classes `box` of as many as `extents` says, by default all.
+    """
+    classes = scores.shape[1]
+    places, is_elsewhere = _find(labels, box or [(0, classes)], extents or [classes])
+    return scores.gather(1, places.unsqueeze(1)).squeeze(1).masked_fill(is_elsewhere, 0.0)
+
+
+def class_sums(
+    scores: Tensor,
+    labels: Tensor,
+    largest: Tensor,
+    box: Sequence[tuple[int, int]] = (),
+    extents: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    """Return `exp_sum` and `picked` of (N, classes, ...) scores, whose gradients are added before they are narrowed."""
+    wide = scores.to(largest.dtype)
+    return exp_sum(wide, largest, 1), picked(wide, labels, box, extents)
+
+
+def row_losses(
+    labels: Tensor,
+    count: Tensor,
+    picked: Tensor,
+    largest: Tensor | None = None,
+    total: Tensor | None = None,
+    *,
+    ignore_index: int,
+) -> Tensor:
+    """Return the sum over the labels that count of -log probability, over `count`: a scalar, a part of the mean.
+
+    `picked` has the log probabilities of the labels; with `largest` and `total` (see `exp_sum`) their scores.
+    """
+    losses = -picked if largest is None or total is None else total.log() + largest - picked
+    return losses.masked_fill(labels == ignore_index, 0.0).sum() / count
+
+
 def uniform(random: Tensor, dtype: torch.dtype) -> Tensor:
     """Return random numbers in [0, 1) in the given dtype."""
     return random.to(dtype)
@@ -79,12 +133,11 @@ def embedding_part(
 
     `weight` has the rows `box` of a table of as many rows as `extents` says. Row `padding_idx` gets no gradient.
     """
-    rows = _linear_index(box, extents, ids.device).reshape(-1)
-    places = torch.searchsorted(rows, ids).clamp_(max=len(rows) - 1)
+    places, is_elsewhere = _find(ids, box, extents)
     found = F.embedding(places, weight)
     if padding_idx is not None:
         found = torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
-    return found.masked_fill((rows[places] != ids).unsqueeze(-1), 0.0)
+    return found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
 
 
 def piece(x: Tensor, dim: int, box: Sequence[tuple[int, int]], extents: Sequence[int]) -> Tensor:
@@ -165,6 +218,13 @@ def _expand_heads(x: Tensor, q: Tensor) -> Tensor:
     repeats = q.shape[-3] // x.shape[-3]
     grouped = x.unsqueeze(-3)
     return grouped.expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3)
+
+
+def _find(ids: Tensor, box: Sequence[tuple[int, int]], extents: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return where each id is in the box of a dim, anywhere if it is not in it, and whether it is not."""
+    here = _linear_index(box, extents, ids.device).reshape(-1)
+    places = torch.searchsorted(here, ids).clamp_(max=len(here) - 1)
+    return places, here[places] != ids
 
 
 def _linear_index(box: Sequence[tuple[int, int]], extents: Sequence[int], device: torch.device | str) -> Tensor:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -144,9 +145,9 @@ class ThreadCommunicator(c.Communicator):
         named = sorted({tuple(group) for group in groups})
         self._exchange(f"prepare of {named} over ranks {self._everyone()}", self._everyone(), None)()
 
-    def _sum(self, what: str, group: Group, x: Tensor, owned: bool) -> Work:
-        parts = self._exchange(what, group, _copy(x))
-        return c.Later(lambda: c.sum_in_order(parts()))
+    def _reduce(self, what: str, group: Group, x: Tensor, owned: bool, largest: bool) -> Work:
+        parts = self._exchange(f"{what}, the largest" if largest else what, group, _copy(x))
+        return c.Later(lambda: reduce(torch.maximum, parts()) if largest else c.sum_in_order(parts()))
 
     def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Work:
         parts = self._exchange(what, group, _copy(x))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from superscaler.errors import TransformError
 from superscaler.ir.graph import Index, Model, Op, Operand, PTensor, Ref
+from superscaler.ir.parts import Grid
 from superscaler.ir.text import unique
-from superscaler.ir.transformed import Entry, Graph, Parts
+from superscaler.ir.transformed import Entry, Graph, Group, Parts
 
 
 @runtime_checkable
@@ -231,7 +232,10 @@ def _with_twins(model: Model, regions: Sequence[Sequence[Op]]) -> Model:
 
 
 def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> list[Parts]:
-    """Apply an algorithm that puts other ops in the place of some. Returns the parts of the ops that it made."""
+    """Apply an algorithm that puts other ops in the place of some. Returns the parts of the ops that it made.
+
+    What it calls `old.word`, and there is no op `old` any more, has the parts of `old`, cut on the same factors.
+    """
     before = graph.model
     names = {op.name for op in ops}
     try:
@@ -241,10 +245,42 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
     wrong = _wrong(before, after)
     if wrong:
         raise TransformError(f"op_trans at {where}: {type(algorithm).__name__} {wrong}")
+    known, kept = {op.name for op in before.ops}, {op.name for op in after.ops}
+    made = [op for op in after.ops if op.name not in known]
+    places = {
+        op.name: [m for m in made if m.name.startswith(f"{op.name}.")] for op in before.ops if op.name not in kept
+    }
+    _take_over(graph, places, where)
     graph.rewrite(after)
     graph.journal += [Entry("op_trans", name, str(algorithm), where) for name in sorted(names)]
-    known = {op.name for op in before.ops}
-    return [graph.parts(op) for op in after.ops if op.name not in known]
+    return [graph.parts(op) for op in made]
+
+
+def _take_over(graph: Graph, places: Mapping[str, Sequence[Op]], where: str) -> None:
+    """Give ops the parts, and the place in orders, of those in whose place they are."""
+    for name, ops in places.items():
+        old, grid = graph.op(name), graph.grids[name]
+        if grid.children:
+            raise TransformError(f"op_trans at {where}: parts of {name} are cut apart; put others in its place before.")
+        graph.grids |= {op.name: _cut_alike(grid, old, op) for op in ops}
+        graph.hosted |= {op.name for op in ops if name in graph.hosted}
+
+    def renamed(group: Group) -> Group:
+        members = [
+            (op.name, at) for n, at in group.members for op in places.get(n, ()) if group.kind == "F" or op.has_mirror
+        ]
+        return replace(group, members=(*(m for m in group.members if m[0] not in places), *members))
+
+    if places:
+        graph.orders = [replace(o, before=renamed(o.before), after=renamed(o.after)) for o in graph.orders]
+
+
+def _cut_alike(grid: Grid, old: Op, op: Op) -> Grid:
+    """Return the grid of an op that is cut on the same factors as another one, and replicated where it has them not."""
+    at = [None if a.index is None else op.find(old.indices[a.index].factor) for a in grid.axes]
+    pairs = zip(grid.axes, at, strict=True)
+    axes = (replace(a, index=i, sizes=a.sizes if i is not None else (1,) * len(a.sizes), value=()) for a, i in pairs)
+    return Grid(tuple(axes), grid.devices, {}, grid.replaced_at)
 
 
 def _wrong(before: Model, after: Model) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -183,10 +184,11 @@ class _Search:
         if row not in branch or not all(r in parts for r in branch):
             return ""
         tensor = self.model.tensors[operand.tensor]
-        total = torch.zeros(tensor.extents, dtype=made.dtype)
+        total = torch.full(tensor.extents, -math.inf if tensor.largest else 0.0, dtype=made.dtype)
         for r in branch:
             place = ranges(operand, tensor, rows.box(r))
-            total[tuple(slice(lo, hi) for lo, hi in place)] += parts[r].reshape(extents(place))
+            here, part = total[tuple(slice(lo, hi) for lo, hi in place)], parts[r].reshape(extents(place))
+            here.copy_(here.maximum(part) if tensor.largest else here + part)
         everything: Box = tuple((0, e) for e in tensor.extents)
         error = self._error("F", operand.tensor, everything, total.reshape(tensor.shape))
         text = f"{Mask(operand.tensor, everything)} is made {_off(error)} by {_told(op)}"

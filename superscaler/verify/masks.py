@@ -158,6 +158,7 @@ class Masks:
         self._check_inside(self._tensor(first.tensor), whole)
         if (boxes[..., 0] < 0).any() or (boxes[..., 1] > np.array(i.view, dtype=np.int64)).any():
             raise Refusal(f"puts a piece outside of a value of {list(i.view)}.")
+        self._check_largest(first, i.largest)
         found = self.sums.sum(first, whole, read)
         self._check_shape(found, i.shape)
         if i.dtype != first.dtype:
@@ -172,6 +173,7 @@ class Masks:
         if i.in_place and into.is_shared:
             raise Refusal(f"changes {i.into} in place, which something else holds.")
         must_be_alike(into, value)
+        self._check_largest(into, i.largest)
         must_equal(value.box, into.box, f"{i.value} is")
         value.is_shared = True
         into.is_shared |= not i.in_place
@@ -217,6 +219,7 @@ class Masks:
             case "broadcast":
                 return self._arrived(rows_of(first, group), way)
             case "all_reduce" | "reduce_scatter" | "reduce":
+                self._check_largest(first, how.largest)
                 for k, content in enumerate(given[1:], 1):
                     must_equal(content.box, first.box, f"{kind_of(content)} of member {k} of the group is")
                 joined = rows_of(self.sums.sum(first, first.box, given), group)
@@ -311,6 +314,10 @@ class Masks:
         if outside.any():
             row = int(np.argmax(outside))
             raise Refusal(f"has {Mask(tensor.name, box_of(box[row]))} of {list(tensor.extents)} elements.", row)
+
+    def _check_largest(self, content: Content, largest: bool) -> None:
+        if largest != self.model.tensors[content.tensor].largest:
+            raise Refusal(f"{'takes the largest part of' if largest else 'adds up the parts of'} {kind_of(content)}.")
 
     def _check_shape(self, content: Content, shape: Sequence[int]) -> None:
         expected = self.model.tensors[content.tensor].local_shape(tuple(content.lengths.tolist()))

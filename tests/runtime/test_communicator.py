@@ -128,6 +128,8 @@ def check_sums(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> N
     total = sum(inputs[r] for r in group[1:]) + inputs[group[0]]
     assert torch.equal(comm.all_reduce(x, group).wait(), total)
     assert torch.equal(comm.all_reduce(x.clone(), group, owned=True).wait(), total)
+    largest = torch.stack([inputs[r] for r in group]).amax(0)
+    assert torch.equal(comm.all_reduce(x, group, largest=True).wait(), largest)
     for dim in (0, 1):
         assert torch.equal(comm.reduce_scatter(x, group, dim).wait(), total.chunk(n, dim)[k])
     strided = x.t()

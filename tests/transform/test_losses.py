@@ -1,0 +1,208 @@
+"""Losses in steps that are cut on the classes: exact, with three numbers a row on links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.errors import PlanError, TransformError
+from superscaler.ir.program import Accumulate, Collective, Combine, Send
+from superscaler.ir.text import parse_model, print_model
+from superscaler.plans import SProgram
+from superscaler.runtime import functional
+from superscaler.verify.certificate import check_program
+
+ROWS, CLASSES = (4, 6), 24
+
+
+class Model(nn.Module):
+    """Scores of 24 classes for 4 x 6 rows, and a loss of them; label 3 does not count."""
+
+    def __init__(self, loss: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.loss = loss
+        self.embedding = nn.Embedding(CLASSES, 8, dtype=dtype)
+        self.head = nn.Linear(8, CLASSES, dtype=dtype)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(self.embedding(ids).tanh())
+        ignored = partial(F.nll_loss, ignore_index=3)
+        match self.loss:
+            case "cross entropy":
+                return F.cross_entropy(scores.view(-1, CLASSES), labels.view(-1), ignore_index=3)
+            case "classes in the middle":
+                return F.cross_entropy(scores.transpose(1, 2), labels, ignore_index=3)
+            case "scaled":
+                return 0.5 * F.cross_entropy(scores.view(-1, CLASSES), labels.view(-1), ignore_index=3)
+            case "nll of log_softmax":
+                return ignored(scores.log_softmax(-1).view(-1, CLASSES), labels.view(-1))
+            case "smooth":
+                return F.cross_entropy(scores.view(-1, CLASSES), labels.view(-1), label_smoothing=0.1)
+        raise AssertionError(self.loss)
+
+
+def captured(loss: str, dtype: torch.dtype = torch.float32) -> ss.Graph:
+    torch.manual_seed(0)
+    module = Model(loss, dtype)
+    ids, labels = torch.randint(0, CLASSES, ROWS), torch.randint(0, CLASSES, ROWS)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return ss.capture(module, kwargs={"ids": ids, "labels": labels}, optimizer=optimizer)
+
+
+def losses(graph: ss.Graph) -> list[ss.verbs.Op]:
+    return [op for op in graph.forward_ops if "loss" in op.target or "entropy" in op.target or "softmax" in op.target]
+
+
+def classes(graph: ss.Graph) -> str:
+    """Return the factor of the rows of the head's weight."""
+    (factor,) = graph.model.tensors["head.weight"].slots[0]
+    return factor
+
+
+@ss.sprogram
+def by_class(graph: ss.Graph, cluster: ss.Cluster, dp: int = 1) -> None:
+    n = len(cluster.devices) // dp
+    ss.op_trans(graph, losses(graph), ss.Decompose())
+    for op in graph.forward_ops:
+        parts = ss.op_trans(graph, ss.op_trans(graph, op, ss.Split("batch", dp)), ss.Split(classes(graph), n))
+        ss.op_assign(graph, parts, torch.arange(dp * n).reshape(dp, n).numpy())
+
+
+LOSSES = ("cross entropy", "classes in the middle", "scaled", "nll of log_softmax")
+
+
+@pytest.mark.parametrize(("world", "dp"), [(2, 1), (4, 1), (4, 2), (8, 2)])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_is_cut_on_its_classes_is_equal(loss: str, world: int, dp: int) -> None:
+    graph = captured(loss)
+    found = ss.compile(graph, partial(by_class, dp=dp), ss.Cluster.local(world)).verify()
+    assert found["equal"], found["first_difference"]
+    assert found["bytes_moved"] == found["bytes_planned"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_steps_have_the_parts_of_their_op(loss: str) -> None:
+    """Cut and ordered before it is decomposed: a pipeline of two stages, of two batches each."""
+
+    @ss.sprogram
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        stages = [graph.forward_ops[:3], graph.forward_ops[3:]]
+        for stage, ops in enumerate(stages):
+            for op in ops:
+                parts = ss.op_trans(graph, ss.op_trans(graph, op, ss.Microbatch(2)), ss.Split("batch", 2))
+                ss.op_assign(graph, parts, [2 * stage, 2 * stage + 1])
+        ss.order_stages(graph, stages, ss.schedule_1f1b(2, 2))
+        for parts in ss.op_trans(graph, losses(graph), ss.Decompose()):
+            assert parts.cells.shape == (2, 2)
+
+    assert ss.compile(captured(loss), plan, "local:4").verify()["equal"]
+
+
+def test_three_numbers_a_row_travel_and_no_scores() -> None:
+    plan = ss.compile(captured("cross entropy"), by_class, "local:4")
+    for device in plan.compiled.program.devices:
+        sent = Counter[str]()
+        for i in device.instructions:
+            assert not isinstance(i, Send)
+            if isinstance(i, Collective) and any("loss" in note.tensor for note in i.notes):
+                assert i.kind == "all_reduce"
+                sent["largest" if i.largest else "sums"] += i.bytes
+        rows = 4 * ROWS[0] * ROWS[1]
+        assert sent == {"largest": rows, "sums": 2 * rows}
+
+
+def test_a_program_that_adds_up_what_has_a_largest_is_refused() -> None:
+    program = ss.compile(captured("cross entropy"), by_class, "local:2").compiled.program
+    devices = [
+        replace(d, instructions=tuple(replace(i, largest=False) if is_largest(i) else i for i in d.instructions))
+        for d in program.devices
+    ]
+    with pytest.raises(PlanError, match=r"adds up the parts of cross_entropy_loss\.largest"):
+        check_program(replace(program, devices=devices))
+
+
+def is_largest(i: object) -> bool:
+    return getattr(i, "largest", False)
+
+
+@ss.sprogram
+def several_on_one(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Uneven parts of the classes, two of them on one device."""
+    ss.op_trans(graph, losses(graph), ss.Decompose())
+    for op in graph.forward_ops:
+        if op.find(classes(graph)) is None:
+            ss.op_assign(graph, op, 0)
+        else:
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(classes(graph), sizes=(5, 7, 8, 4))), [0, 1, 1, 2])
+
+
+@ss.sprogram
+def far_apart(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """The largest of each half of the rows and of the classes, on a device each, for one that has all the rest."""
+    ss.op_trans(graph, losses(graph), ss.Decompose())
+    for op in graph.forward_ops:
+        ss.op_assign(graph, op, 0)
+        if op.target == "ss.largest":
+            parts = ss.op_trans(graph, ss.op_trans(graph, op, ss.Split("batch", 2)), ss.Split(classes(graph), 2))
+            ss.op_assign(graph, parts, [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize(("plan", "joined"), [(several_on_one, Accumulate), (far_apart, Combine)])
+def test_parts_that_meet_on_a_device_are_joined_by_their_largest(plan: SProgram, joined: type) -> None:
+    found = ss.compile(captured("cross entropy"), plan, "local:4")
+    assert joined in {type(i) for d in found.compiled.program.devices for i in d.instructions if is_largest(i)}
+    assert found.verify()["equal"]
+
+
+def test_one_device_adds_nothing() -> None:
+    @ss.sprogram
+    def single(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_trans(graph, losses(graph), ss.Decompose())
+        ss.op_assign(graph, graph.ops, 0)
+
+    for loss in LOSSES:
+        graph = captured(loss)
+        assert ss.compile(graph, single, "local:1").verify()["equal"]
+
+
+def test_the_model_prints_and_parses_back() -> None:
+    graph = captured("nll of log_softmax", torch.bfloat16)
+    ss.op_trans(graph, losses(graph), ss.Decompose())
+    assert sum(t.largest for t in graph.model.tensors.values()) == 1
+    assert parse_model(print_model(graph.model)) == graph.model
+
+
+def test_what_has_no_steps_is_refused_in_words() -> None:
+    graph = captured("smooth")
+    with pytest.raises(TransformError, match=r"test_losses.py:\d+: Decompose of .*cross_entropy.*without smoothing"):
+        ss.op_trans(graph, losses(graph), ss.Decompose())
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_gradient_of_halves_is_rounded_once(parts: int) -> None:
+    torch.manual_seed(0)
+    scores = (torch.randn(8, CLASSES) * 4).bfloat16()
+    labels = torch.cat([torch.randint(0, CLASSES, (7,)), torch.tensor([-100])])
+    size = CLASSES // parts
+    leaves = [s.clone().requires_grad_() for s in scores.split(size, 1)]
+    boxes = [((k * size, (k + 1) * size),) for k in range(parts)]
+    most = torch.stack([functional.largest(x, 1, torch.float32) for x in leaves]).amax(0)
+    sums = [functional.class_sums(x, labels, most, b, (CLASSES,)) for x, b in zip(leaves, boxes, strict=True)]
+    total, picked = (sum(some) for some in zip(*sums, strict=True))
+    count = functional.count_labels(labels, -100, torch.float32)
+    loss = functional.row_losses(labels, count, picked, most, total, ignore_index=-100)
+    loss.backward()
+    whole = scores.clone().requires_grad_()
+    want = functional.cross_entropy(whole, labels, count, -100)
+    want.backward()
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+    found = torch.cat([x.grad for x in leaves], 1)
+    # Either may round the other way.
+    assert ((found - whole.grad).abs() <= 2**-7 * whole.grad.abs()).all()
