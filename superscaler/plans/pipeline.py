@@ -10,6 +10,7 @@ blocks        how many of the model's blocks each stage has, as 3+5+4; by defaul
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 
 from superscaler.plans import schedules
@@ -17,7 +18,7 @@ from superscaler.plans.along import along_axis
 from superscaler.plans.shared import order_stages
 from superscaler.plans.shared import stages as balanced
 from superscaler.plans.tables import Table, check
-from superscaler.verbs import Graph, InputError, Microbatch, SplitBackward, Stage, op_trans, parse_schedule, unknown
+from superscaler.verbs import Graph, InputError, Microbatch, Op, SplitBackward, Stage, op_trans, parse_schedule, unknown
 
 
 @along_axis()
@@ -34,10 +35,14 @@ def pipeline(
     if stages not in (None, n):
         raise InputError(f"pipeline:stages={stages} on {n} devices; give chunks, for {n} stages each, or leave it out.")
     table = _table(schedule, n, microbatches, chunks)
+    lay(graph, axis, table, balanced(graph, 1 + max(work.stage for row in table for work in row), blocks))
+
+
+def lay(graph: Graph, axis: str, table: Table, parts: Sequence[Sequence[Op]]) -> None:
+    """Place the ops of each stage along a mesh axis, microbatch by microbatch, and order them, as a table says."""
     check(table)
     place = {(work.stage, work.microbatch): device for device, row in enumerate(table) for work in row}
-    count, numbers = (max(found) + 1 for found in zip(*place, strict=True))
-    parts = balanced(graph, count, blocks)
+    numbers = 1 + max(k for _, k in place)
     op_trans(graph, graph.forward_ops, Microbatch(numbers))
     for stage, ops in enumerate(parts):
         homes = [place[stage, k] for k in range(numbers)]

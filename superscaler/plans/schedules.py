@@ -172,6 +172,22 @@ def chimera(devices: int, microbatches: int) -> Table:
     return min(found, key=lambda table: max(finish(table).values()))
 
 
+def three_f_one_b(devices: int, microbatches: int, passes: int = 3) -> Table:
+    """Several forward passes through the same stages, of which the last one alone has a backward (as in AlphaFold2).
+
+    Backwards go first, then the earliest pass: the idle time is that of 1F1B, which is the least that there can be.
+    """
+    _check_counts(devices=devices, microbatches=microbatches, passes=passes)
+    stages = range(passes * devices)
+    works = [Work(s, "F", k) for s in stages for k in range(microbatches)]
+    works += [Work(s, "B", k) for s in stages[-devices:] for k in range(microbatches)]
+
+    def rank(work: Work) -> tuple[object, ...]:
+        return work.kind == "F", work.stage // devices, work.microbatch
+
+    return fill(works, lambda work: work.stage % devices, rank, devices)
+
+
 def _backward_first(work: Work) -> tuple[object, ...]:
     return work.kind == "F", work.microbatch
 

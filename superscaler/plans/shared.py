@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import gcd, prod
 
 import numpy as np
@@ -171,15 +171,15 @@ def _own_factor(weights: set[str], op: Op, parts: int) -> str | None:
     return fits[0] if fits else None
 
 
-def stages(graph: Graph, count: int, blocks: str = "") -> list[list[Op]]:
-    """Return the forward ops in `count` contiguous stages whose largest FLOPs is as small as possible.
+def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -> list[list[Op]]:
+    """Return the forward ops, or these ones, in `count` contiguous stages whose largest FLOPs is as small as possible.
 
     Blocks stay whole; every op outside the blocks (embedding, head, loss) is a unit of its own. `blocks` says how many
     blocks each stage has instead, as 3+5+4: what is before the first is with it, what follows a block with that.
     """
     block_of = {op.name: block.path for block in graph.blocks for op in block.ops}
     units: list[list[Op]] = []
-    for op in graph.forward_ops:
+    for op in ops or graph.forward_ops:
         path = block_of.get(op.name)
         if units and path is not None and block_of.get(units[-1][-1].name) == path:
             units[-1].append(op)
@@ -238,6 +238,6 @@ def schedule_1f1b(count: int, microbatches: int) -> list[list[Work]]:
     return rows
 
 
-def order_stages(graph: Graph, parts: list[list[Op]], schedule: list[list[Work]]) -> None:
+def order_stages(graph: Graph, parts: Sequence[Sequence[Op]], schedule: list[list[Work]]) -> None:
     """Order the work of each stage as its row of the schedule says. A stage that trains nothing has no backward."""
     order(graph, schedule, parts)

@@ -24,17 +24,19 @@ def fill(works: Iterable[Work], place: Callable[[Work], int], rank: Rank, most: 
     for work in sorted(works, key=rank):
         left.setdefault(place(work), []).append(work)
     needs = _needs([work for own in left.values() for work in own])
+    trained = {work.stage for own in left.values() for work in own if work.kind != "F"}
     table: Table = [[] for _ in range(max(left) + 1)]
     ends: dict[Work, float] = {}
     free, kept, now = [0.0] * len(table), [0] * len(table), 0.0
     while any(left.values()):
         for device, own in left.items():
             for work in own if free[device] <= now else ():
-                is_room = work.kind != "F" or kept[device] < most
+                keeps = KEEPS.get(work.kind, 0) if work.stage in trained else 0
+                is_room = keeps <= 0 or kept[device] < most
                 if is_room and all(ends.get(need, math.inf) <= now for need in needs[work]):
                     own.remove(work)
                     table[device].append(work)
-                    kept[device] += KEEPS.get(work.kind, 0)
+                    kept[device] += keeps
                     ends[work] = free[device] = now + SECONDS[work.kind]
                     break
         now = min(end for end in free if end > now)
@@ -80,7 +82,7 @@ def check(table: Table) -> None:
     """Raise InputError, with the grid and the step, for a table that misses work, repeats it, or cannot run.
 
     Every stage needs the forward of each microbatch and its backward (B, or I and W) on the same device, and neighbours
-    must take microbatches in the same order, so that no messages cross. Without any backward, a table of forwards.
+    must take microbatches in the same order, so that no messages cross. The first stages may have forwards only.
     """
     if not any(table):
         raise InputError("a schedule without work; write a row for each device, as 0F0 0B0.")
@@ -106,9 +108,10 @@ def _repeated(table: Table, place: Mapping[Work, Step]) -> Faults:
 
 
 def _incomplete(table: Table, place: Mapping[Work, Step]) -> Faults:
-    complete = ("FB", "FIW") if any(work.kind != "F" for work in place) else ("F",)
-    stages, numbers = (sorted({getattr(w, name) for w in place}) for name in ("stage", "microbatch"))
-    for stage, k in itertools.product(range(stages[-1] + 1), range(numbers[-1] + 1)):
+    stages, numbers = (1 + max(getattr(work, name) for work in place) for name in ("stage", "microbatch"))
+    trained = min((work.stage for work in place if work.kind != "F"), default=stages)
+    for stage, k in itertools.product(range(stages), range(numbers)):
+        complete = ("FB", "FIW") if stage >= trained else ("F",)
         own = {kind: place[work] for kind in "FBIW" if (work := Work(stage, kind, k)) in place}
         first, kinds = next(iter(own.values()), (0, len(table[0]) - 1)), "".join(own)
         if len({d for d, _ in own.values()}) > 1:

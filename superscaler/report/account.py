@@ -173,17 +173,17 @@ def microbatches(compiled: Compiled, code: Sequence[Instruction]) -> str:
     """
     program, segments = compiled.program, compiled.schedule.segments
     stages = _stages(compiled.graph)
-    # Forwards that neither keep anything nor are computed again prepare data, whenever it suits.
+    # Forwards of no stage that neither keep anything nor are computed again prepare data, whenever it suits.
     numbered = []
     for i in (i for i in code if isinstance(i, Forward | Backward) and i.task.microbatch >= 0):
         ops = segments[i.task.segment].ops
-        if isinstance(i, Backward) or any(i.grads) or any(op.region for op in ops):
-            stage = stages.get(ops[0].origin or ops[0].name, "")
+        stage = stages.get(ops[0].origin or ops[0].name, "")
+        if stage != "" or isinstance(i, Backward) or any(i.grads) or any(op.region for op in ops):
             numbered.append(f"{stage}{_letter(program, i)}{i.task.microbatch}")
     return " ".join(word for word, _ in groupby(numbered))
 
 
-def _stages(graph: Graph) -> dict[str, int]:
+def _stages(graph: Graph) -> dict[str, int | str]:
     """Return the number of the stage of each op in a group that is labelled as its work, as 2F0."""
     groups = (group for order in graph.orders for group in (order.before, order.after) if group.kind == "F")
     found = {Work.parse(group.label).stage: group.members for group in groups if Work.matches(group.label)}

@@ -95,3 +95,11 @@ def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_told(plan: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_of(GPT, plan, 2)
+
+
+def test_three_passes_and_one_backward_equal_the_model() -> None:
+    spec = "alphafold2:size=tiny,layers=2,batch=4"
+    found = plan_of(spec, "three_f_one_b:microbatches=4", 2).verify()
+    assert found["equal"], found
+    with pytest.raises(InputError, match="runs 1 times a step, 1 of them with a backward"):
+        plan_of(GPT, "three_f_one_b", 2)

@@ -14,7 +14,7 @@ from superscaler.errors import InputError
 from superscaler.ir.work import parse_schedule, print_schedule
 from superscaler.plans import schedules
 from superscaler.plans.shared import order_stages, stages
-from superscaler.plans.tables import Table, check
+from superscaler.plans.tables import Table, check, finish
 from superscaler.schedule.order import complete
 from tests.schedule.clock import run
 
@@ -127,9 +127,19 @@ def test_chimera_of_one_round_idles_two_slots_less_than_devices() -> None:
     assert sorted(peaks) == [3, 3, 4, 4]
 
 
+@pytest.mark.parametrize(("p", "m"), [(4, 4), *SIZES])
+def test_three_forwards_and_one_backward_idle_as_little_as_one_can(p: int, m: int) -> None:
+    """No order idles less than (p - 1) (F + B): the first backward needs a forward of each device, and the last drains.
+
+    The greedy order that takes the latest pass first idles 17 at 4 devices.
+    """
+    ends = finish(schedules.three_f_one_b(p, m))
+    assert max(ends.values()) - 5 * m == 3 * (p - 1)
+
+
 RULES = [
     schedules.gpipe, schedules.one_f_one_b, schedules.interleaved, schedules.breadth_first, schedules.zb_h1,
-    schedules.zb_h2, schedules.zbv, schedules.dualpipe_v, schedules.chimera,
+    schedules.zb_h2, schedules.zbv, schedules.dualpipe_v, schedules.chimera, schedules.three_f_one_b,
 ]  # fmt: skip
 
 

@@ -1,0 +1,43 @@
+"""3F1B: a pipeline of a model of several forward passes, of which the last alone is trained (the paper's AlphaFold2).
+
+Stage s of each pass is on device s, so that all passes share its weights.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from superscaler.plans import schedules
+from superscaler.plans.along import along_axis
+from superscaler.plans.pipeline import lay
+from superscaler.plans.shared import stages
+from superscaler.verbs import Graph, InputError, Op
+
+
+@along_axis()
+def three_f_one_b(graph: Graph, n: int, axis: str, microbatches: int | None = None) -> None:
+    ops = list(graph.forward_ops)
+    calls = graph.blocks[0].calls if graph.blocks else ()
+    trained = [any(op.has_mirror for op in call) for call in calls]
+    if len(calls) < 2 or trained.index(True) != len(calls) - 1:
+        raise InputError(
+            f"three_f_one_b: the model's first block runs {len(calls)} times a step, {sum(trained)} of them with a "
+            "backward; it needs several passes, all but the last without gradients. Choose pipeline_1f1b."
+        )
+    bounds = [0, *(ops.index(call[0]) for call in calls[1:]), len(ops)]
+    passes = [ops[a:b] for a, b in pairwise(bounds)]
+    parts = stages(graph, n, ops=passes[-1])
+    stage_of = {op.name: stage for stage, own in enumerate(parts) for op in own}
+    blocks = {op.name: stage_of[block.calls[-1][0].name] for block in graph.blocks for op in block.ops}
+    table = schedules.three_f_one_b(n, 2 * n if microbatches is None else microbatches, len(calls))
+    lay(graph, axis, table, [part for own in passes[:-1] for part in _like(own, blocks, n)] + parts)
+
+
+def _like(ops: list[Op], blocks: dict[str, int], n: int) -> list[list[Op]]:
+    """Return the stages of a pass: each block in its own, all else with the block before it."""
+    parts: list[list[Op]] = [[] for _ in range(n)]
+    stage = 0
+    for op in ops:
+        stage = blocks.get(op.name, stage)
+        parts[stage].append(op)
+    return parts
