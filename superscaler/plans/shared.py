@@ -102,10 +102,10 @@ def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Sp
 def _by_class(graph: Graph, splits: dict[str, list[Split]]) -> list[str]:
     """Return the factors of products that are cut alone and nothing needs whole but losses, and decompose these."""
     found = []
-    for factor in dict.fromkeys(cut[0].factor for cut in splits.values() if len(cut) == 1):
+    for factor in dict.fromkeys(cut[0].factors[0] for cut in splits.values() if len(cut) == 1):
         own = [op for op in graph.forward_ops if any(i.factor == factor for i in op.indices)]
         whole = [op for op in own if op.find(factor) is None]
-        others = (op for op in own if op.name in splits and splits[op.name][0].factor != factor)
+        others = (op for op in own if op.name in splits and splits[op.name][0].factors[0] != factor)
         if whole and all(Decompose.has_steps(op, factor) for op in whole) and not any(others):
             op_trans(graph, whole, Decompose())
             found.append(factor)
