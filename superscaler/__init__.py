@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from superscaler.plans.shared import tensor_splits as tensor_splits
     from superscaler.runtime.weights import load_weights as load_weights
     from superscaler.verbs import Algorithm as Algorithm
+    from superscaler.verbs import AttentionBlocks as AttentionBlocks
     from superscaler.verbs import Block as Block
     from superscaler.verbs import Decompose as Decompose
     from superscaler.verbs import Device as Device
@@ -54,9 +55,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Algorithm", "Block", "Decompose", "Device", "Graph", "Group", "InputError", "Insert", "Mesh", "Microbatch",
-    "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard", "Split", "SplitBackward",
-    "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order", "place", "sprogram",
+    "Algorithm", "AttentionBlocks", "Block", "Decompose", "Device", "Graph", "Group", "InputError", "Insert", "Mesh",
+    "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard", "Split",
+    "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order", "place",
+    "sprogram",
 )  # fmt: skip
 _HELPERS = ("order_stages", "schedule_1f1b", "stages", "tensor_splits")
 _HOMES = {

@@ -21,11 +21,12 @@ from superscaler.transform.cut import cut
 from superscaler.transform.losses import Decompose
 from superscaler.transform.place import leaves, spread
 from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, Save, SplitBackward, Stale, rewrite
+from superscaler.transform.ring import AttentionBlocks
 
 __all__ = [
-    "Algorithm", "Block", "Cluster", "Decompose", "Device", "Graph", "Group", "InputError", "Insert", "Mesh",
-    "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Shard", "Split",
-    "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order",
+    "Algorithm", "AttentionBlocks", "Block", "Cluster", "Decompose", "Device", "Graph", "Group", "InputError", "Insert",
+    "Mesh", "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Shard",
+    "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order",
     "parse_schedule", "place", "sprogram", "timetable", "unknown",
 ]  # fmt: skip
 

@@ -76,11 +76,17 @@ class PTensor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """One independent index of one op's iteration space. Cutting a `summed` index gives value parts."""
+    """One index of one op's iteration space. Cutting a `summed` index gives value parts.
+
+    An index that `follows` (index, step, chunks) another one is cut with it: of as many equal chunks of both, a part
+    with chunk k of that one has chunk k - step of this one, counted around; a part with all chunks has all of it.
+    All others are independent.
+    """
 
     size: int
     factor: str
     mark: Mark
+    follows: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,7 @@ class Op:
         that is summed.
         """
         name, _, which = factor.partition("@")
-        own = [n for n, i in enumerate(self.indices) if is_named(i.factor, name)]
+        own = [n for n, i in enumerate(self.indices) if is_named(i.factor, name) and not i.follows]
         own = own[int(which) : int(which) + 1] if which.isdigit() else own
         free = [
             n
@@ -170,6 +176,14 @@ class Op:
             if self.indices[n].mark != "frozen" and (which in ("", self.indices[n].mark) or which.isdigit())
         ]
         return next((i for o in self.outputs for i in o.slots if i in free), next(iter(free), None))
+
+    def summed(self, operand: Operand) -> list[int]:
+        """Return the indices of which an element of an operand has all points: those it has none of, nor one with which
+        it moves.
+        """
+        leading = [n if i.follows is None else i.follows[0] for n, i in enumerate(self.indices)]
+        own = {leading[i] for i in operand.slots if i is not None}
+        return [n for n, first in enumerate(leading) if first not in own]
 
     def notation(self) -> str:
         """Return the op's indices in one line, as `linear: batch sequence hidden, mlp hidden -> batch sequence mlp`."""

@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from superscaler.ir.graph import Op
+from superscaler.errors import TransformError
+from superscaler.ir.graph import Index, Op
 from superscaler.ir.mask import Box
 
 Ints = NDArray[np.int64]
@@ -37,7 +38,7 @@ class Axis:
     With `value`, a set of inputs, the replicas share out the addends of these inputs: each reads some of them, and
     their results add up to the value.
 
-    `name` is the axis of a mesh along which `op_assign` places the parts, all of them at the place `at` if it is given.
+    `name` is the axis of a mesh along which `op_assign` places the parts: in order, or at the places `at` (one: all).
     What is placed does not depend on them: axes that differ in nothing else are equal.
     """
 
@@ -47,7 +48,12 @@ class Axis:
     is_microbatch: bool = False
     value: tuple[int, ...] = ()
     name: str = field(default="", compare=False, repr=False)
-    at: int | None = field(default=None, compare=False, repr=False)
+    at: tuple[int, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def is_stage(self) -> bool:
+        """Tell whether it leaves parts whole, at one place of a mesh."""
+        return self.index is None and len(self.at) == len(self.sizes) == 1
 
 
 @dataclass(slots=True)
@@ -145,7 +151,7 @@ def cuts_of(grid: Grid, slots: Sequence[int | None]) -> tuple[Axis, ...]:
     """
     slot_of = {index: slot for slot, index in enumerate(slots) if index is not None}
     names = {a.name for a in grid.axes if a.index in slot_of and a.name}
-    kept = [a for a in grid.axes if a.index in slot_of or a.at is not None or a.name in names]
+    kept = [a for a in grid.axes if a.index in slot_of or a.is_stage or a.name in names]
     own = (replace(a, index=slot_of[a.index]) if a.index in slot_of else _replicas(a) for a in kept)
     return () if grid.children else tuple(own)
 
@@ -244,12 +250,36 @@ def expand(op: Op, grid: Grid) -> Rows:
     else:
         lo, hi, device, micro, branch = flat_cells(grid, full, -1)
         tree, shares = Tree(), tuple(_shares(grid))
+    for k, index in enumerate(op.indices):
+        if index.follows is not None:
+            lo[:, k], hi[:, k] = following(op, index, lo, hi)
     seen: Counter[tuple[int, int]] = Counter()
     ordinal = np.zeros(len(device), dtype=np.int64)
     for row, key in enumerate(zip(device.tolist(), micro.tolist(), strict=True)):
         ordinal[row] = seen[key]
         seen[key] += 1
     return Rows(lo, hi, device, micro, branch, ordinal, _routes(grid), not grid.children, tree, shares)
+
+
+def following(op: Op, index: Index, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
+    """Return which ranges parts have of an index that follows another one.
+
+    Raises TransformError unless each has one chunk of that one, or all.
+    """
+    assert index.follows is not None
+    first, step, chunks = index.follows
+    one, mine = op.indices[first].size // chunks, index.size // chunks
+    start = (lo[:, first] // one - step) % chunks * mine
+    size = hi[:, first] - lo[:, first]
+    is_one = (size == one) & (lo[:, first] % one == 0)
+    wrong = ~is_one & (size < op.indices[first].size)
+    if wrong.any():
+        part = f"{lo[wrong][0, first]}:{hi[wrong][0, first]}"
+        raise TransformError(
+            f"{op.name} is cut to {part} of {op.indices[first].factor}, but it computes chunks of {one}; cut it into "
+            f"{chunks} equal parts, or leave it whole."
+        )
+    return np.where(is_one, start, 0), np.where(is_one, start + mine, index.size)
 
 
 def _shares(grid: Grid) -> list[tuple[Share, ...]]:

@@ -64,10 +64,14 @@ def print_tensor(t: PTensor) -> str:
 
 def print_op(op: Op) -> str:
     call = ", ".join([_argument(a) for a in op.args] + [f"{k}={_argument(v)}" for k, v in op.kwargs])
-    indices = " ".join(f"{i.factor}{MARKS[i.mark]}={i.size}" for i in op.indices)
+    indices = " ".join(f"{i.factor}{MARKS[i.mark]}={i.size}{_follows(i)}" for i in op.indices)
     rest = {name: getattr(op, name) for name in _REST if getattr(op, name) != _DEFAULTS[name]}
     sides = " -> ".join(", ".join(map(_operand, side)) for side in (op.inputs, op.outputs))
     return f"op {op.name} = {op.target}({call}) : {sides} {{{indices}}} {json.dumps(rest)}"
+
+
+def _follows(index: Index) -> str:
+    return "@" + "/".join(map(str, index.follows)) if index.follows else ""
 
 
 def _argument(value: Any) -> str:
@@ -137,7 +141,9 @@ def parse_op(line: str) -> Op:
     made = []
     for text in indices.split():
         factor, _, size = text.rpartition("=")
-        made.append(Index(int(size), factor.rstrip("+^"), _MARK_OF.get(factor[-1], "spatial")))
+        size, _, follows = size.partition("@")
+        first: Any = tuple(map(int, follows.split("/"))) if follows else None
+        made.append(Index(int(size), factor.rstrip("+^"), _MARK_OF.get(factor[-1], "spatial"), first))
     sides = [tuple(_parse_operand(o) for o in side.split(", ") if o) for side in (inputs, outputs)]
     options = {key: _frozen(value) for key, value in json.loads(rest).items()}
     return Op(name, target, args, kwargs, sides[0], sides[1], tuple(made), **options)

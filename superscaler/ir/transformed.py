@@ -277,7 +277,7 @@ class Graph:
             raise TransformError(f"graph.follow of {op.name} comes after it was cut or placed; follow first.")
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
         found = [cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.uses[t]]
-        kept = [a for a in (found[0] if found else ()) if a.at is not None or all(a in axes for axes in found)]
+        kept = [a for a in (found[0] if found else ()) if a.is_stage or all(a in axes for axes in found)]
         axes = [a if a.index is None else replace(a, index=op.inputs[0].slots[a.index]) for a in kept]
         self.grids[op.name] = Grid(tuple(axes), np.full([len(a.sizes) for a in axes], UNASSIGNED))
         return self.parts(op)

@@ -74,6 +74,19 @@ def _attention_dropout(x: Local) -> str:
     return f"functional.attention_dropout({q}, {k}, {v}, {mask}, {p}, {causal}, {scale}, {x.random})"
 
 
+def _attention_block(x: Local) -> str:
+    """Of each chunk of queries of a part, which chunk of its keys it sees, and how: all, those before, or none."""
+    *given, is_causal, scale = x.op.args
+    first, step, chunks = next(i.follows for i in x.op.indices if i.follows)
+    size, blocks = x.op.indices[first].size // chunks, list[tuple[int, str]]()
+    for at in range(x.box[first][0] // size, x.box[first][1] // size):
+        sees = "all" if not is_causal or at >= step > 0 else "none" if at < step else "before"
+        blocks.append(((at - step) % chunks, sees))
+    if len(blocks) == 1:
+        blocks, chunks = [(0, blocks[0][1])], 1
+    return f"functional.attention_block({', '.join(map(x.literal, (*given, scale)))}, {blocks}, {chunks})"
+
+
 def _scores(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:
     """A random number for each query and key."""
     queries, keys = tensors[op.inputs[0].tensor], tensors[op.inputs[1].tensor].shape[-2]
@@ -130,6 +143,8 @@ ROWS = {
           roles=_HEADS),
     **row("ss.attention_dropout", _attention, text=_attention_dropout, placed=_QUERIES, flops=_attention_flops,
           roles=_HEADS, random=_scores, rate=4),
+    **row("ss.attention_block", text=_attention_block, placed=_QUERIES),
+    **row("ss.attention_merge", text=call("functional.attention_merge")),
     **row("ss.experts", _experts, text=_experts_text, placed=(3, 0), flops=_experts_flops,
           roles=((3, 0, "experts"), (4, 0, "experts"))),
 }  # fmt: skip

@@ -24,17 +24,18 @@ class AlongAxis(Protocol):
     """A plan along one axis: a whole one, given a cluster; a factor of a product, given a `MeshAxis`."""
 
     cut: SProgram
-    is_last: bool
+    turn: int
 
     def __call__(self, graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None: ...
 
 
-def along_axis(*, last: bool = False) -> Callable[[SProgram], AlongAxis]:
+def along_axis(*, first: bool = False, last: bool = False) -> Callable[[SProgram], AlongAxis]:
     """Make an sProgram of `cut(graph, n, axis, **options)`, which cuts ops into `n` along the mesh axis of that name.
 
     It assigns nothing: alone it is given all devices as one axis, and in a product its share of them. What no plan of
-    a product cuts is replicated; updates that none cuts follow what reads their weight. `last` is for what follows the
-    cuts of the other plans (`graph.follow`), wherever it stands in a product. `.cut` is the function itself.
+    a product cuts is replicated; updates that none cuts follow what reads their weight. Wherever it stands in a
+    product, `first` is for what puts other ops in the place of some, `last` for what follows the cuts of others
+    (`graph.follow`). `.cut` is the function itself.
 
     @ss.along_axis()
     def data_parallel(graph, n, axis):
@@ -49,9 +50,9 @@ def along_axis(*, last: bool = False) -> Callable[[SProgram], AlongAxis]:
             else:
                 _multiply(graph, cluster.mesh(**{cut.__name__: -1}), {cut.__name__: functools.partial(run, **options)})
 
-        first, _, _, *rest = inspect.signature(cut).parameters.values()
-        signature = inspect.Signature([first, first.replace(name="cluster"), *rest])
-        vars(run).update(__signature__=signature, cut=cut, is_last=last)
+        graph, _, _, *rest = inspect.signature(cut).parameters.values()
+        signature = inspect.Signature([graph, graph.replace(name="cluster"), *rest])
+        vars(run).update(__signature__=signature, cut=cut, turn=last - first)
         return cast(AlongAxis, sprogram(run))
 
     return decorate
@@ -61,7 +62,7 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
     """Return the sProgram that cuts along several axes, the outer first: per name the size (-1: what the others leave)
     and the plan along it. Raises InputError for a plan that is not along one axis.
     """
-    whole = [name for name, (_, plan) in terms.items() if not _has(plan, "cut")]
+    whole = [name for name, (_, plan) in terms.items() if _mark(plan, "cut") is None]
     if whole:
         raise InputError(f"'{spec}': {whole[0]} says where everything is; only plans along one axis have a product.")
 
@@ -74,11 +75,11 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
 
 
 def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, SProgram]) -> None:
-    for name, plan in sorted(plans.items(), key=lambda item: _has(item[1], "is_last")):
+    for name, plan in sorted(plans.items(), key=lambda item: _mark(item[1], "turn")):
         plan(graph, MeshAxis(name, mesh.sizes[name]))
     op_assign(graph, [op for op in graph.ops if op.is_forward or graph.grids[op.name].is_touched], mesh)
 
 
-def _has(plan: SProgram, mark: str) -> bool:
-    """Tell whether a plan, with options or without, is marked."""
-    return bool(getattr(getattr(plan, "func", plan), mark, False))
+def _mark(plan: SProgram, name: str) -> Any:
+    """Return what a plan, with options or without, is marked with."""
+    return getattr(getattr(plan, "func", plan), name, None)

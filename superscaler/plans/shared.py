@@ -52,6 +52,54 @@ def made_for(graph: Graph, core: Iterable[Op], is_own: Callable[[Op], bool]) -> 
     return [op for op in graph.forward_ops if op.name in inside]
 
 
+def attentions(graph: Graph, plan: str) -> list[Op]:
+    """Return the ops that are a whole attention. Raises InputError where there is none."""
+    found = [op for op in graph.forward_ops if "attention" in op.target]
+    if not found:
+        raise InputError(
+            f"{plan} needs attention in one op (torch's scaled_dot_product_attention), but this model has none; "
+            "choose a plan that cuts other factors."
+        )
+    return found
+
+
+def keys_of(graph: Graph, attention: Op) -> tuple[str, ...]:
+    """Return the factors along which the keys of an attention are."""
+    return graph.model.tensors[attention.inputs[1].tensor].slots[-2]
+
+
+def sequences(graph: Graph, plan: str, count: int) -> list[str]:
+    """Return the factors along which the blocks carry tokens from one to the next: of what a block gives the first
+    that is not the batch and that no weight of the block has, of those that `count` divides.
+    """
+    found: dict[str, None] = {}
+    for block in graph.blocks:
+        read = (graph.model.tensors[o.tensor] for op in block.ops for o in op.inputs)
+        own = {f for tensor in read if tensor.kind == "parameter" for dim in tensor.slots for f in dim} | {"batch"}
+        given = graph.model.tensors[block.ops[-1].outputs[0].tensor].slots
+        tokens = [f for dim in given for f in dim if f not in own]
+        fitting = [f for f in tokens if graph.factors[f].size % count == 0]
+        if not fitting:
+            sizes = ", ".join(f"{f} of {graph.factors[f].size}" for f in tokens) or "nothing but batch and hidden"
+            raise InputError(
+                f"{plan} over {count} devices cuts the tokens that {block.path} gives, which are along {sizes}; choose "
+                "a number of devices that divides one of these."
+            )
+        found.setdefault(fitting[0])
+    if not found:
+        raise InputError(
+            f"{plan} cuts the tokens that repeated blocks give each other, but this model has no such blocks."
+        )
+    return list(found)
+
+
+def along(op: Op, factors: Iterable[str]) -> str:
+    """Return the first factor along which an op gives its result, else over which it sums; '' if there is none."""
+    given = {op.indices[i].factor for o in op.outputs for i in o.slots if i is not None}
+    own = [f for f in factors if op.find(f) is not None or f in dict(op.passes)]
+    return next((f for f in own if f in given), next(iter(own), ""))
+
+
 def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Split | Replicate]]:
     """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors.
 

@@ -177,6 +177,66 @@ def attention_dropout(
     return dropout(probabilities, p, random) @ v
 
 
+def attention_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    blocks: Sequence[tuple[int, str]],
+    chunks: int,
+) -> tuple[Tensor, Tensor]:
+    """Return scaled dot product attention of chunks of queries, each to one chunk of keys, and its log-sum-exp.
+
+    `blocks` has per chunk of q (..., heads, L, E) the number of the chunk, of the `chunks` of k and v (..., heads or a
+    divisor of it, S, E), that it sees, and how: "all", "before" (as many as it is itself), "none". `mask` as of
+    `attention_dropout`. The second result (..., heads, L) is in float32 at least, and finite where nothing is seen.
+    """
+    k, v = _expand_heads(k, q), _expand_heads(v, q)
+    given = zip(q.chunk(len(blocks), -2), blocks, strict=True)
+    keys, values = k.chunk(chunks, -2), v.chunk(chunks, -2)
+    made = [
+        _block(rows, keys[at], values[at], _rows_of(mask, n, at, len(blocks), chunks), scale, sees)
+        for n, (rows, (at, sees)) in enumerate(given)
+    ]
+    return torch.cat([out for out, _ in made], -2), torch.cat([total for _, total in made], -1)
+
+
+def _rows_of(mask: Tensor | None, n: int, at: int, blocks: int, chunks: int) -> Tensor | None:
+    """Return what a mask has for a chunk of queries and one of keys; a dim of size 1 has it for all."""
+    for number, count, dim in ((n, blocks, -2), (at, chunks, -1)):
+        if mask is not None and mask.shape[dim] > 1:
+            mask = mask.chunk(count, dim)[number]
+    return mask
+
+
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sees: str
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # So small that it changes no sum, and a sum of two such is finite.
+    least = torch.finfo(wide).min / 4
+    if sees == "none":
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], least, dtype=wide)
+    scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if sees == "before":
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    scores = scores.to(wide)
+    is_empty = (scores == -math.inf).all(-1, keepdim=True)
+    total = scores.masked_fill(is_empty, 0.0).logsumexp(-1, keepdim=True)
+    shares = (scores - total).exp()
+    return shares.to(v.dtype) @ v, total.masked_fill(is_empty, least).squeeze(-1)
+
+
+def attention_merge(first: Tensor, first_total: Tensor, second: Tensor, second_total: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention to the keys of two blocks, and its log-sum-exp, of the results of `attention_block` for each."""
+    total = torch.logaddexp(first_total, second_total)
+    one, other = ((some - total).exp().unsqueeze(-1) for some in (first_total, second_total))
+    return (one * first + other * second).to(first.dtype), total
+
+
 def histc(x: Tensor, bins: int, low: float, high: float) -> Tensor:
     """Return how many elements are in each of `bins` equal intervals from low to high, in the dtype of x (any)."""
     # CPUs count floating-point numbers only.

@@ -81,7 +81,7 @@ class Edges:
 
     def _expand(self, op: Op) -> Rows:
         grid = self.graph.grids[op.name]
-        key = (grid.signature(), tuple(i.size for i in op.indices))
+        key = (grid.signature(), tuple((i.size, i.follows) for i in op.indices))
         if key not in self._rows:
             self._rows[key] = self.graph.rows(op)
         return self._rows[key]

@@ -250,9 +250,10 @@ class Nodes:
         return found
 
     def _followers(self, node: Node) -> Iterator[Node]:
-        """Yield the work that waits for a node, past communication and orders."""
+        """Yield the work that waits for a node, past communication, orders, and copies, which wait themselves."""
         for after in (self.names[n] for n in self.after[self.number[node]]):
-            yield from self._followers(after) if after.kind in "CO" else (after,)
+            is_on_the_way = after.kind in "CO" or (after.kind == "F" and after.number in self.copies)
+            yield from self._followers(after) if is_on_the_way else (after,)
 
     def _copiers(self, transfer: Transfer) -> list[Node]:
         """Return the copies whose values a transfer brings to other devices."""

@@ -125,6 +125,8 @@ class _Line:
         seen: set[Hashable] = set()
         for maker, output, reader, operand in _edges(graph):
             key = signatures[maker.name], output.slots, signatures[reader.name], operand.slots
+            if any(self._is_followed(cuts[signatures[reader.name]], reader, i) for i in operand.slots):
+                return False
             if key in seen:
                 continue
             seen.add(key)
@@ -133,6 +135,12 @@ class _Line:
                     if not _is_even(_of(made, a), _of(read, b)):
                         return False
         return all(self._is_alike(graph.grids[name], paths) for name, paths in _ordered(graph) if paths)
+
+    @staticmethod
+    def _is_followed(cuts: Sequence[Sequence[Slicing]], op: Op, index: int | None) -> bool:
+        """Tell whether an index follows one that the line cuts: it starts at the front again on its way."""
+        first = None if index is None else op.indices[index].follows
+        return first is not None and any(is_along for some in cuts for _, is_along in _of(some, first[0]))
 
     def _is_alike(self, grid: Grid, paths: Sequence[Address]) -> bool:
         """Tell whether parts that are ordered apart from others of their op are so at all places along the line."""

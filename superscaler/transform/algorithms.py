@@ -52,7 +52,7 @@ class Split:
 
     An op without the factor, or that cannot be cut on it, is replicated instead; with `required` it is an error. A
     scalar op that is linear in a sum over the factor (a scaled loss) splits that value. `axis` names the axis of a mesh
-    along which `op_assign` places the parts.
+    along which `op_assign` places the parts, in order, or each at the place that `at` has for it.
     """
 
     factor: str | tuple[str, ...]
@@ -60,6 +60,7 @@ class Split:
     sizes: tuple[int, ...] = ()
     required: bool = False
     axis: str = field(default="", repr=False)
+    at: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -76,10 +77,10 @@ class Split:
         found = [index for factor in self.factors if (index := op.find(factor)) is not None]
         if found:
             index = next((i for i in found if sizes[i] % count == 0), found[0])
-            return Axis(index, self._sizes(op, sizes[index], op.indices[index].factor), name=self.axis)
+            return Axis(index, self._sizes(op, sizes[index], op.indices[index].factor), name=self.axis, at=self.at)
         passed = (group for factor in self.factors for f, group in op.passes if is_named(f, factor))
         if (value := next(passed, None)) is not None:
-            return Axis(None, (1,) * count, value=value, name=self.axis)
+            return Axis(None, (1,) * count, value=value, name=self.axis, at=self.at)
         if self.required:
             held = any(is_named(i.factor, f.partition("@")[0]) for i in op.indices for f in self.factors)
             why = "cannot be cut on that factor (no rule allows it)" if held else "has no such factor"
@@ -176,7 +177,7 @@ class Stage:
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         if not isinstance(self.number, Integral) or self.number < 0:
             raise TransformError(f"{op.name} cannot be at stage {self.number!r} of {self.axis}; give 0, 1, 2, ...")
-        return Axis(None, (1,), name=self.axis, at=self.number)
+        return Axis(None, (1,), name=self.axis, at=(int(self.number),))
 
 
 def check_parts(parts: int, op: Op) -> None:

@@ -77,6 +77,8 @@ def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
     listed = axis.sizes if isinstance(axis.sizes, tuple | list) else ()
     if not listed or not all(isinstance(size, Integral) and size >= 1 for size in listed):
         return f"makes parts of sizes {axis.sizes}; give one or more, each an integer of at least 1."
+    if axis.at and (len(axis.at) != len(listed) or min(axis.at) < 0):
+        return f"has the places {axis.at} for {len(listed)} parts; give each one from 0 on."
     if axis.mirror not in ("copy", "route"):
         return f"has an {unknown('mirror', str(axis.mirror), ['copy', 'route'])}"
     if axis.index is None:
@@ -89,6 +91,8 @@ def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
     cuts = f"cuts index {axis.index} ({index.factor})"
     if index.mark == "frozen":
         return f"{cuts}, which the op needs whole; cut another one, or replicate it (index None)."
+    if index.follows:
+        return f"{cuts}, which follows index {index.follows[0]}; cut that one."
     if axis.value:
         return f"{cuts} and shares out the addends of inputs {axis.value}; do one after the other."
     if sum(axis.sizes) != extent:

@@ -47,8 +47,8 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
     places: dict[str, tuple[int, Ints]] = {}
     for axis, at in _above(graph, parts):
         count, place = places.get(axis.name, (1, np.array(0)))
-        width = sizes.get(axis.name, 1) if axis.at is not None else len(axis.sizes)
-        places[axis.name] = count * width, place * width + (at if axis.at is None else axis.at)
+        width = sizes.get(axis.name, 1) if axis.at else len(axis.sizes)
+        places[axis.name] = count * width, place * width + (np.array(axis.at)[at] if axis.at else at)
     for name, size in sizes.items():
         count, place = places[name]
         if count != size:
@@ -58,7 +58,7 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
             )
         if place.max() >= size:
             raise InputError(
-                f"op_assign at {where}: {op.name} is at stage {place.max()} of {name}, but the mesh is {mesh}; "
+                f"op_assign at {where}: {op.name} is at place {place.max()} of {name}, but the mesh is {mesh}; "
                 f"choose 0 to {size - 1}."
             )
     number = np.array(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from superscaler.errors import TransformError
@@ -28,12 +28,15 @@ class Recompute:
 
     All ops of one `op_trans` are one region: inside it twins read what twins make, so only what the region reads from
     outside is kept. They run when the backward comes to the region (`select(kind="R")` orders them otherwise), on the
-    parts of their ops; weights and values inside are communicated again, and random numbers are those of the ops.
+    parts of their ops; weights and values inside are communicated again, and random numbers are those of the ops. With
+    `copies` those among the ops are made again, too, instead of being kept.
     """
+
+    copies: bool = field(default=False, repr=False)
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
         _check_once("Recompute", [op for op in ops if op.region or op.regather])
-        chosen = _needed(ops)
+        chosen = _needed([op for op in ops if self.copies or not op.is_copy])
         if not chosen:
             raise TransformError("Recompute needs ops that have a backward; none of these do.")
         return _with_twins(model, [chosen])
@@ -164,7 +167,7 @@ class Insert:
         after: dict[str, list[Op]] = {}
         for tensor, copied in copies.items():
             maker, _ = makers[tensor]
-            after.setdefault(maker.name, []).append(_identity(tensor, copied, maker))
+            after.setdefault(maker.name, []).append(copy_op(tensor, copied, maker))
 
         def reading(op: Op) -> Op:
             inputs = (replace(o, tensor=copies[o.tensor].name) if o.tensor in copies else o for o in op.inputs)
@@ -174,7 +177,8 @@ class Insert:
         return replace(model, tensors={**model.tensors, **{t.name: t for t in copies.values()}}, ops=changed)
 
 
-def _identity(tensor: str, copied: PTensor, maker: Op) -> Op:
+def copy_op(tensor: str, copied: PTensor, maker: Op) -> Op:
+    """Return the op that copies a tensor, which `maker` makes."""
     factors = [factor for dim in copied.slots for factor in dim]
     indices = tuple(Index(size, f, "spatial") for size, f in zip(copied.extents, factors, strict=True))
     read, made = (Operand(name, tuple(range(len(indices)))) for name in (tensor, copied.name))
@@ -204,7 +208,7 @@ def _check_once(algorithm: str, taken: Sequence[Op]) -> None:
 def _needed(ops: Sequence[Op]) -> list[Op]:
     """Return the ops that have a mirror, and those that make what these read."""
     read, found = set[str](), list[Op]()
-    for op in reversed([op for op in ops if op.is_forward and not op.from_data and not op.is_copy]):
+    for op in reversed([op for op in ops if op.is_forward and not op.from_data]):
         if op.has_mirror or any(o.tensor in read for o in op.outputs):
             read.update(o.tensor for o in op.inputs)
             found.append(op)
@@ -215,7 +219,7 @@ def _with_twins(model: Model, regions: Sequence[Sequence[Op]]) -> Model:
     """Return the model with a twin of each op of some regions, which read what twins of their own region make."""
     of = {op.name: ops[0].name for ops in regions for op in ops}
     made = {o.tensor: of[op.name] for ops in regions for op in ops for o in op.outputs}
-    twins = {name: replace(model.tensors[name], name=f"{name}.r", origin=name) for name in made}
+    twins = {name: replace(model.tensors[name], name=f"{name}.r", origin=model.origin(name)) for name in made}
 
     def renamed(operands: Sequence[Operand], region: str) -> tuple[Operand, ...]:
         return tuple(replace(o, tensor=twins[o.tensor].name) if made.get(o.tensor) == region else o for o in operands)

@@ -54,7 +54,8 @@ def _check_twins(model: Model) -> None:
         again = replace(op, inputs=plain(op.inputs), outputs=plain(op.outputs))
         again = replace(again, name=op.origin, origin="", has_mirror=False)
         first = ops.get(op.origin)
-        if first is None or again != replace(first, inputs=plain(first.inputs)) or op.origin in seen:
+        plainly = first and replace(first, inputs=plain(first.inputs), outputs=plain(first.outputs))
+        if again != plainly or op.origin in seen:
             raise ScheduleError(f"{op.name} does not compute {op.origin} again, or that has two twins or mirrors.")
         seen.add(op.origin)
 

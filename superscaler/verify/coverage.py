@@ -96,7 +96,7 @@ class Kinds:
             own, inner = op.inputs[chain[2]], [("o", *chain[3]), *inner] if chain[3] else inner
         else:
             own = op.outputs[self.producers[tensor][1]]
-        yield from (((op.name, i), index.size) for i, index in enumerate(op.indices) if i not in own.slots)
+        yield from (((op.name, i), op.indices[i].size) for i in op.summed(own))
         for side, number, sub in inner:
             other = (op.outputs if side == "o" else op.inputs)[number]
             extents = self.model.tensors[other.tensor].extents

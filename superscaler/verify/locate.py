@@ -174,7 +174,7 @@ class _Search:
         """Return what is wrong with an output of a part; with a part of a value, once all are there."""
         rows, operand = self.edges.rows[op.name], op.outputs[j]
         box = ranges(operand, self.model.tensors[operand.tensor], rows.box(row))
-        whole = all(rows.box(row)[i] == (0, x.size) for i, x in enumerate(op.indices) if i not in operand.slots)
+        whole = all(rows.box(row)[i] == (0, op.indices[i].size) for i in op.summed(operand))
         if whole and not rows.shares[row]:
             error = self._error("F", operand.tensor, box, made)
             return "" if error <= TOLERANCE else f"{Mask(operand.tensor, box)} is made {_off(error)} by {_told(op)}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from superscaler.ir.graph import Op, Operand
 from superscaler.ir.interpret import Refusal
-from superscaler.ir.parts import Ints
+from superscaler.ir.parts import Ints, following
 from superscaler.ir.program import Forward, Function
 from superscaler.ops.table import placed
 from superscaler.verify.coverage import Addends, Boxes, Chain, Kinds
@@ -66,6 +66,7 @@ class Segment:
         if outside.any():
             row, k = np.argwhere(outside)[0].tolist()
             raise Refusal(f"runs a part that starts at {at[row, k]} of {whole[k]}, with a size of {size[k]}.", row)
+        self._check_following(starts)
         if len(run.inputs) != len(self.function.inputs) or len(run.grads) != len(run.inputs):
             raise Refusal(f"is given {len(run.inputs)} inputs of {len(self.function.inputs)}.")
         if len(run.outputs) != len(self.function.outputs):
@@ -77,6 +78,18 @@ class Segment:
             has = self.model.tensors[tensor].requires_grad and any(op.has_mirror for op, _ in self.uses_of[n])
             if wants != has:
                 raise Refusal(f"{'wants' if wants else 'does not want'} a gradient of {tensor}.")
+
+    def _check_following(self, starts: Ints) -> None:
+        """Raise Refusal unless what follows another index is where that one says."""
+        for n, op in enumerate(self.function.ops):
+            lo = starts[:, self.columns[n]]
+            for k, index in enumerate(op.indices):
+                if index.follows is not None:
+                    first, last = following(op, index, lo, lo + self.sizes[n])
+                    wrong = (lo[:, k] != first) | (lo[:, k] + self.sizes[n][k] != last)
+                    if wrong.any():
+                        row = int(np.argmax(wrong))
+                        raise Refusal(f"runs {op.name} on {index.factor} from {lo[row, k]}, not {first[row]}.", row)
 
     @cached_property
     def uses_of(self) -> list[list[tuple[Op, int]]]:
@@ -122,7 +135,7 @@ class Segment:
         op = self.function.ops[n]
 
         def rest() -> tuple[Ints, Ints] | None:
-            summed = [i for i in range(len(op.indices)) if i not in output.slots]
+            summed = op.summed(output)
             if all(self.sizes[n][i] == op.indices[i].size for i in summed):
                 return None
             return self.columns[n][summed], self.sizes[n][summed]
@@ -179,7 +192,7 @@ class Segment:
                     same = self._slots(self.number[first.name], first.inputs[at])
                 else:
                     m, output = self.maker[operand.tensor]
-                    summed = [i for i in range(len(self.function.ops[m].indices)) if i not in output.slots]
+                    summed = self.function.ops[m].summed(output)
                     if any(self.sizes[m][i] != self.function.ops[m].indices[i].size for i in summed):
                         return False
                     same = self._slots(m, output)
@@ -206,7 +219,7 @@ class Segment:
                     continue
                 if not self.model.tensors[operand.tensor].requires_grad:
                     continue
-                summed = [i for i in range(len(op.indices)) if i not in operand.slots]
+                summed = op.summed(operand)
                 if any(self.sizes[n][i] != op.indices[i].size for i in summed):
                     return False
         return True
@@ -223,7 +236,7 @@ class Segment:
 
                 def spot(n: int = n, op: Op = op, operand: Operand = operand) -> tuple[Ints, Ints]:
                     columns, sizes = self._slots(n, operand)
-                    summed = [i for i in range(len(op.indices)) if i not in operand.slots]
+                    summed = op.summed(operand)
                     return (
                         np.concatenate([columns, self.columns[n][summed]]),
                         np.concatenate([sizes, self.sizes[n][summed]]),

@@ -85,7 +85,7 @@ def test_a_plan_of_a_file_is_a_factor_too(spec: str, tmp_path: Path) -> None:
         ("zero:2 x zero:2", "'zero:2 x zero:2' has zero twice; give it the product of the two numbers"),
         ("single x zero", "single says where everything is; only plans along one axis have a product"),
         ("hybrid:2", "'hybrid:2': hybrid says where everything is"),
-        ("data:2 x zero", "unknown plan 'data'. Known: "),
+        ("data:2 x zero", "unknown plan 'data'; did you mean 'dap'? Known: "),
         ("zero:2,stag=1 x data_parallel:2", "unknown key 'stag'; did you mean 'stage'"),
     ],
 )

@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from superscaler.runtime.functional import attention_dropout, count_labels, cross_entropy, draw, dropout
+from superscaler.runtime.functional import (
+    attention_block,
+    attention_dropout,
+    attention_merge,
+    count_labels,
+    cross_entropy,
+    draw,
+    dropout,
+)
 
 EXTENTS = (64, 48, 32)
 WHOLE = [(0, size) for size in EXTENTS]
@@ -127,3 +135,35 @@ def test_parts_of_the_loss_sum_to_the_mean() -> None:
     assert count.shape == ()
     parts = sum(cross_entropy(x, y, count, -100) for x, y in zip(logits.chunk(3), labels.chunk(3), strict=True))
     assert torch.allclose(parts, F.cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize(("is_causal", "mask"), [(True, ""), *((False, m) for m in ("", "bool", "added", "row"))])
+def test_attention_in_blocks_is_attention(is_causal: bool, mask: str) -> None:
+    """Of grouped heads, all keys or those before, chunk by chunk or all queries at once; and its gradients."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 12, 5, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    seen = torch.rand(12 if mask != "row" else 1, 12) < 0.6
+    seen[0] = mask == "row"
+    given = {"": None, "added": torch.randn(2, 4, 12, 12, dtype=torch.float64)}.get(mask, seen)
+    expected = F.scaled_dot_product_attention(q, k, v, given, is_causal=is_causal, scale=0.3, enable_gqa=True)
+    expected = expected.nan_to_num()
+    result, total = torch.zeros(0), torch.zeros(0)
+    for step in range(3):
+        sees = [
+            ((at - step) % 3, "all" if not is_causal or at >= step > 0 else "none" if at < step else "before")
+            for at in range(3)
+        ]
+        block = attention_block(q, k, v, given, 0.3, sees, 3)
+        for at, (keys, how) in enumerate(sees):
+            own = given if given is None or given.shape[-2] == 1 else given[..., at * 4 : at * 4 + 4, :]
+            own = own if own is None else own[..., keys * 4 : keys * 4 + 4]
+            parts = (x[..., n * 4 : n * 4 + 4, :] for x, n in ((q, at), (k, keys), (v, keys)))
+            alike = attention_block(*parts, own, 0.3, [(0, how)], 1)
+            assert torch.equal(alike[0], block[0][..., at * 4 : at * 4 + 4, :])
+            assert torch.equal(alike[1], block[1][..., at * 4 : at * 4 + 4])
+        result, total = attention_merge(result, total, *block) if step else block
+    assert torch.allclose(result, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(expected)
+    found, wanted = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (result, expected))
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(mine, theirs.nan_to_num(), rtol=1e-10, atol=1e-12)

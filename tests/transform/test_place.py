@@ -89,7 +89,7 @@ def test_microbatches_on_a_mesh_cost_nothing() -> None:
         ((Split("batch", 4, axis="dp"),), "mul0 is cut into 4 along dp, but the mesh is dp=2,tp=3; make the two"),
         ((BATCH, Split("batch", 2, axis="dp")), "mul0 is cut into 4 along dp, but the mesh is dp=2,tp=3"),
         ((Replicate(2, axis="tq"),), "mul0 is cut along tq, but unknown axis of the mesh 'tq'; did you mean 'tp'"),
-        ((Stage(2, "dp"),), "mul0 is at stage 2 of dp, but the mesh is dp=2,tp=3; choose 0 to 1"),
+        ((Stage(2, "dp"),), "mul0 is at place 2 of dp, but the mesh is dp=2,tp=3; choose 0 to 1"),
     ],
 )
 def test_cuts_that_do_not_fit_a_mesh_are_refused_with_both_numbers(
@@ -110,3 +110,12 @@ def test_a_stage_is_a_number_from_zero() -> None:
 def test_a_name_does_not_tell_axes_apart() -> None:
     assert Axis(0, (2, 2), name="dp") == Axis(0, (2, 2))
     assert repr(Axis(0, (2, 2), name="dp")) == repr(Axis(0, (2, 2)))
+
+
+def test_parts_of_a_cut_are_at_the_places_that_it_names() -> None:
+    graph = chain()
+    cut(graph, Split("batch", 4, axis="dp", at=(0, 1, 1, 0)))
+    op_assign(graph, graph.op("mul0"), Mesh({"dp": 2, "tp": 2}, range(4)))
+    assert graph.grids["mul0"].devices.tolist() == [[0, 1], [2, 3], [2, 3], [0, 1]]
+    with pytest.raises(TransformError, match=r"has the places \(0, 1\) for 4 parts; give each one from 0 on"):
+        cut(graph, Split("batch", 4, axis="dp", at=(0, 1)), op="mul1")

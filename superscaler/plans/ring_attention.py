@@ -1,0 +1,30 @@
+"""Ring attention: the sequence is cut everywhere; keys and values pass around the devices of a ring.
+
+Device i has chunk i of the sequence, or of n with `zigzag` chunks i and 2n - 1 - i of twice as many, which evens the
+work of causal attention. Of keys and values a device keeps its own; those of others come again for the backward, or
+(`recompute=false`) are kept.
+"""
+
+from __future__ import annotations
+
+from superscaler.plans.along import along_axis
+from superscaler.plans.shared import along, attentions
+from superscaler.verbs import AttentionBlocks, Graph, Recompute, Split, op_trans
+
+
+@along_axis(first=True)
+def ring_attention(graph: Graph, n: int, axis: str, zigzag: bool = False, recompute: bool = True) -> None:
+    places = (*range(n), *reversed(range(n))) if zigzag else tuple(range(n))
+    count = len(places)
+    made = [parts.op for parts in op_trans(graph, attentions(graph, "ring_attention"), AttentionBlocks(count))]
+    if recompute and count > 1:
+        for module in dict.fromkeys(op.module for op in made):
+            op_trans(graph, [op for op in made if op.module == module], Recompute(copies=True))
+    factors = [f for op in made for i in op.indices if i.follows for f in (op.indices[i.follows[0]].factor, i.factor)]
+    hops: dict[str, int] = {}
+    for op in graph.forward_ops:
+        if op.is_copy:
+            hops[op.outputs[0].tensor] = hops.get(op.inputs[0].tensor, 0) + 1
+        step = hops.get(op.outputs[0].tensor, 0)
+        if factor := along(op, factors):
+            op_trans(graph, op, Split(factor, count, axis=axis, at=places[step:] + places[:step]))

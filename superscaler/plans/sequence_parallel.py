@@ -1,0 +1,21 @@
+"""Megatron-LM's sequence parallelism: tensor parallel inside attention and MLP, cut along the sequence everywhere else.
+
+Where tensor parallelism adds up with an all_reduce, values are scattered along the sequence and gathered again before
+the next product: as much communication, but norms, residuals and what they keep are cut, too. What depends on inputs
+alone is computed by all.
+"""
+
+from __future__ import annotations
+
+from superscaler.plans.along import along_axis
+from superscaler.plans.shared import along, sequences, tensor_splits
+from superscaler.verbs import Graph, Split, op_trans
+
+
+@along_axis()
+def sequence_parallel(graph: Graph, n: int, axis: str) -> None:
+    splits, tokens = tensor_splits(graph, n, axis), sequences(graph, "sequence_parallel", n)
+    for op in graph.forward_ops:
+        factor = "" if op.from_data else along(op, tokens)
+        for cut in splits.get(op.name, [Split(factor, n, axis=axis)] if factor else []):
+            op_trans(graph, op, cut)

@@ -1,0 +1,39 @@
+"""DeepSpeed-Ulysses: the sequence is cut everywhere, but heads inside attention, with an all_to_all on either side.
+
+What depends on inputs alone is computed by all.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+from superscaler.plans.along import along_axis
+from superscaler.plans.shared import along, attentions, sequences
+from superscaler.verbs import Graph, InputError, Op, Split, op_trans
+
+
+@along_axis()
+def ulysses(graph: Graph, n: int, axis: str) -> None:
+    heads = {op.name: _heads(graph, op, n, axis) for op in attentions(graph, "ulysses")}
+    tokens = sequences(graph, "ulysses", n)
+    for op in graph.forward_ops:
+        factor = "" if op.from_data else along(op, tokens)
+        for cut in heads.get(op.name, [Split(factor, n, axis=axis)] if factor else []):
+            op_trans(graph, op, cut)
+
+
+def _heads(graph: Graph, op: Op, count: int, axis: str) -> list[Split]:
+    """Return the cuts of the heads of an attention; of grouped ones those of keys first, then queries of each."""
+    out, left, cuts, seen = op.outputs[0], count, list[Split](), list[str]()
+    dims = graph.model.tensors[out.tensor].slots
+    first = sum(map(len, dims[:-3]))
+    for index in (op.indices[i] for i in out.slots[first : first + len(dims[-3])] if i is not None):
+        seen.append(f"{index.factor} of {index.size}")
+        cuts.append(Split(index.factor, gcd(left, index.size), axis=axis))
+        left //= cuts[-1].parts
+    if left > 1:
+        raise InputError(
+            f"ulysses over {count} devices cuts heads, but {op.name} ({op.module}) has {', '.join(seen) or 'none'}; "
+            "choose a number of devices that divides them."
+        )
+    return cuts

@@ -1,0 +1,142 @@
+"""The algorithm of `op_trans` that computes attention in blocks of queries and keys, and merges what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from superscaler.errors import TransformError
+from superscaler.ir.graph import Model, Op, Operand, PTensor, Ref
+from superscaler.transform.algorithms import check_parts
+from superscaler.transform.rewrite import copy_op
+
+TARGET = "aten.scaled_dot_product_attention.default"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBlocks:
+    """Compute attention in `parts` steps, in each of which a chunk of queries sees one chunk of the keys.
+
+    y = attention(q, k, v)  ->  k.1 = identity(k); k.2 = identity(k.1); ..; so v;
+                                y.t, y.t.sum = block(q, k.t, v.t); y = merge(y.0, y.0.sum, y.1, y.1.sum), ..
+
+    Queries and keys have `parts` equal chunks each; in step t chunk i of the queries sees chunk i - t of the keys,
+    counted around. Where queries are cut into chunks, on devices in a ring, and the parts of the copies are placed t
+    devices further, keys pass from neighbour to neighbour. Causal attention skips blocks that see nothing.
+    """
+
+    parts: int
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        made: dict[str, list[Op]] = {}
+        tensors = dict(model.tensors)
+        for op in ops:
+            check_parts(self.parts, op)
+            new = _Blocks(model, op, self.parts)
+            made[op.name] = list(new.ops())
+            tensors |= new.tensors
+        changed = tuple(other for op in model.ops for other in made.get(op.name, [op]))
+        return replace(model, tensors=tensors, ops=changed)
+
+
+class _Blocks:
+    """The ops in the place of one attention, and the tensors that they make."""
+
+    def __init__(self, model: Model, op: Op, parts: int) -> None:
+        self.op, self.parts, self.known = op, parts, dict(model.tensors)
+        self.makers = {name: maker for name, (maker, _) in model.producers().items()}
+        self.tensors: dict[str, PTensor] = {}
+        if op.target != TARGET or any(op.args[4:5]):
+            why = "has dropout on its probabilities" if "attention" in op.target else f"is {op.target}"
+            raise TransformError(f"AttentionBlocks needs attention without dropout, but {op.name} {why}; leave it out.")
+        learned = next((o.tensor for o in op.inputs[3:] if self.known[o.tensor].requires_grad), None)
+        if learned is not None:
+            raise TransformError(
+                f"AttentionBlocks of {op.name} ({op.module}): its mask {learned} has a gradient, of which a block "
+                "makes some elements only; leave it out."
+            )
+        self.queries, self.keys = (self._along(k) for k in (0, 1))
+
+    def _along(self, k: int) -> int:
+        """Return the index of the dim before the last of an operand."""
+        op, dims = self.op, self.known[self.op.inputs[k].tensor].slots
+        first = sum(len(slots) for slots in dims[:-2])
+        own = op.inputs[k].slots[first : first + len(dims[-2])]
+        if len(own) != 1 or own[0] is None:
+            what = " ".join(dims[-2]) or "nothing"
+            raise TransformError(
+                f"AttentionBlocks({self.parts}) of {op.name} ({op.module}) needs {['queries', 'keys'][k]} along one "
+                f"factor, but they are along {what}; leave it out."
+            )
+        index = op.indices[own[0]]
+        if index.size % self.parts:
+            counts = ", ".join(str(n) for n in range(1, index.size + 1) if index.size % n == 0)
+            raise TransformError(
+                f"AttentionBlocks({self.parts}) of {op.name} ({op.module}) does not divide factor {index.factor} of "
+                f"{index.size}; choose one of {counts}."
+            )
+        return own[0]
+
+    def ops(self) -> Iterator[Op]:
+        """Yield the steps in turn: the copies of keys and values of one, its block, and its merge with those before."""
+        op, before = self.op, tuple[Operand, ...]()
+        read = [o.tensor for o in op.inputs[1:3]]
+        for step in range(self.parts):
+            if step:
+                hops = [self._hop(tensor, f"{op.name}.{word}{step}") for tensor, word in zip(read, "kv", strict=True)]
+                read = [hop.outputs[0].tensor if hop else tensor for hop, tensor in zip(hops, read, strict=True)]
+                yield from (hop for hop in hops if hop)
+            inputs = (op.inputs[0], *map(_reading, op.inputs[1:3], read), *op.inputs[3:])
+            is_last = step == self.parts - 1
+            found = self._outputs(f"{op.name}.{step}", is_last and not step)
+            yield self._block(inputs, found, step)
+            if step:
+                merged = self._outputs(f"{op.name}.to{step}", is_last)
+                yield self._merge((*before, *found), merged)
+                found = merged
+            before = found
+
+    def _outputs(self, name: str, is_last: bool) -> tuple[Operand, Operand]:
+        """Return attention and log-sum-exp, which are new tensors but for the attention to all keys."""
+        own = self.op.outputs[0]
+        like = self.known[own.tensor]
+        count = len(own.slots) - len(like.slots[-1])
+        smaller = replace(like, shape=like.shape[:-1], slots=like.slots[:-1], extents=like.extents[:count])
+        made = like if is_last else replace(like, name=name)
+        total = replace(smaller, name=f"{name}.sum", dtype=like.wide_dtype)
+        self.tensors |= {made.name: made, total.name: total}
+        return Operand(made.name, own.slots), Operand(total.name, own.slots[:count])
+
+    def _hop(self, tensor: str, name: str) -> Op | None:
+        """Return the op that copies a tensor, None where it is at rest, or made of data alone."""
+        maker = self.makers.get(tensor)
+        if maker is None or maker.from_data:
+            return None
+        copied = replace(self.known[tensor], name=name, origin=self.known[tensor].origin or tensor)
+        self.known[name] = self.tensors[name] = copied
+        self.makers[name] = maker
+        return replace(copy_op(tensor, copied, maker), module=self.op.module)
+
+    def _block(self, inputs: tuple[Operand, ...], outputs: tuple[Operand, Operand], step: int) -> Op:
+        *given, _, is_causal = self.op.args
+        args = (*given, is_causal, dict(self.op.kwargs).get("scale"))
+        indices = list(self.op.indices)
+        indices[self.keys] = replace(indices[self.keys], mark="spatial", follows=(self.queries, step, self.parts))
+        made = replace(self.op, name=f"{self.op.name}.{step}", target="ss.attention_block", args=args, kwargs=())
+        flops = self.op.flops // self.parts
+        return replace(made, inputs=inputs, outputs=outputs, indices=tuple(indices), flops=flops)
+
+    def _merge(self, inputs: tuple[Operand, ...], outputs: tuple[Operand, Operand]) -> Op:
+        used = [i for i in outputs[0].slots if i is not None]
+        indices = tuple(replace(self.op.indices[i], mark="spatial") for i in used)
+
+        def renumbered(side: tuple[Operand, ...]) -> tuple[Operand, ...]:
+            return tuple(replace(o, slots=tuple(used.index(i) for i in o.slots if i is not None)) for o in side)
+
+        name = outputs[1].tensor.removesuffix(".sum")
+        made = replace(self.op, name=name, target="ss.attention_merge", args=tuple(map(Ref, range(4))), kwargs=())
+        return replace(made, inputs=renumbered(inputs), outputs=renumbered(outputs), indices=indices, flops=0)
+
+
+def _reading(operand: Operand, tensor: str) -> Operand:
+    return replace(operand, tensor=tensor)

@@ -1,0 +1,128 @@
+"""Attention in blocks: what they read, what they may be cut into, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.errors import ScheduleError, TransformError
+from superscaler.ir.parts import Axis
+from superscaler.ir.text import parse_model, print_model
+from superscaler.verbs import AttentionBlocks, Op, Split, op_assign, op_trans
+from superscaler.verify.certificate import check_program
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.bias = nn.Parameter(torch.randn(12, 12)) if bias else None
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind()
+        return F.scaled_dot_product_attention(q, k, v, self.bias, self.dropout, self.bias is None).square().mean()
+
+
+def captured(module: nn.Module) -> tuple[ss.Graph, Op]:
+    torch.manual_seed(0)
+    graph = ss.capture(module, (torch.randn(2, 12, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    return graph, next(op for op in graph.forward_ops if "attention" in op.target)
+
+
+def test_each_step_reads_keys_of_one_chunk_earlier() -> None:
+    graph, op = captured(Attention())
+    made = [parts.op for parts in op_trans(graph, op, AttentionBlocks(3))]
+    blocks = [o for o in made if o.target == "ss.attention_block"]
+    assert [o.target.split("_")[-1] for o in made if not o.is_copy] == ["block", "block", "merge", "block", "merge"]
+    assert [o.inputs[0].tensor for o in made if o.is_copy][2:] == [o.outputs[0].tensor for o in made if o.is_copy][:2]
+    assert made[-1].outputs[0].tensor == op.outputs[0].tensor
+    for step, block in enumerate(blocks):
+        follower = next(n for n, i in enumerate(block.indices) if i.follows)
+        first = block.find(block.indices[follower].factor)
+        assert block.indices[follower].follows == (first, step, 3)
+        whole = graph.rows(block)
+        assert (whole.lo[0][follower], whole.hi[0][follower]) == (0, 12)
+        op_trans(graph, block, Split(block.indices[follower].factor, 3))
+        rows = graph.rows(block)
+        assert [(lo // 4, hi - lo) for lo, hi in zip(rows.lo[:, follower], rows.hi[:, follower], strict=True)] == [
+            ((at - step) % 3, 4) for at in range(3)
+        ]
+    assert parse_model(print_model(graph.model)) == graph.model
+
+
+@dataclass(frozen=True)
+class Mine:
+    index: int
+
+    def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
+        return Axis(self.index, (4, 4, 4))
+
+
+@pytest.mark.parametrize(("sizes", "part"), [((6, 6), "0:6"), ((8, 4), "0:8"), ((2, 4, 6), "0:2")])
+def test_blocks_are_cut_into_chunks(sizes: tuple[int, ...], part: str) -> None:
+    graph, op = captured(Attention())
+    block = op_trans(graph, op, AttentionBlocks(3))[0].op
+    factor = next(i.factor for i in block.indices if i.follows)
+    op_trans(graph, block, Split(factor, sizes=sizes))
+    with pytest.raises(TransformError, match=rf"is cut to {part} of x.1, but it computes chunks of 4; cut it into 3 "):
+        graph.rows(block)
+    follower = next(n for n, i in enumerate(block.indices) if i.follows)
+    with pytest.raises(TransformError, match=r"cuts index \d \(x.1\), which follows index \d; cut that one"):
+        op_trans(graph, block, Mine(follower))
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (12,)])
+def test_a_part_has_one_chunk_or_all(sizes: tuple[int, ...]) -> None:
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        made = op_trans(graph, next(op for op in graph.forward_ops if "attention" in op.target), AttentionBlocks(3))
+        factor = next(i.factor for i in made[0].op.indices if i.follows)
+        for op in graph.forward_ops:
+            op_assign(graph, op_trans(graph, op, Split(factor, sizes=sizes)), range(len(sizes)))
+
+    assert ss.compile(captured(Attention())[0], plan, f"local:{len(sizes)}").verify()["equal"]
+
+
+def test_what_follows_elsewhere_is_refused() -> None:
+    """A part that says it reads other keys than those of its queries does not get past the certificate."""
+
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        made = op_trans(graph, next(op for op in graph.forward_ops if "attention" in op.target), AttentionBlocks(2))
+        factor = next(i.factor for i in made[0].op.indices if i.follows)
+        for op in graph.forward_ops:
+            op_assign(graph, op_trans(graph, op, Split(factor, 2)), range(2))
+
+    program = ss.compile(captured(Attention())[0], plan, "local:2").compiled.program
+    check_program(program)
+    ops = program.model.ops
+    moved = [
+        replace(op, indices=tuple(replace(i, follows=(i.follows[0], 0, 2)) if i.follows else i for i in op.indices))
+        for op in ops
+    ]
+    of = dict(zip(ops, moved, strict=True))
+    functions = tuple(replace(f, ops=tuple(of[op] for op in f.ops)) for f in program.functions)
+    wrong = replace(program, model=replace(program.model, ops=tuple(moved)), functions=functions)
+    with pytest.raises(ScheduleError, match=r"runs scaled_dot_product_attention\.1 on .* from 0, not 6"):
+        check_program(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "parts", "message"),
+    [
+        (Attention(), 5, "AttentionBlocks(5) of scaled_dot_product_attention () does not divide factor x.1 of 12; "),
+        (Attention(dropout=0.1), 2, "has dropout on its probabilities; leave it out"),
+        (Attention(bias=True), 2, "its mask bias has a gradient, of which a block makes some elements only"),
+    ],
+)
+def test_what_cannot_be_is_refused(module: nn.Module, parts: int, message: str) -> None:
+    graph, op = captured(module)
+    with pytest.raises(TransformError, match=re.escape(message)):
+        op_trans(graph, op, AttentionBlocks(parts))
+    with pytest.raises(TransformError, match=r"but linear.* is aten\.linear\.default; leave it out"):
+        op_trans(graph, next(op for op in graph.forward_ops if "linear" in op.target), AttentionBlocks(2))
