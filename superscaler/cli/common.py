@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,6 +136,9 @@ class PlanRequest(ModelRequest):
         str, option("--plan", "NAME[:key=value,...] of the library, or FILE.py:FUNCTION[:key=value,...]", "PLAN")
     ]
     cluster: Annotated[str, option("--cluster", "local:4, v100:4x8 (servers x devices), or a YAML file", "CLUSTER")]
+    no_overlap: Annotated[
+        bool, option("--no-overlap", "Send gradients of weights after the backward of a device, not meanwhile.")
+    ] = False
 
     def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
         """Return the sProgram and the cluster: what can be checked before the model is built."""
@@ -142,7 +146,8 @@ class PlanRequest(ModelRequest):
         from superscaler.plans import resolve
 
         self.check()
-        return resolve(self.plan), Cluster.parse(self.cluster)
+        sprogram, cluster = resolve(self.plan), Cluster.parse(self.cluster)
+        return (partial(_last, sprogram) if self.no_overlap else sprogram), cluster
 
     def compile(self) -> tuple[Plan, BuiltModel]:
         """Build, capture and compile. Raises PlanError with the reason."""
@@ -151,6 +156,12 @@ class PlanRequest(ModelRequest):
 
         graph, built = self.capture()
         return compile_graph(graph, sprogram, cluster), built
+
+
+def _last(sprogram: Callable[[Graph, Cluster], Any], graph: Graph, cluster: Cluster) -> Any:
+    """Run an sProgram, and let gradients of weights be sent last."""
+    graph.send_gradients_last()
+    return sprogram(graph, cluster)
 
 
 def command(function: Callable[..., bool | None]) -> Callable[..., None]:

@@ -163,6 +163,8 @@ class Graph:
         # Ops whose parts go to the hosts of the devices where they would be.
         self.hosted: set[str] = set()
         self._uses: dict[str, list[tuple[Op, int]]] | None = None
+        # Whether gradients of weights are sent while others are computed.
+        self.overlaps = True
         self.rewrite(model)
 
     def copy(self, model: Model | None = None) -> Graph:
@@ -171,6 +173,7 @@ class Graph:
         twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
         twin.orders, twin.journal = list(self.orders), list(self.journal)
         twin.reduced, twin.ahead, twin.hosted = dict(self.reduced), dict(self.ahead), set(self.hosted)
+        twin.overlaps = self.overlaps
         return twin
 
     @property
@@ -210,6 +213,11 @@ class Graph:
             raise InputError(f"rename_factor('{old}', '{new}'): '{new}' {why}; choose another.")
         self.rewrite(renamed(self.model, old, new))
         self.journal.append(Entry("rename_factor", old, f"to {new}", caller()))
+
+    def send_gradients_last(self) -> None:
+        """Send the gradients of weights once the backward of a device has ended, not while others are computed."""
+        self.overlaps = False
+        self.journal.append(Entry("send_gradients_last", "", "", caller()))
 
     @property
     def uses(self) -> Mapping[str, list[tuple[Op, int]]]:

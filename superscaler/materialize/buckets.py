@@ -36,9 +36,10 @@ class _Bucket:
 
 
 class Buckets:
-    """Collectives that were not started yet."""
+    """Collectives that were not started yet; those to updates start as soon as they are worth it if they `overlap`."""
 
-    def __init__(self) -> None:
+    def __init__(self, overlap: bool) -> None:
+        self._overlap = overlap
         self._waiting: dict[tuple[tuple[int, ...], str, int, str, bool, str], _Bucket] = {}
 
     def add(self, entry: Entry, transfer: Transfer, dtype: str, largest: bool) -> None:
@@ -50,7 +51,7 @@ class Buckets:
         some.entries.append(entry)
         some.microbatches |= transfer.microbatches if is_late else set()
         some.weight += entry.weight
-        some.is_due |= not is_late or some.weight >= SEGMENT_BYTES
+        some.is_due |= not is_late or (self._overlap and some.weight >= SEGMENT_BYTES)
 
     def take(self, ended: Set[int]) -> Iterator[list[Entry]]:
         """Yield the buckets that are due, and those that devices whose backward has `ended` add nothing to."""

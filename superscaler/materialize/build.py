@@ -48,7 +48,7 @@ def materialize(schedule: Schedule, world: int, costs: Costs, fold: Fold | None 
     """
     model = schedule.edges.model
     from_weights = frozenset(o.tensor for op in model.ops if op.from_weights for o in op.outputs)
-    context = Context(model.tensors, from_weights, costs, schedule.edges.fold, fold)
+    context = Context(model.tensors, from_weights, costs, schedule.edges.fold, fold, schedule.edges.graph.overlaps)
     builder = _Builder(schedule, Writer(schedule.transfers, Code(model.tensors, world), context))
     builder.run()
     return builder.program()

@@ -15,7 +15,8 @@ from superscaler.schedule.transfers import BACKWARD, Transfer
 @dataclass(frozen=True)
 class Context:
     """The tensors, those of them that depend on weights only, what exchanges cost, which devices are `close`, and the
-    fold of which transfers show the compiled places. `paths` keeps what was searched.
+    fold of which transfers show the compiled places. `overlaps`: gradients of weights go while others are computed.
+    `paths` keeps what was searched.
     """
 
     tensors: Mapping[str, PTensor]
@@ -23,6 +24,7 @@ class Context:
     costs: Costs
     close: Fold | None = None
     fold: Fold | None = None
+    overlaps: bool = True
     paths: Cache = field(default_factory=dict)
 
     def dtype(self, transfer: Transfer, *, trained: bool = False) -> str:

@@ -10,27 +10,28 @@ from __future__ import annotations
 
 from math import ceil, isfinite, sqrt
 
+from superscaler.plans.along import along_axis
 from superscaler.plans.chains import cheapest, stretches
 from superscaler.plans.gradient_accumulation import gradient_accumulation
 from superscaler.plans.shared import layers
-from superscaler.verbs import Cluster, Graph, InputError, Recompute, op_trans, sprogram
+from superscaler.verbs import Graph, InputError, Recompute, op_trans
 
 
-@sprogram
+@along_axis(last=True)
 def chain_recompute(
-    graph: Graph, cluster: Cluster, limit: float = 0, every: str = "", times: str = "", microbatches: int = 1
+    graph: Graph, n: int, axis: str, limit: float = 0, every: str = "", times: str = "", microbatches: int = 1
 ) -> None:
     if bool(limit) == bool(every) or (times and every):
         raise InputError("chain_recompute needs limit=BYTES (and perhaps times=FILE) or every=sqrt, one of the two.")
     if not isfinite(limit):
         raise InputError(f"chain_recompute:limit={limit}: give a number of bytes.")
-    gradient_accumulation(graph, cluster, microbatches)
+    gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     chain = stretches(graph)
     if every:
         numbers, size = [n for n, (path, _) in enumerate(chain) if path], _size(every, len(layers(graph)))
         runs = [(numbers[k], numbers[min(k + size, len(numbers)) - 1] + 1) for k in range(0, len(numbers), size)]
     else:
-        runs = cheapest(graph, limit, times, len(cluster.devices) * microbatches)
+        runs = cheapest(graph, limit, times, n * microbatches)
     for first, end in runs:
         op_trans(graph, [op for path, ops in chain[first:end] if path for op in ops], Recompute())
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from superscaler.verbs import Cluster, Graph, InputError, Microbatch, Replicate, Split, op_assign, op_trans, sprogram
+from superscaler.plans.along import along_axis
+from superscaler.verbs import Graph, InputError, Microbatch, Split, op_trans
 
 
-@sprogram
-def gradient_accumulation(graph: Graph, cluster: Cluster, microbatches: int = 4) -> None:
-    n, batch = len(cluster.devices), graph.factors.get("batch")
+@along_axis()
+def gradient_accumulation(graph: Graph, n: int, axis: str, microbatches: int = 4) -> None:
+    batch = graph.factors.get("batch")
     if batch and (microbatches < 1 or batch.size % (n * microbatches)):
         raise InputError(
             f"microbatches={microbatches} on each of {n} devices does not divide the batch of {batch.size}; choose a "
             f"divisor of {batch.size // n}, or another batch."
         )
-    for op in graph.ops:
-        parts = graph.parts(op)
-        for algorithm in (Microbatch(microbatches), Split("batch", n)) if op.is_forward else (Replicate(n),):
-            parts = op_trans(graph, parts, algorithm)
-        op_assign(graph, parts, cluster.devices)
+    if microbatches > 1:
+        op_trans(graph, graph.forward_ops, Microbatch(microbatches))
+    op_trans(graph, graph.forward_ops, Split("batch", n, axis=axis))

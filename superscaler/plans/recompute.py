@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from superscaler.plans.along import along_axis
 from superscaler.plans.gradient_accumulation import gradient_accumulation
 from superscaler.plans.shared import layers, made_for
-from superscaler.verbs import Cluster, Graph, InputError, Op, Recompute, op_trans, sprogram
+from superscaler.verbs import Graph, InputError, Op, Recompute, op_trans
 
 
-@sprogram
-def recompute(graph: Graph, cluster: Cluster, what: str = "block", microbatches: int = 1) -> None:
+@along_axis(last=True)
+def recompute(graph: Graph, n: int, axis: str, what: str = "block", microbatches: int = 1) -> None:
     regions = {"block": _blocks, "full": _full, "attention": _attention}
     if what not in regions:
         raise InputError(f"recompute:what={what}: choose {', '.join(regions)}.")
     found = [ops for ops in regions[what](graph) if any(op.has_mirror for op in ops)]
     if not found:
         raise InputError(f"recompute:what={what}: the model has nothing of this kind to compute again.")
-    gradient_accumulation(graph, cluster, microbatches)
+    gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     for ops in found:
         op_trans(graph, ops, Recompute())
 
@@ -43,11 +44,9 @@ def _attention(graph: Graph) -> list[list[Op]]:
     weights = {t.name for t in graph.model.parameters()}
     weights |= {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
 
-    def is_own(op: Op) -> bool:
-        return not op.flops or weights.isdisjoint(o.tensor for o in op.inputs)
-
+    own = {op.name: op for op in graph.forward_ops if not op.flops or weights.isdisjoint(o.tensor for o in op.inputs)}
     found: list[list[Op]] = []
-    for op in reversed(graph.forward_ops):
-        if op.flops and is_own(op) and not any(op in ops for ops in found):
-            found.append(made_for(graph, [op], is_own))
+    for op in reversed(own.values()):
+        if op.flops and not any(op in ops for ops in found):
+            found.append(made_for(graph, [op], own))
     return found[::-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import gcd, prod
 
 import numpy as np
@@ -42,12 +42,12 @@ def layers(graph: Graph) -> list[Block]:
     return [block for block in found if any(op.has_mirror for op in block.ops)]
 
 
-def made_for(graph: Graph, core: Iterable[Op], is_own: Callable[[Op], bool]) -> list[Op]:
-    """Return ops, and those with `is_own` whose results only these read, and so on back to what others read, too."""
-    uses, inside = graph.model.uses(), {op.name for op in core}
+def made_for(graph: Graph, core: Iterable[Op], among: Collection[str]) -> list[Op]:
+    """Return ops, and those `among` others whose results only these read, and so on back to what more ops read."""
+    uses, inside = graph.uses, {op.name for op in core}
     for op in reversed(graph.forward_ops):
         readers = [reader.name for o in op.outputs for reader, _ in uses[o.tensor]]
-        if readers and inside.issuperset(readers) and not op.from_data and is_own(op):
+        if readers and inside.issuperset(readers) and not op.from_data and op.name in among:
             inside.add(op.name)
     return [op for op in graph.forward_ops if op.name in inside]
 
@@ -100,6 +100,16 @@ def along(op: Op, factors: Iterable[str]) -> str:
     return next((f for f in own if f in given), next(iter(own), ""))
 
 
+def joined(ops: Iterable[Op]) -> list[list[Op]]:
+    """Return ops in groups: those that read what another one makes are in one."""
+    found: dict[int, list[Op]] = {}
+    for number, op in enumerate(ops):
+        read = {o.tensor for o in op.inputs}
+        own = [n for n, group in found.items() if any(o.tensor in read for other in group for o in other.outputs)]
+        found[number] = [*itertools.chain(*(found.pop(n) for n in own)), op]
+    return list(found.values())
+
+
 def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Split | Replicate]]:
     """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors.
 
@@ -113,19 +123,8 @@ def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Sp
     others, and each replica's mirror reads only what its own queries send: then the gradients of what queries, keys and
     values read are all of one kind, and are summed together.
     """
-    splits: dict[str, list[Split]] = {}
-    weights = {t.name for t in graph.model.parameters()} | graph.model.versions.keys()
-    weights |= {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
-    scopes = [block.ops for block in graph.blocks] + [graph.forward_ops]
-    for ops in scopes:
-        ops = tuple(op for op in ops if op.name not in splits)
-        if ops is scopes[-1] and splits:
-            break
-        for chain in _chains(ops, _candidates(weights, ops), parts):
-            names = {f for s in chain for f in s.factors}
-            for op in ops:
-                if any(op.find(f) is not None for f in names):
-                    splits[op.name] = chain
+    weights, scopes = _weights_of(graph), _scopes(graph)
+    splits = _inner_splits(graph, parts)
     inside = {op.name for block in graph.blocks for op in block.ops}
     for op in graph.forward_ops:
         if op.name not in inside and op.name not in splits and (factor := _own_factor(weights, op, parts)):
@@ -147,6 +146,31 @@ def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Sp
     return {op.name: [_cut(op, s, axis) for s in splits[op.name]] for op in graph.forward_ops if op.name in splits}
 
 
+def _weights_of(graph: Graph) -> set[str]:
+    weights = {t.name for t in graph.model.parameters()} | graph.model.versions.keys()
+    return weights | {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
+
+
+def _scopes(graph: Graph) -> list[tuple[Op, ...]]:
+    return [block.ops for block in graph.blocks] + [graph.forward_ops]
+
+
+def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
+    """Return the splits of the ops of each block, of those of a model without any as if it were one."""
+    splits: dict[str, list[Split]] = {}
+    weights, scopes = _weights_of(graph), _scopes(graph)
+    for ops in scopes:
+        ops = tuple(op for op in ops if op.name not in splits)
+        if ops is scopes[-1] and splits:
+            break
+        for chain in _chains(ops, _candidates(weights, ops), parts):
+            names = {f for s in chain for f in s.factors}
+            for op in ops:
+                if any(op.find(f) is not None for f in names):
+                    splits[op.name] = chain
+    return splits
+
+
 def _by_class(graph: Graph, splits: dict[str, list[Split]]) -> list[str]:
     """Return the factors of products that are cut alone and nothing needs whole but losses, and decompose these."""
     found = []
@@ -157,6 +181,24 @@ def _by_class(graph: Graph, splits: dict[str, list[Split]]) -> list[str]:
         if whole and all(Decompose.has_steps(op, factor) for op in whole) and not any(others):
             op_trans(graph, whole, Decompose())
             found.append(factor)
+    return found
+
+
+def splits_within(graph: Graph, parts: int) -> dict[str, list[Split]]:
+    """Return the splits of each op of a block by which tensor parallelism, as far as ops are cut by it so far, becomes
+    one of `parts` times as many parts.
+    """
+    factors = {f for some in _inner_splits(graph, parts).values() for s in some for f in s.factors}
+    outer = 1
+    for op in graph.forward_ops:
+        cut = (a for a in graph.parts(op).grid.axes if a.index is not None and op.indices[a.index].factor in factors)
+        outer = max(outer, prod(len(a.sizes) for a in cut))
+    done = {(name, s.factors): s.parts for name, some in _inner_splits(graph, outer).items() for s in some}
+    found: dict[str, list[Split]] = {}
+    for name, some in _inner_splits(graph, outer * parts).items():
+        own = [s for s in some if graph.op(name).find(s.factors[0]) is not None]
+        left = {s.factors[0]: s.parts // done.get((name, s.factors), 1) for s in own}
+        found[name] = [Split(factor, count) for factor, count in left.items() if count > 1]
     return found
 
 

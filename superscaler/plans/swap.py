@@ -18,7 +18,7 @@ WHAT = ("activations", "optimizer", "both")
 def swap(graph: Graph, cluster: Cluster, what: str = "activations", microbatches: int = 1) -> None:
     if what not in WHAT:
         raise InputError(f"swap:what={what}: choose {', '.join(WHAT)}.")
-    gradient_accumulation(graph, cluster, microbatches)
+    gradient_accumulation(graph, cluster, microbatches=microbatches)
     for layer in layers(graph) if what != "optimizer" else ():
         again = op_trans(graph, layer.ops, Recompute())
         op_assign(graph, op_trans(graph, again, Insert()), "host")

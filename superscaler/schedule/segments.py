@@ -155,7 +155,7 @@ def _stretches(edges: Edges) -> dict[str, int]:
     number = weight = 0
     for op in edges.model.forward_ops:
         block = block_of(op.module) or op.name
-        if block not in of_block and weight >= SEGMENT_BYTES:
+        if block not in of_block and weight >= SEGMENT_BYTES and edges.graph.overlaps:
             number, weight = number + 1, 0
         found[op.name] = of_block.setdefault(block, number)
         for operand in op.inputs:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 
-from superscaler import Cluster, capture, compile
+from superscaler import Cluster, Graph, capture, compile
 from superscaler.ir.program import Backward, Collective, Forward, Instruction, Update, Wait
 from superscaler.materialize import buckets
 from superscaler.models import build
 from superscaler.plan import Plan
+from superscaler.plans import resolve
 from superscaler.schedule import segments
 
 LAYERS = 4
@@ -24,7 +26,7 @@ PLANS = [
 ]
 
 
-def plan_of(spec: str, world: int, batch: int = 12) -> Plan:
+def plan_of(spec: str | Callable[[Graph, Cluster], None], world: int, batch: int = 12) -> Plan:
     built = build(f"gpt2:size=tiny,layers={LAYERS},batch={batch}")
     return compile(
         capture(built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)),
@@ -54,6 +56,18 @@ def test_any_size_of_buckets_gives_the_same_step(spec: str, world: int, few_byte
     result = plan_of(spec, world).verify()
     assert result["equal"], result
     assert result["bytes_moved"] == result["bytes_planned"]
+
+
+def test_sums_that_are_sent_last_start_after_all_backwards(few_bytes: int) -> None:
+    def last(graph: Graph, cluster: Cluster) -> None:
+        graph.send_gradients_last()
+        resolve("data_parallel")(graph, cluster)
+
+    plan = plan_of(last, 4)
+    code = plan.compiled.program.devices[0].instructions
+    assert min(sums(code)) > max(at for at, i in enumerate(code) if isinstance(i, Backward))
+    assert plan.verify()["equal"]
+    assert str(plan.compiled.graph.journal[0]).startswith(f"{__file__}:")
 
 
 def test_sums_start_between_the_backwards_and_are_waited_for_before_the_update(few_bytes: int) -> None:

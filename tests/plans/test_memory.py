@@ -11,10 +11,12 @@ from chains import chain
 
 import superscaler as ss
 from superscaler.errors import PlanError
+from superscaler.ir.program import Backward, Forward
 from superscaler.ir.transformed import block_of
 from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve
+from tests.plans.test_chains import peak
 
 
 @functools.cache
@@ -33,12 +35,18 @@ EQUAL = [
     ("mbart:size=tiny", "gradient_accumulation:microbatches=8", 1),
     ("gpt2:size=tiny,dropout=0.1", "recompute:what=full,microbatches=2", 2),
     ("swin:size=tiny", "recompute:what=block", 2),
-    ("llama:size=tiny", "recompute:what=attention", 4),
+    ("llama:size=tiny", "recompute:2,what=attention x tensor_parallel:2", 4),
     ("swin:size=tiny", "recompute:what=attention,microbatches=2", 1),
     ("mbart:size=tiny", "recompute:what=attention", 2),
     ("alphafold2:size=tiny,layers=1,passes=2", "recompute:what=block", 2),
     ("llama:size=tiny", "chain_recompute:every=sqrt,microbatches=2", 4),
     ("mbart:size=tiny", "chain_recompute:limit=4.5e6", 2),
+    ("gpt2:size=tiny,dropout=0.1", "co_shard", 1),
+    ("llama:size=tiny", "co_shard:1,parts=2,blocks=first:1 x tensor_parallel:2", 2),
+    ("gpt2:size=tiny", "pipeline_1f1b:2,microbatches=2 x co_shard:2,parts=2", 4),
+    ("swin:size=tiny", "co_shard:parts=2", 2),
+    ("mbart:size=tiny", "co_shard:parts=2,factors=heads+mlp x tensor_parallel:2", 2),
+    ("gpt2:size=tiny", "co_shard:parts=2,factors=sequence", 1),
     ("gpt2:size=tiny", "swap", 1),
     ("llama:size=tiny", "swap:what=optimizer", 2),
     ("mbart:size=tiny", "swap:what=both,microbatches=2", 2),
@@ -61,6 +69,12 @@ REFUSED = [
     ("gradient_accumulation:microbatches=0", 1, "microbatches=0 on each"),
     ("chain_recompute:limit=1e9,microbatches=0", 1, "microbatches=0 on each"),
     ("recompute:what=blocks", 1, "recompute:what=blocks: choose block, full, attention."),
+    ("co_shard:parts=1", 1, "co_shard:parts=1: give 2 or more"),
+    ("co_shard:parts=3", 1, "into 3 parts divides no factor of this model: h.0.attn.heads of size 4"),
+    ("swap:1 x tensor_parallel", 2, "swap says where everything is; only plans along one axis have a product"),
+    ("co_shard:blocks=2", 1, "co_shard:blocks=2: give all, or first:N."),
+    ("co_shard:factors=head", 1, "co_shard:factors=head: the model has no factor head; known: "),
+    ("co_shard:factors=vocabulary", 1, "co_shard:parts=4: none of these blocks has a factor to cut"),
     ("swap:what=state", 1, "swap:what=state: choose activations, optimizer, both."),
 ]
 
@@ -107,3 +121,21 @@ def test_attention_alone_computes_no_product_with_a_weight_again(spec: str, per_
     assert {"attention" in op.target for op in products} == {True}
     assert all(graph.model.tensors[o.tensor].kind == "activation" for op in products for o in op.inputs)
     assert {block_of(op.module) for op in again} == {block.path for block in graph.blocks}
+
+
+def test_parts_of_blocks_are_made_one_after_the_other() -> None:
+    plan = compiled("gpt2:size=tiny,layers=3", "co_shard:parts=4,blocks=first:2", 1)
+    assert {block_of(op.module).rpartition(".")[2] for op in plan.compiled.graph.model.ops if op.origin} == {"0", "1"}
+    # A part is computed again, and its backward is done, before the next one is computed.
+    (device,) = plan.compiled.program.devices
+    tasks = [(type(i).__name__, i.task) for i in device.instructions if isinstance(i, Forward | Backward)]
+    for segment in {task.segment for _, task in tasks}:
+        own = [kind for kind, task in tasks if task.segment == segment]
+        assert own in (["Forward"] * len(own), ["Forward", "Backward"] * (len(own) // 2))
+    assert sum(task.part > 0 for kind, task in tasks if kind == "Backward") == 2 * 2 * 3
+
+
+def test_of_a_block_a_part_is_there_at_a_time() -> None:
+    spec = "gpt2:size=tiny,layers=4,hidden=128,seq=128,vocab=64"
+    block, two, four = (peak(compiled(spec, p, 1)) for p in ("recompute", "co_shard:parts=2", "co_shard:parts=4"))
+    assert four < two < 0.9 * block

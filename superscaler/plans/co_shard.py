@@ -1,0 +1,54 @@
+"""Co-shard: heads and feed-forward hidden of blocks in parts on the same device, one after the other, each computed
+again in the backward: of all that a block makes, one part is there at a time.
+
+parts=N         into how many parts, further than other plans of a product cut them
+blocks=first:N  which blocks: the first N (default: all)
+factors=A+B     which factors, by name or its end (`heads`); default: those of tensor parallelism
+
+Its own devices are data parallel: `co_shard:2,parts=4 x tensor_parallel:2 x pipeline_1f1b:2`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from superscaler.plans.along import along_axis
+from superscaler.plans.gradient_accumulation import gradient_accumulation
+from superscaler.plans.shared import joined, layers, made_for, splits_within
+from superscaler.verbs import Block, Graph, InputError, Recompute, Split, op_trans
+
+
+@along_axis(last=True)
+def co_shard(
+    graph: Graph, n: int, axis: str, parts: int = 4, blocks: str = "all", factors: str = "", microbatches: int = 1
+) -> None:
+    if parts < 2:
+        raise InputError(f"co_shard:parts={parts}: give 2 or more; recompute computes whole blocks again.")
+    chosen, cuts = _blocks(graph, blocks), _named(graph, parts, factors) if factors else splits_within(graph, parts)
+    gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
+    groups = [(block, ops) for block in chosen for ops in joined(op for op in block.ops if cuts.get(op.name))]
+    if not groups:
+        raise InputError(f"co_shard:parts={parts}: none of these blocks has a factor to cut into so many parts.")
+    for block, ops in groups:
+        for op in ops:
+            for cut in cuts[op.name]:
+                op_trans(graph, op, cut)
+        op_trans(graph, made_for(graph, ops, {op.name for op in block.ops}), Recompute())
+
+
+def _blocks(graph: Graph, blocks: str) -> list[Block]:
+    count = re.fullmatch(r"first:([1-9]\d*)", blocks)
+    if blocks != "all" and count is None:
+        raise InputError(f"co_shard:blocks={blocks}: give all, or first:N.")
+    return layers(graph)[: int(count[1]) if count else None]
+
+
+def _named(graph: Graph, parts: int, factors: str) -> dict[str, list[Split]]:
+    found: list[str] = []
+    for name in factors.split("+"):
+        own = [factor for factor in graph.factors if f".{factor}".endswith(f".{name}")]
+        if not own:
+            known = ", ".join(dict.fromkeys(factor.rpartition(".")[2] for factor in graph.factors))
+            raise InputError(f"co_shard:factors={factors}: the model has no factor {name}; known: {known}.")
+        found += own
+    return {op.name: [Split(f, parts) for f in found if op.find(f) is not None] for op in graph.forward_ops}
