@@ -4,32 +4,41 @@
 
 GPT-2 (Hugging Face) with 4 layers, hidden 512, sequence 256, vocabulary 8192, batch 8, dropout 0; float32, AdamW;
 2 processes x 1 thread on gloo (`single`: 1 x 1). Peers: the plain module (`single`), torch DDP (`data_parallel`),
-`torch.distributed.pipelining` 1F1B with 4 microbatches and the same cut between the stages (`pipeline_1f1b`; embeddings
-untied on both sides, because the peer cannot tie weights of two stages), DTensor `parallelize_module`
-(`tensor_parallel`; both sides a llama of the same size, because DTensor has no style for GPT-2's Conv1D).
+`torch.distributed.pipelining` with 8 microbatches and the same cut between the stages (`pipeline_1f1b`, `gpipe`,
+`interleaved` and `zbv`, two stages a process for these; embeddings untied on both sides, because the peer cannot tie
+weights of two stages), DTensor `parallelize_module` (`tensor_parallel`, `sequence_parallel`; both sides a llama of the
+same size, because DTensor has no style for GPT-2's Conv1D).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH, MICROBATCHES = 4, 512, 8, 256, 8192, 8, 4
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH, MICROBATCHES = 4, 512, 8, 256, 8192, 8, 8
 PLANS = {
     "single": (1, "single"),
     "data_parallel": (2, "data_parallel"),
     "tensor_parallel": (2, "tensor_parallel"),
-    "pipeline_1f1b": (2, f"pipeline_1f1b:stages=2,microbatches={MICROBATCHES}"),
+    "sequence_parallel": (2, "sequence_parallel"),
+    **{name: (2, f"{name}:microbatches={MICROBATCHES}") for name in ("pipeline_1f1b", "gpipe", "interleaved", "zbv")},
 }
+# The schedules of the pipelines: torch's name, and how many stages each process has.
+PEERS = {
+    "pipeline_1f1b": ("Schedule1F1B", 1), "gpipe": ("ScheduleGPipe", 1), "interleaved": ("ScheduleInterleaved1F1B", 2),
+    "zbv": ("ScheduleZBVZeroBubble", 2),
+}  # fmt: skip
 
 
 def gpt2(tied: bool = True) -> nn.Module:
@@ -56,8 +65,11 @@ def llama() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "single": gpt2, "data_parallel": gpt2, "tensor_parallel": llama, "pipeline_1f1b": lambda: gpt2(tied=False),
+    "single": gpt2, "data_parallel": gpt2, "tensor_parallel": llama, "sequence_parallel": llama,
+    **dict.fromkeys(PEERS, lambda: gpt2(tied=False)),
 }  # fmt: skip
+# Per stage its first block, the one after its last, and whether it has the head.
+Cuts = list[tuple[int, int, bool]]
 
 
 def batch_at(step: int) -> dict[str, Tensor]:
@@ -85,17 +97,17 @@ def local_step(
     return step
 
 
-def peer_single(rank: int, cut: int) -> Callable[[dict[str, Tensor]], Any]:
+def peer_single(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
     return local_step(gpt2())
 
 
-def peer_data_parallel(rank: int, cut: int) -> Callable[[dict[str, Tensor]], Any]:
+def peer_data_parallel(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     return local_step(DistributedDataParallel(gpt2()), lambda x: x.chunk(2)[rank])
 
 
-def peer_tensor_parallel(rank: int, cut: int) -> Callable[[dict[str, Tensor]], Any]:
+def peer_tensor_parallel(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -109,16 +121,48 @@ def peer_tensor_parallel(rank: int, cut: int) -> Callable[[dict[str, Tensor]], A
     return local_step(parallelize_module(module, init_device_mesh("cpu", (2,)), styles))
 
 
+def peer_sequence_parallel(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    module, whole, part = llama(), Replicate(), Shard(1)
+    layer: dict[str, Any] = {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": part}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,)),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+        "self_attn.o_proj": RowwiseParallel(output_layouts=part),
+        "mlp.down_proj": RowwiseParallel(output_layouts=part),
+    }
+    styles = {f"model.layers.*.{name}": style for name, style in layer.items()} | {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=part),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=part, output_layouts=whole),
+    }
+    return local_step(parallelize_module(module, init_device_mesh("cpu", (2,)), styles))
+
+
 class Stage(nn.Module):
     """A contiguous part of GPT-2: blocks first to last, the embeddings before or the head after them."""
 
-    def __init__(self, model: Any, first: int, last: int) -> None:
+    def __init__(self, model: Any, first: int, last: int, has_head: bool) -> None:
         super().__init__()
         self.wte = model.transformer.wte if first == 0 else None
         self.wpe = model.transformer.wpe if first == 0 else None
         self.blocks = nn.ModuleList(model.transformer.h[first:last])
-        self.ln_f = model.transformer.ln_f if last == LAYERS else None
-        self.head = model.lm_head if last == LAYERS else None
+        self.ln_f = model.transformer.ln_f if has_head else None
+        self.head = model.lm_head if has_head else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.wte is not None and self.wpe is not None:
@@ -134,25 +178,29 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), shifted.reshape(-1))
 
 
-def peer_pipeline_1f1b(rank: int, cut: int) -> Callable[[dict[str, Tensor]], Any]:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+def peer_pipeline(name: str, rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
+    from torch.distributed import pipelining
 
-    module = Stage(gpt2(tied=False), *((0, cut), (cut, LAYERS))[rank])
-    schedule = Schedule1F1B(PipelineStage(module, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=next_token_loss)
-    optimizer = optimizer_of(module)
+    rule, chunks = PEERS[name]
+    own = [rank] if chunks == 1 else [rank, 3 - rank] if name == "zbv" else [rank, rank + 2]
+    model = gpt2(tied=False)
+    modules = nn.ModuleList(Stage(model, *cuts[number]) for number in own)
+    pairs = zip(modules, own, strict=True)
+    stages = [pipelining.PipelineStage(m, number, 2 * chunks, torch.device("cpu")) for m, number in pairs]
+    schedule = getattr(pipelining, rule, None) or getattr(pipelining.schedules, rule)
+    made = schedule(stages[0] if chunks == 1 else stages, MICROBATCHES, loss_fn=next_token_loss)
+    optimizer, is_last = optimizer_of(modules), 2 * chunks - 1 in own
 
     def step(batch: dict[str, Tensor]) -> None:
-        if rank == 0:
-            schedule.step(batch["input_ids"])
-        else:
-            schedule.step(target=batch["labels"], losses=[])
+        given = (batch["input_ids"],) if 0 in own else ()
+        made.step(*given, **({"target": batch["labels"], "losses": []} if is_last else {}))
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def worker(name: str, directory: str, steps: int, cut: int) -> None:
+def worker(name: str, directory: str, steps: int, cuts: Cuts) -> None:
     """Time ours and the peer's steps in turn on one rank; rank 0 writes the pairs of seconds."""
     import torch.distributed as dist
 
@@ -160,7 +208,8 @@ def worker(name: str, directory: str, steps: int, cut: int) -> None:
 
     torch.set_num_threads(1)
     ours = ss.load(directory)
-    peer = globals()[f"peer_{name}"](ours.rank, cut)
+    make = functools.partial(peer_pipeline, name) if name in PEERS else globals()[f"peer_{name}"]
+    peer = make(ours.rank, cuts)
     pairs = []
     for number in range(steps + 2):
         batch, seconds = batch_at(number), []
@@ -188,13 +237,28 @@ def measure(name: str, steps: int) -> list[tuple[float, float]]:
     graph = ss.capture(module, kwargs=batch_at(0), optimizer=optimizer_of(module))
     plan = ss.compile(graph, resolve(spec), ss.Cluster.local(world))
     print(plan.summary(), file=sys.stderr)
-    rows = plan.compiled.schedule.edges.rows
-    cut = sum(set(rows[block.ops[-1].name].device.tolist()) == {0} for block in graph.blocks)
+    cuts = list(cuts_of(graph, 2 * PEERS[name][1])) if name in PEERS else []
     with tempfile.TemporaryDirectory() as folder:
         plan.save(folder)
-        launch(Path(__file__), ["--worker", name, "--plan", folder, "--steps", str(steps), "--cut", str(cut)], world)
+        launch(
+            Path(__file__),
+            ["--worker", name, "--plan", folder, "--steps", str(steps), "--cuts", json.dumps(cuts)],
+            world,
+        )
         lines = Path(folder, "pairs.txt").read_text().splitlines()
     return [(float(a), float(b)) for a, b in (line.split() for line in lines)]
+
+
+def cuts_of(graph: Any, count: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield what each of our stages has of the model."""
+    from superscaler.plans.shared import stages
+
+    last = {block.ops[-1].name for block in graph.blocks}
+    first = 0
+    for ops in stages(graph, count):
+        after = first + sum(op.name in last for op in ops)
+        yield first, after, any(op.module == "lm_head" for op in ops)
+        first = after
 
 
 def row(name: str, pairs: Sequence[tuple[float, float]]) -> str:
@@ -211,10 +275,10 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PLANS))
     parser.add_argument("--worker")
     parser.add_argument("--plan")
-    parser.add_argument("--cut", type=int, default=0)
+    parser.add_argument("--cuts", default="[]")
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.plan, options.steps, options.cut)
+        worker(options.worker, options.plan, options.steps, json.loads(options.cuts))
         return
     print(f"torch {torch.__version__}; seconds a step (median of {options.steps}), and the median of the ratios")
     print(f"{'plan':18} {'ours':>8} {'peer':>8} {'ours/peer':>10} {'range':>15}")
