@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ PRODUCTS = [
 captured = cache(library)
 
 
-def plan_of(spec: str, plan: str, devices: int) -> ss.Plan:
+def plan_of(spec: str, plan: Any, devices: int) -> ss.Plan:
     return ss.compile(captured(spec), plan, f"local:{devices}")
 
 
@@ -103,3 +104,20 @@ def test_three_passes_and_one_backward_equal_the_model() -> None:
     assert found["equal"], found
     with pytest.raises(InputError, match="runs 1 times a step, 1 of them with a backward"):
         plan_of(GPT, "three_f_one_b", 2)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
+
+
+@pytest.mark.parametrize("name", [*schedules.RULES, "three_f_one_b"])
+def test_the_page_shows_the_table_of_a_schedule(name: str) -> None:
+    rule = schedules.RULES.get(name, schedules.three_f_one_b)
+    shown = PAGE.read_text().partition(f"**`{name}`**")[2].split("```")[1]
+    assert shown.strip() == print_schedule(rule(2, 4))
+
+
+def test_the_schedule_of_the_page_equals_the_model() -> None:
+    example = next(text for text in PAGE.read_text().split("```") if text.startswith("python"))
+    names: dict[str, Any] = {}
+    exec(example.removeprefix("python"), names)
+    assert plan_of(GPT, names["last_first"], 2).verify()["equal"]
