@@ -133,7 +133,12 @@ class PlanRequest(ModelRequest):
     """What to compile, as text."""
 
     plan: Annotated[
-        str, option("--plan", "NAME[:key=value,...] of the library, or FILE.py:FUNCTION[:key=value,...]", "PLAN")
+        str,
+        option(
+            "--plan",
+            "NAME[:key=value,...] of the library, FILE.py:FUNCTION[:key=value,...], or 'NAME:2 x NAME'",
+            "PLAN",
+        ),
     ]
     cluster: Annotated[str, option("--cluster", "local:4, v100:4x8 (servers x devices), or a YAML file", "CLUSTER")]
     no_overlap: Annotated[

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
-
-import numpy as np
 
 from superscaler.errors import InputError, divisors, unknown
 
@@ -55,10 +54,9 @@ class Mesh:
                 raise InputError(f"mesh {self}: {unknown('axis', name, self.sizes)}")
             if not 0 <= place < self.sizes[name]:
                 raise InputError(f"mesh {self} has places 0 to {self.sizes[name] - 1} along {name}, but not {place}.")
-        numbers = np.arange(len(self.devices)).reshape(tuple(self.sizes.values()))
-        chosen = numbers[tuple(places.get(name, slice(None)) for name in self.sizes)]
-        rest = {name: size for name, size in self.sizes.items() if name not in places}
-        return Mesh(rest, [self.devices[n] for n in chosen.reshape(-1).tolist()])
+        wheres = (dict(zip(self.sizes, where, strict=True)) for where in product(*map(range, self.sizes.values())))
+        chosen = [d for where, d in zip(wheres, self.devices, strict=True) if where | places == where]
+        return Mesh({name: size for name, size in self.sizes.items() if name not in places}, chosen)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items())

@@ -32,42 +32,38 @@ CUTS = {"axis": str, "parts": int, "sizes": list}
 def flexible(graph: Graph, cluster: Cluster, choices: Any = "") -> None:
     given = _table("the table", choices if isinstance(choices, Mapping) else _read(choices), KEYS)
     mesh = cluster.mesh(**_table("mesh", given.get("mesh", {"copies": -1})))
-    rows = {pattern: dict(_table(pattern, row)) for pattern, row in _table("modules", given.get("modules")).items()}
-    places = {pattern: row.pop("devices", None) for pattern, row in rows.items()}
-    for pattern, devices in places.items():
-        if not isinstance(devices, list | None):
-            raise InputError(f"choices: {pattern}: devices is {devices!r}; give a list of numbers.")
-    splits = {p: [_split(p, *cut, mesh, places[p]) for cut in row.items()] for p, row in rows.items()}
+    rows = {pattern: _row(pattern, row, mesh) for pattern, row in _table("modules", given.get("modules")).items()}
     paths = dict.fromkeys(op.module for op in graph.forward_ops)
-    chosen = {path: pattern for pattern in rows for path in paths if _fits(path, pattern)}
-    for pattern in (p for p in rows if not any(_fits(path, p) for path in paths)):
+    fits = {p: [path for path in paths if fnmatchcase(path, p) or fnmatchcase(path, f"{p}.*")] for p in rows}
+    for pattern in (pattern for pattern, found in fits.items() if not found):
         raise InputError(f"choices: {unknown('module', pattern, paths)}")
+    chosen = {path: rows[pattern] for pattern, found in fits.items() for path in found}
     op_trans(graph, graph.forward_ops, Microbatch(given.get("microbatches", 1)))
     for op in graph.forward_ops:
-        own, devices = splits.get(chosen.get(op.module, ""), []), places.get(chosen.get(op.module, ""))
-        for split in own:
+        splits, devices = chosen.get(op.module, ([], None))
+        for split in splits:
             op_trans(graph, op, split)
-        apart = {split.axis: split.parts for split in own}
-        op_assign(graph, op, mesh if devices is None else Mesh({**apart, "copies": -1}, devices))
+        own = {split.axis: split.parts for split in splits}
+        op_assign(graph, op, mesh if devices is None else Mesh({**own, "copies": -1}, devices))
 
 
-def _fits(path: str, pattern: str) -> bool:
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+def _row(pattern: str, row: Any, mesh: Mesh) -> tuple[list[Split], list[int] | None]:
+    cuts = dict(_table(pattern, row))
+    devices = cuts.pop("devices", None)
+    if not isinstance(devices, list | None):
+        raise InputError(f"choices: {pattern}: devices is {devices!r}; give a list of numbers.")
+    return [_split(f"{pattern}: {factor}", factor, how, mesh, devices) for factor, how in cuts.items()], devices
 
 
-def _split(pattern: str, factor: str, how: Any, mesh: Mesh, devices: Any) -> Split:
-    what = f"{pattern}: {factor}"
+def _split(what: str, factor: str, how: Any, mesh: Mesh, devices: list[int] | None) -> Split:
     cut = _table(what, next(({key: how} for key, kind in CUTS.items() if isinstance(how, kind)), how), CUTS)
+    if not cut or not all(isinstance(cut[key], CUTS[key]) for key in cut):
+        raise InputError(f"choices: {what} is {how!r}; give an axis, a number of parts or a list of sizes.")
     axis, sizes = cut.get("axis", ""), cut.get("sizes", [])
     if axis and axis not in mesh.sizes:
         raise InputError(f"choices: {what}: {unknown('axis of the mesh', axis, mesh.sizes)}")
-    if not cut or not all(isinstance(cut[key], CUTS[key]) for key in cut) or not isinstance(devices, list | None):
-        raise InputError(
-            f"choices: {what} is {how!r}; give an axis, a number of parts or a list of sizes, and devices."
-        )
-    names, parts = tuple(map(str.strip, factor.split(","))), cut.get("parts") or len(sizes) or mesh.sizes[axis]
-    name = names if names[1:] else names[0]
-    return Split(name, parts, tuple(sizes), axis=axis if axis or devices is None else factor)
+    names, parts = tuple(map(str.strip, factor.split(","))), cut.get("parts") or len(sizes) or mesh.sizes.get(axis, 0)
+    return Split(names, parts, tuple(sizes), axis=axis if axis or devices is None else factor)
 
 
 def _table(what: str, given: Any, known: Collection[str] = ()) -> Mapping[str, Any]:

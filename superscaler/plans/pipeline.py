@@ -15,10 +15,20 @@ from pathlib import Path
 
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
-from superscaler.plans.shared import order_stages
 from superscaler.plans.shared import stages as balanced
 from superscaler.plans.tables import Table, check
-from superscaler.verbs import Graph, InputError, Microbatch, Op, SplitBackward, Stage, op_trans, parse_schedule, unknown
+from superscaler.verbs import (
+    Graph,
+    InputError,
+    Microbatch,
+    Op,
+    SplitBackward,
+    Stage,
+    op_trans,
+    order,
+    parse_schedule,
+    unknown,
+)
 
 
 @along_axis()
@@ -54,7 +64,7 @@ def lay(graph: Graph, axis: str, table: Table, parts: Sequence[Sequence[Op]]) ->
     halved = {work.stage for row in table for work in row if work.kind == "I"}
     if trained := [op for stage in halved for op in parts[stage] if op.has_mirror]:
         op_trans(graph, trained, SplitBackward())
-    order_stages(graph, parts, table)
+    order(graph, table, parts)
 
 
 def _table(schedule: str, n: int, microbatches: int | None, chunks: int | None) -> Table:

@@ -1,4 +1,4 @@
-"""What several plans need: tensor-parallel factors, balanced stages, the 1F1B order. Written in the verbs."""
+"""What several plans need: tensor-parallel factors, balanced stages, their order. Written in the verbs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ from math import gcd, prod
 import numpy as np
 
 from superscaler.errors import divisors
-from superscaler.verbs import Block, Cluster, Decompose, Graph, InputError, Op, Replicate, Split, Work, op_trans, order
+from superscaler.plans.schedules import one_f_one_b
+from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate, Split, Work, op_trans, order
 
-
-def check_uses_all(cluster: Cluster, plan: str, **counts: int) -> None:
-    """Raise InputError unless the counts are positive and their product is the number of devices."""
-    devices, shown = len(cluster.devices), ",".join(f"{name}={count}" for name, count in counts.items())
-    if min(counts.values()) < 1:
-        raise InputError(f"{plan}:{shown}: every number must be at least 1.")
-    if prod(counts.values()) != devices:
-        raise InputError(
-            f"{plan}:{shown} needs {prod(counts.values())} devices, but the cluster has {devices}; "
-            "make the two numbers equal."
-        )
+# By its usual name.
+schedule_1f1b = one_f_one_b
 
 
 def layers(graph: Graph) -> list[Block]:
@@ -315,17 +307,6 @@ def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:
     for k in range(count, 0, -1):
         bounds.append(int(cut[k, bounds[-1]]))
     return bounds[::-1]
-
-
-def schedule_1f1b(count: int, microbatches: int) -> list[list[Work]]:
-    """Return per stage one forward, one backward in turn, after a warm-up that fills the pipeline."""
-    rows = []
-    for stage in range(count):
-        warm = min(count - stage - 1, microbatches)
-        kinds = "F" * warm + "FB" * (microbatches - warm) + "B" * warm
-        numbers = {"F": itertools.count(), "B": itertools.count()}
-        rows.append([Work(stage, kind, next(numbers[kind])) for kind in kinds])
-    return rows
 
 
 def order_stages(graph: Graph, parts: Sequence[Sequence[Op]], schedule: list[list[Work]]) -> None:
