@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from superscaler.verbs import Block as Block
     from superscaler.verbs import Decompose as Decompose
     from superscaler.verbs import Device as Device
+    from superscaler.verbs import Dispatch as Dispatch
     from superscaler.verbs import Graph as Graph
     from superscaler.verbs import Group as Group
     from superscaler.verbs import InputError as InputError
@@ -55,10 +56,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _VERBS = (
-    "Algorithm", "AttentionBlocks", "Block", "Decompose", "Device", "Graph", "Group", "InputError", "Insert", "Mesh",
-    "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard", "Split",
-    "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order", "place",
-    "sprogram",
+    "Algorithm", "AttentionBlocks", "Block", "Decompose", "Device", "Dispatch", "Graph", "Group", "InputError",
+    "Insert", "Mesh", "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard",
+    "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order",
+    "place", "sprogram",
 )  # fmt: skip
 _HELPERS = ("order_stages", "schedule_1f1b", "stages", "tensor_splits")
 _HOMES = {

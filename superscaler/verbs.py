@@ -18,16 +18,17 @@ from superscaler.ir.transformed import Block, Entry, Graph, Group, Groups, Order
 from superscaler.ir.work import Work, parse_schedule
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
 from superscaler.transform.cut import cut
+from superscaler.transform.experts import Dispatch
 from superscaler.transform.losses import Decompose
 from superscaler.transform.place import leaves, spread
 from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, Save, SplitBackward, Stale, rewrite
 from superscaler.transform.ring import AttentionBlocks
 
 __all__ = [
-    "Algorithm", "AttentionBlocks", "Block", "Cluster", "Decompose", "Device", "Graph", "Group", "InputError", "Insert",
-    "Mesh", "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Row", "Save", "Shard",
-    "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order",
-    "parse_schedule", "place", "sprogram", "timetable", "unknown",
+    "Algorithm", "AttentionBlocks", "Block", "Cluster", "Decompose", "Device", "Dispatch", "Graph", "Group",
+    "InputError", "Insert", "Mesh", "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite",
+    "Row", "Save", "Shard", "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign",
+    "op_order", "op_trans", "order", "parse_schedule", "place", "sprogram", "timetable", "unknown",
 ]  # fmt: skip
 
 P = ParamSpec("P")

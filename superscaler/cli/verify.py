@@ -44,6 +44,8 @@ def real_batch(built: BuiltModel) -> dict[str, Tensor] | None:
 def _certificate(result: Mapping[str, Any]) -> str:
     stale = "stale by 1: as W(t+1) = W(t) - lr grad(W(t-1)) on one device" if result["stale"] else ""
     verdict = stale or "equal to one device" if result["equal"] else f"NOT equal: {result['first_difference']}"
+    lost, of = result["dropped"]
+    verdict += f", whose capacity of experts drops {lost} of {of} choices" if of and result["equal"] else ""
     errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in _ERRORS)
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
     where = ", at small shapes: " + _shrunk(result["shrunk"]) if result["shrunk"] else ""

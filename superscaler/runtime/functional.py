@@ -262,6 +262,57 @@ def experts(
     return total.to(x.dtype)
 
 
+def dispatch(x: Tensor, ids: Tensor, experts: int, groups: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of each expert (experts, groups, capacity, hidden), and how many tokens chose it.
+
+    x (tokens, hidden), ids (tokens, chosen), counts (experts, groups); the tokens come group by group. The rows of an
+    expert are the first tokens of a group that chose it, in order, and zeros behind.
+    """
+    place, counts = _rows(ids, experts, groups, capacity)
+    written = x.unflatten(0, (groups, -1)).repeat_interleave(ids.shape[1], 1)
+    rows = x.new_zeros(groups, experts * capacity + 1, x.shape[1])
+    rows = rows.scatter(1, place.unsqueeze(-1).expand_as(written), written)[:, :-1]
+    return rows.unflatten(1, (experts, capacity)).transpose(0, 1).contiguous(), counts.t().contiguous()
+
+
+def expert_rows(rows: Tensor, wanted: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """Return down @ (activation(gate @ row) * (up @ row)) of the rows of each expert in use, zeros for the others.
+
+    rows (experts, groups, capacity, hidden), of which the first `wanted` (experts, groups) are in use; gate_up
+    (experts, 2 width, hidden), down (experts, outputs, width).
+    """
+    made = []
+    for own, count, up_weight, down_weight in zip(rows, wanted, gate_up, down, strict=True):
+        used = (torch.arange(own.shape[1], device=own.device) < count.unsqueeze(-1)).nonzero(as_tuple=True)
+        gate, up = F.linear(own[used], up_weight).chunk(2, -1)
+        each = F.linear(getattr(F, activation)(gate) * up, down_weight)
+        made.append(each.new_zeros(*own.shape[:2], down.shape[1]).index_put(used, each))
+    return torch.stack(made)
+
+
+def collect(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Return for each token the sum over its experts of weight * their result for it, zero where it has no row.
+
+    rows (experts, groups, capacity, outputs); ids and weights (tokens, chosen), as `dispatch` was given them.
+    """
+    experts, groups, capacity, outputs = rows.shape
+    place, _ = _rows(ids, experts, groups, capacity)
+    own = rows.transpose(0, 1).flatten(1, 2)
+    found = own.gather(1, place.clamp(max=own.shape[1] - 1).unsqueeze(-1).expand(-1, -1, outputs))
+    found = found.masked_fill((place == own.shape[1]).unsqueeze(-1), 0.0)
+    return (found.reshape(*ids.shape, outputs) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return where each choice (groups, choices) is among the rows of all experts, their number for one that has no row
+    left; and how often each expert was chosen (groups, experts).
+    """
+    chosen = ids.reshape(groups, -1)
+    order = F.one_hot(chosen, experts).cumsum(1)
+    at = order.gather(2, chosen.unsqueeze(-1)).squeeze(-1) - 1
+    return torch.where(at < capacity, chosen * capacity + at, experts * capacity), order[:, -1]
+
+
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores.softmax(-1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from superscaler.artifact import initial_values, reads, write
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
-from superscaler.ir.graph import draw_number
+from superscaler.ir.graph import Model, draw_number
 from superscaler.runtime import functional
 from superscaler.runtime.launch import call
 from superscaler.runtime.step import Step, check_batch, load
@@ -33,6 +33,7 @@ from superscaler.verify.small import shrink
 MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
 STEPS = 2
 _SMALL = "it has the shapes of the capture; verify a small model with the same plan to compare it too"
+_LIMITED = "it drops no choices of experts; without a capacity the plan is compared with it"
 
 # Gives a step (weights before it, number) of a model on one device.
 Oracle = Callable[[Values, int], Reference]
@@ -56,8 +57,9 @@ def verify(
     when equal), conservation (the certificate of the whole program, see `verify.certificate`), deadlock_free, reference
     ("eager", "export" or "graph"), module_compared (whether that is the user's module, run by torch), note (why not),
     bytes_moved (what all ranks put on links in a step), bytes_planned (what the
-    plan said; equal), shapes, and shrunk (what ran smaller: before and after, by factor). Raises InputError for a plan
-    that cannot run smaller but must.
+    plan said; equal), shapes, dropped (how many choices of experts have no row in the first step, of how many: then the
+    step with their capacity on one device is compared), and shrunk (what ran smaller: before and after, by factor).
+    Raises InputError for a plan that cannot run smaller but must.
     """
     if shapes not in ("auto", "model", "small"):
         raise InputError(unknown("shapes", shapes, ["auto", "model", "small"]))
@@ -116,7 +118,26 @@ def certify(
     def export() -> Oracle:
         return lambda known, number: reference_step(captured, inputs, known, torch.float64, draw=draw_of(number))
 
-    return _certificate(exact, backend, timeout, values, inputs, {"eager": eager, "export": export})
+    limited = {"graph": lambda: _graph_step(exact, inputs)} if _limits(model) else None
+    return _certificate(exact, backend, timeout, values, inputs, limited or {"eager": eager, "export": export})
+
+
+def _limits(model: Model) -> dict[str, int]:
+    """Return how many rows experts have where a group has more tokens, by the tensor that counts the wanted ones."""
+    found = {}
+    for op in (op for op in model.ops if op.target == "ss.dispatch"):
+        x, rows = model.tensors[op.inputs[0].tensor], model.tensors[op.outputs[0].tensor]
+        if rows.shape[1] * rows.shape[2] < x.shape[0]:
+            found[op.outputs[1].tensor] = rows.shape[2]
+    return found
+
+
+def _dropped(exact: Compiled, known: Values) -> tuple[int, int]:
+    """Return how many choices of experts have no row on one device, of how many."""
+    limits = _limits(exact.graph.model)
+    made = model_step(exact, known)[0] if limits else {}
+    lost = sum(int((made[wanted] - rows).clamp(min=0).sum()) for wanted, rows in limits.items())
+    return lost, sum(int(made[wanted].sum()) for wanted in limits)
 
 
 def _certificate(
@@ -158,12 +179,13 @@ def _certificate(
         **{name: not text for name, text in refused.items()},
         "reference": judged[0][0] if judged else "",
         "module_compared": bool(judged) and judged[0][0] == "eager",
-        "note": judged[0][2] if judged else "",
+        "note": judged[0][2] or (_LIMITED if _limits(model) else "") if judged else "",
         "world": exact.program.world,
         "backend": backend,
         "bytes_moved": sum(steps[0].moved for steps in results),
         "bytes_planned": exact.program.bytes_moved,
         "stale": int(bool(model.versions)),
+        "dropped": _dropped(exact, {**values, **inputs}),
         "loss": float(results[0][0].loss) if results else float("nan"),
     }
 

@@ -1,0 +1,24 @@
+"""Expert parallelism: data parallel, but for mixtures of experts, of which each device has some experts.
+
+Without `capacity` an expert may be chosen for any token, so all tokens go to all experts. With one (1.25: a quarter
+more rows than the even share) tokens go to their experts only, by an all_to_all, and back; choices beyond it are
+dropped, which `verify` counts.
+"""
+
+from __future__ import annotations
+
+from superscaler.plans.along import along_axis
+from superscaler.verbs import Dispatch, Graph, InputError, Split, op_trans
+
+
+@along_axis()
+def expert_parallel(graph: Graph, n: int, axis: str, capacity: float | None = None) -> None:
+    mixtures = [op for op in graph.forward_ops if op.target == "ss.experts"]
+    if not mixtures:
+        raise InputError("expert_parallel: the model has no mixture of experts that was captured as one op.")
+    experts = {op.indices[i].factor for op in mixtures if (i := op.inputs[3].slots[0]) is not None}
+    if capacity is not None:
+        op_trans(graph, mixtures, Dispatch(capacity))
+    for op in graph.forward_ops:
+        own = next((f for f in experts if op.find(f) is not None), "batch")
+        op_trans(graph, op, Split(own, n, axis=axis))
