@@ -167,9 +167,9 @@ def _read(
     normalize(trace)
     segments = cut_segments(trace)
     pieces = {piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups}
-    trace.values = {name: value.contiguous() for name, value in trace.values.items()}
+    values = {x.name: x.meta["value"].contiguous() for x in trace.leaves() if x.meta.get("value") is not None}
     training = replace(training, groups={**training.groups, **pieces})
-    return _build(trace, training, aliases, segments), trace.values
+    return _build(trace, training, aliases, segments), values
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
@@ -183,13 +183,10 @@ def aliases_of(module: nn.Module) -> dict[str, str]:
 
 
 def _require_values(module: nn.Module, trace: Trace) -> None:
-    """Add the parameters that the graph does not read, so that they are saved and loaded like the others."""
     known = {leaf.name for leaf in trace.leaves("parameter")}
-    for name, parameter in module.named_parameters():
+    for name, _ in module.named_parameters():
         if name not in known:
             raise CaptureError(f"parameter {name} of {type(module).__name__} is not in the exported graph; rename it.")
-        if not parameter.is_meta:
-            trace.values[name] = parameter.detach()
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from superscaler.frontend.trace import Steps, Trace, dtype_of, outputs, reads, shape_of, target_of
+from superscaler.frontend.decompositions import expanded
+from superscaler.frontend.trace import Trace, dtype_of, filled, outputs, reads, shape_of, target_of
 from superscaler.ops.row import aten
 
 # These read only the shape of their operand.
@@ -23,31 +24,31 @@ _FILLS: dict[str, int | None] = {
 }
 
 
+_ATEN = torch.ops.aten
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 
 def fold(trace: Trace, device: torch.device) -> None:
     """Replace every call on constants by its value, computed on `device`; buffers without data stay in the graph."""
-    known = [n for n in trace.leaves("buffer", "constant") if n.name in trace.values and n.name not in trace.writes]
+    known = [x for x in trace.leaves("buffer", "constant") if _is_known(x) and x.name not in trace.writes]
     constants = _merge(trace, known)
     made: dict[Node, None] = {}
     for node in trace.calls():
         if node in constants:
-            results = [trace.leaf(old.name, "constant", old.meta["val"]) for old in outputs(node)]
-            for leaf, value in zip(results, _evaluate(trace, node, device), strict=True):
-                trace.values[leaf.name] = value
+            pairs = zip(outputs(node), _evaluate(node, device), strict=True)
+            results = [trace.leaf(old.name, "constant", old.meta["val"], value) for old, value in pairs]
             sources = dict.fromkeys(reads(node))
             trace.replace(node, *results)
             made.update(dict.fromkeys(results))
             for leaf in sources:
                 if leaf in made and not leaf.users:
-                    _forget(trace, leaf)
-    _store(trace, [leaf for leaf in made if leaf.name in trace.values])
+                    trace.graph.erase_node(leaf)
+                    del made[leaf]
+    _store(trace, list(made))
 
 
-def _forget(trace: Trace, leaf: Node) -> None:
-    trace.graph.erase_node(leaf)
-    del trace.values[leaf.name]
+def _is_known(node: Node) -> bool:
+    return node.meta.get("value") is not None
 
 
 def _merge(trace: Trace, known: list[Node]) -> set[Node]:
@@ -70,9 +71,9 @@ def _is_constant(node: Node, constants: Container[Node]) -> bool:
     return target_of(node) in _SHAPE_ONLY or all(x in constants for x in reads(node))
 
 
-def _evaluate(trace: Trace, node: Node, device: torch.device) -> list[Tensor]:
+def _evaluate(node: Node, device: torch.device) -> list[Tensor]:
     # What repeats has stride 0 here, of which torch makes no view that joins dims.
-    function: Any = torch.ops.aten.reshape.default if target_of(node) in _VIEWS else node.target
+    function: Any = _ATEN.reshape.default if target_of(node) in _VIEWS else node.target
     if (name := target_of(node)) in _FILLS:
         number = _FILLS[name]
         fill: Any = node.args[-1] if number is None else number
@@ -81,9 +82,8 @@ def _evaluate(trace: Trace, node: Node, device: torch.device) -> list[Tensor]:
     is_pointwise = torch.Tag.pointwise in function.tags or name.startswith("aten.__")
 
     def value(node: Node) -> Tensor:
-        found = trace.values.get(node.name)
-        if found is not None:
-            return compact(found) if is_pointwise else found
+        if _is_known(node):
+            return compact(node.meta["value"]) if is_pointwise else node.meta["value"]
         return torch.zeros((), dtype=dtype_of(node), device=device).expand(shape_of(node))
 
     args, kwargs = map_arg((node.args, node.kwargs), value)
@@ -112,27 +112,89 @@ def compact(x: Tensor) -> Tensor:
 def _store(trace: Trace, constants: list[Node]) -> None:
     """Keep the constants that calls read, equal ones once. Of one number everywhere, readers expand a scalar."""
     masks = {x for node in trace.calls() if "attention" in target_of(node) for x in reads(node)}
-    filled = {leaf for leaf in constants if leaf not in masks and _is_filled(trace.values[leaf.name])}
+    numbers = {leaf for leaf in constants if leaf not in masks and _is_filled(leaf.meta["value"])}
     for node in trace.calls():
-        for leaf in (x for x in dict.fromkeys(reads(node)) if x in filled):
-            do, expand = Steps(trace, node), torch.ops.aten.expand.default
-            whole = do(expand, leaf, shape_of(leaf), word="whole", stem=leaf.name)
+        for leaf in (x for x in dict.fromkeys(reads(node)) if x in numbers):
+            with trace.graph.inserting_before(node):
+                whole = trace.graph.call_function(_ATEN.expand.default, (leaf, shape_of(leaf)))
+            filled(whole, trace.derive(leaf.name, "whole"), node.meta, leaf.meta["val"])
             node.replace_input_with(leaf, whole)
     first: dict[Any, Node] = {}
     for leaf in constants:
-        value = trace.values[leaf.name]
-        if leaf in filled:
-            value = trace.values[leaf.name] = value.reshape(-1)[0]
+        value = leaf.meta["value"]
+        if leaf in numbers:
+            value = leaf.meta["value"] = value.reshape(-1)[0]
             leaf.meta["val"] = leaf.meta["val"].new_empty(())
         small = compact(value).cpu().clone(memory_format=torch.contiguous_format)
         key = (value.dtype, tuple(value.shape), tuple(small.shape), small.flatten().view(torch.uint8).numpy().tobytes())
         if first.setdefault(key, leaf) is not leaf:
             leaf.replace_all_uses_with(first[key])
-            _forget(trace, leaf)
+            trace.graph.erase_node(leaf)
 
 
 def _is_filled(value: Tensor) -> bool:
     return value.numel() > 1 and value.dtype.is_floating_point and not any(value.stride())
+
+
+def simplify(trace: Trace) -> None:
+    """Simplify calls by the constants that they read."""
+    for node in trace.calls():
+        if target_of(node) in _SIMPLER:
+            _SIMPLER[target_of(node)](trace, node, *node.args, **node.kwargs)
+
+
+def _where(trace: Trace, node: Node, condition: Node, *options: Any) -> None:
+    """A choice that a constant makes for all elements is no choice."""
+    known = trace.constant(condition)
+    if known is not None and compact(known).numel() == 1:
+        chosen = options[0 if bool(compact(known)) else 1]
+        if isinstance(chosen, Node) and dtype_of(chosen) == dtype_of(node):
+            trace.rewrite(node, expanded, chosen, shape_of(node))
+
+
+def _lookup(trace: Trace, node: Node, x: Node, indices: Sequence[Node | None]) -> None:
+    """x[rows, columns] with constants that name every row and column once, in order (as masks are read), is a view.
+
+    x[..., [2, 3]] is a slice.
+    """
+    known = [value for v in indices if (value := trace.constant(v)) is not None]
+    shape = shape_of(x)
+    if len(known) == 1 and sum(v is not None for v in indices) == 1 and known[0].dim() == 1:
+        dim = next(d for d, v in enumerate(indices) if v is not None)
+        rows = [row % shape[dim] for row in known[0].tolist()] if known[0].dtype == torch.int64 else []
+        if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+            return trace.rewrite(node, _ATEN.slice.Tensor, x, dim, rows[0], rows[-1] + 1)
+    if len(known) != len(shape) or len(indices) != len(shape):
+        return None
+    last = -len(shape_of(node)) - 1
+    for value, size in zip(known, shape, strict=True):
+        at = next((d for d in range(-value.dim(), 0) if value.shape[d] > 1), last + 1)
+        if value.numel() != size or at <= last or value.flatten().tolist() != list(range(size)):
+            return None
+        last = at
+    return trace.rewrite(node, _ATEN.view.default, x, shape_of(node))
+
+
+def _attention(trace: Trace, node: Node, *args: Any, **named: Any) -> None:
+    """Say a constant causal mask as `is_causal`."""
+    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+    given |= named
+    mask: Any = given.get("attn_mask")
+    known = trace.constant(mask)
+    if known is not None and not given.get("is_causal"):
+        # Found once, although every layer reads it.
+        if "mask" not in mask.meta:
+            mask.meta["mask"] = kind_of_mask(known)
+        if kind := mask.meta["mask"]:
+            given |= {"attn_mask": None, "is_causal": kind == "causal"}
+            trace.rewrite(node, _ATEN.scaled_dot_product_attention.default, **given)
+
+
+_SIMPLER: Mapping[str, Callable[..., None]] = {
+    **aten(_where, "where.self where.ScalarOther where.ScalarSelf"),
+    **aten(_lookup, "index.Tensor"),
+    **aten(_attention, "scaled_dot_product_attention"),
+}
 
 
 def kind_of_mask(mask: Tensor) -> str:

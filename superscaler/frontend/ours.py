@@ -47,17 +47,17 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 @_operator
-def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+def histc(x: Tensor, bins: int, min: float, max: float) -> Tensor:
     return x.new_empty(bins)
 
 
 @_operator
-def count_labels(labels: Tensor, ignore: int) -> Tensor:
-    return labels.new_empty((), dtype=torch.float32)
+def count_labels(labels: Tensor, ignore: int, dtype: torch.dtype) -> Tensor:
+    return labels.new_empty((), dtype=dtype)
 
 
-def _drawn(shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="meta")
+def _drawn(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _mean_loss(logits: Tensor, labels: Tensor, count: Tensor, ignore: int) -> Tensor:

@@ -132,7 +132,6 @@ def _cut(trace: Trace, chains: Mapping[Node, Cut], pieces: Segments) -> None:
             if node not in chains:
                 trace.replace(node, *(segments[packed][ends.index(start)] for start, _ in _ranges(node)[1]))
     for node in reversed(segments):
-        trace.values.pop(node.name, None)
         trace.graph.erase_node(node)
 
 
@@ -142,10 +141,10 @@ def _segment(trace: Trace, node: Node, cut: Cut, k: int, segments: Mapping[Node,
     start, size = ends[k], ends[k + 1] - ends[k]
     value = node.meta["val"].narrow(dim, start, size)
     if node.op == "placeholder":
-        own = trace.leaf(unique(f"{node.name}.{k}", trace.taken), "parameter", value)
+        known = node.meta.get("value")
+        known = known if known is None else known.narrow(dim, start, size)
+        own = trace.leaf(unique(f"{node.name}.{k}", trace.taken), "parameter", value, known)
         pieces[own.name] = (node.name, dim, start, start + size)
-        if node.name in trace.values:
-            trace.values[own.name] = trace.values[node.name].narrow(dim, start, size)
         return own
     with trace.graph.inserting_before(node):
         own = trace.graph.node_copy(node, lambda x: segments[x][k] if x in segments else x)

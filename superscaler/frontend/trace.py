@@ -16,10 +16,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.checkpoints import mark_of
-from superscaler.ir.graph import TensorKind
+from superscaler.ir.graph import RANDOM, TensorKind
 from superscaler.ir.text import unique
 
 
@@ -28,13 +30,12 @@ class Trace:
     """A graph in execution order, and the known values of its leaves by name.
 
     The metadata of a node are its value without data (`val`), its `module` and `source`, the number of the checkpointed
-    `region` that it is in, if any, the `kind` of a leaf, and the name of the `op` where that is not its result. All
-    results of a call that has several are nodes behind it. The graph returns what each of the buffers in `writes` is
-    set to at the end of the step, and last the loss.
+    `region` that it is in, if any, the `kind` and, if known, the `value` of a leaf, and the name of the `op` where that
+    is not its result. All results of a call that has several are nodes behind it. The graph returns what each of the
+    buffers in `writes` is set to at the end of the step, and last the loss.
     """
 
     graph: Graph
-    values: dict[str, Tensor] = field(default_factory=dict)
     writes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
 
@@ -64,13 +65,13 @@ class Trace:
     def constant(self, node: Any) -> Tensor | None:
         """Return the value of an argument that is a constant, if it is known."""
         is_constant = isinstance(node, Node) and node.meta.get("kind") == "constant"
-        return self.values.get(node.name) if is_constant else None
+        return node.meta.get("value") if is_constant else None
 
-    def leaf(self, name: str, kind: TensorKind, like: Tensor) -> Node:
+    def leaf(self, name: str, kind: TensorKind, like: Tensor, value: Tensor | None = None) -> Node:
         """Add a leaf behind the others, of the shape and dtype of a tensor."""
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(first):
-            return _filled(self.graph.placeholder("leaf"), name, {"kind": kind}, like)
+            return filled(self.graph.placeholder("leaf"), name, {"kind": kind, "value": value}, like)
 
     def replace(self, node: Node, *results: Node | None) -> None:
         """Let readers read these in the place of a call's results, and drop it."""
@@ -81,15 +82,37 @@ class Trace:
         for old in dict.fromkeys([*made, node]):
             self.graph.erase_node(old)
 
+    def rewrite(self, node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Put what a torch function runs, given these arguments without data, in the place of a call.
+
+        The function may give the first ones of several results, None for those that nobody reads, and NotImplemented
+        where the call stays. The results, and what draws random numbers, have the names that the call had.
+        """
+        writer = _Writer(self, node)
+        given = map_arg((args, kwargs), lambda x: x.meta["val"])
+        # Above autograd, torch would write composite operators in others.
+        with torch._C._AutoDispatchBelowAutograd(), writer:
+            found = function(*given[0], **given[1])
+        if found is NotImplemented:
+            return
+        results: list[Any] = [writer.known.get(id(x)) for x in (found if isinstance(found, tuple) else (found,))]
+        for old, new in zip(outputs(node), results, strict=False):
+            if new in writer.made:
+                new.name = old.name
+        drawn = next((x for x in writer.made if target_of(x) in RANDOM), results[0])
+        if results[0] in writer.made:
+            results[0].meta["op"], drawn.meta["op"] = drawn.name, op_name(node)
+        self.replace(node, *results)
+
     def settle(self, node: Node, name: str, meta: Mapping[str, Any], value: Any) -> list[Node]:
         """Give a new call a name of its own and metadata. Returns its results: if they are several, new nodes."""
         name = unique(name, self.taken)
         if isinstance(value, Tensor):
-            return [_filled(node, name, meta, value)]
+            return [filled(node, name, meta, value)]
         node.name, node.meta = name, {**meta, "val": value}
         with self.graph.inserting_before(node.next):
             parts = [self.graph.call_function(operator.getitem, (node, k)) for k in range(len(value))]
-        return [_filled(part, self.derive(name, f"part{part.args[1]}"), meta, value[part.args[1]]) for part in parts]
+        return [filled(part, self.derive(name, f"part{part.args[1]}"), meta, value[part.args[1]]) for part in parts]
 
     def derive(self, name: str, word: str) -> str:
         """Return a new name made of a call's name and a word: `addmm_3`, `product` -> `addmm_product_3`."""
@@ -97,38 +120,35 @@ class Trace:
         return unique(f"{stem}_{word}{number}", self.taken)
 
 
-@dataclass(slots=True)
-class Steps:
-    """Writes the calls that a call becomes: before it, named after it, and of its module and line."""
+class _Writer(TorchDispatchMode):
+    """Writes what runs as calls before a call: named after it, of its module and line."""
 
-    trace: Trace
-    node: Node
-    made: list[Node] = field(default_factory=list)
+    def __init__(self, trace: Trace, node: Node) -> None:
+        super().__init__()
+        self.trace, self.node = trace, node
+        self.known = {id(x.meta["val"]): x for x in reads(node)}
+        self.made: list[Node] = []
 
-    def __call__(self, function: Callable[..., Any], *args: Any, word: str = "", stem: str = "", **kwargs: Any) -> Node:
-        """Append a call of an operator, with `word` or the operator's name in its name."""
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        value = function(*args, **(kwargs or {}))
+        if not isinstance(value, Tensor):
+            # A dtype, of which operators decide too.
+            return value
+        read = tree_map_only(Tensor, lambda x: self.known[id(x)], (args, kwargs or {}))
         with self.trace.graph.inserting_before(self.node):
-            node = self.trace.graph.call_function(function, args, kwargs)
-        name = self.trace.derive(stem or self.node.name, word or function.__name__.split(".")[0].strip("_"))
-        inputs = map_arg((args, kwargs), lambda n: n.meta["val"])
-        self.made.append(_filled(node, name, self.node.meta, function(*inputs[0], **inputs[1])))
-        return node
-
-    def becomes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Make the call one of another operator that has the same results."""
-        self.node.target, self.node.args, self.node.kwargs = function, args, kwargs
-
-    def finish(self, *results: Node | None) -> None:
-        """Let readers of the call read these results. What was made here takes the names of what it replaces."""
-        for old, new in zip(outputs(self.node), results, strict=False):
-            if new in self.made:
-                new.name = old.name
-        if results[0] in self.made:
-            results[0].meta.setdefault("op", self.node.name)
-        self.trace.replace(self.node, *results)
+            node = self.trace.graph.call_function(function, *read)
+        word = function.overloadpacket.__name__.strip("_")
+        name = self.trace.derive(self.node.name, _WORDS.get(word, word))
+        meta = {key: self.node.meta.get(key) for key in ("module", "source", "region")}
+        self.made.append(filled(node, name, meta, value))
+        self.known[id(node.meta["val"])] = node
+        return node.meta["val"]
 
 
-def _filled(node: Node, name: str, meta: Mapping[str, Any], value: Tensor) -> Node:
+_WORDS = {**dict.fromkeys(("linear", "mm", "bmm", "mv", "outer"), "product"), "count_labels": "count"}
+
+
+def filled(node: Node, name: str, meta: Mapping[str, Any], value: Tensor) -> Node:
     node.name = name
     node.meta = {**meta, "val": torch.empty(value.shape, dtype=value.dtype, device="meta")}
     return node
@@ -203,10 +223,10 @@ def _read_leaves(trace: Trace, exported: ExportedProgram, canonical: Mapping[str
         if name in known:
             trace.replace(node, known[name])
             continue
-        known[name] = _filled(node, name, {"kind": _KINDS[spec.kind]}, node.meta["val"])
+        known[name] = filled(node, name, {"kind": _KINDS[spec.kind]}, node.meta["val"])
         stored = exported.state_dict.get(target, exported.constants.get(target))
         if not is_input and isinstance(stored, Tensor) and not stored.is_meta:
-            trace.values[name] = stored.detach()
+            node.meta["value"] = stored.detach()
     trace.taken.update(known)
 
 
