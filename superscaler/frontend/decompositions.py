@@ -196,11 +196,11 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *args: Any
     result, *new = _normalized(x, weight, bias, eps)
     channels = x.shape[1]
     count = x.numel() / channels
-    fresh = [
-        old * (1.0 - momentum) + now.view(channels) * (momentum * unbiased)
-        for old, now, unbiased in zip(running, new, (1.0, count / max(count - 1, 1)), strict=False)
-        if old is not None
-    ]
+    fresh = []
+    for old, now, unbiased in zip(running, new, (1.0, count / max(count - 1, 1)), strict=False):
+        if old is not None:
+            part = now.view(channels) * (momentum * unbiased)
+            fresh.append(old * (1.0 - momentum) + part)
     return result, None, None, *fresh
 
 

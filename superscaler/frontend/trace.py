@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.checkpoints import mark_of
-from superscaler.ir.graph import RANDOM, TensorKind
+from superscaler.ir.graph import TensorKind
 from superscaler.ir.text import unique
+from superscaler.ops.table import RANDOM
 
 
 @dataclass(slots=True)
@@ -134,7 +135,7 @@ class _Writer(TorchDispatchMode):
         if not isinstance(value, Tensor):
             # A dtype, of which operators decide too.
             return value
-        read = tree_map_only(Tensor, lambda x: self.known[id(x)], (args, kwargs or {}))
+        read: Any = map_aggregate((args, kwargs or {}), lambda x: self.known[id(x)] if isinstance(x, Tensor) else x)
         with self.trace.graph.inserting_before(self.node):
             node = self.trace.graph.call_function(function, *read)
         word = function.overloadpacket.__name__.strip("_")
@@ -182,7 +183,12 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 def target_of(node: Node) -> str:
     """Return the name of an operator: with its overload, if torch has it."""
-    name = str(node.target)
+    return _target(node.target)
+
+
+@cache
+def _target(operator: Any) -> str:
+    name = str(operator)
     return name.removesuffix(".default") if name.startswith("ss.") else name
 
 
