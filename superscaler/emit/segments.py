@@ -13,7 +13,7 @@ from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
 from superscaler.ir.text import unique
 from superscaler.ops.call import Local, ranges
-from superscaler.ops.table import RANDOM, draw, expression, row_of
+from superscaler.ops.table import RANDOM, row_of
 
 HEAD = '''"""The segments of this plan: what runs on a device between two communications. Written by superscaler."""
 
@@ -36,10 +36,10 @@ class Draw:
 
 def draws_of(model: Model, function: Function, boxes: Sequence[Box]) -> list[Draw]:
     """Return what a function draws at random, in order, where its random ops are parts with these boxes."""
-    ops = [op for op in function.ops if op.target in RANDOM]
+    drawn = ((op, random) for op in function.ops if (random := row_of(op.target).random))
     return [
-        Draw(draw_number(op.origin or op.name), *draw(op, box, model.tensors))
-        for op, box in zip(ops, boxes, strict=True)
+        Draw(draw_number(op.origin or op.name), *random(op, box, model.tensors))
+        for (op, random), box in zip(drawn, boxes, strict=True)
     ]
 
 
@@ -128,7 +128,8 @@ class _Writer:
             shapes = [self._local(op, o) for o in op.inputs]
             results = [self._local(op, o) for o in op.outputs]
             self.draws += bool(random)
-            source = expression(Local(op, self.boxes[op.name], names, shapes, results, self.tensors, random))
+            local = Local(op, self.boxes[op.name], names, shapes, results, self.tensors, random)
+            source = row_of(op.target).text(local)
         for output in op.outputs:
             self.value[output.tensor] = unique(self._short(output.tensor), self.taken)
         return f"{', '.join(self.value[o.tensor] for o in op.outputs)} = {source}"

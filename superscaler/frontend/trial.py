@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from superscaler.errors import InputError
+from superscaler.frontend.infer import signature
 from superscaler.frontend.proof import Failure, ops_of, prove, record
-from superscaler.frontend.rules import signature
 from superscaler.frontend.trace import reads
 from superscaler.ops.notation import operand_dims
 from superscaler.specs.registered import Registered

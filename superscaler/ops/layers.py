@@ -117,19 +117,21 @@ def _pool(site: Site) -> Sized | str:
 
 def _pool_text(x: Local) -> str:
     """The size that an adaptive pool is given is that of the part."""
-    count = len(x.op.args[1]) if "adaptive" in x.op.target else 0
-    return plain(x.given(1, "output_size", x.results[0][-count:]) if count else x)
+    if "adaptive" not in x.op.target:
+        return plain(x)
+    return plain(x.given(1, "output_size", x.results[0][-len(x.argument(1, "output_size")) :]))
 
 
 def _group_norm(site: Site) -> Sized:
-    sizes = {"g": site.args[1], "c": site.ins[0][1] // site.args[1]}
+    groups = site.argument(1, "num_groups")
+    sizes = {"g": groups, "c": site.ins[0][1] // groups}
     return f"b (g c^) r..^{', (g c)' * (len(site.ins) - 1)} -> b (g c) r..", sizes
 
 
 def _group_norm_text(x: Local) -> str:
     """Groups are counted again: the channels of a part over those of one group."""
     channels = x.tensors[x.op.inputs[0].tensor].shape[1]
-    return plain(x.given(1, "num_groups", x.shapes[0][1] * x.op.args[1] // channels))
+    return plain(x.given(1, "num_groups", x.shapes[0][1] * x.argument(1, "num_groups") // channels))
 
 
 def _weight_norm(site: Site) -> str:
@@ -144,7 +146,7 @@ def _recurrent(site: Site) -> str | None:
     """The batch: steps follow each other, and each reads all of the state."""
     if len(site.ins[0]) < 3:
         return None
-    x, states = "b _ _" if site.args[8] else "_ b _", ["_ b _"] * (len(site.outs) - 1)
+    x, states = "b _ _" if site.argument(8, "batch_first") else "_ b _", ["_ b _"] * (len(site.outs) - 1)
     weights = (" ".join("_" for _ in shape) for shape in site.ins[1 + len(states) :])
     return f"{', '.join((x, *states, *weights))} -> {', '.join((x, *states))}"
 

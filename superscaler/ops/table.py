@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
-from superscaler.ir.graph import Model, Op, PTensor
-from superscaler.ir.mask import Box
+from superscaler.ir.graph import Model, Op
 from superscaler.ops import elementwise, layers, lookups, products, reductions, shapes
-from superscaler.ops.call import Local
-from superscaler.ops.row import Drawn, Row
+from superscaler.ops.row import Row
 
 ROWS: dict[str, Row] = {
     **elementwise.ROWS, **products.ROWS, **shapes.ROWS, **lookups.ROWS, **reductions.ROWS, **layers.ROWS
@@ -22,18 +20,6 @@ _UNKNOWN = Row()
 def row_of(target: str) -> Row:
     """Return the row of an operator; of one that has none, a row without facts."""
     return ROWS.get(target, _UNKNOWN)
-
-
-def expression(local: Local) -> str:
-    """Return the source of an op on one part; ops without an entry are called by their ATen name."""
-    return row_of(local.op.target).text(local)
-
-
-def draw(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:
-    """Return which random numbers a part of a random op needs: a box, the extents it is of, and its shape."""
-    random = row_of(op.target).random
-    assert random is not None, op.name
-    return random(op, box, tensors)
 
 
 def placed(model: Model, op: Op) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from superscaler.frontend.capture import Captured, capture
 from superscaler.ir.graph import Model, Op, Operand
 from superscaler.ops.call import Local
-from superscaler.ops.table import expression
+from superscaler.ops.table import row_of
 from superscaler.runtime import functional
 from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import Block, Contractions, Mlp, Regrouped
@@ -37,7 +37,7 @@ def run(model: Model, op: Op, values: dict[str, Tensor], box: Box) -> list[Tenso
         results.append(tensor.local_shape(tuple(sizes)))
     local = Local(op, box, names, [tuple(p.shape) for p in pieces], results, model.tensors)
     scope = {"torch": torch, "F": F, "functional": functional, **dict(zip(names, pieces, strict=True))}
-    found = eval(expression(local), scope)
+    found = eval(row_of(op.target).text(local), scope)
     found = [found] if isinstance(found, Tensor) else list(found)
     assert [tuple(f.shape) for f in found] == results, f"{op.notation()} gives {[f.shape for f in found]}"
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from superscaler.errors import InputError
-from superscaler.frontend import rules
+from superscaler.frontend import infer
 from superscaler.frontend.capture import capture
 from superscaler.ops.notation import check, resolve
 from superscaler.ops.table import ROWS
@@ -55,7 +55,7 @@ def test_what_has_a_meaning_passes(notation: str) -> None:
 
 def test_our_own_rules_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {row.notation for row in ROWS.values() if isinstance(row.notation, str)}
-    monkeypatch.setattr(rules, "resolve", lambda notation, *rest: seen.add(notation) or resolve(notation, *rest))
+    monkeypatch.setattr(infer, "resolve", lambda notation, *rest: seen.add(notation) or resolve(notation, *rest))
     for module, args in small_models():
         capture(module, args)
     for module in (gpt2(), llama()):

@@ -23,7 +23,7 @@ from superscaler.ir.mask import Box
 from superscaler.ops import reductions
 from superscaler.ops.call import Local
 from superscaler.ops.row import Recipe, first, plain
-from superscaler.ops.table import RANDOM, ROWS, draw, expression
+from superscaler.ops.table import ROWS, row_of
 from superscaler.runtime import functional
 from tests.ops.samples import FROZEN, SAMPLES, Draw, Sample
 
@@ -42,10 +42,10 @@ def executor(op: Op, tensors: dict[str, PTensor]) -> Run:
         names = [f"x{k}" for k in range(len(pieces))]
         local = Local(op, box, names, [tuple(p.shape) for p in pieces], results, tensors, "random")
         scope = {"torch": torch, "F": F, "functional": functional, **dict(zip(names, pieces, strict=True))}
-        if op.target in RANDOM:
-            where, extents, shape = draw(op, box, tensors)
+        if random := row_of(op.target).random:
+            where, extents, shape = random(op, box, tensors)
             scope["random"] = functional.draw(1, 2, 3, where, extents, "cpu").reshape(shape)
-        found = eval(expression(local), scope)
+        found = eval(row_of(op.target).text(local), scope)
         return [found] if isinstance(found, Tensor) else list(found)
 
     return run
@@ -85,7 +85,7 @@ def cases(sample: Sample, draw: Draw) -> list[Case]:
         found.append((op, tensors, own, run))
         results = run(tuple((0, i.size) for i in op.indices), own, [tensors[o.tensor].shape for o in op.outputs])
         values.update(zip((o.tensor for o in op.outputs), results, strict=True))
-    if not any(op.target in RANDOM for op in ops):
+    if not any(row_of(op.target).random for op in ops):
         first = expected if isinstance(expected, Tensor) else expected[0]
         torch.testing.assert_close(values[trace.loss.name], first, rtol=1e-9, atol=1e-9, equal_nan=True)
     return found
