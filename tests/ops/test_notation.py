@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from superscaler.errors import InputError
@@ -62,7 +64,8 @@ def test_our_own_rules_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         capture(module, (), tokens())
     assert len(seen) > 40
     for notation in seen:
-        check(notation)
+        # A dim that is made needs a row that is placed, which no operator of a user's is.
+        check(re.sub(r"\bmd\d", r"\g<0>^", notation))
 
 
 def test_the_only_unknown_letter_of_a_product_is_solved() -> None:
