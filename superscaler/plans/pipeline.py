@@ -16,7 +16,7 @@ from pathlib import Path
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
 from superscaler.plans.shared import stages as balanced
-from superscaler.plans.tables import Table, check
+from superscaler.plans.tables import Table, check, devices_of
 from superscaler.verbs import (
     Graph,
     InputError,
@@ -49,14 +49,17 @@ def pipeline(
 
 
 def lay(graph: Graph, axis: str, table: Table, parts: Sequence[Sequence[Op]]) -> None:
-    """Place the ops of each stage along a mesh axis, microbatch by microbatch, and order them, as a table says."""
+    """Place the ops of each stage along a mesh axis, microbatch by microbatch, and order them, as a table says.
+
+    Stages that several devices do together are left to be cut along the axis, or replicated.
+    """
     check(table)
-    place = {(work.stage, work.microbatch): device for device, row in enumerate(table) for work in row}
+    place = {(work.stage, work.microbatch): devices for work, devices in devices_of(table).items()}
     numbers = 1 + max(k for _, k in place)
     op_trans(graph, graph.forward_ops, Microbatch(numbers))
     for stage, ops in enumerate(parts):
-        homes = [place[stage, k] for k in range(numbers)]
-        for device in dict.fromkeys(homes):
+        homes = [device for k in range(numbers) for device in place[stage, k]]
+        for device in dict.fromkeys(homes) if len(homes) == numbers else ():
             here = [k for k, home in enumerate(homes) if home == device]
             is_all = len(here) == numbers
             chosen = ops if is_all else [part for op in ops for part in graph.parts(op)[..., here].flat()]

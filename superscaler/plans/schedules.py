@@ -164,8 +164,8 @@ def chimera(devices: int, microbatches: int) -> Table:
             f"chimera: {devices} pipeline devices and {microbatches} microbatches; its two pipelines need even numbers."
         )
 
-    def place(work: Work) -> int:
-        return devices - 1 - work.stage if work.microbatch % 2 else work.stage
+    def place(work: Work) -> Sequence[int]:
+        return [devices - 1 - work.stage if work.microbatch % 2 else work.stage]
 
     works = [Work(s, kind, k) for s in range(devices) for kind in "FB" for k in range(microbatches)]
     found = [fill(works, place, rank, devices) for rank in (_backward_first, _forward_first)]
@@ -185,7 +185,19 @@ def three_f_one_b(devices: int, microbatches: int, passes: int = 3) -> Table:
     def rank(work: Work) -> tuple[object, ...]:
         return work.kind == "F", work.stage // devices, work.microbatch
 
-    return fill(works, lambda work: work.stage % devices, rank, devices)
+    return fill(works, lambda work: [work.stage % devices], rank, devices)
+
+
+def interlaced(devices: int, microbatches: int) -> Table:
+    """1F1B of stages 1 to `devices`, between the first and the last stage, which all devices compute together."""
+    _check_counts(devices=devices, microbatches=microbatches)
+    stages = devices + 2
+    works = [Work(s, kind, k) for s in range(stages) for kind in "FB" for k in range(microbatches)]
+
+    def place(work: Work) -> Sequence[int]:
+        return [work.stage - 1] if 0 < work.stage <= devices else range(devices)
+
+    return fill(works, place, _backward_first, devices)
 
 
 def _backward_first(work: Work) -> tuple[object, ...]:

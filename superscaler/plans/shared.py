@@ -102,8 +102,11 @@ def joined(ops: Iterable[Op]) -> list[list[Op]]:
     return list(found.values())
 
 
-def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Split | Replicate]]:
-    """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors.
+def tensor_splits(
+    graph: Graph, parts: int, axis: str = "", in_blocks: bool = True
+) -> dict[str, list[Split | Replicate]]:
+    """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors; or
+    of those outside the blocks only.
 
     A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
     sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
@@ -116,7 +119,7 @@ def tensor_splits(graph: Graph, parts: int, axis: str = "") -> dict[str, list[Sp
     values read are all of one kind, and are summed together.
     """
     weights, scopes = _weights_of(graph), _scopes(graph)
-    splits = _inner_splits(graph, parts)
+    splits = _inner_splits(graph, parts) if in_blocks else {}
     inside = {op.name for block in graph.blocks for op in block.ops}
     for op in graph.forward_ops:
         if op.name not in inside and op.name not in splits and (factor := _own_factor(weights, op, parts)):

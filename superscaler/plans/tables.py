@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from superscaler.verbs import InputError, Row, Work, timetable
 
@@ -15,74 +15,86 @@ SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 KEEPS: Mapping[str, int] = {"F": 1, "B": -1, "W": -1}
 
 
-def fill(works: Iterable[Work], place: Callable[[Work], int], rank: Rank, most: int) -> Table:
+def fill(works: Iterable[Work], place: Callable[[Work], Sequence[int]], rank: Rank, most: int) -> Table:
     """Return the table where each device always takes, of what is ready, what `rank` puts first.
 
-    A device keeps the activations of at most `most` forwards; a backward takes two units of time, all else one.
+    Work that is placed on several devices starts when all of them are free; they wait for each other. A device keeps
+    the activations of at most `most` forwards of its own; a backward takes two units of time, all else one.
     """
     left: dict[int, list[Work]] = {}
     for work in sorted(works, key=rank):
-        left.setdefault(place(work), []).append(work)
-    needs = _needs([work for own in left.values() for work in own])
-    trained = {work.stage for own in left.values() for work in own if work.kind != "F"}
+        for device in place(work):
+            left.setdefault(device, []).append(work)
+    needs = _needs({work for own in left.values() for work in own})
+    trained = {work.stage for work in needs if work.kind != "F"}
+    keeps = {work: KEEPS.get(work.kind, 0) * (work.stage in trained and len(place(work)) == 1) for work in needs}
     table: Table = [[] for _ in range(max(left) + 1)]
     ends: dict[Work, float] = {}
     free, kept, now = [0.0] * len(table), [0] * len(table), 0.0
     while any(left.values()):
         for device, own in left.items():
-            for work in own if free[device] <= now else ():
-                keeps = KEEPS.get(work.kind, 0) if work.stage in trained else 0
-                is_room = keeps <= 0 or kept[device] < most
-                if is_room and all(ends.get(need, math.inf) <= now for need in needs[work]):
-                    own.remove(work)
-                    table[device].append(work)
-                    kept[device] += keeps
-                    ends[work] = free[device] = now + SECONDS[work.kind]
-                    break
+            rooms = (w for w in own if keeps[w] <= 0 or kept[device] < most)
+            ready = (work for work in rooms if all(ends.get(need, math.inf) <= now for need in needs[work]))
+            first = next(ready, None) if free[device] <= now else None
+            if first is not None and all(free[other] <= now for other in place(first)):
+                ends[first] = now + SECONDS[first.kind]
+                for other in place(first):
+                    left[other].remove(first)
+                    table[other].append(first)
+                    kept[other] += keeps[first]
+                    free[other] = ends[first]
         now = min(end for end in free if end > now)
     return table
 
 
 def finish(table: Table, seconds: Mapping[str, float] = SECONDS) -> dict[Work, float]:
     """Return when each work ends if its kind takes so many seconds and messages none; where it is stuck, no more."""
-    needs = _needs([work for row in table for work in row])
+    rows = devices_of(table)
+    needs = _needs(rows)
     ends: dict[Work, float] = {}
     at, free = [0] * len(table), [0.0] * len(table)
+
+    def is_next(work: Work) -> bool:
+        return all(table[d][at[d]] == work for d in rows[work] if at[d] < len(table[d]))
+
     is_moving = True
     while is_moving:
         is_moving = False
         for device, row in enumerate(table):
-            while at[device] < len(row) and all(need in ends for need in needs[row[at[device]]]):
+            while at[device] < len(row) and is_next(row[at[device]]) and needs[row[at[device]]] <= ends.keys():
                 work = row[at[device]]
-                start = max([free[device], *(ends[need] for need in needs[work])])
-                ends[work] = free[device] = start + seconds[work.kind]
-                at[device] += 1
+                start = max(*(free[d] for d in rows[work]), *(ends[need] for need in needs[work]), 0.0)
+                ends[work] = start + seconds[work.kind]
+                for d in rows[work]:
+                    at[d] += 1
+                    free[d] = ends[work]
                 is_moving = True
     return ends
 
 
-def _needs(works: Collection[Work]) -> dict[Work, list[Work]]:
+def _needs(works: Collection[Work]) -> dict[Work, set[Work]]:
     """Return what each work waits for: the stage before, or behind on the way back, and its own forward."""
     last = max(work.stage for work in works)
     back = {(w.stage, w.microbatch): w.kind for w in works if w.kind in "BI"}
-    needs: dict[Work, list[Work]] = {}
+    needs: dict[Work, set[Work]] = {}
     for work in works:
         stage, k = work.stage, work.microbatch
         if work.kind == "F":
-            needs[work] = [Work(stage - 1, "F", k)] if stage else []
+            needs[work] = {Work(stage - 1, "F", k)} if stage else set()
         elif work.kind == "W":
-            needs[work] = [Work(stage, "I", k)]
+            needs[work] = {Work(stage, "I", k)}
         else:
-            behind = [Work(stage + 1, back.get((stage + 1, k), "B"), k)] if stage < last else []
-            needs[work] = [Work(stage, "F", k), *behind]
+            behind = {Work(stage + 1, back.get((stage + 1, k), "B"), k)} if stage < last else set()
+            needs[work] = {Work(stage, "F", k), *behind}
     return needs
 
 
 def check(table: Table) -> None:
     """Raise InputError, with the grid and the step, for a table that misses work, repeats it, or cannot run.
 
-    Every stage needs the forward of each microbatch and its backward (B, or I and W) on the same device, and neighbours
-    must take microbatches in the same order, so that no messages cross. The first stages may have forwards only.
+    Every stage needs the forward of each microbatch and its backward (B, or I and W) on the same device, or on the same
+    devices together, and neighbours must take microbatches in the same order, so that no messages cross. The first
+    stages may have forwards only.
     """
     if not any(table):
         raise InputError("a schedule without work; write a row for each device, as 0F0 0B0.")
@@ -103,19 +115,22 @@ Faults = Iterator[tuple[Step, str]]
 def _repeated(table: Table, place: Mapping[Work, Step]) -> Faults:
     for d, row in enumerate(table):
         for at, work in enumerate(row):
-            if place[work] != (d, at):
-                yield place[work], f"{work} is there already, at step {at} of device {d}"
+            if row.index(work) != at:
+                yield (d, at), f"{work} is there already, at step {row.index(work)}"
 
 
 def _incomplete(table: Table, place: Mapping[Work, Step]) -> Faults:
     stages, numbers = (1 + max(getattr(work, name) for work in place) for name in ("stage", "microbatch"))
     trained = min((work.stage for work in place if work.kind != "F"), default=stages)
+    where = devices_of(table)
     for stage, k in itertools.product(range(stages), range(numbers)):
         complete = ("FB", "FIW") if stage >= trained else ("F",)
         own = {kind: place[work] for kind in "FBIW" if (work := Work(stage, kind, k)) in place}
         first, kinds = next(iter(own.values()), (0, len(table[0]) - 1)), "".join(own)
-        if len({d for d, _ in own.values()}) > 1:
-            yield first, f"microbatch {k} of stage {stage} is on devices {sorted({d for d, _ in own.values()})}"
+        homes = {kind: where[Work(stage, kind, k)] for kind in own}
+        if len(set(homes.values())) > 1:
+            told = " and ".join(f"{kind} on {', '.join(map(str, devices))}" for kind, devices in homes.items())
+            yield first, f"microbatch {k} of stage {stage} has its {told}"
         if kinds not in complete:
             yield first, f"microbatch {k} of stage {stage} has {kinds or 'nothing'}, not {' or '.join(complete)}"
 
@@ -123,11 +138,12 @@ def _incomplete(table: Table, place: Mapping[Work, Step]) -> Faults:
 def _crossing(table: Table, place: Mapping[Work, Step]) -> Faults:
     """Messages from one device to another arrive in the order in which they leave."""
     sent: dict[tuple[int, int, int, bool], list[Work]] = {}
-    needs = _needs(place)
+    needs, where = _needs(place), devices_of(table)
     readers = {need: work for work, found in needs.items() for need in found if need.stage != work.stage}
     for d, row in enumerate(table):
         for work in row:
-            if (reader := readers.get(work)) and place[reader][0] != d:
+            reader = readers.get(work)
+            if reader and {len(where[work]), len(where[reader])} == {1} and place[reader][0] != d:
                 sent.setdefault((d, place[reader][0], work.stage, work.kind == "F"), []).append(reader)
     for (device, *_), works in sent.items():
         for first, second in itertools.pairwise(works):
@@ -143,3 +159,15 @@ def _stuck(table: Table, place: Mapping[Work, Step]) -> Faults:
     for work, need in sorted(waits, key=lambda pair: place[pair[0]][0] != place[pair[1]][0]):
         d, at = place[need]
         yield place[work], f"{work} waits for {need}, at step {at} of device {d}, for ever"
+    for device, work in ((d, work) for d, work in enumerate(firsts) if work and not waits):
+        d = next(d for d in devices_of(table)[work] if work != firsts[d])
+        yield (device, table[device].index(work)), f"{work} waits for device {d}, which shares it and is at {firsts[d]}"
+
+
+def devices_of(table: Table) -> dict[Work, tuple[int, ...]]:
+    """Return the devices of each work: several that do it together, or one."""
+    found: dict[Work, tuple[int, ...]] = {}
+    for device, row in enumerate(table):
+        for work in row:
+            found[work] = (*found.get(work, ()), device)
+    return found

@@ -19,7 +19,7 @@ GPT = "gpt2:size=tiny,layers=4,batch=16"
 MODELS = ["gpt2", "llama", "mbart", "alphafold2"]
 PRODUCTS = [
     "zb_h1:2 x zero:2,stage=1", "interleaved:2 x zero:2,stage=1", "data_parallel:2 x chimera:2",
-    "chimera:2 x tensor_parallel:2", "zb_h1:2 x tensor_parallel:2", "pipeline_1f1b:2 x data_parallel:2",
+    "interlaced:2,microbatches=2 x tensor_parallel:2", "chimera:2 x tensor_parallel:2", "zb_h1:2 x tensor_parallel:2", "pipeline_1f1b:2 x data_parallel:2",
 ]  # fmt: skip
 captured = cache(library)
 
@@ -106,12 +106,29 @@ def test_three_passes_and_one_backward_equal_the_model() -> None:
         plan_of(GPT, "three_f_one_b", 2)
 
 
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("mbart", marks=pytest.mark.slow)])
+def test_embedding_and_head_are_interlaced(model: str) -> None:
+    plan = plan_of(f"{model}:size=tiny,layers=4,batch=8", "interlaced:microbatches=4", 2)
+    found = plan.verify()
+    assert found["equal"], found
+    graph = plan.compiled.graph
+    heads = [op for op in graph.forward_ops if op.module == "lm_head" and op.flops]
+    assert [sorted(graph.grids[op.name].used()) for op in heads] == [[0, 1]]
+    assert "0F0 1F0" in summary(plan.compiled)
+
+
+def test_two_versions_of_weights_equal_their_recurrence() -> None:
+    found = plan_of(GPT, "pipedream_2bw:microbatches=4", 2).verify()
+    assert found["equal"], found
+    assert found["stale"] == 1
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
 
 
-@pytest.mark.parametrize("name", [*schedules.RULES, "three_f_one_b"])
+@pytest.mark.parametrize("name", [*schedules.RULES, "interlaced", "three_f_one_b"])
 def test_the_page_shows_the_table_of_a_schedule(name: str) -> None:
-    rule = schedules.RULES.get(name, schedules.three_f_one_b)
+    rule = schedules.RULES.get(name) or getattr(schedules, name)
     shown = PAGE.read_text().partition(f"**`{name}`**")[2].split("```")[1]
     assert shown.strip() == print_schedule(rule(2, 4))
 

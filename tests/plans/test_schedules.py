@@ -138,8 +138,7 @@ def test_three_forwards_and_one_backward_idle_as_little_as_one_can(p: int, m: in
 
 
 RULES = [
-    schedules.gpipe, schedules.one_f_one_b, schedules.interleaved, schedules.breadth_first, schedules.zb_h1,
-    schedules.zb_h2, schedules.zbv, schedules.dualpipe_v, schedules.chimera, schedules.three_f_one_b,
+    *schedules.RULES.values(), schedules.three_f_one_b, schedules.interlaced,
 ]  # fmt: skip
 
 
@@ -190,10 +189,11 @@ def test_counts_that_a_rule_cannot_take_are_refused(
         ),
         ("0F0 0F1 0B0 0B1\n1F1 1B1 1F0 1B0", r"1F1 is before 1F0, but device 0 sends to 1F0 before"),
         ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", r"0B0 waits for 1B0, at step 2 of device 1, for ever"),
-        ("0F0 0F0 0B0\n1F0 1B0", "0F0 is there already, at step 0 of device 0"),
+        ("0F0 0F0 0B0\n1F0 1B0", "0F0 is there already, at step 0"),
         ("0F0 0I0 0W0 0B0\n1F0 1B0", "microbatch 0 of stage 0 has FBIW"),
-        ("0F0\n0B0", r"microbatch 0 of stage 0 is on devices \[0, 1\]"),
+        ("0F0\n0B0", "microbatch 0 of stage 0 has its F on 0 and B on 1"),
         ("1F0 1B0", "microbatch 0 of stage 0 has nothing"),
+        ("0F0 0F1 0B0 0B1\n0F1 0F0 0B0 0B1", "0F0 waits for device 1, which shares it and is at 0F1"),
         ("", "without work"),
     ],
 )

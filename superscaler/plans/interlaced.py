@@ -1,0 +1,29 @@
+"""The interlaced pipeline (the paper's algorithm 2): for models whose embedding and head are heavy, as mBART.
+
+All devices have a slice of the vocabulary: they look up, and compute scores and loss, together, between the work of the
+other layers, which are a 1F1B pipeline.
+"""
+
+from __future__ import annotations
+
+from superscaler.plans import schedules
+from superscaler.plans.along import along_axis
+from superscaler.plans.pipeline import lay
+from superscaler.plans.shared import stages, tensor_splits
+from superscaler.verbs import Graph, InputError, op_trans
+
+
+@along_axis()
+def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None) -> None:
+    splits = tensor_splits(graph, n, axis, in_blocks=False)
+    inside = {op.name for block in graph.blocks for op in block.ops}
+    ops = list(graph.forward_ops)
+    at = [k for k, op in enumerate(ops) if op.name in inside]
+    if not at:
+        raise InputError("interlaced: the model has no repeated blocks to make stages of; choose tensor_parallel.")
+    first, last = at[0], at[-1] + 1
+    table = schedules.interlaced(n, 2 * n if microbatches is None else microbatches)
+    lay(graph, axis, table, [ops[:first], *stages(graph, n, ops=ops[first:last]), ops[last:]])
+    for op in (*ops[:first], *ops[last:]):
+        for split in splits.get(op.name, ()):
+            op_trans(graph, [op], split)
