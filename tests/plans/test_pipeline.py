@@ -19,7 +19,8 @@ GPT = "gpt2:size=tiny,layers=4,batch=16"
 MODELS = ["gpt2", "llama", "mbart", "alphafold2"]
 PRODUCTS = [
     "zb_h1:2 x zero:2,stage=1", "interleaved:2 x zero:2,stage=1", "data_parallel:2 x chimera:2",
-    "interlaced:2,microbatches=2 x tensor_parallel:2", "chimera:2 x tensor_parallel:2", "zb_h1:2 x tensor_parallel:2", "pipeline_1f1b:2 x data_parallel:2",
+    "interlaced:2,microbatches=2 x tensor_parallel:2", "chimera:2 x tensor_parallel:2",
+    "zb_h1:2 x tensor_parallel:2", "pipeline_1f1b:2 x data_parallel:2",
 ]  # fmt: skip
 captured = cache(library)
 
