@@ -12,7 +12,12 @@ gradients  what the first of two microbatches leaves behind: 4 bytes a parameter
            reduced
 blocks     what the blocks keep until the backward: with blocks computed again, the input of each: 4 x batch x sequence
            x hidden bytes
+transient  what is computed again before its backward, at the most at once: of co-shard in c parts 1 / c of a block's
 peak       the most of all that a step makes: without states
+
+Then what a layer keeps from its forward to its backward (of a model with two more layers what is more): under sequence
+parallelism its share, and the gathered inputs of its two products. Then, of weights that are cut unevenly, what rests
+on each of two devices, as a share of all.
 """
 
 from __future__ import annotations
@@ -33,7 +38,6 @@ from superscaler.ir.transformed import block_of
 from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve
-from superscaler.plans.shared import tensor_splits
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
 
@@ -41,45 +45,29 @@ MODELS = {
     "small": "gpt2:size=tiny,layers=4,seq=128",
     "large": "gpt2:size=tiny,layers=8,hidden=512,heads=8,seq=256,vocab=8192",
 }
-COLUMNS = ("states", "weights", "gradients", "blocks", "peak")
+COLUMNS = ("states", "weights", "gradients", "blocks", "transient", "peak")
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 
 
-def recomputed(plan: str) -> SProgram:
-    """Return a plan that also computes all blocks again."""
-
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        resolve(plan)(graph, cluster)
-        for block in graph.blocks:
-            ss.op_trans(graph, block.ops, ss.Recompute())
-
-    return sprogram
-
-
-def co_shard(graph: ss.Graph, cluster: ss.Cluster, parts: int = 4) -> None:
-    """Cut heads and MLP of each block into parts that one device computes, and computes again, one after the other.
-
-    A region is what is cut, and what comes just before it, so that the backward of a part needs no other part.
-    """
-    splits = tensor_splits(graph, parts)
-    ss.op_assign(graph, graph.ops, 0)
-    for block in graph.blocks:
-        region: list[ss.Op] = []
-        for op, after in itertools.pairwise(block.ops):
-            made = graph.parts(op)
-            for split in splits.get(op.name, ()):
-                made = ss.op_trans(graph, made, split)
-            region.append(op)
-            if op.name in splits and after.name not in splits:
-                ss.op_trans(graph, region, ss.Recompute())
-                region = []
+def uneven(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Cut what tensor parallelism cuts, or experts, into a quarter and the rest."""
+    experts = [f for f in graph.factors if f.endswith("experts")]
+    names = experts or [f for f in graph.factors if f.endswith((".heads", ".mlp"))]
+    for op in graph.forward_ops:
+        name = next((f for f in names if op.find(f) is not None), None)
+        size = graph.factors[name].size if name else 0
+        cut = ss.Split(name, sizes=(size // 4, size - size // 4)) if name else ss.Replicate(2)
+        ss.op_assign(graph, ss.op_trans(graph, op, cut), cluster.devices)
 
 
 # Name: devices, how many of them share the weights, whether each microbatch is reduced, plan.
 PLANS: dict[str, tuple[int, int, bool, str | SProgram]] = {
     "single": (1, 1, False, "single"),
-    "blocks computed again": (1, 1, False, recomputed("single")),
-    "co-shard in 4": (1, 1, False, co_shard),
+    "blocks computed again": (1, 1, False, "recompute"),
+    "attention computed again": (1, 1, False, "recompute:what=attention"),
+    "runs of sqrt(blocks)": (1, 1, False, "chain_recompute:every=sqrt"),
+    "co-shard in 2": (1, 1, False, "co_shard:parts=2"),
+    "co-shard in 4": (1, 1, False, "co_shard:parts=4"),
     "data parallel": (4, 1, False, "data_parallel"),
     "ZeRO-1": (4, 4, False, "zero"),
     "ZeRO-1, accumulation": (4, 4, False, "zero:microbatches=2"),
@@ -87,6 +75,13 @@ PLANS: dict[str, tuple[int, int, bool, str | SProgram]] = {
     "ZeRO-3": (4, 4, False, "zero:stage=3"),
     "ZeRO-3, accumulation": (4, 4, True, "zero:stage=3,microbatches=2"),
     "hybrid 2 x 2, stage 3": (4, 2, False, "zero:stage=3,shard=2"),
+}
+# What a layer keeps from its forward to its backward, as a share of what it keeps on one device or (None) its input.
+LAYERS = {
+    "one device": (1, "single", 1.0),
+    "sequence parallel over 2": (2, "sequence_parallel", 0.5),
+    "sequence parallel over 4": (4, "sequence_parallel", 0.25),
+    "block computed again": (1, "recompute", None),
 }
 
 
@@ -98,11 +93,17 @@ def measure(plan: Plan) -> dict[str, float]:
     def run(step: Step) -> dict[str, float]:
         step(captured.batch)
         seen: list[tuple[str, int, str, int]] = []
+        made: dict[str, int] = {}
+        last = 0
 
         def watch(kind: str, tag: str, *_: Any) -> None:
+            nonlocal last
             segment = segments[int(tag[1:].split("_")[0])]
             if not segment.region:
                 seen.append((kind, "_m1" in tag, segment.module, live.live))
+            elif kind == "F":
+                made[tag] = live.live - last
+            last = live.live
 
         state = step.state.optimizer.state.values() if step.state.optimizer else ()
         kept = [*step.state.weights.values(), *(x for some in state for x in some.values() if x.ndim)]
@@ -111,7 +112,9 @@ def measure(plan: Plan) -> dict[str, float]:
             step(captured.batch)
         # Where the backward begins, in each microbatch.
         turns = [at for (kind, *_, at), (after, *_) in itertools.pairwise(seen) if (kind, after) == ("F", "B")]
-        found: dict[str, float] = {"states": sum(x.nbytes for x in kept), "peak": live.peak}
+        found: dict[str, float] = {"states": sum(x.nbytes for x in kept), "peak": live.peak, "kept": turns[0]}
+        if made and plan.compiled.program.world == 1:
+            found["transient"] = max(made.values())
         if turns[1:] and any(second for _, second, *_ in seen):
             found["gradients"] = turns[1] - turns[0]
         inside = [n for n, (kind, _, module, _) in enumerate(seen) if kind == "F" and block_of(module) in blocks]
@@ -144,6 +147,31 @@ def gathered(plan: Plan) -> int:
     return most
 
 
+def captured(spec: str) -> ss.Graph:
+    built = build(spec)
+    return ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters()))
+
+
+def print_layers(spec: str) -> None:
+    less, more = captured(f"{spec},layers=2"), captured(f"{spec},layers=4")
+    edge = max(prod(less.model.tensors[o.tensor].shape) for o in less.blocks[1].ops[0].inputs)
+    whole = 0.0
+    print(f"{spec}: kept by a layer, KB, measured / by formula")
+    for name, (devices, plan, share) in LAYERS.items():
+        kept = [measure(ss.compile(graph, plan, f"local:{devices}"))["kept"] for graph in (less, more)]
+        found = (kept[1] - kept[0]) / 2
+        whole = whole or found
+        told = 4 * edge if share is None else share * whole + 2 * 4 * edge * (1 - share)
+        print(f"{name:26}{found / 1e3:10.1f} / {told / 1e3:.1f}  {found / told:.3f}", flush=True)
+
+
+def print_uneven(spec: str) -> None:
+    plan = ss.compile(captured(spec), uneven, "local:2")
+    psi = sum(prod(t.shape) for t in plan.compiled.graph.model.parameters())
+    held = (sum(prod(hi - lo for lo, hi in w.box) for w in d.weights) for d in plan.compiled.program.devices)
+    print(f"{spec}: cut 1 : 3, at rest on two devices: " + ", ".join(f"{n / psi:.2f}" for n in held), flush=True)
+
+
 def formulas(graph: ss.Graph, devices: int, shard: int, is_reduced: bool, name: str) -> dict[str, float]:
     psi = sum(prod(tensor.shape) for tensor in graph.model.parameters())
     inside = sum(prod(tensor.shape) for tensor in graph.model.parameters() if block_of(tensor.name))
@@ -164,18 +192,23 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, action="append")
     torch.set_num_threads(1)
     for model in parser.parse_args().model or MODELS:
-        built = build(MODELS[model])
-        graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters()))
+        graph, block = captured(MODELS[model]), 0.0
         print(f"{model}: {MODELS[model]}; MB of rank 0, measured / formula")
         print(f"{'':24}" + "".join(f"{column:>18}" for column in COLUMNS))
         for name, (devices, shard, is_reduced, plan) in PLANS.items():
             compiled = ss.compile(graph, resolve(plan) if isinstance(plan, str) else plan, f"local:{devices}")
             found, told = measure(compiled), formulas(graph, devices, shard, is_reduced, name)
+            block = found["transient"] if name.startswith("blocks") else block
+            if name.startswith("co-shard"):
+                told["transient"] = block / int(name.split()[-1])
             cells = (
                 " / ".join(f"{some[column] / 1e6:.2f}" if column in some else "-" for some in (found, told))
                 for column in COLUMNS
             )
             print(f"{name:24}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+    print_layers("gpt2:size=tiny,seq=128")
+    for spec in ("gpt2:size=tiny", "mixtral:size=tiny"):
+        print_uneven(spec)
 
 
 if __name__ == "__main__":

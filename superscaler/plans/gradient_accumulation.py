@@ -16,4 +16,6 @@ def gradient_accumulation(graph: Graph, n: int, axis: str, microbatches: int = 4
         )
     if microbatches > 1:
         op_trans(graph, graph.forward_ops, Microbatch(microbatches))
-    op_trans(graph, graph.forward_ops, Split("batch", n, axis=axis))
+    # A batch of one is no factor.
+    if n > 1:
+        op_trans(graph, graph.forward_ops, Split("batch", n, axis=axis))

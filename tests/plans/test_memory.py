@@ -33,6 +33,7 @@ EQUAL = [
     ("gpt2:size=tiny", "gradient_accumulation", 2),
     ("llama:size=tiny", "gradient_accumulation:microbatches=2", 4),
     ("mbart:size=tiny", "gradient_accumulation:microbatches=8", 1),
+    ("gpt2:size=tiny,batch=1", "co_shard:1,parts=2", 1),
     ("gpt2:size=tiny,dropout=0.1", "recompute:what=full,microbatches=2", 2),
     ("swin:size=tiny", "recompute:what=block", 2),
     ("llama:size=tiny", "recompute:2,what=attention x tensor_parallel:2", 4),
