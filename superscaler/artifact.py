@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from superscaler.ir.listing import print_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph
+from superscaler.ops.row import aten
 from superscaler.ops.table import ROWS
 from superscaler.report.account import account, kept_values, manifest, origin, own_operators
 from superscaler.specs import files as disk
@@ -91,8 +92,7 @@ def reads(model: Model) -> dict[str, Any]:
 _SELECTING = {n: dim for n, row in ROWS.items() for _, dim, role in row.roles if role in ("vocabulary", "classes")}
 _ROWS = {n: dim for n, dim in _SELECTING.items() if "embedding" in n}
 # What leaves the values of its operand as they are, but for some that a label does not count.
-_MOVES = ("view", "_unsafe_view", "reshape", "slice", "select", "squeeze", "unsqueeze", "expand", "clone", "detach",
-          "permute", "transpose", "_to_copy", "constant_pad_nd", "flatten")  # fmt: skip
+_MOVES = {n for n, row in ROWS.items() if row.is_view} | aten(True, "clone _to_copy constant_pad_nd").keys()
 
 
 def limits(model: Model) -> dict[str, tuple[int, int]]:
@@ -102,7 +102,7 @@ def limits(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def bounds(
-    model: Model, selecting: Mapping[str, int] = _SELECTING, moves: Sequence[str] | None = None
+    model: Model, selecting: Mapping[str, int] = _SELECTING, moves: Container[str] | None = None
 ) -> dict[str, int]:
     """Return for each integer input below which number its values must be: the rows or classes that they select, as
     they are or after what is done to them (after `moves` only, if given).
@@ -123,8 +123,8 @@ def bounds(
     return found
 
 
-def _is_among(op: Op, moves: Sequence[str] | None) -> bool:
-    return moves is None or op.target.split(".")[1] in moves
+def _is_among(op: Op, moves: Container[str] | None) -> bool:
+    return moves is None or op.target in moves
 
 
 def slots_of(model: Model, name: str) -> list[list[int]]:
