@@ -11,6 +11,7 @@ stage 3  so, and weights of blocks are gathered again for the backward: all but 
 
 from __future__ import annotations
 
+from superscaler.errors import divisors
 from superscaler.plans.along import along_axis
 from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather, Replicate, Shard, Split, op_trans
 
@@ -21,7 +22,7 @@ def zero(graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microb
     if stage not in (1, 2, 3) or keep < 0:
         raise InputError(f"zero:stage={stage},keep={keep}: choose stage 1, 2 or 3, and keep at least 0 blocks.")
     if shard < 1 or n % shard:
-        raise InputError(f"zero:shard={shard} does not divide its {n} devices; choose a divisor of {n}.")
+        raise InputError(f"zero:shard={shard} does not divide its {n} devices; choose {divisors(n)}.")
     if microbatches > 1:
         op_trans(graph, graph.forward_ops, Microbatch(microbatches))
     for count in (n // shard, shard):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
@@ -19,12 +19,23 @@ class Algorithm(Protocol):
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis: ...
 
 
+class _Told:
+    """Reads as it was written, without what is as by default."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        given = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
+        told = (repr(v) if f.default is MISSING else f"{f.name}={v!r}" for f, v in given if v != f.default)
+        return f"{type(self).__name__}({', '.join(told)})"
+
+
 # Parts of one op: more than any cluster has devices and any step has microbatches.
 MOST_PARTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(_Told):
     """Make `parts` equal copies. `mirror` says whether their backward ops `copy` (each reads the whole gradient) or
     `route` (each reads what its own readers send); the default is route for ops that depend on weights only.
     `axis` names the axis of a mesh along which `op_assign` places them.
@@ -43,7 +54,7 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(_Told):
     """Cut one index of a factor into `parts` equal parts, or into parts of the given `sizes`.
 
     Of several factors, the first that the op has and that `parts` divides. `h.*.mlp` is any factor that fits (that of
@@ -111,7 +122,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(_Told):
     """Cut the largest index that `parts` divides, or else the largest one unevenly; what is smaller is replicated.
 
     Shard(4) of [768, 3]: 4 x [192, 3]    of [10, 3]: [2, 3] [3, 3] [2, 3] [3, 3]    of [3]: 4 copies
@@ -131,7 +142,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class ValueSplit:
+class ValueSplit(_Told):
     """Make `parts` parts whose results add up: each reads some addends of input `operand` (and of what is added to it).
 
     y = a x1 + a x2  ->  y1 = a x1; y2 = a x2.  For ops that are linear in that input, whose value comes in parts.
@@ -153,7 +164,7 @@ class ValueSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatch:
+class Microbatch(_Told):
     """Split the batch into `parts` microbatches, and mark the parts with their number.
 
     An update runs once: it keeps its parts, but its gradient is reduced in each microbatch, not their sum at the end.
@@ -168,7 +179,7 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(_Told):
     """Leave parts whole, at place `number` (from 0) along an axis of a mesh: one stage of a pipeline."""
 
     number: int

@@ -84,7 +84,7 @@ def test_groups_of_slices_reduce_in_one_bucket_each(cluster: str, shard: int) ->
 
 def test_options_that_do_not_hold_are_refused() -> None:
     graph = captured("mlp")
-    with pytest.raises(InputError, match="zero:shard=3 does not divide its 4 devices; choose a divisor of 4"):
+    with pytest.raises(InputError, match="zero:shard=3 does not divide its 4 devices; choose 1, 2 or 4"):
         ss.compile(graph, resolve("zero:shard=3"), "local:4")
     with pytest.raises(InputError, match="zero:stage=4,keep=0: choose stage 1"):
         ss.compile(graph, resolve("zero:stage=4"), "local:4")
