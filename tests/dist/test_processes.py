@@ -37,6 +37,7 @@ def plan_of(model: str, spec: str, world: int, again: bool) -> Plan:
         ("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8, False),
         ("llama:size=tiny", "tensor_parallel", 4, False),
         ("llama:size=tiny", "data_parallel:2 x ring_attention:2,zigzag=true", 4, False),
+        ("mixtral:size=tiny,layers=1", "expert_parallel:capacity=1.25", 2, False),
         ("gpt2:size=tiny,dropout=0.1", "tensor_parallel", 2, True),
         ("gpt2:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2, True),
         ("gpt2:size=tiny,batch=8", f"{Path(__file__).parents[1]}/materialize/test_buckets.py:zero", 4, False),
