@@ -309,6 +309,19 @@ def width(dtype: str) -> int:
     return int(bits[0]) // 8 if bits else 1
 
 
+def unread_twins(model: Model) -> frozenset[str]:
+    """Return the tensors that are computed again only for the gradients behind them, which do not depend on their
+    values: only sums read them, whose results nobody reads in another way.
+    """
+    uses, found = model.uses(), set[str]()
+    for op in reversed(model.ops):
+        for output in op.outputs if op.origin else ():
+            readers = [reader for reader, _ in uses[output.tensor]]
+            if all(len(r.linear) == 1 and found.issuperset(o.tensor for o in r.outputs) for r in readers):
+                found.add(output.tensor)
+    return frozenset(found)
+
+
 def without_twins(model: Model) -> Model:
     """Return the model in which nothing is computed again or copied, no backward is split, and no weight has an older
     version.

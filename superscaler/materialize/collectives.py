@@ -147,7 +147,7 @@ def _tiling(boxes: dict[int, Box]) -> _Tiling | None:
     ranges: Sequence[tuple[int, int]] = [boxes[device][slot] for device in ordered]
     sizes = tuple(hi - lo for lo, hi in ranges)
     follows = all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-    if not follows or max(sizes) * len(sizes) > MOST_PADDING * sum(sizes):
+    if not follows or 0 in sizes or max(sizes) * len(sizes) > MOST_PADDING * sum(sizes):
         return None
     whole = tuple((ranges[0][0], ranges[-1][1]) if s == slot else r for s, r in enumerate(distinct[0]))
     return _Tiling(slot, tuple(ordered), whole, sizes if len(set(sizes)) > 1 else ())

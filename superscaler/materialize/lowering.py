@@ -16,7 +16,8 @@ from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.parts import HOSTS
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.context import Context
-from superscaler.materialize.reduction import reduction
+from superscaler.materialize.pricing import cheapest
+from superscaler.materialize.reduction import finer, reduction
 from superscaler.materialize.rvd.route import Route, is_collective, route
 from superscaler.materialize.rvd.transitions import Step as PathStep
 from superscaler.materialize.steps import Collective, Cut, Join, Lowered, Message, Slot, Step, common, slots_of
@@ -41,14 +42,13 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
     # Of what is the largest of its parts there is an all_reduce, but no other sum and no path.
     if found is not None and not (largest and found.kind in ("reduce_scatter", "reduce")):
         return _collective(transfer, found, context)
-    if transfer.is_to_updates and (steps := reduction(transfer, context)) is not None:
-        return steps
     dtype = context.dtype(transfer, trained=True)
-    if dtype != "bool" and not largest:
-        path = route(transfer, context.fold, context.costs, width(dtype), context.paths)
-        if path is not None:
-            return _Path(transfer, path, context).lowered()
-    return _messages(transfer, context)
+    can_sum = dtype != "bool" and not largest
+    path = route(transfer, context.fold, context.costs, width(dtype), context.paths) if can_sum else None
+    forms = [] if path is None else [_Path(transfer, path, context).lowered()]
+    closed = (form(transfer, context) for form in (finer, reduction)) if transfer.is_to_updates else ()
+    forms += [form for form in closed if form is not None]
+    return cheapest(forms, context, width(dtype)) if forms else _messages(transfer, context)
 
 
 def _linked(transfer: Transfer) -> tuple[tuple[Slot, ...], ...]:

@@ -52,6 +52,46 @@ def reduction(transfer: Transfer, context: Context) -> Lowered | None:
     return steps.lowered([sorted(items_of[r]) for r in items_of])
 
 
+def finer(transfer: Transfer, context: Context) -> Lowered | None:
+    """Return how devices of which several read each slice of a sum make it in finer slices, one each, and then gather
+    what they read; None where they do not.
+    """
+    steps, slots = _Steps(transfer, context), {slot.device: slot for slot in slots_of(transfer)}
+    read = {reader.device: reader.box for reader in transfer.readers}
+    ends = (*transfer.pieces, *transfer.readers)
+    if not transfer.is_joint or slots.keys() != read.keys() or len(ends) != 2 * len(read):
+        return None
+    held, wanted = steps.extended({d: slot.box for d, slot in slots.items()}), steps.extended(read)
+    firsts = {box: device for device, box in wanted.items()}
+    cut = match_boxes({d: held[d] for d in firsts.values()}, {d: box for box, d in firsts.items()})
+    if cut is None or cut.kind != "reduce_scatter" or len(firsts) == len(wanted):
+        return None
+    own = {
+        device: part
+        for box in firsts
+        for device, part in _cut(box, cut.give, sorted(d for d in wanted if wanted[d] == box))
+    }
+    how = match_boxes(held, own)
+    if how is None or how.kind != "reduce_scatter":
+        return None
+    made = {d: steps.item(own[d], {d: slot}) for d, slot in slots.items()}
+    steps.rounds[0] += steps.collectives([how], slots, {d: steps.slots[n][d] for d, n in made.items()})
+    whole: dict[Box, int | None] = {}
+    for box in dict.fromkeys(read.values()):
+        some = [d for d in slots if read[d] == box]
+        whole[box] = steps.join([made[d] for d in some], some, box)
+    found = [[n] for box in read.values() if (n := whole[box]) is not None]
+    return steps.lowered(found) if len(found) == len(read) else None
+
+
+def _cut(box: Box, slot: int, devices: Sequence[int]) -> Iterator[tuple[int, Box]]:
+    """Yield for each of the devices its part of a box along a slot."""
+    (lo, hi), n = box[slot], len(devices)
+    for at, device in enumerate(devices):
+        ends = lo + (hi - lo) * at // n, lo + (hi - lo) * (at + 1) // n
+        yield device, (*box[:slot], ends, *box[slot + 1 :])
+
+
 class _Steps:
     """Items and the steps that make them: a piece, or what some devices hold of one box after a step. Each is made in
     the round after those that it is made of.
@@ -67,20 +107,20 @@ class _Steps:
     def _near(self, a: int, b: int) -> int:
         return self.context.close.closeness(a, b) if self.context.close else 0
 
-    def _extended(self, boxes: dict[int, Box]) -> dict[int, Box]:
+    def extended(self, boxes: dict[int, Box]) -> dict[int, Box]:
         return self.context.fold.extend(boxes) if self.context.fold else boxes
 
     def _add(self, box: Box, sources: Mapping[int, Slot], how: Sequence[Match] = ()) -> int:
         """Add the item of a box that devices get: each from its own slot by a collective, or from another's."""
-        n = self._item(box, sources)
+        n = self.item(box, sources)
         outs, steps = self.slots[n], self.rounds[self.round_of[n]]
-        steps += self._collectives(how, sources, outs)
+        steps += self.collectives(how, sources, outs)
         for device, source in sources.items() if not how else ():
             if self.context.is_told(source.device, device):
                 steps.append(Message(source, outs[device], refusal(self.transfer)))
         return n
 
-    def _item(self, box: Box, sources: Mapping[int, Slot]) -> int:
+    def item(self, box: Box, sources: Mapping[int, Slot]) -> int:
         """Add the item of a box that devices get in the round after those that its sources are made in."""
         n, at = len(self.boxes), 1 + max(self.round_of[source.item] for source in sources.values())
         self.rounds += [[] for _ in range(at + 1 - len(self.rounds))]
@@ -89,7 +129,7 @@ class _Steps:
         self.round_of.append(at)
         return n
 
-    def _collectives(
+    def collectives(
         self, how: Sequence[Match], sources: Mapping[int, Slot], outs: Mapping[int, Slot]
     ) -> Iterator[Collective]:
         for one in how:
@@ -104,7 +144,7 @@ class _Steps:
         """Return the item that is the sum of one piece per device, on all of these."""
         if len(pieces) == 1:
             return next(iter(pieces.values())).item
-        group = sorted(self._extended(dict.fromkeys(pieces, box)))
+        group = sorted(self.extended(dict.fromkeys(pieces, box)))
         return self._add(box, pieces, [Match("all_reduce", tuple(group))])
 
     def scatter(self, whole: Box, held: Mapping[int, Slot], readers: Sequence[End]) -> dict[Box, dict[int, Slot]]:
@@ -116,14 +156,14 @@ class _Steps:
         slices = sorted(set(wanted.values()))
         is_each = wanted.keys() == held.keys() and len(wanted) == len(readers)
         lines = self._lines(slices, wanted) if is_each and len(slices) > 1 else None
-        extended = [self._extended({d: wanted[d] for d in line}) for line in lines or ()]
+        extended = [self.extended({d: wanted[d] for d in line}) for line in lines or ()]
         how = [match_boxes(dict.fromkeys(boxes, whole), boxes) for boxes in extended]
         found = [one for one in how if one is not None and one.kind == "reduce_scatter"]
         if not found or len(found) < len(how):
             return {}
-        made = {box: self._item(box, {d: held[d] for d in held if wanted[d] == box}) for box in slices}
+        made = {box: self.item(box, {d: held[d] for d in held if wanted[d] == box}) for box in slices}
         outs = {d: self.slots[made[box]][d] for d, box in wanted.items()}
-        self.rounds[self.round_of[made[slices[0]]]] += self._collectives(found, held, outs)
+        self.rounds[self.round_of[made[slices[0]]]] += self.collectives(found, held, outs)
         return {box: self.slots[n] for box, n in made.items()}
 
     def _lines(self, labels: Sequence[T], of: Mapping[int, T]) -> list[list[int]] | None:
@@ -147,7 +187,7 @@ class _Steps:
         has = {d: max(numbers, key=lambda n: (*self._closest(n, d), -n)) for d in devices}
         lines, how = self._lines(numbers, has), []
         for line in lines or ():
-            boxes = self._extended({d: self.boxes[has[d]] for d in line})
+            boxes = self.extended({d: self.boxes[has[d]] for d in line})
             found = match_boxes(boxes, dict.fromkeys(boxes, whole))
             if found is None or found.kind != "all_gather":
                 return None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from superscaler.errors import ScheduleError
+from superscaler.ir.graph import unread_twins
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import HOSTS, Tree
 from superscaler.schedule.cover import Held, Wanted
@@ -108,16 +109,17 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
                 addends.setdefault(model.gradient(alias.tensor), []).append((segment, number, alias))
         for number, output in enumerate(segment.outputs):
             outputs[output.tensor] = (segment, number)
-    found: list[Transfer] = []
+    found, unread = list[Transfer](), unread_twins(model)
     for tensor in dict.fromkeys((*reads, *edges.readers)):
         if tensor not in edges.makers or tensor not in model.tensors:
             continue
         made = _side(edges, outputs, edges.makers[tensor][0])
         taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
+        is_free = tensor in unread
         is_late = tensor in edges.homes or edges.makers[tensor][0][0].is_copy
         for readers, microbatch in _apart(reads.get(tensor, []), is_late, tensor in edges.homes):
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
-            found += _move(edges, tensor, FORWARD, [made], taken, joins) if taken else []
+            found += _move(edges, tensor, FORWARD, [made], taken, joins, is_free=is_free) if taken else []
             taken = []
         for read in (read for read in reads.get(tensor, []) if read[1] in read[0].again):
             for at in sorted({key[1] for key in read[0].keys}):
@@ -155,10 +157,17 @@ class Side(NamedTuple):
 
 
 def _move(
-    edges: Edges, tensor: str, kind: str, made: Sequence[Side], read: Sequence[Side], joins: bool, apart: int = 0
+    edges: Edges,
+    tensor: str,
+    kind: str,
+    made: Sequence[Side],
+    read: Sequence[Side],
+    joins: bool,
+    apart: int = 0,
+    is_free: bool = False,
 ) -> list[Transfer]:
     """Return the transfers from what makes a tensor, each an addend of it, to all that reads it; those of `apart`
-    microbatches each by itself.
+    microbatches each by itself. Where any value will do (`is_free`), a device reads the addends that it made.
     """
     columns = zip(*(side.boxes.columns() for side in read), strict=True)
     wanted = Wanted(*(np.concatenate(column) for column in columns))
@@ -170,8 +179,18 @@ def _move(
             joined = edges.join(side.port, reader.port)
             pairs += ([at[source] for source in joined[row]] for row in reader.rows)
         assert isinstance(side.boxes, Held)
+        pairs = _own(side.boxes, wanted, pairs) if is_free else pairs
         for some in _by_microbatch(side.boxes, pairs, tensor, apart) if apart else (pairs,):
             found += _group(tensor, kind, side.boxes, side.places, wanted, users, some, joins)
+    return found
+
+
+def _own(held: Held, wanted: Wanted, pairs: list[list[int]]) -> list[list[int]]:
+    """Return of each reader's sources those on its device, if they have its box, else all."""
+    found = []
+    for row, pair in enumerate(pairs):
+        place = wanted.at[row][0], *wanted.corners(row)
+        found.append([s for s in pair if (held.at[s][0], *held.corners(s)) == place] or pair)
     return found
 
 

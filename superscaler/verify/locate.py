@@ -15,7 +15,7 @@ from superscaler.artifact import describe, slots_of
 from superscaler.compiler import Compiled
 from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import RuntimeFailure
-from superscaler.ir.graph import Model, Op, without_twins
+from superscaler.ir.graph import Model, Op, unread_twins, without_twins
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.names import task
@@ -141,6 +141,7 @@ class _Search:
     ) -> None:
         self.exact, self.whole, self.gradients, self.events = exact, whole, gradients, events
         self.edges, self.model = exact.whole_schedule.edges, exact.graph.model
+        self.unread = unread_twins(self.model)
         self.floor = {"F": 0.0, "B": FLOOR * max((float(g.abs().max()) for g in gradients.values()), default=0.0)}
         # Parts of a value that wait for the others: by tensor, by row.
         self.parts: dict[str, dict[int, Tensor]] = {}
@@ -234,7 +235,9 @@ class _Search:
         return take(whole, slots_of(self.model, tensor), box)
 
     def _error(self, kind: str, tensor: str, box: Box, have: Tensor) -> float:
-        """Return the largest difference, relative to the largest element of the whole tensor."""
+        """Return the largest difference, relative to the largest element of the tensor; 0 of what nobody reads."""
+        if kind == "F" and tensor in self.unread:
+            return 0.0
         whole = (self.whole if kind == "F" else self.gradients)[self.model.origin(tensor)]
         want = self._take(whole, tensor, box)
         if have.numel() != want.numel():

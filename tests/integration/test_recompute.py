@@ -351,3 +351,20 @@ def test_a_twin_that_computes_something_else_is_refused() -> None:
     ops = tuple(replace(op, origin="mul", args=()) if op is twin else op for op in program.model.ops)
     with pytest.raises(ScheduleError, match=f"{twin.name} does not compute mul again"):
         check_program(replace(program, model=replace(program.model, ops=ops)))
+
+
+@pytest.mark.parametrize("spec", ["gpt2:size=tiny,dropout=0", "llama:size=tiny"])
+def test_the_sum_that_ends_a_block_is_not_made_again_where_only_sums_would_read_it(spec: str) -> None:
+    """Tensor parallel: of a block's two sums, that after attention is made again; that after the MLP is for a residual,
+    whose gradient depends on no value.
+    """
+
+    def sums(sprogram: SProgram) -> int:
+        plan = ss.compile(library(spec), sprogram, "local:2")
+        found = plan.verify()
+        assert (found["equal"], found["conservation"]) == (True, True), found
+        code = plan.compiled.program.devices[0].instructions
+        return sum(isinstance(i, Collective) and i.kind == "all_reduce" and not i.notes[0].is_backward for i in code)
+
+    plain, blocks = resolve("tensor_parallel"), len(library(spec).blocks)
+    assert sums(recomputed(plain)) == sums(plain) + blocks
