@@ -70,7 +70,8 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
         "slots": {name: slots_of(model, name) for name in sorted(resident)},
         "tensors": {name: owned(model, name) for name in sorted(model.tensors) if is_owned(model, name)},
         "aliases": dict(model.aliases),
-        "loss_dtype": model.tensors[model.loss].wide_dtype,
+        "loss_dtype": model.tensors[model.loss].wide_dtype if model.loss else "",
+        **({"result": model.result} if model.result else {}),
         "optimizer": {
             "name": model.optimizer.name,
             "groups": [dict(g) for g in model.optimizer.groups],

@@ -109,7 +109,7 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
     """Place the updates that no op_assign placed. Raises PlanError if any other part is on no device of the cluster."""
     planned.settle()
     check_assigned(planned)
-    place_updates(planned)
+    place_updates(planned, len(cluster.devices))
     last = len(cluster.devices) - 1
     for op in planned.model.ops:
         if op.name in planned.hosted:
@@ -119,7 +119,12 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
         device = host if host < HOSTS else max(d % HOSTS for d in used)
         if device > last:
             raise InputError(f"{op.name} is assigned to device {device}, but {cluster} has devices 0 to {last}.")
-        if host >= HOSTS and op.is_forward and not op.is_copy:
+        if op.is_output and len(used) < len(planned.rows(op).device):
+            raise InputError(
+                f"output {op.name} has {len(planned.rows(op).device)} parts on {len(used)} devices, but a device "
+                "returns one part of it; assign each part to a device of its own."
+            )
+        if host >= HOSTS and ((op.is_forward and not op.is_copy) or op.is_output):
             raise InputError(
                 f"{op.name} is assigned to {place_name(host)}, where only copies (Insert) and updates can be; "
                 "assign it to the device, and a copy of what it reads or makes to the host."

@@ -25,6 +25,9 @@ from superscaler.timing import timed
 from superscaler.verify import verify
 from superscaler.verify.checks import CHECKS
 
+# An optimizer that was not spoken of.
+_UNSAID: Any = object()
+
 
 class Plan:
     """A compiled plan: one program per device that computes what the model computes."""
@@ -44,6 +47,11 @@ class Plan:
     @cached_property
     def counts(self) -> dict[str, int]:
         return self.compiled.counts
+
+    @property
+    def trains(self) -> bool:
+        """Tell whether the plan trains, or else only computes what the module returns."""
+        return bool(self.compiled.graph.model.loss)
 
     def validate(self) -> dict[str, Any]:
         """Certify the whole program: conservation and deadlock freedom. Raises ScheduleError where it does not hold."""
@@ -120,28 +128,40 @@ def capture(
     module: torch.nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | None = _UNSAID,
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     cache: str | None = None,
+    outputs: bool = False,
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
-    `optimizer` updates parameters of the module: SGD, Adam or AdamW; there is no default. `autocast` is "bf16" or
-    "fp16" (default: the `torch.autocast` region around this call); `scaler` scales the loss.
+    `optimizer` updates parameters of the module: SGD, Adam or AdamW. There is no default where a parameter requires a
+    gradient: None means inference, as for a frozen module and under `torch.no_grad()`. Then no gradient is computed,
+    nothing is updated, and the step returns what the module returns, a loss too. With `outputs` a step that trains
+    keeps what the module returns beside its loss. `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region
+    around this call); `scaler` scales the loss.
     `cache` is a name: what was captured under it from equal files, versions, options and shapes is read from disk.
     The name stands for what is in no file: give another one where the module is built with other options.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
-    if optimizer is None:
-        raise InputError(
-            "capture needs the optimizer of the training step, of which there is no default; "
-            "pass optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3), or an SGD or Adam."
-        )
+    if optimizer is _UNSAID:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            raise InputError(
+                "capture needs the optimizer of the training step, of which there is no default; "
+                "pass optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3), or an SGD or Adam, or optimizer=None "
+                "for inference: no gradients, no updates, and the step returns what the module returns."
+            )
+        optimizer = None
+    if optimizer is None and scaler is not None:
+        raise InputError("a scaler scales a loss that is trained by; give capture an optimizer too, or no scaler.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"capture takes a torch.amp.GradScaler as scaler, not {scaler!r}.")
-    captured = capture_model(module, args, kwargs, optimizer, autocast, scaler, cache)
+    is_trained = optimizer is not None
+    captured = capture_model(
+        module, args, kwargs, optimizer, autocast, scaler, cache, is_trained, is_kept=outputs or not is_trained
+    )
     return Graph(captured.model, captured)
 
 

@@ -55,12 +55,20 @@ def _summary(name: str, found: dict[str, Any]) -> str:
         f"{sum(found['ops'].values())} forward ops, {found['mirrors']} mirrors, {found['updates']} updates; in the "
         f"forward of a step {found['flops']:.4g} FLOPs, and {_bytes(found['activation_bytes'])} of activations that "
         "mirrors read"
+        + _told(found)
         + (
             f"\nregions that the model checkpoints, computed again unless a plan saves them: {regions}"
             if regions
             else ""
         )
     )
+
+
+def _told(found: dict[str, Any]) -> str:
+    """Return what a step returns, where that is more than a loss."""
+    shown = [f"{name} {tuple(shape)} {dtype}" for name, (shape, dtype) in found["outputs"].items()]
+    means = "" if found["trains"] else "inference: no gradient is computed, nothing is updated; "
+    return f"\n{means}a step returns {some(shown, _PLACES)}" if shown else ""
 
 
 def _frozen(found: dict[str, Any]) -> list[str]:

@@ -82,6 +82,10 @@ def option(name: str, told: str, metavar: str | None = None) -> Any:
     return typer.Option(name, metavar=metavar, help=told)
 
 
+# The optimizer that trains nothing.
+_NONE = "none"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
     """What to capture, as text. Its fields are options of the commands that take one."""
@@ -92,7 +96,12 @@ class ModelRequest:
             metavar="MODEL", help="NAME[:key=value,...] (gpt2, swin, ...) or FILE.py:FUNCTION[:key=value,...]"
         ),
     ]
-    optimizer: Annotated[str, option("--optimizer", "adamw, adam or sgd")] = "adamw"
+    optimizer: Annotated[
+        str | None,
+        option(
+            "--optimizer", "adamw (default where MODEL gives a loss), adam, sgd; none: inference, nothing is trained"
+        ),
+    ] = None
     lr: Annotated[float, option("--lr", "Learning rate of the optimizer.")] = 1e-3
     autocast: Annotated[
         str | None, option("--autocast", "bf16, or fp16 with loss scaling; weights keep their dtype.", "NAME")
@@ -103,29 +112,39 @@ class ModelRequest:
         """Raise InputError for an unknown optimizer or autocast, or a learning rate that is not a positive number."""
         if self.autocast is not None and self.autocast not in AUTOCASTS:
             raise InputError(unknown("autocast", self.autocast, AUTOCASTS))
-        if self.optimizer not in OPTIMIZERS:
-            raise InputError(unknown("optimizer", self.optimizer, OPTIMIZERS))
+        if self.optimizer is not None and self.optimizer not in (*OPTIMIZERS, _NONE):
+            raise InputError(unknown("optimizer", self.optimizer, (*OPTIMIZERS, _NONE)))
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise InputError(f"--lr is {self.lr}, but a learning rate is a finite number above 0.")
 
     def capture(self) -> tuple[Graph, BuiltModel]:
-        """Build and capture the model with an optimizer over its trained parameters, for fp16 with a default scaler."""
+        """Build and capture the model with an optimizer over its trained parameters, for fp16 with a default scaler.
+
+        For inference where that is asked for; or nothing is, and the model has no such parameter or gives no loss.
+        """
         self.check()
         import torch
 
+        from superscaler.frontend.results import NoLossError
         from superscaler.models import build
         from superscaler.plan import capture
 
-        built = build(self.model)
+        built, name = build(self.model), None if self.no_cache else self.model
         parameters = [p for p in built.module.parameters() if p.requires_grad]
-        if not parameters:
+        if not parameters and self.optimizer not in (None, _NONE):
             raise InputError(
-                f"model '{built.name}' has no parameter that requires a gradient, so there is nothing to train."
+                f"model '{built.name}' has no parameter that requires a gradient, so there is nothing to train; "
+                "leave --optimizer out for inference."
             )
-        scaler = torch.amp.GradScaler("cpu") if self.autocast == "fp16" else None
-        optimizer = getattr(torch.optim, OPTIMIZERS[self.optimizer])(parameters, lr=self.lr)
-        name = None if self.no_cache else self.model
-        return capture(built.module, built.args, built.kwargs, optimizer, self.autocast, scaler, name), built
+        if parameters and self.optimizer != _NONE:
+            scaler = torch.amp.GradScaler("cpu") if self.autocast == "fp16" else None
+            optimizer = getattr(torch.optim, OPTIMIZERS[self.optimizer or "adamw"])(parameters, lr=self.lr)
+            try:
+                return capture(built.module, built.args, built.kwargs, optimizer, self.autocast, scaler, name), built
+            except NoLossError:
+                if self.optimizer is not None:
+                    raise
+        return capture(built.module, built.args, built.kwargs, None, self.autocast, None, name), built
 
 
 @dataclass(frozen=True, kw_only=True)

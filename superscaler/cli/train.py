@@ -75,6 +75,9 @@ def train(
     )  # fmt: skip
     keeping.check(steps, data)
     compiled, built = request.compile()
+    if not compiled.trains:
+        why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
+        raise InputError(f"{request.model} {why}, so there is nothing to train; compile it, and call its step.")
     # The directory that was asked for, or one that is removed afterwards.
     with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
         compiled.save(folder, seed)

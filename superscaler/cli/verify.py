@@ -46,7 +46,8 @@ def _certificate(result: Mapping[str, Any]) -> str:
     verdict = stale or "equal to one device" if result["equal"] else f"NOT equal: {result['first_difference']}"
     lost, of = result["dropped"]
     verdict += f", whose capacity of experts drops {lost} of {of} choices" if of and result["equal"] else ""
-    errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in _ERRORS)
+    told = [*(_ERRORS if result["trains"] else ()), *(["output_error"] if result["outputs"] else ())]
+    errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in told)
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
     where = ", at small shapes: " + _shrunk(result["shrunk"]) if result["shrunk"] else ""
     ran = "" if result["module_compared"] else "the module itself was not compared: "

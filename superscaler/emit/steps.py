@@ -182,6 +182,10 @@ class _Writer:
                 # What only sets buffers needs no update, but for the last one, for which global norms wait.
                 is_one = bool(i.weights) or not i.is_early
                 return "\n    ".join([update] * is_one + [write] * bool(write)) or "pass"
+            case p.Give():
+                return f"rt.give({i.tensor!r}, {_name(i.value)}, {i.shape})"
+            case p.Loss() if not self.model.loss:
+                return "return rt.finish()"
             case p.Loss():
                 counted = self.number("counted", lambda j: j.counted)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"

@@ -31,9 +31,10 @@ from superscaler.frontend.infer import Indexed, Inference, infer
 from superscaler.frontend.naming import name_factors
 from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
+from superscaler.frontend.results import names_of
 from superscaler.frontend.segments import Segments, cut_segments
 from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, read, reads, shape_of, target_of
-from superscaler.ir.graph import Factor, Index, Model, Op, Operand, PTensor, Ref, TensorKind, common_module
+from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref, TensorKind, common_module
 from superscaler.ir.text import unique
 from superscaler.ops.table import row_of, with_linearity
 from superscaler.timing import without_garbage_collection
@@ -97,8 +98,11 @@ def capture(
     autocast: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     cache: str | None = None,
+    is_trained: bool = True,
+    is_kept: bool = False,
 ) -> Captured:
-    """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`.
+    """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`; of the first
+    call only where nothing is trained. `is_kept`: the step returns what the module returns beside that loss.
 
     The forward runs under `torch.autocast` to "bf16" or "fp16", or in the autocast region around this call, if any.
     `scaler` scales the loss and skips updates whose gradients are not finite, as a loop with it does. With a name as
@@ -113,18 +117,18 @@ def capture(
         )
     device = _device(module)
     cast = read_autocast(autocast, device.type)
-    training = read_optimizer(module, optimizer, scaler)
+    training = read_optimizer(module, optimizer, scaler) if is_trained else Training(Optimizer("", ()), {})
     refuse_shared(module, training.groups)
     inputs = examples(module, args, kwargs or {})
     named = (training.optimizer.name, training.groups, bool(training.optimizer.scaler))
-    chosen = (*named, aliases_of(module), device, cast)
+    chosen = (*named, aliases_of(module), device, cast, is_trained, is_kept)
     exported: ExportedProgram | None = None
 
     def program() -> ExportedProgram:
         if exported is not None:
             return exported
         with torch.autocast(device.type, enabled=False):
-            return export(module, *inputs, cast)
+            return export(module, *inputs, cast, is_trained, is_kept)[0]
 
     start = exported_at = time.perf_counter()
     key = key_of(cache, module, inputs, *chosen) if cache else ""
@@ -133,9 +137,9 @@ def capture(
     if kept is None:
         with torch.autocast(device.type, enabled=False), without_garbage_collection():
             start = time.perf_counter()
-            exported = program()
+            exported, form = export(module, *inputs, cast, is_trained, is_kept)
             exported_at = time.perf_counter()
-            kept = (*_read(module, exported, training, device), inputs_of(exported))
+            kept = (*_read(module, exported, form, training, device), inputs_of(exported))
             read_at = time.perf_counter()
         # Another key says that the model loaded code, or set a buffer, as it ran: no later capture asks for that key.
         if cache and key == key_of(cache, module, inputs, *chosen):
@@ -156,20 +160,34 @@ def _fixed(module: nn.Module, model: Model) -> dict[str, Tensor]:
 
 
 def _read(
-    module: nn.Module, exported: ExportedProgram, training: Training, device: torch.device
+    module: nn.Module, exported: ExportedProgram, form: str, training: Training, device: torch.device
 ) -> tuple[Model, dict[str, Tensor]]:
     """Return the model that is in an exported program, and its values."""
     aliases = aliases_of(module)
-    trace = read(exported, aliases)
+    trace = read(exported, aliases, names_of(form))
     _require_values(module, trace)
     remove_dead(trace)
     fold(trace, device)
     normalize(trace)
+    _copy_given(trace)
     segments = cut_segments(trace)
     pieces = {piece: training.groups[p] for piece, (p, *_) in segments.items() if p in training.groups}
     values = {x.name: x.meta["value"].contiguous() for x in trace.leaves() if x.meta.get("value") is not None}
     training = replace(training, groups={**training.groups, **pieces})
-    return _build(trace, training, aliases, segments), values
+    return replace(_build(trace, training, aliases, segments), result=form), values
+
+
+def _copy_given(trace: Trace) -> None:
+    """Let outputs that no op makes, as an input or a weight, be copies of these."""
+    end = trace.graph.output_node()
+    results, start = list(trace.results), len(trace.writes)
+    for at, (name, node) in enumerate(trace.outputs(), start):
+        if "kind" in node.meta:
+            with trace.graph.inserting_before(end):
+                copy = trace.graph.call_function(torch.ops.aten.clone.default, (node,))
+            plain = {"module": "", "source": "", "region": None}
+            (results[at],) = trace.settle(copy, name.replace(".", "_"), plain, node.meta["val"])
+    end.args = (tuple(results),)
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
@@ -222,7 +240,7 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: 
     trained = [leaf for leaf in trace.leaves("parameter") if leaf.name in training.groups]
     remove_idle_detaches(trace, trained)
     needed = with_gradient(trace, trained)
-    if trace.loss not in needed:
+    if trace.loss is not None and trace.loss not in needed:
         raise CaptureError(
             f"the loss depends on none of the {len(training.groups)} parameters that the optimizer trains; "
             "check requires_grad, torch.no_grad, .detach() and reentrant checkpoints in the model."
@@ -233,15 +251,17 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: 
     needing = {leaf.name: leaf for leaf in needed}
     updates = [builder.update(needing[n], group, training) for n, group in training.groups.items() if n in needing]
     updates += [builder.write(buffer, new) for buffer, new in trace.written()]
+    given = {name: builder.given(name, new) for name, new in trace.outputs()}
+    updates += [builder.in_place(given[name], name, "ss.output", new) for name, new in trace.outputs()]
     kinds: tuple[TensorKind, ...] = ("parameter", "buffer", "input", "constant")
     leaves = [leaf for kind in kinds for leaf in trace.leaves(kind)]
     tensors = {x.name: builder.tensor(x) for x in (*leaves, *(x for node in trace.calls() for x in outputs(node)))}
+    tensors |= given
     inputs = tuple(leaf.name for leaf in trace.leaves("input"))
     ops, factors = (*forward, *updates), builder.factors()
     assert len({op.name for op in ops}) == len(ops), "two ops of one name"
-    return Model(
-        tensors, ops, factors, inputs, trace.loss.name, training.optimizer, aliases, dict(found.unsupported), segments
-    )
+    loss, unsupported = "" if trace.loss is None else trace.loss.name, dict(found.unsupported)
+    return Model(tensors, ops, factors, inputs, loss, training.optimizer, aliases, unsupported, segments)
 
 
 class Builder:
@@ -293,7 +313,7 @@ class Builder:
 
     def update(self, weight: Node, group: int, training: Training) -> Op:
         """Return the op that updates a parameter in place; each of its elements is updated apart."""
-        return self._in_place(weight, "update", f"ss.{training.optimizer.name}", group=group)
+        return self.in_place(self.tensor(weight), f"update.{weight.name}", f"ss.{training.optimizer.name}", group=group)
 
     def write(self, buffer: Node, new: Node) -> Op:
         """Return the op that sets a buffer at the end of the step."""
@@ -301,22 +321,26 @@ class Builder:
             raise CaptureError(
                 f"the model sets its buffer {buffer.name} to {new.name}, which it does not compute; take it out."
             )
-        return self._in_place(buffer, "write", "ss.write", new)
+        return self.in_place(self.tensor(buffer), f"write.{buffer.name}", "ss.write", new)
 
-    def _in_place(self, leaf: Node, word: str, target: str, *others: Node, group: int = 0) -> Op:
-        tensor, name = self.tensor(leaf), leaf.name
+    def given(self, name: str, node: Node) -> PTensor:
+        """Return an output of the step, which is as a tensor of the model."""
+        return replace(self.tensor(node), name=name, kind="output", requires_grad=False)
+
+    def in_place(self, tensor: PTensor, name: str, target: str, *others: Node, group: int = 0) -> Op:
+        """Return the op that sets a tensor at the end of the step, by elements of others of the same shape."""
         factors = [factor for dim in tensor.slots for factor in dim]
         slots = tuple(range(len(factors)))
         return Op(
-            name=f"{word}.{name}",
+            name=name,
             target=target,
             args=tuple(map(Ref, range(1 + len(others)))),
             kwargs=(),
-            inputs=tuple(Operand(x.name, slots) for x in (leaf, *others)),
-            outputs=(Operand(name, slots),),
+            inputs=tuple(Operand(name, slots) for name in (tensor.name, *(x.name for x in others))),
+            outputs=(Operand(tensor.name, slots),),
             indices=tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, factors, strict=True)),
             kind="optimizer",
-            module=name.rpartition(".")[0],
+            module=tensor.name.rpartition(".")[0] if tensor.kind != "output" else "",
             from_weights=True,
             group=group,
         )

@@ -92,6 +92,7 @@ def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     """
     with blocked(), _recorded() as places:
         given, before, draws = _flat(args, kwargs), _state(module), _draws()
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         result = forward(*args, **kwargs)
         settled = _state(module)
         _refuse_draws(module, draws)
@@ -99,6 +100,9 @@ def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
             if not any(isinstance(x, Tensor) for path in found for x in pytree.tree_leaves(settled[path][1])):
                 owned = [(settled[path][0], path.rpartition(".")[2]) for path in found]
                 raise Unsettled(_told(module, found[0], settled, places), owned)
+            # What the first run did to buffers, which cannot be seen, is undone: a step runs the forward once.
+            for buffer, value in buffers:
+                buffer.copy_(value)
             result = forward(*args, **kwargs)
         if found := _changed(settled, state := _state(module)):
             raise CaptureError(_told(module, found[0], state, places))

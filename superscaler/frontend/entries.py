@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +60,27 @@ def key_of(name: str, module: nn.Module, inputs: Any, *options: Any) -> str:
     seen = [name, options, flags, torch.get_default_device(), torch.cuda.is_available(), versions, spec]
     seen += [_layout(x) if isinstance(x, Tensor) else x for x in leaves]
     # The second is where transformers notes what it checkpoints.
+    seen += _functions(module)
     seen += [module, [(m.training, vars(m).get("gradient_checkpointing")) for m in module.modules()]]
     seen += [(n, _layout(x)) for n, x in module.named_parameters(remove_duplicate=False)]
     seen += [(n, _layout(x), _bits(x)) for n, x in module.named_buffers(remove_duplicate=False)]
     return hashlib.sha256("\n".join(map(repr, [*seen, *_files()])).encode()).hexdigest()
+
+
+def _functions(module: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Yield what runs by the names of torch's functions and of the methods of a module's classes: no file tells of a
+    function that was put in the place of another.
+    """
+    kinds = {kind for m in module.modules() for kind in type(m).__mro__ if kind is not object}
+    owners = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds} | {"functional": nn.functional}
+    for home, owner in sorted(owners.items()):
+        for name, value in sorted(vars(owner).items()):
+            code = getattr(value, "__code__", None)
+            if isinstance(code, CodeType):
+                plain = [x for x in code.co_consts if isinstance(x, bool | int | float | str)]
+                yield home, name, f"{code.co_firstlineno} {code.co_names} {plain} {code.co_code.hex()}"
+            elif callable(value):
+                yield home, name, getattr(value, "__qualname__", "")
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""A module and its example arguments -> an exported program whose only output is the loss."""
+"""A module and its example arguments -> an exported program whose outputs are its loss, and what else is kept."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from superscaler.frontend import checkpoints, experts
 from superscaler.frontend.autocast import Autocast
 from superscaler.frontend.effects import Unsettled, call, refuse_hooks
 from superscaler.frontend.refusals import explain, forward_line
+from superscaler.frontend.results import returned
 
 # Synonyms of operators that have a rule, and what torch itself writes in such operators.
 _COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hinge_embedding_loss kl_div less less_equal
@@ -37,17 +38,23 @@ _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_t
 
 
 def export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast | None = None
-) -> ExportedProgram:
-    """Return the functional, semantic-level ATen graph of the module's loss; what ran without gradients is detached,
-    and what autocast does is casts.
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    autocast: Autocast | None = None,
+    is_trained: bool = True,
+    is_kept: bool = False,
+) -> tuple[ExportedProgram, str]:
+    """Return the functional, semantic-level ATen graph of the module's loss if it is trained, and of what else it
+    returns if that is kept, with the form of that; what ran without gradients is detached, what autocast does is casts.
 
     Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
     """
+    forms: list[str] = []
     refuse_hooks(module)
     with (
-        _only_loss(module, autocast), experts.chosen(module), checkpoints.marked(), _unchecked(),
-        warnings.catch_warnings(),
+        _only_wanted(module, autocast, is_trained, is_kept, forms), experts.chosen(module), checkpoints.marked(),
+        _unchecked(), warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         try:
@@ -59,7 +66,7 @@ def export(
             exported = exported.run_decompositions(_decompositions(exported))
             casts.share_casts(exported)
             casts.forget_stand_ins(exported)
-            return exported
+            return exported, forms[-1]
         except PlanError:
             raise
         except (Exception, SystemExit) as error:
@@ -122,13 +129,17 @@ def examples(
 
 
 @contextmanager
-def _only_loss(module: nn.Module, autocast: Autocast | None) -> Iterator[None]:
-    """Make the module return its loss alone. Its own `forward` is wrapped, so that all names stay what they are."""
+def _only_wanted(
+    module: nn.Module, autocast: Autocast | None, is_trained: bool, is_kept: bool, forms: list[str]
+) -> Iterator[None]:
+    """Make the module return tensors alone, and append the form that they had. Its own `forward` is wrapped, so that
+    all names stay what they are.
+    """
     forward = module.forward
     own = module.__dict__.get("forward")
 
     @wraps(forward)
-    def only_loss(*args: Any, **kwargs: Any) -> Tensor:
+    def only_wanted(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         with _Explicit(), torch.enable_grad(), torch.autocast(*autocast) if autocast else nullcontext():
             try:
                 output = call(module, forward, args, kwargs)
@@ -137,10 +148,12 @@ def _only_loss(module: nn.Module, autocast: Autocast | None) -> Iterator[None]:
                     raise
                 # torch.export would print the whole graph before it raised this.
                 raise explain(module, error) from error
-            return loss_of(output, forward_line(module))
+            tensors, form = returned(output, forward_line(module), is_trained, is_kept)
+            forms.append(form)
+            return tensors
 
     levels = {logger: logger.level for logger in map(logging.getLogger, _TALKATIVE)}
-    module.forward = only_loss  # type: ignore[method-assign]
+    module.forward = only_wanted  # type: ignore[method-assign]
     for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
@@ -162,24 +175,6 @@ def _unchecked() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
-
-
-def loss_of(output: Any, name: str) -> Tensor:
-    """Return the scalar loss that the output of `name` is or holds. Raises CaptureError where there is none."""
-    loss = output
-    if not isinstance(output, Tensor):
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise CaptureError(
-            f"{name} returns {type(output).__name__} without a loss; it must return a scalar loss, or an "
-            "object or dict with .loss (a Hugging Face model returns one when it is given labels)."
-        )
-    if loss.dim() or not loss.dtype.is_floating_point:
-        raise CaptureError(
-            f"{name} returns a loss of shape {tuple(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}; "
-            "it must be a floating-point scalar of shape (): reduce it, for example with .mean()."
-        )
-    return loss
 
 
 class _Explicit(TorchFunctionMode):

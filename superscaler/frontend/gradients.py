@@ -34,7 +34,7 @@ def _stopped(trace: Trace) -> set[Node]:
 def with_gradient(trace: Trace, trained: Iterable[Node]) -> set[Node]:
     """Return the tensors whose gradient is needed: on a differentiable path from a trained parameter to the loss."""
     reached = _forward(trace, trained)
-    needed = {trace.loss} & reached
+    needed = reached.intersection([trace.loss])
     for node in reversed(trace.calls()):
         if needed.intersection(outputs(node)) and not row_of(target_of(node)).stops:
             needed.update(reached.intersection(reads(node)))

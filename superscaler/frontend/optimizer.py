@@ -42,6 +42,8 @@ def read_optimizer(
     if _SUPPORTED.get(kind) is not type(optimizer):
         raise CaptureError(unknown("optimizer", kind, _SUPPORTED))
     _require_new(optimizer, names)
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise CaptureError(f"this {kind} has hooks around its step, which a plan would not run; remove them.")
     groups: dict[str, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

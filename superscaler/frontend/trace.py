@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,12 +33,14 @@ class Trace:
     The metadata of a node are its value without data (`val`), its `module` and `source`, the number of the checkpointed
     `region` that it is in, if any, the `kind` and, if known, the `value` of a leaf, and the name of the `op` where that
     is not its result. All results of a call that has several are nodes behind it. The graph returns what each of the
-    buffers in `writes` is set to at the end of the step, and last the loss.
+    buffers in `writes` is set to at the end of the step, then each of the outputs in `kept`, and last the loss, if it
+    trains.
     """
 
     graph: Graph
     writes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
+    kept: list[str] = field(default_factory=list)
 
     def calls(self) -> list[Node]:
         """Return the operator calls, without the nodes that name one result of several."""
@@ -51,17 +53,22 @@ class Trace:
 
     @property
     def results(self) -> tuple[Node, ...]:
-        """Return the tensors that leave the step: what buffers are set to, and the loss."""
+        """Return the tensors that leave the step: what buffers are set to, outputs, and the loss."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
-    def loss(self) -> Node:
-        return self.results[-1]
+    def loss(self) -> Node | None:
+        return self.results[-1] if len(self.results) > len(self.writes) + len(self.kept) else None
+
+    def outputs(self) -> list[tuple[str, Node]]:
+        """Return the name of each output with what it is."""
+        return list(zip(self.kept, self.results[len(self.writes) :], strict=False))
 
     def written(self) -> list[tuple[Node, Node]]:
         """Return each buffer that the model changes, with what it is set to at the end of the step."""
         buffers = {leaf.name: leaf for leaf in self.leaves("buffer")}
-        return [(buffers[name], new) for name, new in zip(self.writes, self.results, strict=False)]
+        pairs = ((buffers[name], new) for name, new in zip(self.writes, self.results, strict=False))
+        return [(buffer, new) for buffer, new in pairs if new is not buffer]
 
     def constant(self, node: Any) -> Tensor | None:
         """Return the value of an argument that is a constant, if it is known."""
@@ -201,14 +208,17 @@ def place_of(node: Node) -> str:
     return str(node.meta.get("source") or node.meta.get("module") or "the model")
 
 
-def read(exported: ExportedProgram, canonical: Mapping[str, str]) -> Trace:
-    """Return the graph of an exported program. `canonical` maps all parameter names to the one that is kept."""
+def read(exported: ExportedProgram, canonical: Mapping[str, str], kept: Sequence[str] = ()) -> Trace:
+    """Return the graph of an exported program. `canonical` maps all parameter names to the one that is kept; `kept` are
+    the names of its outputs but the loss.
+    """
     _refuse_mutation(exported)
     trace = Trace(deepcopy(exported.graph))
     _read_leaves(trace, exported, canonical)
     for node in trace.calls():
         _read_call(trace, node)
     outs = exported.graph_signature.output_specs
+    trace.kept = list(kept)
     trace.writes = [str(spec.target) for spec in outs if spec.kind is OutputKind.BUFFER_MUTATION]
     return trace
 

@@ -17,7 +17,7 @@ from itertools import takewhile
 from math import prod
 from typing import Any, Literal
 
-TensorKind = Literal["input", "parameter", "buffer", "constant", "activation"]
+TensorKind = Literal["input", "parameter", "buffer", "constant", "activation", "output"]
 OpKind = Literal["forward", "backward", "optimizer"]
 Mark = Literal["spatial", "summed", "frozen"]
 MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
@@ -146,8 +146,15 @@ class Op:
 
     @property
     def is_write(self) -> bool:
-        """Tell whether the op sets a buffer, its first input, to its second one at the end of the step."""
-        return self.target == "ss.write"
+        """Tell whether the op sets a buffer, its first input, to its second one at the end of the step, or gives that
+        as an output of the step.
+        """
+        return self.target == "ss.write" or self.is_output
+
+    @property
+    def is_output(self) -> bool:
+        """Tell whether the step returns what the op reads, where its parts are."""
+        return self.target == "ss.output"
 
     @property
     def is_copy(self) -> bool:
@@ -215,7 +222,8 @@ class Model:
 
     `aliases` has for each further name of a tied parameter the one that is kept; `segments` for each parameter that is
     a segment of a packed one that one, the dim, and the range there; `unsupported` how often operators without a rule
-    occur.
+    occur. `loss` and the optimizer's name are '' where nothing is trained; `result` is the form, in JSON, of what the
+    step returns beside its loss, '' where that is nothing.
     """
 
     tensors: Mapping[str, PTensor]
@@ -227,6 +235,7 @@ class Model:
     aliases: Mapping[str, str]
     unsupported: Mapping[str, int]
     segments: Mapping[str, tuple[str, int, int, int]] = field(default_factory=dict)
+    result: str = ""
 
     def producers(self) -> dict[str, tuple[Op, int]]:
         """Return for each activation the op that writes it and which of its outputs it is."""
@@ -250,7 +259,7 @@ class Model:
 
     def gradient(self, tensor: str) -> str:
         """Return the name of the gradient of a pTensor, one with that of its twin, '' where it has none."""
-        return f"d({self.origin(tensor)})" if self.tensors[tensor].requires_grad else ""
+        return f"d({self.origin(tensor)})" if tensor and self.tensors[tensor].requires_grad else ""
 
     @property
     def versions(self) -> dict[str, str]:

@@ -288,8 +288,18 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Give:
+    """The step returns on this device `value`, of a shape, as the part of an output tensor at `box`."""
+
+    value: Read
+    tensor: str
+    box: Annotated[Box, Role.EVEN]
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of the step is the sum of the `counted` parts over all devices; the others are replicas."""
+    """The end of a step. Its loss is the sum of the `counted` parts over all devices; the others are replicas."""
 
     parts: Reads
     counted: Annotated[tuple[bool, ...], Role.EVEN]
@@ -301,8 +311,8 @@ class Free:
 
 
 Instruction = (
-    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Send | Recv | Copy | Wait | Update | Loss
-    | Free
+    Load | Forward | Backward | Slice | Combine | Accumulate | Collective | Send | Recv | Copy | Wait | Update | Give
+    | Loss | Free
 )  # fmt: skip
 
 

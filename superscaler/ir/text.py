@@ -47,6 +47,7 @@ def print_model(model: Model) -> str:
         "segments": dict(model.segments),
         "factors": {f.name: f.size for f in model.factors.values()},
     }
+    head |= {"result": model.result} if model.result else {}
     lines = [f"model {json.dumps(head)}"]
     lines += [print_tensor(tensor) for tensor in model.tensors.values()]
     lines += [print_op(op) for op in model.ops]
@@ -112,7 +113,7 @@ def parse_model(text: str) -> Model:
     options = tuple(tuple((k, _frozen(v)) for k, v in g.items()) for g in groups)
     optimizer = Optimizer(name, options, tuple(scaler.items()))
     segments = {name: tuple(segment) for name, segment in head["segments"].items()}
-    rest = optimizer, head["aliases"], head["unsupported"], segments
+    rest = optimizer, head["aliases"], head["unsupported"], segments, head.get("result", "")
     return Model(tensors, tuple(ops), factors, tuple(head["inputs"]), head["loss"], *rest)
 
 

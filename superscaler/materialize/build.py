@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from superscaler.ir.mask import extents
 from superscaler.ir.parts import HOSTS
 from superscaler.ir.program import (
     ONE,
@@ -17,6 +18,7 @@ from superscaler.ir.program import (
     Device,
     Forward,
     Free,
+    Give,
     Instruction,
     Loss,
     Program,
@@ -202,7 +204,14 @@ class _Builder:
         pairs: dict[int, tuple[list[tuple[Value, Value]], ...]] = {}
         for node in nodes:
             place = Place(*node[:3], 0)
-            weight, value = self.residents.of[place], self.values.value(place)
+            value = self.values.value(place)
+            if place in self.residents.given:
+                tensor, box = self.residents.given[place]
+                assert value is not None, tensor
+                shape = self.model.tensors[tensor].local_shape(extents(box))
+                self.code.write(node.device, Give(value, tensor, box, shape))
+                continue
+            weight = self.residents.of[place]
             for number, _ in self.values.pieces_of.get(place, ()):
                 if not self.writer.transfers[number].is_local:
                     self.writer.settle(number, node.device % HOSTS)
@@ -219,6 +228,8 @@ class _Builder:
     def _loss_places(self) -> set[Place]:
         """Return the parts of the loss that together are its value: one replica of each addend."""
         loss = self.model.loss
+        if not loss:
+            return set()
         segment = next(s for s in self.schedule.segments for o in s.outputs if o.tensor == loss)
         number = [o.tensor for o in segment.outputs].index(loss)
         output = segment.outputs[number]

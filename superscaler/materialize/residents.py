@@ -20,6 +20,8 @@ class Residents:
         self.code, self.edges = code, edges
         self.weights: list[dict[Value, Weight]] = [{} for _ in code.of]
         self.of: dict[Place, Weight] = {}
+        # Of outputs, which are at rest nowhere, where they are given.
+        self.given: dict[Place, tuple[str, Box]] = {}
         self._slices: dict[tuple[int, str, Box], Value] = {}
         self._count: Counter[tuple[int, str]] = Counter()
 
@@ -30,8 +32,11 @@ class Residents:
             counted = set() if op.is_write else set(self.edges.whole(held))
             for row, key in enumerate(rows.keys):
                 rank, box = key[0], held.box(row)
-                name = self.code.fresh(rank, self.code.like(tensor)._replace(part=key[2]))
                 place = Place(UPDATE, self.edges.home_number[tensor], key, 0)
+                if op.is_output:
+                    self.given[place] = tensor, box
+                    continue
+                name = self.code.fresh(rank, self.code.like(tensor)._replace(part=key[2]))
                 weight = Weight(name, tensor, box, not op.is_write, row in counted, op.group, rank >= HOSTS)
                 self.weights[rank % HOSTS][name] = self.of[place] = weight
                 self.code.write(rank, Load(name, tensor, box))

@@ -57,7 +57,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
         "model": {
             **{k: found[k] for k in ("parameters", "parameter_bytes", "trained_parameters", "buffers", "flops")},
             "ops": sum(found["ops"].values()),
-            "optimizer": optimizer.name,
+            "optimizer": optimizer.name or "inference",
             "options": [dict(options) for options in optimizer.groups],
         },
         "blocks": adapter().dump_python(blocks, mode="json", exclude_defaults=True),

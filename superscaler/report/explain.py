@@ -198,8 +198,9 @@ def _weight(row: Sent) -> str:
 
 
 def _schedule(found: Mapping[str, Any]) -> Iterator[str]:
+    usual = "forward" if found["model"]["optimizer"] == "inference" else "forward, backward, update"
     for row in found["schedule"]:
-        order = row["order"] or "forward, backward, update"
+        order = row["order"] or usual
         yield f"{_on(row['devices'])} ({heading(row['blocks']) or 'nothing'}): {order}"
     for row in found.get("relaxations", ()):
         yield f"because of a cycle, {row['name']}: {some(row['ops'])}"

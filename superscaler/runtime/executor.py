@@ -44,6 +44,8 @@ class Rank:
     last_norm: float | None = None
     keep_gradients: bool = False
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    # What the last step gave, by name.
+    outputs: dict[str, Tensor] = field(default_factory=dict)
     # What `update` and `write` are to do once the step is known to be finite; None: at once.
     held: list[tuple[Callable[[Pairs], None], Pairs]] | None = None
     # Is told what each segment is given and makes: kind (F, B), tag, inputs, outputs.
@@ -273,6 +275,14 @@ class Rank:
         self._copies.flush()
         for name, value in pairs:
             self.weights[name].copy_(value.reshape(self.weights[name].shape))
+
+    def give(self, name: str, value: Tensor, shape: Sequence[int]) -> None:
+        """Take what the step returns on this rank."""
+        self.outputs[name] = value.detach().reshape(shape)
+
+    def finish(self) -> None:
+        """End a step that trains nothing."""
+        self.steps += 1
 
     def _unscale(self, scaler: Scaler, gradients: dict[str, Tensor]) -> bool:
         """Divide the gradients by the loss scale, choose the next one, and tell whether all of all ranks are finite."""

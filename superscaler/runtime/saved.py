@@ -80,10 +80,12 @@ def _check_tensor(file: Path, name: str, value: Tensor, plan: Mapping[str, Any])
 
 def _check_torch(file: Path, plan: Mapping[str, Any]) -> None:
     """Raise InputError for a dtype, an optimizer or an option of it that torch has not."""
-    dtypes = [plan["loss_dtype"], *(dtype for _, dtype in plan["inputs"].values())]
+    dtypes = [plan["loss_dtype"] or "float32", *(dtype for _, dtype in plan["inputs"].values())]
     if odd := [name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)]:
         raise InputError(f"{file} has the dtype '{odd[0]}', which torch {torch.__version__} has not; {AGAIN}.")
     name = plan["optimizer"]["name"]
+    if not name:
+        return
     if name not in OPTIMIZERS.values():
         raise InputError(f"{file}: {unknown('optimizer', name, OPTIMIZERS.values())}")
     known = inspect.signature(getattr(torch.optim, name)).parameters

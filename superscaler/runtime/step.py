@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -21,6 +22,7 @@ from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.operators import import_operators
 from superscaler.runtime.restore import load_weights, restore
+from superscaler.runtime.results import put_together
 from superscaler.runtime.saved import open_plan, tell_versions
 from superscaler.runtime.scaler import Scaler
 from superscaler.specs.files import RUN_FILE, named_path
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """One rank of a plan. `step(batch)` runs one iteration on the global batch and returns the loss.
+    """One rank of a plan. `step(batch)` runs one iteration on the global batch and returns the loss; where nothing is
+    trained, what the module returns.
 
     `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar,
     equal on all ranks. With `clip`, the gradients are scaled so that their global norm is at most `clip`, and
@@ -58,12 +61,16 @@ class Step:
         self.watch: Watch | None = None
         # Where the plan was loaded from.
         self.directory: Path | None = None
+        self.trains = bool(plan["loss_dtype"])
+        self._form = json.loads(plan.get("result") or "null")
         self._function = programs[plan["programs"][self.rank]].step
         # Of all parameter groups, those without a weight here too: what is equal or not must be so on all ranks.
         self._lr = [float(group["lr"]) for group in plan["optimizer"]["groups"]]
 
-    def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None, check_finite: bool = False) -> Tensor:
+    def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None, check_finite: bool = False) -> Any:
         check_batch(batch, self.plan)
+        if not self.trains:
+            return self._infer(batch, clip is not None or check_finite)
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             raise InputError("step() trains: call it outside of torch.no_grad() and torch.inference_mode().")
         if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0):
@@ -73,6 +80,22 @@ class Step:
         with torch.autocast(self.state.device.type, enabled=False):
             loss: Tensor = finite.run(self, self._function) if check_finite else self._function(self.state)
         return loss
+
+    def _infer(self, batch: Mapping[str, Tensor], is_asked: bool) -> Any:
+        if is_asked:
+            raise InputError("this plan trains nothing, so there is no gradient to clip or to check; call step(batch).")
+        self.state.batch = batch
+        with torch.autocast(self.state.device.type, enabled=False), torch.no_grad():
+            self._function(self.state)
+        return self.outputs
+
+    @property
+    def outputs(self) -> Any:
+        """What the module returned in the last step, in its form, without the loss that was trained by; None where a
+        plan keeps nothing. Every rank has all elements, unless the plan places an output itself: then those that it
+        places there, None where these are none.
+        """
+        return put_together(self._form, self.state.outputs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what training changed on this rank: slices of `weights`, `optimizer`, `lr` of all parameter groups,
@@ -244,7 +267,7 @@ def build_step(
         local[entry["name"]] = kept.requires_grad_(entry["trained"])
     optimizer, scaling = (plan["optimizer"]["name"], plan["optimizer"]["groups"]), plan["optimizer"]["scaler"]
     scaler = Scaler(scaling, communicator.device) if scaling else None
-    dtype = getattr(torch, plan["loss_dtype"])
+    dtype = getattr(torch, plan["loss_dtype"] or "float32")
     communicator.prepare(
         sorted({tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))})
     )

@@ -15,8 +15,10 @@ from superscaler.schedule.cover import project
 Located = tuple[int, Box]
 
 
-def place_updates(graph: Graph) -> None:
-    """Located the optimizer ops that no op_assign placed: where their weight is read, or else made."""
+def place_updates(graph: Graph, world: int) -> None:
+    """Place the optimizer ops that no op_assign placed: where their weight is read, or else made; outputs of the step
+    on all devices.
+    """
     producers, uses = graph.model.producers(), graph.model.uses()
     for version, weight in graph.model.versions.items():
         # Where all that reads a weight reads an older version, that is where it is read.
@@ -26,6 +28,9 @@ def place_updates(graph: Graph) -> None:
     for op in graph.model.ops:
         grid = graph.grids[op.name]
         if op.is_forward or grid.axes or grid.children or int(grid.devices) >= 0:
+            continue
+        if op.is_output:
+            graph.grids[op.name] = Grid((Axis(None, (1,) * world),), np.arange(world))
             continue
         tensor = graph.model.tensors[op.inputs[0].tensor]
         ends = [(reader, reader.inputs[k]) for reader, k in uses[tensor.name]]

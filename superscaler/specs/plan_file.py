@@ -122,6 +122,7 @@ class PlanFile(Checked):
     tensors: dict[str, Owned]
     aliases: dict[str, str]
     loss_dtype: str
+    result: str = ""
     optimizer: Optimizer
     operators: dict[Target, Operator | None]
     manifest: Manifest

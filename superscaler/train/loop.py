@@ -67,6 +67,8 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
     with ExitStack() as stack:
         asked = stack.enter_context(stop_requests(options.launched)) if folder else None
         step = load(directory)
+        if not step.trains:
+            raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
         if step.watch is not None:
             step.watch.log = options.launched
         if folder is not None:

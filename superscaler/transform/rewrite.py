@@ -315,7 +315,7 @@ def _wrong(before: Model, after: Model) -> str:
             return f"lets {op.name} make {double}, which is made already; give it a tensor of its own."
         made.update(o.tensor for o in op.outputs)
     updates = ([op for op in model.ops if not op.is_forward and op.name in known] for model in (before, after))
-    if after.loss not in made or next(updates) != next(updates):
+    if (after.loss and after.loss not in made) or next(updates) != next(updates):
         return "changes what is updated, or loses the loss; only forward ops may change."
     more = (op for op in after.ops if not op.is_forward and op.name not in known)
     wrong = next((op.name for op in more if not op.is_write or op.inputs[0].tensor in before.tensors), "")

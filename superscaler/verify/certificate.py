@@ -31,7 +31,9 @@ def check_program(program: Program) -> None:
     for device, _ in program.distinct:
         on_host(program, device)
     _check_weights(program, masks)
-    _check_loss(program, masks)
+    _check_outputs(program, masks)
+    if program.model.loss:
+        _check_loss(program, masks)
 
 
 def _check_twins(model: Model) -> None:
@@ -99,6 +101,15 @@ def _check_weights(program: Program, masks: Masks) -> None:
         # Some devices may hold more, and others less.
         if op.is_write and not (_tile(parts, whole) or _cover(parts, whole)):
             raise ScheduleError(f"the parts of {tensor} at rest are not the whole tensor.")
+
+
+def _check_outputs(program: Program, masks: Masks) -> None:
+    """All elements of every output are given, on whichever devices."""
+    for tensor in masks.outputs:
+        whole = np.array([(0, e) for e in program.model.tensors[tensor].extents], dtype=np.int64).reshape(1, -1, 2)
+        given = masks.given.get(tensor)
+        if given is None or not _cover(np.unique(np.concatenate(given), axis=0), whole):
+            raise ScheduleError(f"the step does not give all elements of its output {tensor}.")
 
 
 def _tile(boxes: Ints, whole: Ints) -> bool:

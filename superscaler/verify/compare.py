@@ -12,7 +12,7 @@ from torch import Tensor
 from superscaler.artifact import slots_of
 from superscaler.compiler import Compiled
 from superscaler.ir.mask import Mask
-from superscaler.ir.program import Weight
+from superscaler.ir.program import Give, Weight
 from superscaler.runtime.executor import put, take
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values
 from superscaler.verify.oracle import Reference
@@ -21,7 +21,7 @@ from superscaler.verify.oracle import Reference
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a rank has after a step: the loss, its slices of gradients and weights and the optimizer's state of them, by
-    local name, and the bytes that it has put on links.
+    local name, the bytes that it has put on links, and the outputs that it returns.
     """
 
     loss: Tensor
@@ -29,6 +29,7 @@ class Result:
     weights: Values
     state: Mapping[str, Values]
     moved: int
+    outputs: Values = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Errors:
     """The largest errors of all steps, where the largest is, and the first that is too large, in words."""
 
     largest: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("loss_error", "gradient_error", "parameter_error"), 0.0)
+        default_factory=lambda: dict.fromkeys(("loss_error", "gradient_error", "parameter_error", "output_error"), 0.0)
     )
     worst: str = ""
     first: str = ""
@@ -89,13 +90,14 @@ class Comparison:
         """Compare the next step, and take over the weights after it."""
         self.steps += 1
         here = "" if self.steps == 1 else f" in step {self.steps}"
-        loss = expected.loss
+        loss = torch.zeros(()) if expected.loss is None else expected.loss
         for result in results:
             error = float((result.loss - loss).abs() / loss.abs().clamp_min(1e-30))
             self.errors.add(
                 "loss_error", error, self.model.loss, f"{self.model.loss}, the loss{here or ' of the step'},"
             )
         self._gradients(results, expected, here)
+        self._outputs(results, expected, here)
         self._weights(results, expected, here)
         for rank, weight in self._each():
             piece = results[rank].weights[str(weight.name)]
@@ -115,6 +117,14 @@ class Comparison:
                 have = results[rank].gradients.get(str(weight.name))
                 error = _error(torch.zeros_like(want) if have is None else have, want, whole[weight.tensor], floor)
                 self._found("gradient_error", error, weight, rank, "the gradient of ", here)
+
+    def _outputs(self, results: Sequence[Result], expected: Reference, here: str) -> None:
+        for rank, device in enumerate(self.exact.program.devices):
+            for i in (i for i in device.instructions if isinstance(i, Give)):
+                whole = expected.outputs[i.tensor]
+                want = take(whole, slots_of(self.model, i.tensor), i.box)
+                text = f"the output {Mask(i.tensor, i.box)} on device {rank}{here}"
+                self.errors.add("output_error", _error(results[rank].outputs[i.tensor], want, whole), i.tensor, text)
 
     def _weights(self, results: Sequence[Result], expected: Reference, here: str) -> None:
         rest = {**self.known, **expected.buffers}

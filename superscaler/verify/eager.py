@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from superscaler.errors import PlanError
 from superscaler.frontend.checkpoints import marked
-from superscaler.frontend.export import loss_of
+from superscaler.frontend.results import loss_of, taken_apart
 from superscaler.ir.graph import Model
 from superscaler.ops.table import RANDOM, row_of
 from superscaler.verify.oracle import Draw, Reference, packed, retyped
@@ -46,16 +46,23 @@ class Unlike(Exception):
     """Why a module cannot be the oracle, in a few words."""
 
 
+# The loss, the gradients of leaves, and the outputs.
+_Ran = tuple[Tensor | None, tuple[Tensor | None, ...], dict[str, Tensor]]
+
+
 class _Gradients(nn.Module):
-    """Runs a module and the backward of its loss: both while it has other tensors than its own."""
+    """Runs a module and the backward of its loss, if it trains: both while it has other tensors than its own."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, model: Model) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.model = module, model
 
-    def forward(self, args: Any, kwargs: Any, leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        loss = loss_of(self.module(*args, **kwargs), type(self.module).__name__)
-        return loss.detach(), torch.autograd.grad(loss, leaves, allow_unused=True)
+    def forward(self, args: Any, kwargs: Any, leaves: list[Tensor]) -> _Ran:
+        output, name = self.module(*args, **kwargs), type(self.module).__name__
+        loss = loss_of(output, name) if self.model.loss else None
+        found = () if loss is None else torch.autograd.grad(loss, leaves, allow_unused=True)
+        outputs = taken_apart(output, name, loss)[1] if self.model.result else {}
+        return loss, found, {n: x.detach().cpu() for n, x in outputs.items()}
 
 
 class Eager:
@@ -72,7 +79,7 @@ class Eager:
         kind, dtype = self.call.autocast or (self.device.type, None)
         self.autocast = kind, dtype, dtype is not None
         self.args, self.kwargs = self.call.arguments({n: retyped(x, _WIDE).to(self.device) for n, x in batch.items()})
-        self.written = {op.inputs[0].tensor for op in self.model.ops if op.is_write}
+        self.written = {op.inputs[0].tensor for op in self.model.ops if op.is_write and not op.is_output}
 
     def step(self, known: Mapping[str, Tensor], draw: Draw) -> Reference:
         """Return the loss, the gradient of each trained tensor (None: it has none), and the buffers that it changed.
@@ -82,24 +89,24 @@ class Eager:
         known = {**known, **packed(self.model, known)}
         mode = _Wide(self.shown, _draws(self.model, draw))
         module = self.call.module
-        leaves = {n: self._wide(known[n]).requires_grad_(p.requires_grad) for n, p in module.named_parameters()}
+        wanted = {n: bool(self.model.loss) and p.requires_grad for n, p in module.named_parameters()}
+        leaves = {n: self._wide(known[n]).requires_grad_(wants) for n, wants in wanted.items()}
         fixed = {n: b.clone() for n, b in module.named_buffers() if n not in self.written}
         buffers = {n: fixed[n].clone() if n in fixed else self._wide(known[n]) for n, _ in module.named_buffers()}
         trained = {n: x for n, x in leaves.items() if x.requires_grad}
         mode.add((list(leaves.values()), [buffers[n] for n in self.written], self.args, self.kwargs))
         state = {f"module.{n}": x for n, x in {**leaves, **buffers}.items()}
-        loss, found = self._run(mode, state, list(trained.values()))
+        loss, found, outputs = self._run(mode, state, list(trained.values()))
         dense = (None if g is None else (g.to_dense() if g.is_sparse else g).cpu() for g in found)
         gradients = _segmented(self.model, dict(zip(trained, dense, strict=True)))
         after = {n: state[f"module.{n}"].detach().cpu() for n in buffers}
-        return Reference(loss.cpu(), gradients, {n: b for n, b in after.items() if not _is_same(fixed.get(n), b)})
+        changed = {n: b for n, b in after.items() if not _is_same(fixed.get(n), b)}
+        return Reference(None if loss is None else loss.detach().cpu(), gradients, changed, outputs)
 
     def _wide(self, value: Tensor) -> Tensor:
         return retyped(value.detach(), _WIDE).to(self.device, copy=True)
 
-    def _run(
-        self, mode: TorchFunctionMode, state: dict[str, Tensor], leaves: list[Tensor]
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def _run(self, mode: TorchFunctionMode, state: dict[str, Tensor], leaves: list[Tensor]) -> _Ran:
         modules = list(self.call.module.modules())
         training = [module.training for module in modules]
         default = torch.get_default_dtype()
@@ -108,9 +115,9 @@ class Eager:
                 module.training = is_training
             # It casts no float64: only what does not depend on an input or a parameter, as it did in the capture.
             with mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
-                whole = _Gradients(self.call.module)
-                loss, found = functional_call(whole, state, (self.args, self.kwargs, leaves))
-                return loss, found
+                whole = _Gradients(self.call.module, self.model)
+                ran: _Ran = functional_call(whole, state, (self.args, self.kwargs, leaves))
+                return ran
         except (PlanError, Unlike):
             raise
         except Exception as error:

@@ -72,7 +72,7 @@ def model_step(exact: Compiled, known: Values, step: int = 0) -> tuple[Values, V
     outputs = run(*(leaves[n] if wants else known[n] for n, wants in read))
     found = dict(zip(made, outputs, strict=True))
     wanted = {n: t for n, t in {**found, **leaves}.items() if t.requires_grad}
-    grads = torch.autograd.grad(found[model.loss], list(wanted.values()), allow_unused=True)
+    grads = torch.autograd.grad(found[model.loss], list(wanted.values()), allow_unused=True) if wanted else ()
     gradients = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), grads, strict=True)}
     return {**known, **{n: t.detach() for n, t in found.items()}}, gradients
 

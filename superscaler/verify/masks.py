@@ -25,6 +25,7 @@ from superscaler.ir.program import (
     Combine,
     Copy,
     Forward,
+    Give,
     Instruction,
     Load,
     Loss,
@@ -63,7 +64,10 @@ class Masks:
         self.kinds = Kinds(program.model)
         self.sums = Sums(self.kinds)
         self.passes = Passes(program, self.sums)
-        self.homes = {op.inputs[0].tensor: op for op in program.model.ops if not op.is_forward}
+        updates = [op for op in program.model.ops if not op.is_forward]
+        self.homes = {op.inputs[0].tensor: op for op in updates if not op.is_output}
+        self.outputs = {op.inputs[0].tensor: op.inputs[1].tensor for op in updates if op.is_output}
+        self.given: dict[str, list[Ints]] = {}
         self.updated: dict[int, set[Value]] = {}
         self.losses: dict[int, list[tuple[Content, NDArray[Any]]]] = {}
         self.cohorts: dict[int, Cohort] = {}
@@ -283,6 +287,21 @@ class Masks:
             if value.addends is not None:
                 raise Refusal(f"changes {name}, but {self.sums.fault(value)}", self.sums.faulty(value))
             weight.is_stale = True
+        return []
+
+    def _give(self, cohort: Cohort, at: int, i: Give, read: Sequence[Content]) -> Sequence[Content]:
+        (value,) = read
+        if i.tensor not in self.outputs or (value.tensor, value.is_gradient) != (self.outputs[i.tensor], False):
+            raise Refusal(f"gives {kind_of(value)} as the output {i.tensor}.")
+        if any(isinstance(other, Give) and other.tensor == i.tensor for other in cohort.code[:at]):
+            raise Refusal(f"gives the output {i.tensor} twice.")
+        box = cohort.data(at, "box").reshape(len(cohort), -1, 2)
+        must_equal(value.box, box, f"the output {i.tensor} is given as")
+        self._check_shape(replace(value, tensor=i.tensor), i.shape)
+        value = self.sums.settled(value, deep=True)
+        if value.addends is not None:
+            raise Refusal(f"gives {i.tensor}, but {self.sums.fault(value)}", self.sums.faulty(value))
+        self.given.setdefault(i.tensor, []).append(box)
         return []
 
     def _loss(self, cohort: Cohort, at: int, i: Loss, read: Sequence[Content]) -> Sequence[Content]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx import Interpreter, Node
 
+from superscaler.frontend.results import names_of
 from superscaler.ir.graph import Model
 
 if TYPE_CHECKING:
@@ -41,11 +42,14 @@ def packed(model: Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Reference(NamedTuple):
-    """What one step of the unsplit program gives; None for the gradient of what the loss does not depend on."""
+    """What one step of the unsplit program gives; None for the gradient of what the loss does not depend on, and as the
+    loss where nothing is trained.
+    """
 
-    loss: Tensor
+    loss: Tensor | None
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    outputs: Mapping[str, Tensor] = {}
 
 
 def reference_step(
@@ -64,7 +68,7 @@ def reference_step(
     model = captured.model
     trained = [t.name for t in model.parameters() if t.requires_grad]
     leaves = {name: retyped(values[name].detach(), dtype).clone().requires_grad_() for name in trained}
-    device = next(iter(leaves.values())).device
+    device = next((x.device for x in values.values()), torch.device("cpu"))
     known = {**values, **leaves, **batch}
     known.update(packed(model, known))
     inputs = [_argument(captured, spec, known, dtype, device) for spec in captured.exported.graph_signature.input_specs]
@@ -73,16 +77,20 @@ def reference_step(
     try:
         interpreter = _Retyped(captured.exported, dtype, before, device, dropout, draw)
         with torch.enable_grad():
-            *buffers, loss = interpreter.run(*inputs)
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            results = list(interpreter.run(*inputs))
+            loss: Tensor | None = results.pop() if model.loss else None
+            found = () if loss is None else torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     finally:
         torch.set_default_dtype(before)
-    written = (s.target for s in captured.exported.graph_signature.output_specs)
-    return Reference(
-        loss.detach(),
-        dict(zip(leaves, found, strict=True)),
-        {str(name): buffer.detach() for name, buffer in zip(written, buffers, strict=False)},
-    )
+    specs = captured.exported.graph_signature.output_specs
+    written = [str(spec.target) for spec in specs if spec.kind is OutputKind.BUFFER_MUTATION]
+    made = dict(zip((*written, *names_of(model.result)), (x.detach() for x in results), strict=True))
+    outputs = {name: made.pop(name) for name in names_of(model.result)}
+    # Others are as they were.
+    changed = {op.inputs[0].tensor for op in model.ops if op.is_write}
+    buffers = {name: made[name] for name in written if name in changed}
+    gradients: dict[str, Tensor | None] = dict(zip(leaves, found, strict=True))
+    return Reference(None if loss is None else loss.detach(), gradients, buffers, outputs)
 
 
 def _argument(

@@ -52,7 +52,8 @@ def verify(
     torch's optimizer makes of the gradient there.
 
     Returns equal, loss_error (relative), gradient_error (largest over pTensors and replicas, relative with a floor),
-    parameter_error (weights, buffers and optimizer state), worst_tensor, first_difference (text: the first check
+    parameter_error (weights, buffers and optimizer state), output_error (what the step returns beside its loss;
+    `trains` and `outputs` tell which of these there are), worst_tensor, first_difference (text: the first check
     that does not hold, or the first tensor in execution order that is not the model's, or what capture got wrong; empty
     when equal), conservation (the certificate of the whole program, see `verify.certificate`), deadlock_free, reference
     ("eager", "export" or "graph"), module_compared (whether that is the user's module, run by torch), note (why not),
@@ -86,8 +87,11 @@ def _graph_step(exact: Compiled, inputs: Values) -> Oracle:
 
     def step(known: Values, number: int) -> Reference:
         made, gradients = model_step(exact, {**known, **inputs}, number)
-        buffers = {op.inputs[0].tensor: made[op.inputs[1].tensor] for op in model.ops if op.is_write}
-        return Reference(made[model.loss], {n: g for n, g in gradients.items() if n in known}, buffers)
+        ends = {op.inputs[0].tensor: made[op.inputs[1].tensor] for op in model.ops if op.is_write}
+        outputs = {name: value for name, value in ends.items() if model.tensors[name].kind == "output"}
+        buffers = {name: value for name, value in ends.items() if name not in outputs}
+        found: dict[str, Tensor | None] = {n: g for n, g in gradients.items() if n in known}
+        return Reference(made.get(model.loss), found, buffers, outputs)
 
     return step
 
@@ -180,13 +184,15 @@ def _certificate(
         "reference": judged[0][0] if judged else "",
         "module_compared": bool(judged) and judged[0][0] == "eager",
         "note": judged[0][2] or (_LIMITED if _limits(model) else "") if judged else "",
+        "trains": bool(model.loss),
+        "outputs": [t.name for t in model.tensors.values() if t.kind == "output"],
         "world": exact.program.world,
         "backend": backend,
         "bytes_moved": sum(steps[0].moved for steps in results),
         "bytes_planned": exact.program.bytes_moved,
         "stale": int(bool(model.versions)),
         "dropped": _dropped(exact, {**values, **inputs}),
-        "loss": float(results[0][0].loss) if results else float("nan"),
+        "loss": float(results[0][0].loss) if results and model.loss else float("nan"),
     }
 
 
@@ -239,12 +245,13 @@ def run_steps(step: Step, batch: Values) -> list[Result]:
     return [_result(step, step(batch)) for _ in range(STEPS)]
 
 
-def _result(step: Step, loss: Tensor) -> Result:
+def _result(step: Step, made: Any) -> Result:
     weights = step.state.weights
     known = step.state.optimizer.state if step.state.optimizer else {}
     state = {n: {k: v for k, v in known[w].items() if isinstance(v, Tensor)} for n, w in weights.items() if w in known}
-    kept = copy.deepcopy((loss.detach(), step.state.gradients, {n: w.detach() for n, w in weights.items()}, state))
-    return Result(*kept, step.bytes_moved)
+    loss = made.detach() if step.trains else torch.zeros(())
+    kept = copy.deepcopy((loss, step.state.gradients, {n: w.detach() for n, w in weights.items()}, state))
+    return Result(*kept, step.bytes_moved, copy.deepcopy(step.state.outputs))
 
 
 def _threads(compiled: Compiled, values: Values, batch: Values, timeout: float) -> list[list[Result]]:
@@ -271,6 +278,7 @@ def _rank(name: str) -> list[int]:
     for number, result in enumerate(results):
         stored = {"loss ": result.loss} | {f"weights {n}": w for n, w in result.weights.items()}
         stored |= {f"gradients {n}": g for n, g in result.gradients.items() if g is not None}
+        stored |= {f"outputs {n}": x for n, x in result.outputs.items()}
         stored |= {f"{key} {n}": x for n, state in result.state.items() for key, x in state.items()}
         save_file(_plain(stored), folder / f"rank{step.rank}.{number}")
     step.close()
@@ -278,13 +286,13 @@ def _rank(name: str) -> list[int]:
 
 
 def _read(file: Path, moved: int) -> Result:
-    found: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}}
+    found: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "outputs": {}}
     for name, value in load_file(file).items():
         key, _, local = name.partition(" ")
         found.setdefault(key, {})[local] = value
-    loss, weights, gradients = (found.pop(key) for key in ("loss", "weights", "gradients"))
+    loss, weights, gradients, outputs = (found.pop(key) for key in ("loss", "weights", "gradients", "outputs"))
     state = {n: {key: values[n] for key, values in found.items() if n in values} for n in weights}
-    return Result(loss[""], gradients, weights, state, moved)
+    return Result(loss[""], gradients, weights, state, moved, outputs)
 
 
 def _plain(values: Values) -> dict[str, Tensor]:

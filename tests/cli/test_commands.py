@@ -187,12 +187,67 @@ def test_verify_at_small_shapes_says_that_the_module_was_not_compared(capsys: py
     assert "was not compared" not in err
 
 
+INFERENCE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        return {"logits": self.last(hidden), "more": (hidden, 3)}
+
+
+def model(frozen: bool = False):
+    torch.manual_seed(0)
+    return Net().requires_grad_(not frozen), (torch.randn(8, 8),)
+"""
+
+
+def test_a_model_without_a_loss_is_inference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(INFERENCE)
+    for model, options in ((f"{file}:model", ()), (f"{file}:model:frozen=true", ()), (MODEL, ("--optimizer", "none"))):
+        assert run("capture", model, *options, "--json") == 0
+        out, err = capsys.readouterr()
+        assert (last(out)["trains"], last(out)["mirrors"], last(out)["updates"]) == (False, 0, 0)
+        assert "inference: no gradient is computed, nothing is updated; a step returns return" in err
+        assert run("verify", model, *TWO, *options, "--json") == 0
+        out, err = capsys.readouterr()
+        assert (last(out)["equal"], last(out)["trains"], last(out)["module_compared"]) == (True, False, True)
+        assert "output error: " in err
+        assert "gradient error" not in err
+    assert run("compile", f"{file}:model", *TWO, "--out", str(tmp_path / "plan")) == 0
+    assert run("validate", str(tmp_path / "plan")) == 0
+    capsys.readouterr()
+    assert run("explain", str(tmp_path / "plan")) == 0
+    assert ", inference, on 2 devices of local:2" in capsys.readouterr().out
+    assert run("train", f"{file}:model", *TWO) == 2
+    assert "net.py:model gives no loss, so there is nothing to train" in " ".join(capsys.readouterr().err.split())
+    for options in (("--optimizer", "adamw"), ("--optimizer", "no")):
+        assert run("capture", f"{file}:model", *options) == 2
+
+
+def test_a_saved_plan_of_inference_runs_on_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(INFERENCE)
+    assert run("verify", f"{file}:model", *TWO, "--processes", "--json") == 0
+    found = last(capsys.readouterr().out)
+    assert (found["equal"], found["outputs"]) == (True, ["return.logits", "return.more.0"])
+    assert found["bytes_moved"] == found["bytes_planned"] > 0
+
+
 def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     result = {
         **{"equal": False, "loss_error": 0.5, "gradient_error": float("nan"), "parameter_error": 0.0},
         **{"conservation": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
         "first_difference": "head.weight[0:10, 0:64] on device 1 arrives off by 0.5 at linear (head)",
         **{"shrunk": {}, "reference": "export", "note": "the module has no data", "stale": 0, "module_compared": False},
+        **{"trains": True, "outputs": []},
     }
     monkeypatch.setattr("superscaler.plan.Plan.verify", lambda *_: result)
     assert run("verify", MODEL, *TWO, "--json") == 1

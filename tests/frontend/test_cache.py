@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler import cache
@@ -156,6 +157,28 @@ def test_a_changed_module_misses(tmp_path: Path, exports: list[nn.Module], chang
     change(changed)
     assert same(capture(changed, (X,), cache="net"), capture(changed, (X,)))
     assert len(exports) == 3
+
+
+def doubled(x: Tensor, inplace: bool = False) -> Tensor:
+    return x * 2
+
+
+def plain_product(self: nn.Linear, x: Tensor) -> Tensor:
+    return x @ self.weight.t()
+
+
+def test_a_function_in_the_place_of_torchs_misses(
+    tmp_path: Path, exports: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file changes: what runs by a name of torch's does."""
+    targets = []
+    for place, name, value in ((F, "relu", None), (F, "relu", doubled), (nn.Linear, "forward", plain_product)):
+        if value is not None:
+            monkeypatch.setattr(place, name, value)
+        for _ in range(2):
+            targets.append({op.target for op in capture(net(tmp_path), (X,), cache="net").model.ops})
+    assert len(exports) == 3
+    assert targets[0] == targets[1] != targets[2] == targets[3] != targets[4] == targets[5]
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {

@@ -142,6 +142,25 @@ def test_a_switch_that_is_set_once_settles_without_its_effects_twice() -> None:
     assert (result["equal"], result["reference"]) == (True, "eager"), result["first_difference"]
 
 
+def test_a_tensor_that_is_set_once_settles_without_the_effects_of_two_runs() -> None:
+    """The second run of a forward is in the graph of the first: running statistics move once a step, others never."""
+
+    def cached(m: Any, h: Tensor) -> Tensor:
+        if m.table is None:
+            m.table = torch.linspace(0.5, 1.0, 8)
+        return m.norm(h * m.shift) * m.table
+
+    torch.manual_seed(0)
+    module = Net(cached)
+    module.table = None
+    module.register_buffer("shift", torch.rand(8))
+    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
+    written = [op.inputs[0].tensor for op in graph.ops if op.is_write]
+    assert written == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    result = ss.compile(graph, "data_parallel", "local:2").verify()
+    assert (result["equal"], result["reference"]) == (True, "eager"), result["first_difference"]
+
+
 def test_an_instance_norm_moves_its_statistics() -> None:
     torch.manual_seed(0)
     module = Net(lambda m, h: m.instance(h[..., None] * torch.linspace(-1, 1, 5)).mean(-1))
@@ -188,6 +207,31 @@ def test_rows_scaled_by_their_frequency_are_refused() -> None:
     module.forward = lambda ids: table(ids).pow(2).sum()  # type: ignore[method-assign]
     with pytest.raises(CaptureError, match=r"looks rows up with scale_grad_by_freq=True, which is not supported"):
         capture(module, (torch.randint(0, 10, (4, 3)),))
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids).pow(2).sum()
+
+
+def test_sparse_gradients_are_dense_and_equal() -> None:
+    module = Rows()
+    graph = ss.capture(module, (torch.randint(0, 10, (4, 3)),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    result = ss.compile(graph, "data_parallel", "local:2").verify()
+    assert (result["equal"], result["reference"]) == (True, "eager"), result["first_difference"]
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_a_hook_of_the_optimizer_is_refused(when: str) -> None:
+    module = Net(lambda m, h: h)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    getattr(optimizer, f"register_step_{when}_hook")(lambda *_: None)
+    with pytest.raises(CaptureError, match="this SGD has hooks around its step, which a plan would not run"):
+        ss.capture(module, (torch.rand(4, 8),), optimizer=optimizer)
 
 
 def test_a_name_that_export_itself_uses_is_said() -> None:

@@ -1,0 +1,96 @@
+"""What a module returns, as data: where its tensors are, and what a step returns in their place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from superscaler.errors import CaptureError
+
+# The name of what a step returns: a word that no attribute of a module has.
+RESULT = "return"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class NoLossError(CaptureError):
+    """A module returns no loss that can be trained by."""
+
+
+def loss_of(output: Any, name: str) -> Tensor:
+    """Return the scalar loss that the output of `name` is or holds. Raises CaptureError where there is none."""
+    loss = output
+    if not isinstance(output, Tensor):
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise NoLossError(
+            f"{name} returns {type(output).__name__} without a loss; it must return a scalar loss, or an "
+            "object or dict with .loss (a Hugging Face model returns one when it is given labels); "
+            "or capture it with optimizer=None, for inference."
+        )
+    if loss.dim() or not loss.dtype.is_floating_point:
+        raise NoLossError(
+            f"{name} returns a loss of shape {tuple(loss.shape)} and dtype {str(loss.dtype).removeprefix('torch.')}; "
+            "it must be a floating-point scalar of shape (): reduce it, for example with .mean()."
+        )
+    return loss
+
+
+def returned(output: Any, name: str, is_trained: bool, is_kept: bool) -> tuple[tuple[Tensor, ...], str]:
+    """Return the tensors of a result that a step returns, the loss of one that trains last, and the form of the others
+    in JSON, if they are kept.
+    """
+    loss = loss_of(output, name) if is_trained else None
+    form, tensors = taken_apart(output, name, loss) if is_kept else (None, {})
+    if loss is None and not tensors:
+        raise CaptureError(f"{name} returns no tensor, so there is nothing to compute.")
+    last = () if loss is None else (loss,)
+    return (*tensors.values(), *last), json.dumps(form) if is_kept else ""
+
+
+def names_of(form: str) -> list[str]:
+    """Return the names of the tensors in a form of JSON, in order."""
+    found: list[str] = []
+
+    def read(pairs: list[tuple[str, Any]]) -> None:
+        found.extend(value for key, value in pairs if key == "tensor" and isinstance(value, str))
+
+    json.loads(form or "null", object_pairs_hook=read)
+    return found
+
+
+def taken_apart(output: Any, name: str, loss: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
+    """Return the form of a result, as JSON has it, and its tensors by name; a loss that is trained by is left out.
+
+    Raises CaptureError for what `name` returns that is neither a tensor, a plain value, nor a container of these.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def form(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            if value is loss:
+                return {"value": None}
+            tensors[path] = value
+            return {"tensor": path}
+        if is_dataclass(value) and not isinstance(value, Mapping | type):
+            value = {f.name: getattr(value, f.name) for f in fields(value)}
+        if isinstance(value, Mapping):
+            return {"dict": {str(k): form(v, f"{path}.{k}") for k, v in value.items()}}
+        if isinstance(value, list | tuple):
+            return {type(value).__name__ if type(value) is list else "tuple": _each(form, value, path)}
+        if isinstance(value, _PLAIN):
+            return {"value": value}
+        raise CaptureError(
+            f"{name} returns {path.removeprefix(RESULT).removeprefix('.') or 'an object'} of class "
+            f"{type(value).__name__}, which is neither a tensor nor a container of tensors; return its tensors "
+            "(a Hugging Face model returns no cache with use_cache=False)."
+        )
+
+    return form(output, RESULT), tensors
+
+
+def _each(form: Any, values: Any, path: str) -> list[Any]:
+    return [form(value, f"{path}.{number}") for number, value in enumerate(values)]

@@ -1,0 +1,36 @@
+"""What a step returns, in the form in which the module returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class Outputs(dict[str, Any]):
+    """A dict whose values are attributes too, as those of what a module returns as an object."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the step returns no {name}, but {', '.join(self)}") from None
+
+
+def put_together(form: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a result of a form, with tensors by name; None in the place of one that is not here.
+
+    >>> put_together({"dict": {"logits": {"tensor": "return.logits"}, "kept": {"value": 2}}}, {})
+    {'logits': None, 'kept': 2}
+    """
+    ((kind, inner),) = (form or {"value": None}).items()
+    match kind:
+        case "tensor":
+            return tensors.get(inner)
+        case "dict":
+            return Outputs({key: put_together(value, tensors) for key, value in inner.items()})
+        case "list" | "tuple":
+            made = [put_together(value, tensors) for value in inner]
+            return made if kind == "list" else tuple(made)
+    return inner

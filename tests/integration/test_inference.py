@@ -1,0 +1,352 @@
+"""Steps that train nothing return what the module returns, under every plan; steps that train may return it too."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+import superscaler as ss
+from superscaler.artifact import initial_values
+from superscaler.errors import CaptureError, InputError
+from superscaler.ir.program import Backward, Forward, Free, Give, Load, reads, writes
+from superscaler.runtime.step import Step
+from superscaler.verify.locate import on_threads
+
+PLANS = [
+    ("single", 1),
+    ("data_parallel", 2),
+    ("tensor_parallel", 2),
+    ("pipeline_1f1b:stages=2,microbatches=2", 2),
+    ("hybrid:dp=1,tp=2,pp=2,microbatches=2", 4),
+]
+
+
+@dataclass
+class Found:
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+    count: int = 3
+    nothing: None = None
+
+
+class Net(nn.Module):
+    """Returns an object with all that can be returned; in training also a loss."""
+
+    def __init__(self, kind: str = "object", depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.norm, self.head, self.kind = nn.BatchNorm1d(8), nn.Linear(8, 4), kind
+
+    def forward(self, x: Tensor) -> Any:
+        h = x
+        for layer in self.layers:
+            h = torch.relu(layer(h))
+        logits = self.head(self.norm(h))
+        if self.kind == "tensor":
+            return logits
+        if self.kind == "tuple":
+            return logits, [logits.argmax(-1), x], self.head.weight
+        if self.kind == "loss":
+            return {"loss": logits.pow(2).mean(), "logits": logits, "shown": h.detach()}
+        return Found(logits, (h, logits.softmax(-1).sum(0)))
+
+
+def net(kind: str = "object", depth: int = 3) -> tuple[Net, Tensor]:
+    torch.manual_seed(0)
+    return Net(kind, depth), torch.randn(8, 8)
+
+
+def captured(kind: str = "object") -> tuple[ss.Graph, Net, Tensor]:
+    module, x = net(kind)
+    return ss.capture(module.eval(), (x,), optimizer=None), module, x
+
+
+def ran(plan: ss.Plan, steps: int = 1) -> list[Any]:
+    """Return what the last of some steps returns on each rank."""
+    compiled = plan.compiled
+    known = compiled.graph.captured
+
+    def run(step: Step) -> Any:
+        return [step(known.batch) for _ in range(steps)][-1]
+
+    return on_threads(compiled, initial_values(compiled.graph.model, known.values), run, 60.0)
+
+
+def check(plan: ss.Plan) -> None:
+    result = plan.verify()
+    assert (result["equal"], result["trains"], result["reference"]) == (True, False, "eager"), result
+    assert result["output_error"] < 1e-9
+    assert plan.validate()["conservation"]
+    for device in plan.compiled.program.devices:
+        runs = [i for i in device.instructions if isinstance(i, Forward | Backward)]
+        assert all(isinstance(i, Forward) and not i.saved and not any(i.grads) for i in runs)
+
+
+@pytest.mark.parametrize(("plan", "devices"), PLANS)
+@pytest.mark.parametrize("kind", ["object", "tensor", "tuple"])
+def test_every_output_is_that_of_the_module(kind: str, plan: str, devices: int) -> None:
+    check(ss.compile(captured(kind)[0], plan, ss.Cluster.local(devices)))
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = GPT2Config(
+        n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=16, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 64, (4, 8))}
+
+
+def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = T5Config(num_layers=2, num_heads=4, d_model=32, d_kv=8, d_ff=64, vocab_size=64, use_cache=False)
+    ids = torch.randint(0, 64, (4, 8))
+    return T5ForConditionalGeneration(config), {"input_ids": ids, "decoder_input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(("plan", "devices"), PLANS[1:])
+@pytest.mark.parametrize("model", [gpt2, t5])
+def test_models_of_the_library(
+    model: Callable[[], tuple[nn.Module, dict[str, Tensor]]], plan: str, devices: int
+) -> None:
+    torch.manual_seed(0)
+    module, kwargs = model()
+    check(ss.compile(ss.capture(module.eval(), (), kwargs, optimizer=None), plan, ss.Cluster.local(devices)))
+
+
+@pytest.mark.parametrize(("plan", "devices"), PLANS)
+def test_a_step_returns_the_same_whole_outputs_on_every_rank(plan: str, devices: int) -> None:
+    graph, module, x = captured()
+    wanted = module(x)
+    for found in ran(ss.compile(graph, plan, ss.Cluster.local(devices)), steps=2):
+        assert list(found) == ["logits", "hidden", "count", "nothing"]
+        assert (found.count, found.nothing, type(found.hidden)) == (3, None, tuple)
+        assert not found.logits.requires_grad
+        for have, want in ((found.logits, wanted.logits), *zip(found.hidden, wanted.hidden, strict=True)):
+            torch.testing.assert_close(have, want.detach())
+        with pytest.raises(AttributeError, match="returns no loss, but logits, hidden, count, nothing"):
+            _ = found.loss
+
+
+def test_tuples_and_tensors_come_back_as_they_are() -> None:
+    graph, module, x = captured("tuple")
+    (found,) = ran(ss.compile(graph, "single", "local:1"))
+    assert (type(found), type(found[1])) == (tuple, list)
+    assert torch.equal(found[1][0], module(x)[0].argmax(-1))
+    assert torch.equal(found[1][1], x)
+    assert torch.equal(found[2], module.head.weight)
+    graph, module, x = captured("tensor")
+    (found,) = ran(ss.compile(graph, "single", "local:1"))
+    torch.testing.assert_close(found, module(x).detach())
+
+
+def test_idle_ranks_have_the_outputs_too() -> None:
+    graph, module, x = captured("tensor")
+
+    @ss.sprogram
+    def first(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_assign(graph, graph.forward_ops, cluster.devices[0])
+
+    for found in ran(ss.compile(graph, first, "local:3")):
+        torch.testing.assert_close(found, module(x).detach())
+
+
+def test_a_plan_may_place_an_output_itself() -> None:
+    graph, module, x = captured()
+
+    @ss.sprogram
+    def apart(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for op in graph.forward_ops:
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split("batch", 2)), cluster.devices)
+        ss.op_assign(graph, ss.op_trans(graph, graph.op("return.logits"), ss.Split("batch", 2)), cluster.devices)
+        ss.op_assign(graph, graph.op("return.hidden.1"), cluster.devices[0])
+
+    plan = ss.compile(graph, apart, "local:2")
+    check(plan)
+    wanted = module(x)
+    for half, found in zip(wanted.logits.split(4), ran(plan), strict=True):
+        torch.testing.assert_close(found.logits, half.detach())
+        torch.testing.assert_close(found.hidden[0], wanted.hidden[0].detach())
+    first, second = ran(plan)
+    torch.testing.assert_close(first.hidden[1], wanted.hidden[1].detach())
+    assert second.hidden[1] is None
+
+
+def test_two_parts_of_an_output_on_one_device_are_refused() -> None:
+    def doubled(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_assign(graph, graph.forward_ops, 0)
+        ss.op_assign(graph, ss.op_trans(graph, graph.op("return"), ss.Split("batch", 2)), [0, 0])
+
+    def hosted(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_assign(graph, graph.forward_ops, 0)
+        ss.op_assign(graph, graph.op("return"), "host")
+
+    with pytest.raises(InputError, match="output return has 2 parts on 1 devices, but a device returns one part"):
+        ss.compile(captured("tensor")[0], doubled, "local:1")
+    with pytest.raises(InputError, match="only copies"):
+        ss.compile(captured("tensor")[0], hosted, "local:1")
+
+
+def test_inference_is_asked_for_or_all_there_is() -> None:
+    module, x = net()
+    with pytest.raises(InputError, match="or optimizer=None for inference: no gradients, no updates"):
+        ss.capture(module, (x,))
+    with torch.no_grad():
+        assert not ss.capture(module, (x,)).model.loss
+    assert not ss.capture(module.requires_grad_(False), (x,)).model.loss
+    with pytest.raises(InputError, match="or no scaler"):
+        ss.capture(module, (x,), optimizer=None, scaler=torch.amp.GradScaler("cpu"))
+    trained = net()[0]
+    with pytest.raises(CaptureError, match="or capture it with optimizer=None, for inference"):
+        ss.capture(trained, (x,), optimizer=torch.optim.SGD(trained.parameters()))
+
+
+def test_the_mode_of_the_module_counts() -> None:
+    """In training mode a batch norm takes the statistics of the batch, and moves its buffers, in inference too."""
+    module, x = net("tensor")
+    graph = ss.capture(module.train(), (x,), optimizer=None)
+    assert [op.name for op in graph.ops if op.is_write and not op.is_output] != []
+    check(ss.compile(graph, "data_parallel", "local:2"))
+    assert [op.name for op in captured("tensor")[0].ops if not op.is_forward] == ["return"]
+
+
+def test_a_loss_is_an_output_where_nothing_is_trained() -> None:
+    module, x = net("loss")
+    (found,) = ran(ss.compile(ss.capture(module.eval(), (x,), optimizer=None), "single", "local:1"))
+    torch.testing.assert_close(found.loss, module(x)["loss"].detach())
+
+
+@pytest.mark.parametrize(("plan", "devices"), [*PLANS, ("zero:stage=3", 2)])
+def test_a_step_that_trains_keeps_outputs_beside_its_loss(plan: str, devices: int) -> None:
+    module, x = net("loss")
+    module.norm.eval()
+    graph = ss.capture(module, (x,), optimizer=torch.optim.SGD(module.parameters(), lr=0.1), outputs=True)
+    compiled = ss.compile(graph, plan, ss.Cluster.local(devices))
+    result = compiled.verify()
+    assert (result["equal"], result["trains"], result["outputs"]) == (True, True, ["return.logits", "return.shown"])
+
+    def run(step: Step) -> tuple[Tensor, Any]:
+        return step(graph.captured.batch), step.outputs
+
+    known = compiled.compiled
+    for loss, found in on_threads(known, initial_values(graph.model, graph.captured.values), run, 60.0):
+        torch.testing.assert_close(loss, module(x)["loss"].detach())
+        torch.testing.assert_close(found.logits, module(x)["logits"].detach())
+        assert found.loss is None
+
+
+def test_what_a_step_without_gradients_cannot_do_is_refused() -> None:
+    graph, *_ = captured("tensor")
+    known = graph.captured
+
+    def run(step: Step) -> Any:
+        for options in ({"clip": 1.0}, {"check_finite": True}):
+            with pytest.raises(InputError, match="trains nothing, so there is no gradient"):
+                step(known.batch, **options)
+        with torch.no_grad():
+            assert step.lr == ()
+            return step(known.batch)
+
+    compiled = ss.compile(graph, "single", "local:1").compiled
+    assert on_threads(compiled, initial_values(graph.model, known.values), run, 60.0)[0].shape == (8, 4)
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8, bos_token_id=0, eos_token_id=0)
+    with pytest.raises(CaptureError, match=r"returns past_key_values of class DynamicCache.*use_cache=False"):
+        ss.capture(GPT2LMHeadModel(config).eval(), (torch.zeros(1, 4, dtype=torch.long),), optimizer=None)
+
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, int]:
+            return {"count": 3}
+
+    with pytest.raises(CaptureError, match="returns no tensor"):
+        ss.capture(Nothing(), (torch.zeros(2),))
+
+
+def test_a_wrong_output_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from superscaler.runtime.executor import Rank
+
+    graph, *_ = captured()
+    give = Rank.give
+    monkeypatch.setattr(
+        Rank, "give", lambda self, name, x, shape: give(self, name, x + (name == "return.hidden.0"), shape)
+    )
+    result = ss.compile(graph, "data_parallel", "local:2").verify()
+    assert not result["equal"]
+    assert result["first_difference"].startswith("the output return.hidden.0[0:8, 0:8] on device 0 is off by")
+
+
+@pytest.mark.parametrize(("plan", "devices"), PLANS)
+def test_values_are_freed_after_their_last_use(plan: str, devices: int) -> None:
+    graph, *_ = captured()
+    for device in ss.compile(graph, plan, ss.Cluster.local(devices)).compiled.program.devices:
+        code = device.instructions
+        last = {name: at for at, i in enumerate(code) for name in (*reads(i), *writes(i))}
+        freed = {name: at for at, i in enumerate(code) if isinstance(i, Free) for name in i.names}
+        loaded = {i.out for i in code if isinstance(i, Load)}
+        assert freed.keys() >= last.keys() - loaded - {n for n, at in last.items() if at == len(code) - 1}
+        assert all(at == last[name] + 1 for name, at in freed.items())
+        assert len([i for i in code if isinstance(i, Give)]) == 3
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that live at once, but for those that are known before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, list | tuple) else [made]:
+            storage = x.untyped_storage() if isinstance(x, Tensor) else None
+            if storage is not None and storage.data_ptr() not in self.known:
+                self.known.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
+        return made
+
+    def gone(self, pointer: int, count: int) -> None:
+        self.known.discard(pointer)
+        self.now -= count
+
+
+def peak(depth: int, optimizer: Callable[[nn.Module], Any]) -> int:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = F.gelu(layer(x))
+            return x.mean()
+
+    module = Deep()
+    graph = ss.capture(module, (torch.randn(64, 16),), optimizer=optimizer(module))
+    counted = Live()
+
+    def run(step: Step) -> None:
+        step(graph.captured.batch)
+        counted.known |= {x.untyped_storage().data_ptr() for x in step.state.weights.values()}
+        with counted:
+            step(graph.captured.batch)
+
+    on_threads(
+        ss.compile(graph, "single", "local:1").compiled, initial_values(graph.model, graph.captured.values), run, 60.0
+    )
+    return counted.peak
+
+
+def test_memory_does_not_grow_with_the_depth() -> None:
+    assert peak(2, lambda _: None) == peak(9, lambda _: None) > 0
+    assert peak(9, lambda m: torch.optim.SGD(m.parameters())) > 3 * peak(9, lambda _: None)
