@@ -186,7 +186,7 @@ def _copy_given(trace: Trace) -> None:
             with trace.graph.inserting_before(end):
                 copy = trace.graph.call_function(torch.ops.aten.clone.default, (node,))
             plain = {"module": "", "source": "", "region": None}
-            (results[at],) = trace.settle(copy, name.replace(".", "_"), plain, node.meta["val"])
+            (results[at],) = trace.settle(copy, name.replace(".", "_") + "_copy", plain, node.meta["val"])
     end.args = (tuple(results),)
 
 

@@ -46,7 +46,7 @@ def returned(output: Any, name: str, is_trained: bool, is_kept: bool) -> tuple[t
     loss = loss_of(output, name) if is_trained else None
     form, tensors = taken_apart(output, name, loss) if is_kept else (None, {})
     if loss is None and not tensors:
-        raise CaptureError(f"{name} returns no tensor, so there is nothing to compute.")
+        raise CaptureError(f"{name} returns no tensor, so neither a loss nor anything else to compute.")
     last = () if loss is None else (loss,)
     return (*tensors.values(), *last), json.dumps(form) if is_kept else ""
 
