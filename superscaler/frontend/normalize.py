@@ -48,7 +48,7 @@ def _decompose(trace: Trace) -> None:
 def _keep_loss(trace: Trace) -> None:
     """Keep a loss over many labels in the dtype that it is summed in."""
     loss = trace.loss
-    if target_of(loss) == "aten._to_copy.default" and target_of(reads(loss)[0]) in _SUMMED:
+    if loss is not None and target_of(loss) == "aten._to_copy.default" and target_of(reads(loss)[0]) in _SUMMED:
         trace.replace(loss, *reads(loss))
 
 

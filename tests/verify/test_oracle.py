@@ -16,7 +16,7 @@ def test_equals_eager_bit_for_bit(build: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module, batch = build(), tokens()
     captured = capture(module, (), batch)
-    loss, gradients, _ = reference_step(captured, batch, captured.values)
+    loss, gradients, *_ = reference_step(captured, batch, captured.values)
     expected = module(**batch).loss
     expected.backward()
     assert torch.equal(loss, expected)
@@ -39,7 +39,7 @@ def test_retypes_casts_and_factories() -> None:
     torch.manual_seed(0)
     module, batch = llama(), tokens()
     captured = capture(module, (), batch)
-    loss, gradients, _ = reference_step(captured, batch, captured.values, torch.float64)
+    loss, gradients, *_ = reference_step(captured, batch, captured.values, torch.float64)
     assert loss.dtype == torch.float64
     assert {g.dtype for g in gradients.values()} == {torch.float64}
     single, *_ = reference_step(captured, batch, captured.values)
@@ -52,7 +52,7 @@ def test_meta_capture_runs_on_given_values() -> None:
     with torch.device("meta"):
         captured = capture(gpt2(), (), batch)
     values = {name: p.detach() for name, p in module.named_parameters()}
-    loss, gradients, _ = reference_step(captured, batch, values)
+    loss, gradients, *_ = reference_step(captured, batch, values)
     assert torch.equal(loss, module(**batch).loss)
     assert set(gradients) == set(values)
 
