@@ -36,6 +36,8 @@ def plan_of(model: str, spec: str, world: int, again: bool) -> Plan:
     [
         ("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8, False),
         ("llama:size=tiny", "tensor_parallel", 4, False),
+        ("llama:size=tiny", "swap:what=both,microbatches=2", 2, False),
+        ("gpt2:size=tiny", "co_shard:1,parts=2 x tensor_parallel:2", 2, False),
         ("llama:size=tiny", "data_parallel:2 x ring_attention:2,zigzag=true", 4, False),
         ("mixtral:size=tiny,layers=1", "expert_parallel:capacity=1.25", 2, False),
         ("gpt2:size=tiny,dropout=0.1", "tensor_parallel", 2, True),
