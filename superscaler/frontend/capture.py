@@ -1,6 +1,7 @@
 """Capture: an unmodified module and its example arguments -> the data-flow graph of one training iteration.
 
-export -> read -> fold constants -> normalize -> infer indices -> name factors -> Model
+export (experts and autocast are made explicit) -> read -> fold constants -> simplify by them -> decompose -> cut packed
+weights -> drop idle detaches -> infer indices -> name factors -> Model
 """
 
 from __future__ import annotations

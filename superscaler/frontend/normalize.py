@@ -25,7 +25,6 @@ from superscaler.ops.row import aten
 _PRODUCTS = aten(True, "linear mm bmm matmul mv scaled_dot_product_attention")
 # These are their operand where they change neither shape nor dtype.
 _VIEWS = aten(True, "_to_copy view _unsafe_view expand unsqueeze slice.Tensor squeeze squeeze.dim squeeze.dims")
-_SUMMED = ("ss.cross_entropy", "ss.nll_loss", "aten.div.Tensor")
 
 
 def normalize(trace: Trace) -> None:
@@ -46,9 +45,9 @@ def _decompose(trace: Trace) -> None:
 
 
 def _keep_loss(trace: Trace) -> None:
-    """Keep a loss over many labels in the dtype that it is summed in."""
+    """Keep a decomposed loss in the dtype that it is summed in; what a model casts itself stays cast."""
     loss = trace.loss
-    if loss is not None and target_of(loss) == "aten._to_copy.default" and target_of(reads(loss)[0]) in _SUMMED:
+    if loss is not None and "op" in loss.meta and target_of(loss) == "aten._to_copy.default":
         trace.replace(loss, *reads(loss))
 
 
