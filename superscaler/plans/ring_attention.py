@@ -21,10 +21,11 @@ def ring_attention(graph: Graph, n: int, axis: str, zigzag: bool = False, recomp
         for module in dict.fromkeys(op.module for op in made):
             op_trans(graph, [op for op in made if op.module == module], Recompute(copies=True))
     factors = [f for op in made for i in op.indices if i.follows for f in (op.indices[i.follows[0]].factor, i.factor)]
-    hops: dict[str, int] = {}
+    steps: dict[str, int] = {}
     for op in graph.forward_ops:
-        if op.is_copy:
-            hops[op.outputs[0].tensor] = hops.get(op.inputs[0].tensor, 0) + 1
-        step = hops.get(op.outputs[0].tensor, 0)
+        first = next((o.tensor for o in op.inputs), "")
+        if op.is_copy or first in steps:
+            steps[op.outputs[0].tensor] = steps.get(first, -1) + op.is_copy
+        step = steps.get(op.outputs[0].tensor, 0)
         if factor := along(op, factors):
             op_trans(graph, op, Split(factor, count, axis=axis, at=places[step:] + places[:step]))

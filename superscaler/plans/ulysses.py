@@ -8,13 +8,18 @@ from __future__ import annotations
 from math import gcd
 
 from superscaler.plans.along import along_axis
-from superscaler.plans.shared import along, attentions, sequences
+from superscaler.plans.shared import along, attentions, made_for, sequences
 from superscaler.verbs import Graph, InputError, Op, Split, op_trans
 
 
 @along_axis()
 def ulysses(graph: Graph, n: int, axis: str) -> None:
-    heads = {op.name: _heads(graph, op, n, axis) for op in attentions(graph, "ulysses")}
+    heads: dict[str, list[Split]] = {}
+    # What repeats heads for the queries that share them comes after the all_to_all.
+    repeating = {op.name for op in graph.forward_ops if any(word in op.target for word in ("expand", "view"))}
+    for attention in attentions(graph, "ulysses"):
+        own = made_for(graph, [attention], repeating)
+        heads |= dict.fromkeys((op.name for op in own), _heads(graph, attention, n, axis))
     tokens = sequences(graph, "ulysses", n)
     for op in graph.forward_ops:
         factor = "" if op.from_data else along(op, tokens)

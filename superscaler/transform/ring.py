@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from superscaler.errors import TransformError
 from superscaler.ir.graph import Model, Op, Operand, PTensor, Ref
@@ -11,18 +12,21 @@ from superscaler.transform.algorithms import check_parts
 from superscaler.transform.rewrite import copy_op
 
 TARGET = "aten.scaled_dot_product_attention.default"
+# What repeats a tensor, and what may be around that.
+REPEATING = ("expand", "unsqueeze", "view", "_unsafe_view", "clone")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlocks:
     """Compute attention in `parts` steps, in each of which a chunk of queries sees one chunk of the keys.
 
-    y = attention(q, k, v)  ->  k.1 = identity(k); k.2 = identity(k.1); ..; so v;
+    y = attention(q, k, v)  ->  k.0 = identity(k); k.1 = identity(k.0); ..; so v;
                                 y.t, y.t.sum = block(q, k.t, v.t); y = merge(y.0, y.0.sum, y.1, y.1.sum), ..
 
     Queries and keys have `parts` equal chunks each; in step t chunk i of the queries sees chunk i - t of the keys,
     counted around. Where queries are cut into chunks, on devices in a ring, and the parts of the copies are placed t
-    devices further, keys pass from neighbour to neighbour. Causal attention skips blocks that see nothing.
+    devices further, keys pass from neighbour to neighbour; heads that are repeated do so before that. Causal attention
+    skips blocks that see nothing.
     """
 
     parts: int
@@ -46,7 +50,7 @@ class _Blocks:
         self.op, self.parts, self.known = op, parts, dict(model.tensors)
         self.makers = {name: maker for name, (maker, _) in model.producers().items()}
         self.tensors: dict[str, PTensor] = {}
-        if op.target != TARGET or any(op.args[4:5]):
+        if op.target != TARGET or any(op.args[4:5]) or dict(op.kwargs).get("dropout_p"):
             why = "has dropout on its probabilities" if "attention" in op.target else f"is {op.target}"
             raise TransformError(f"AttentionBlocks needs attention without dropout, but {op.name} {why}; leave it out.")
         learned = next((o.tensor for o in op.inputs[3:] if self.known[o.tensor].requires_grad), None)
@@ -80,13 +84,15 @@ class _Blocks:
     def ops(self) -> Iterator[Op]:
         """Yield the steps in turn: the copies of keys and values of one, its block, and its merge with those before."""
         op, before = self.op, tuple[Operand, ...]()
-        read = [o.tensor for o in op.inputs[1:3]]
+        read, made_from = [o.tensor for o in op.inputs], [self._made_from(o.tensor) for o in op.inputs]
+        carried = [self._origin(chain, tensor) for chain, tensor in zip(made_from, read, strict=True)]
         for step in range(self.parts):
-            if step:
-                hops = [self._hop(tensor, f"{op.name}.{word}{step}") for tensor, word in zip(read, "kv", strict=True)]
-                read = [hop.outputs[0].tensor if hop else tensor for hop, tensor in zip(hops, read, strict=True)]
-                yield from (hop for hop in hops if hop)
-            inputs = (op.inputs[0], *map(_reading, op.inputs[1:3], read), *op.inputs[3:])
+            for k in (k for k in (1, 2) if self.parts > 1 and self._is_carried(carried[k])):
+                hop = self._copy(carried[k], f"{op.name}.{'kv'[k - 1]}{step}")
+                again = self._again(made_from[k], hop.name) if step else []
+                yield from (hop, *again)
+                carried[k], read[k] = hop.name, again[-1].name if again else hop.name if step else read[k]
+            inputs = tuple(replace(o, tensor=tensor) for o, tensor in zip(op.inputs, read, strict=True))
             is_last = step == self.parts - 1
             found = self._outputs(f"{op.name}.{step}", is_last and not step)
             yield self._block(inputs, found, step)
@@ -95,6 +101,42 @@ class _Blocks:
                 yield self._merge((*before, *found), merged)
                 found = merged
             before = found
+
+    def _made_from(self, tensor: str) -> list[Op]:
+        """Return the ops that make a tensor by repeating something: heads of keys, for all queries that share them."""
+        found, least = list[Op](), 0
+        while (maker := self.makers.get(tensor)) and maker.target.split(".")[1] in REPEATING:
+            found.append(maker)
+            smaller = maker.inputs[0].tensor
+            least = len(found) if prod(self.known[smaller].shape) < prod(self.known[tensor].shape) else least
+            tensor = smaller
+        return found[:least][::-1]
+
+    @staticmethod
+    def _origin(chain: list[Op], tensor: str) -> str:
+        return chain[0].inputs[0].tensor if chain else tensor
+
+    def _is_carried(self, tensor: str) -> bool:
+        """Tell whether a tensor is copied: not if it is at rest, or made of data alone."""
+        return tensor in self.makers and not self.makers[tensor].from_data
+
+    def _copy(self, tensor: str, name: str) -> Op:
+        maker = self.makers[tensor]
+        copied = replace(self.known[tensor], name=name, origin=self.known[tensor].origin or tensor)
+        self.known[name] = self.tensors[name] = copied
+        self.makers[name] = maker
+        return replace(copy_op(tensor, copied, maker), module=self.op.module)
+
+    def _again(self, chain: list[Op], tensor: str) -> list[Op]:
+        """Return the ops of a chain once more, from another tensor on."""
+        made = list[Op]()
+        for n, op in enumerate(chain):
+            found = replace(self.known[op.outputs[0].tensor], name=f"{tensor}.{n}")
+            self.tensors[found.name] = found
+            read = made[-1].name if made else tensor
+            ends = replace(op.inputs[0], tensor=read), replace(op.outputs[0], tensor=found.name)
+            made.append(replace(op, name=found.name, inputs=ends[:1], outputs=ends[1:], module=self.op.module))
+        return made
 
     def _outputs(self, name: str, is_last: bool) -> tuple[Operand, Operand]:
         """Return attention and log-sum-exp, which are new tensors but for the attention to all keys."""
@@ -107,19 +149,10 @@ class _Blocks:
         self.tensors |= {made.name: made, total.name: total}
         return Operand(made.name, own.slots), Operand(total.name, own.slots[:count])
 
-    def _hop(self, tensor: str, name: str) -> Op | None:
-        """Return the op that copies a tensor, None where it is at rest, or made of data alone."""
-        maker = self.makers.get(tensor)
-        if maker is None or maker.from_data:
-            return None
-        copied = replace(self.known[tensor], name=name, origin=self.known[tensor].origin or tensor)
-        self.known[name] = self.tensors[name] = copied
-        self.makers[name] = maker
-        return replace(copy_op(tensor, copied, maker), module=self.op.module)
-
     def _block(self, inputs: tuple[Operand, ...], outputs: tuple[Operand, Operand], step: int) -> Op:
-        *given, _, is_causal = self.op.args
-        args = (*given, is_causal, dict(self.op.kwargs).get("scale"))
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, self.op.args, strict=False)), **dict(self.op.kwargs)}
+        args = *self.op.args[:3], *(given.get(name) for name in ("attn_mask", "is_causal", "scale"))
         indices = list(self.op.indices)
         indices[self.keys] = replace(indices[self.keys], mark="spatial", follows=(self.queries, step, self.parts))
         made = replace(self.op, name=f"{self.op.name}.{step}", target="ss.attention_block", args=args, kwargs=())
@@ -136,7 +169,3 @@ class _Blocks:
         name = outputs[1].tensor.removesuffix(".sum")
         made = replace(self.op, name=name, target="ss.attention_merge", args=tuple(map(Ref, range(4))), kwargs=())
         return replace(made, inputs=renumbered(inputs), outputs=renumbered(outputs), indices=indices, flops=0)
-
-
-def _reading(operand: Operand, tensor: str) -> Operand:
-    return replace(operand, tensor=tensor)

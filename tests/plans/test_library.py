@@ -41,6 +41,12 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "data_parallel:2 x ulysses": (*PLAIN, "t5"),
     "dap": ("alphafold2",),
     "data_parallel:2 x dap": ("alphafold2",),
+    "zero:2,stage=3 x sequence_parallel": CAUSAL,
+    "zero:2,stage=3 x ulysses": CAUSAL,
+    "zero:2,stage=3 x ring_attention": CAUSAL,
+    "data_parallel:2 x tensor_parallel:2 x ulysses": CAUSAL,
+    "data_parallel:2 x tensor_parallel:2 x ring_attention": CAUSAL,
+    "zero:2,stage=3 x tensor_parallel:2 x sequence_parallel": CAUSAL,
 }
 ALWAYS = {
     ("ring_attention", "gpt2", 4),
@@ -50,13 +56,14 @@ ALWAYS = {
     ("sequence_parallel", "gpt2", 2),
     ("ulysses", "llama", 4),
     ("dap", "alphafold2", 2),
+    ("zero:2,stage=3 x ring_attention", "gpt2", 4),
 }
 
 
 def cases() -> Iterator[ParameterSet]:
     for plan, models in ROWS.items():
         for model in models:
-            for devices in (2, 4, 8):
+            for devices in (2, 4, 8)[plan.count(" x ") :]:
                 marks = () if (plan, model, devices) in ALWAYS else (pytest.mark.slow,)
                 yield pytest.param(plan, model, devices, marks=marks, id=f"{plan}-{model}-{devices}")
 

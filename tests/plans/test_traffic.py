@@ -1,0 +1,109 @@
+"""What the SPMD plans send of activations, per layer and direction: exactly what the formulas of their authors say.
+
+Of a batch b of sequences of s tokens of h channels (keys and values of k each) on P devices, in elements, all devices
+together; published figures are those of one device and one sequence, and so 1 / (b P) of these:
+
+Megatron's sequence parallelism   4 b s h (P - 1)       two all_gathers and two reduce_scatters
+Ulysses                           2 b s (h + k) (P - 1) / P   all_to_all of queries, keys, values and the result
+ring                              2 b s k (P - 1)       keys and values, from neighbour to neighbour
+
+Those of Ulysses are 4 b s h (P - 1) / P where h = k. A ring that keeps nothing sends keys and values again for the
+backward; their gradients go straight to the devices that made them: as many elements, but to others than neighbours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from math import prod
+
+import pytest
+import torch
+
+import superscaler as ss
+from superscaler.ir.program import Collective, Program, Send, links
+from superscaler.models import build
+from superscaler.plans import resolve
+
+BATCH, TOKENS, HIDDEN, KEYS = 8, 32, 64, 32
+MODELS = {
+    "gpt2": "gpt2:size=tiny",
+    "llama": f"llama:size=tiny,hidden={HIDDEN},heads=4,kv_heads=2",
+}
+
+
+@cache
+def program(model: str, layers: int, plan: str, devices: int) -> Program:
+    built = build(f"{MODELS.get(model, model)},layers={layers}")
+    graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+    return ss.compile(graph, resolve(plan), f"local:{devices}").compiled.program
+
+
+def moved(found: Program) -> Counter[tuple[str, str]]:
+    """Return how many elements of activations all devices put on links, by direction and kind."""
+    elements: Counter[tuple[str, str]] = Counter()
+    for i in (i for device in found.devices for i in device.instructions):
+        if not isinstance(i, Collective | Send):
+            continue
+        ways = i.ways if isinstance(i, Collective) else [None]
+        for note, way in zip(i.notes, ways, strict=True):
+            if found.model.tensors[note.tensor].kind == "parameter":
+                continue
+            is_again = bool(found.model.tensors[note.tensor].origin) and note.tensor.endswith(".r")
+            direction = "backward" if note.is_backward else "again" if is_again else "forward"
+            if way is None:
+                elements[direction, "send"] += i.bytes // 4
+            else:
+                # Each device of a group tells of all of them.
+                elements[direction, i.kind] += prod(way.view) * links(i.kind, len(i.group)) // len(i.group)
+    return elements
+
+
+def per_layer(model: str, plan: str, devices: int) -> dict[tuple[str, str], int]:
+    one, two = (moved(program(model, layers, plan, devices)) for layers in (1, 2))
+    return {key: count for key in two if (count := two[key] - one[key])}
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_sequence_parallel(devices: int) -> None:
+    each = 2 * BATCH * TOKENS * HIDDEN * (devices - 1)
+    ways = [(direction, kind) for direction in ("forward", "backward") for kind in ("all_gather", "reduce_scatter")]
+    assert per_layer("gpt2", "sequence_parallel", devices) == dict.fromkeys(ways, each)
+
+
+@pytest.mark.parametrize(("model", "keys", "devices"), [("gpt2", HIDDEN, 2), ("gpt2", HIDDEN, 4), ("llama", KEYS, 2)])
+def test_ulysses(model: str, keys: int, devices: int) -> None:
+    each = 2 * BATCH * TOKENS * (HIDDEN + keys) * (devices - 1) // devices
+    expected = {("forward", "all_to_all"): each, ("backward", "all_to_all"): each}
+    assert per_layer(model, "ulysses", devices) == expected
+
+
+@pytest.mark.parametrize(("model", "keys"), [("gpt2", HIDDEN), ("llama", KEYS)])
+@pytest.mark.parametrize("options", ["", ":recompute=false"])
+def test_ring_attention(model: str, keys: int, options: str) -> None:
+    directions = ["forward", "backward"] if options else ["forward", "again", "backward"]
+    each = 2 * BATCH * TOKENS * keys * 3
+    assert per_layer(model, f"ring_attention{options}", 4) == {(direction, "send"): each for direction in directions}
+
+
+def test_zigzag() -> None:
+    """Of eight chunks, two a device, the first of a half and the last of the other are on one device: of eight ways on
+    of a chunk two need no link. Of the 64 pairs of chunks 16 are of one device, whose gradients need none.
+    """
+    chunk = 2 * BATCH * TOKENS * KEYS // 8
+    expected = {("forward", "send"): 7 * 6 * chunk, ("again", "send"): 7 * 6 * chunk, ("backward", "send"): 48 * chunk}
+    assert per_layer("llama", "ring_attention:zigzag=true", 4) == expected
+
+
+def test_keys_pass_from_neighbour_to_neighbour() -> None:
+    found = program("llama", 1, "ring_attention", 4)
+    for device in found.devices:
+        for i in device.instructions:
+            if isinstance(i, Send) and not i.notes[0].is_backward:
+                assert i.peer == (device.rank + 1) % 4
+
+
+def test_axial_parallelism_has_collectives_only() -> None:
+    spec = "alphafold2:size=tiny,passes=1,sequences=8,residues=8"
+    found = program(spec, 1, "dap", 4)
+    assert {kind for _, kind in moved(found)} == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"}
