@@ -14,7 +14,7 @@ from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.parts import HOSTS, Ints
 from superscaler.ir.timetable import Row, timetable
-from superscaler.ir.transformed import Block, Entry, Graph, Group, Groups, Order, Parts, caller
+from superscaler.ir.transformed import Block, Entry, Flat, Graph, Group, Groups, Order, Parts, caller
 from superscaler.ir.work import Work, parse_schedule
 from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
 from superscaler.transform.cut import cut
@@ -47,14 +47,14 @@ def op_trans(graph: Graph, target: Op | Parts, algorithm: Algorithm) -> Parts: .
 
 
 @overload
-def op_trans(graph: Graph, target: Sequence[Op | Parts], algorithm: Algorithm) -> list[Parts]: ...
+def op_trans(graph: Graph, target: Sequence[Op | Parts], algorithm: Algorithm) -> Sequence[Parts]: ...
 
 
 @overload
 def op_trans(graph: Graph, target: Target | Group, algorithm: Rewrite) -> list[Parts]: ...
 
 
-def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrite) -> Parts | list[Parts]:
+def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrite) -> Parts | Sequence[Parts]:
     """Replace ops or parts by the parts that `algorithm` makes of each, and of their mirrors; or ops by other ops.
 
     Split("batch", 2):  y[0:8] = f(x[0:8])  ->  y[0:4] = f(x[0:4]); y[4:8] = f(x[4:8])
@@ -64,8 +64,8 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
     Insert():           z = g(y)  ->  y.c = identity(y); z = g(y.c)
     Decompose():        y = cross_entropy(x, c)  ->  m = max(x); t, p = ...; y = ..., each cut on classes if need be
 
-    Returns for one op or part its new parts; for several a flat list, in order; of an algorithm that makes other ops
-    (of whole ops, or a group of `graph.select`) the parts of these. Raises TransformError (section 3.2 of the paper)
+    Returns for one op or part its new parts; for several one flat row of them, in order; of an algorithm that makes
+    other ops (of whole ops, or a group of `graph.select`) the parts of these. Raises TransformError (section 3.2 of the paper)
     when a split does not divide, a required factor is missing, or a part was already replaced.
     """
     where = _where(graph)
@@ -80,7 +80,7 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
     if isinstance(target, Parts | Op):
         return cut(graph, _parts(graph, target), algorithm, where)
     pieces = (piece for item in _items(target, where) for piece in _pieces(graph, item))
-    return [part for parts in [cut(graph, piece, algorithm, where) for piece in pieces] for part in parts.flat()]
+    return Flat([cut(graph, piece, algorithm, where) for piece in pieces])
 
 
 def _parts(graph: Graph, item: Op | Parts) -> Parts:
@@ -203,7 +203,7 @@ def _update(graph: Graph, name: str, where: str) -> Op:
 
 
 def _items(target: Target, where: str) -> list[Op | Parts]:
-    items: list[Any] = list(target) if isinstance(target, list | tuple) else [target]
+    items: list[Any] = list(target) if isinstance(target, list | tuple | Flat) else [target]
     for item in items:
         if not isinstance(item, Op | Parts):
             raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {item!r}.")

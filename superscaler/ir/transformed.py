@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 from numbers import Integral
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -65,6 +66,33 @@ class Parts:
             raise TransformError(
                 f"this part of {self.op.name} was replaced by the op_trans at {where}; use its result."
             )
+
+
+class Flat(Sequence[Parts]):
+    """The parts of several handles in one row. There may be millions: each is made when it is asked for."""
+
+    def __init__(self, handles: Iterable[Parts]) -> None:
+        self.handles = [parts.flat() for parts in handles]
+        self.ends = list(accumulate(len(parts) for parts in self.handles))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __iter__(self) -> Iterator[Parts]:
+        return chain.from_iterable(self.handles)
+
+    @overload
+    def __getitem__(self, key: int) -> Parts: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[Parts]: ...
+
+    def __getitem__(self, key: int | slice) -> Parts | list[Parts]:
+        if isinstance(key, slice):
+            return [self[k] for k in range(*key.indices(len(self)))]
+        key = range(len(self))[key]
+        at = bisect_right(self.ends, key)
+        return self.handles[at][key - self.ends[at]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from superscaler.verbs import Graph, InputError, op_trans
 
 @along_axis()
 def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None) -> None:
-    splits = tensor_splits(graph, n, axis, in_blocks=False)
+    splits = tensor_splits(graph, n, axis, in_blocks=False, vocabulary=True)
     inside = {op.name for block in graph.blocks for op in block.ops}
     ops = list(graph.forward_ops)
     at = [k for k, op in enumerate(ops) if op.name in inside]

@@ -103,7 +103,7 @@ def joined(ops: Iterable[Op]) -> list[list[Op]]:
 
 
 def tensor_splits(
-    graph: Graph, parts: int, axis: str = "", in_blocks: bool = True
+    graph: Graph, parts: int, axis: str = "", in_blocks: bool = True, vocabulary: bool = False
 ) -> dict[str, list[Split | Replicate]]:
     """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors; or
     of those outside the blocks only.
@@ -111,8 +111,9 @@ def tensor_splits(
     A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
     sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
     result does not carry it. Grouped-query heads are two such factors, which are cut one after the other. Outside the
-    blocks, products with a weight are cut on the weight's own dim; where these are the classes of a loss, all between
-    them and the loss is, and what looks up the same weight, if nothing needs the classes whole (`Decompose`).
+    blocks, products with a weight are cut on the weight's own dim; with `vocabulary`, where these are the classes of a
+    loss, so is all between them and the loss, and what looks up the same weight, if nothing needs the classes whole
+    (`Decompose`).
 
     Ops of a block that have only some of these factors (keys and values of grouped queries) are replicated along the
     others, and each replica's mirror reads only what its own queries send: then the gradients of what queries, keys and
@@ -124,7 +125,7 @@ def tensor_splits(
     for op in graph.forward_ops:
         if op.name not in inside and op.name not in splits and (factor := _own_factor(weights, op, parts)):
             splits[op.name] = [Split(factor, parts)]
-    for factor in _by_class(graph, splits):
+    for factor in _by_class(graph, splits) if vocabulary else ():
         for op in graph.forward_ops:
             if op.find(factor) is not None:
                 splits[op.name] = [Split(factor, parts)]
