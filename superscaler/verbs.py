@@ -65,7 +65,7 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrit
     Decompose():        y = cross_entropy(x, c)  ->  m = max(x); t, p = ...; y = ..., each cut on classes if need be
 
     Returns for one op or part its new parts; for several one flat row of them, in order; of an algorithm that makes
-    other ops (of whole ops, or a group of `graph.select`) the parts of these. Raises TransformError (section 3.2 of the paper)
+    other ops (of whole ops, or a group of `graph.select`) the parts of these. Raises TransformError (the paper, 3.2)
     when a split does not divide, a required factor is missing, or a part was already replaced.
     """
     where = _where(graph)

@@ -19,9 +19,9 @@ def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None)
     inside = {op.name for block in graph.blocks for op in block.ops}
     ops = list(graph.forward_ops)
     at = [k for k, op in enumerate(ops) if op.name in inside]
-    if not at:
-        raise InputError("interlaced: the model has no repeated blocks to make stages of; choose tensor_parallel.")
-    first, last = at[0], at[-1] + 1
+    first, last = (at[0], at[-1] + 1) if at else (0, 0)
+    if all(op.from_data for op in ops[:first]) or all(op.from_data for op in ops[last:]):
+        raise InputError("interlaced needs an embedding, repeated blocks and a head; choose pipeline_1f1b.")
     table = schedules.interlaced(n, 2 * n if microbatches is None else microbatches)
     lay(graph, axis, table, [ops[:first], *stages(graph, n, ops=ops[first:last]), ops[last:]])
     for op in (*ops[:first], *ops[last:]):

@@ -135,6 +135,8 @@ def tensor_splits(
         readers = [splits.get(r.name) for o in op.outputs for r, _ in uses[o.tensor]] if op.from_weights else []
         if op.name not in splits and readers and readers[0] and all(cut == readers[0] for cut in readers):
             splits[op.name] = readers[0]
+    if parts > 1 and not splits and not in_blocks:
+        raise InputError(f"{parts} devices divide nothing outside the blocks of this model; choose pipeline_1f1b.")
     if parts > 1 and not splits:
         sizes = sorted({f"{f} of size {graph.factors[f].size}" for ops in scopes for f in _candidates(weights, ops)})
         shown = ", ".join(sizes[:6]) or "none"

@@ -139,3 +139,10 @@ def test_the_schedule_of_the_page_equals_the_model() -> None:
     names: dict[str, Any] = {}
     exec(example.removeprefix("python"), names)
     assert plan_of(GPT, names["last_first"], 2).verify()["equal"]
+
+
+def test_what_cannot_be_interlaced_is_told() -> None:
+    with pytest.raises(InputError, match="needs an embedding, repeated blocks and a head"):
+        plan_of("mlp:batch=16", "interlaced", 2)
+    with pytest.raises(InputError, match="5 devices divide nothing outside the blocks"):
+        plan_of(GPT, "interlaced", 5)
