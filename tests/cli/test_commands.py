@@ -248,7 +248,7 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
         **{"conservation": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
         "first_difference": "head.weight[0:10, 0:64] on device 1 arrives off by 0.5 at linear (head)",
         **{"shrunk": {}, "reference": "export", "note": "the module has no data", "stale": 0, "module_compared": False},
-        **{"trains": True, "outputs": []},
+        **{"trains": True, "outputs": [], "dropped": [0, 0]},
     }
     monkeypatch.setattr("superscaler.plan.Plan.verify", lambda *_: result)
     assert run("verify", MODEL, *TWO, "--json") == 1

@@ -34,6 +34,7 @@ class Step:
     bounds = {{}}
     last_norm = None
     watch = None
+    trains = True
     count = 0
 
     def __init__(self):

@@ -18,6 +18,7 @@ class FakeStep:
     """Its loss is the step number; it keeps the batches that it was given."""
 
     watch = None
+    trains = True
 
     def __init__(self, inputs: dict[str, tuple[tuple[int, ...], str]], rank: int = 0) -> None:
         self.inputs = inputs
