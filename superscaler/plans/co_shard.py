@@ -14,7 +14,7 @@ import re
 
 from superscaler.plans.along import along_axis
 from superscaler.plans.gradient_accumulation import gradient_accumulation
-from superscaler.plans.shared import joined, layers, made_for, splits_within
+from superscaler.plans.shared import joined, layers, made_for, splits_within, undivided
 from superscaler.verbs import Block, Graph, InputError, Recompute, Split, op_trans
 
 
@@ -27,8 +27,10 @@ def co_shard(
     chosen, cuts = _blocks(graph, blocks), _named(graph, parts, factors) if factors else splits_within(graph, parts)
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     groups = [(block, ops) for block in chosen for ops in joined(op for op in block.ops if cuts.get(op.name))]
-    if not groups:
+    if not groups and factors:
         raise InputError(f"co_shard:parts={parts}: none of these blocks has a factor to cut into so many parts.")
+    if not groups:
+        raise undivided(graph, parts)
     for block, ops in groups:
         for op in ops:
             for cut in cuts[op.name]:

@@ -197,7 +197,8 @@ def interlaced(devices: int, microbatches: int) -> Table:
     def place(work: Work) -> Sequence[int]:
         return [work.stage - 1] if 0 < work.stage <= devices else range(devices)
 
-    return fill(works, place, _backward_first, devices)
+    # One device alone has the stages of all: they count as its own.
+    return fill(works, place, _backward_first, devices if devices > 1 else stages)
 
 
 def _backward_first(work: Work) -> tuple[object, ...]:

@@ -119,7 +119,7 @@ def tensor_splits(
     others, and each replica's mirror reads only what its own queries send: then the gradients of what queries, keys and
     values read are all of one kind, and are summed together.
     """
-    weights, scopes = _weights_of(graph), _scopes(graph)
+    weights = _weights_of(graph)
     splits = _inner_splits(graph, parts) if in_blocks else {}
     inside = {op.name for block in graph.blocks for op in block.ops}
     for op in graph.forward_ops:
@@ -138,10 +138,16 @@ def tensor_splits(
     if parts > 1 and not splits and not in_blocks:
         raise InputError(f"{parts} devices divide nothing outside the blocks of this model; choose pipeline_1f1b.")
     if parts > 1 and not splits:
-        sizes = sorted({f"{f} of size {graph.factors[f].size}" for ops in scopes for f in _candidates(weights, ops)})
-        shown = ", ".join(sizes[:6]) or "none"
-        raise InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
+        raise undivided(graph, parts)
     return {op.name: [_cut(op, s, axis) for s in splits[op.name]] for op in graph.forward_ops if op.name in splits}
+
+
+def undivided(graph: Graph, parts: int) -> InputError:
+    """Return what to raise where a number of parts divides no factor of tensor parallelism."""
+    weights = _weights_of(graph)
+    sizes = sorted({f"{f} of size {graph.factors[f].size}" for o in _scopes(graph) for f in _candidates(weights, o)})
+    shown = ", ".join(sizes[:6]) or "none"
+    return InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
 
 
 def _weights_of(graph: Graph) -> set[str]:

@@ -88,7 +88,7 @@ class Route:
 
 def is_collective(kind: str) -> bool:
     """Tell whether a step of a path is one collective per group; else it is local, or messages from the first."""
-    return kind in REASONS and kind != "broadcast"
+    return kind in REASONS and kind not in ("broadcast", "rd_gather")
 
 
 def _elements(step: Step, before: Mapping[int, Box], after: Mapping[int, Box]) -> int:
