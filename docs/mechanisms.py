@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,10 +86,14 @@ def found(graph: ss.Graph, plan: str, devices: int) -> str:
     try:
         result = ss.compile(graph, resolve(plan), f"local:{devices}").verify()
     except ss.PlanError as error:
-        return str(error).splitlines()[0]
-    except ValueError as error:
-        return str(error).splitlines()[0]
+        return _short(str(error))
     return "equal" if result["equal"] else f"NOT EQUAL: {result['first_difference']}"
+
+
+def _short(text: str) -> str:
+    """Return the first sentence of a message, without the place of the plan."""
+    found = re.sub(r"^op_\w+ at \S+: ", "", text.splitlines()[0])
+    return re.split(r"[;.] ", found)[0][:160]
 
 
 def verify(models: list[str]) -> dict[str, dict[str, str]]:
@@ -116,8 +121,11 @@ def page(results: Mapping[str, Mapping[str, str]]) -> str:
     rows = []
     for mechanism, plan, _ in MECHANISMS:
         own = {model: told[plan] for model, told in results.items() if plan in told}
-        equal = ", ".join(model for model, told in own.items() if told == "equal")
-        rest = [f"{model}: {told}" for model, told in own.items() if told != "equal"]
+        equal = ", ".join(model for model, told in own.items() if told == "equal") or "of a table of choices"
+        reasons: dict[str, list[str]] = {}
+        for model, told in own.items():
+            reasons.setdefault(_short(told), []).append(model)
+        rest = (f"{', '.join(names)}: {why}" for why, names in reasons.items() if why != "equal")
         told = "<br>".join(rest).replace("|", "\\|")
         rows.append(
             f"| {mechanism} | `{plan}` | {lines_of(plan)} | {equal} | {told} |"
