@@ -146,7 +146,11 @@ def peer_sequence_parallel(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]
         "mlp.down_proj": RowwiseParallel(output_layouts=part),
     }
     styles = {f"model.layers.*.{name}": style for name, style in layer.items()} | {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=part),
+        # Positions come from the length of what the embedding gives: it is cut behind it.
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=whole),
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=(whole,), desired_input_layouts=(part,), use_local_output=True
+        ),
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=part, output_layouts=whole),
     }
