@@ -43,14 +43,13 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
     if found is not None and not (largest and found.kind in ("reduce_scatter", "reduce")):
         return _collective(transfer, found, context)
     dtype = context.dtype(transfer, trained=True)
-    can_sum = dtype != "bool" and not largest
     closed = (form(transfer, context) for form in (finer, reduction)) if transfer.is_to_updates else ()
-    forms = [form for form in closed if form is not None]
+    if forms := [form for form in closed if form is not None]:
+        return cheapest(forms, context, width(dtype))
     # A path is searched by the numbers of devices: those that correspond might take different ones.
-    if can_sum and not forms:
-        path = route(transfer, context.fold, context.costs, width(dtype), context.paths)
-        forms[:0] = [] if path is None else [_Path(transfer, path, context).lowered()]
-    return cheapest(forms, context, width(dtype)) if forms else _messages(transfer, context)
+    can_sum = dtype != "bool" and not largest
+    path = route(transfer, context.fold, context.costs, width(dtype), context.paths) if can_sum else None
+    return _messages(transfer, context) if path is None else _Path(transfer, path, context).lowered()
 
 
 def _linked(transfer: Transfer) -> tuple[tuple[Slot, ...], ...]:

@@ -1,6 +1,6 @@
 """Schedules of pipelines as tables: per device the work of its stages, in order (`0F0 0F1 0B0 0B1`).
 
-A table is made by a rule below, or parsed from text; `check` refuses one that cannot run, `order` lays it on a graph.
+A table is made by a rule below, or parsed from text; `tables.check` refuses one that cannot run.
 Stage s runs on device s % devices where stages go round, and the second half backwards where they make a V. F is a
 forward, B a backward; I and W are its halves, for the gradients of activations and of weights. The idle time and the
 activations that each rule keeps are in docs/pipelines.md.

@@ -129,7 +129,7 @@ def tensor_splits(
         for op in graph.forward_ops:
             if op.find(factor) is not None:
                 splits[op.name] = [Split(factor, parts)]
-    uses = graph.model.uses()
+    uses = graph.uses
     for op in reversed(graph.forward_ops):
         # Casts and transposes of a weight are cut as what reads them.
         readers = [splits.get(r.name) for o in op.outputs for r, _ in uses[o.tensor]] if op.from_weights else []

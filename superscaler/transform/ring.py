@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from superscaler.errors import TransformError
+from superscaler.errors import TransformError, divisors
 from superscaler.ir.graph import Model, Op, Operand, PTensor, Ref
 from superscaler.transform.algorithms import check_parts
 from superscaler.transform.rewrite import copy_op
@@ -74,10 +74,9 @@ class _Blocks:
             )
         index = op.indices[own[0]]
         if index.size % self.parts:
-            counts = ", ".join(str(n) for n in range(1, index.size + 1) if index.size % n == 0)
             raise TransformError(
                 f"AttentionBlocks({self.parts}) of {op.name} ({op.module}) does not divide factor {index.factor} of "
-                f"{index.size}; choose one of {counts}."
+                f"{index.size}; choose {divisors(index.size)}."
             )
         return own[0]
 
