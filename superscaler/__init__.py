@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from superscaler.plan import compile as compile
     from superscaler.plan import load as load
     from superscaler.plans.along import along_axis as along_axis
-    from superscaler.plans.shared import order_stages as order_stages
     from superscaler.plans.shared import schedule_1f1b as schedule_1f1b
     from superscaler.plans.shared import stages as stages
     from superscaler.plans.shared import tensor_splits as tensor_splits
@@ -61,7 +60,7 @@ _VERBS = (
     "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order",
     "place", "sprogram",
 )  # fmt: skip
-_HELPERS = ("order_stages", "schedule_1f1b", "stages", "tensor_splits")
+_HELPERS = ("schedule_1f1b", "stages", "tensor_splits")
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",

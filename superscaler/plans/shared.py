@@ -1,4 +1,4 @@
-"""What several plans need: tensor-parallel factors, balanced stages, their order. Written in the verbs."""
+"""What several plans need: tensor-parallel factors and balanced stages. Written in the verbs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from superscaler.errors import divisors
 from superscaler.plans.schedules import one_f_one_b
-from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate, Split, Work, op_trans, order
+from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate, Split, op_trans
 
 # By its usual name.
 schedule_1f1b = one_f_one_b
@@ -319,8 +319,3 @@ def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:
     for k in range(count, 0, -1):
         bounds.append(int(cut[k, bounds[-1]]))
     return bounds[::-1]
-
-
-def order_stages(graph: Graph, parts: Sequence[Sequence[Op]], schedule: list[list[Work]]) -> None:
-    """Order the work of each stage as its row of the schedule says. A stage that trains nothing has no backward."""
-    order(graph, schedule, parts)

@@ -15,7 +15,7 @@ import superscaler as ss
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.program import ONE, Backward, Instruction
 from superscaler.plans import resolve
-from superscaler.plans.shared import order_stages, schedule_1f1b, stages
+from superscaler.plans.shared import schedule_1f1b, stages
 from superscaler.report.account import microbatches, summary
 from superscaler.runtime.step import Step
 from superscaler.verify.certificate import check_program
@@ -51,7 +51,7 @@ def pipeline(graph: ss.Graph, cluster: ss.Cluster, last: bool = False) -> None:
         kinds = {w: "I" if last else "IW" for w in row if w.kind == "B"}
         rows.append([replace(w, kind=kind) for w in row for kind in kinds.get(w, w.kind)])
         rows[-1] += [replace(w, kind="W") for w in row if w.kind == "B" and last]
-    order_stages(graph, parts, rows)
+    ss.order(graph, rows, parts)
 
 
 MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny,layers=1,passes=2",

@@ -13,7 +13,7 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.work import parse_schedule, print_schedule
 from superscaler.plans import schedules
-from superscaler.plans.shared import order_stages, stages
+from superscaler.plans.shared import stages
 from superscaler.plans.tables import Table, check, finish
 from superscaler.schedule.order import complete
 from tests.schedule.clock import run
@@ -54,7 +54,7 @@ def measured(table: Table, **seconds: float) -> tuple[list[float], list[float], 
     halved = {work.stage for work in works if work.kind == "I"}
     for stage in halved:
         ss.op_trans(graph, [op for op in parts[stage] if op.has_mirror], ss.SplitBackward())
-    order_stages(graph, parts, table)
+    ss.order(graph, table, parts)
     graph.settle()
     found = run(complete(graph), {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **seconds})
     devices = [found[d] for d in range(len(table))]

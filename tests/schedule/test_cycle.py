@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import superscaler as ss
 from superscaler.cli.main import main
 from superscaler.compiler import compile_graph
 from superscaler.errors import ScheduleError
@@ -37,7 +38,7 @@ def pipeline(graph: Graph, cluster: Cluster, rows: Rows, microbatches: int = 4, 
     parts = shared.stages(graph, chunks * world)
     for stage, ops in enumerate(parts):
         op_assign(graph, op_trans(graph, ops, Microbatch(microbatches)), stage % world)
-    shared.order_stages(graph, parts, rows)
+    ss.order(graph, rows, parts)
 
 
 def parse(*rows: str) -> Rows:

@@ -98,7 +98,7 @@ def test_the_steps_have_the_parts_of_their_op(loss: str) -> None:
             for op in ops:
                 parts = ss.op_trans(graph, ss.op_trans(graph, op, ss.Microbatch(2)), ss.Split("batch", 2))
                 ss.op_assign(graph, parts, [2 * stage, 2 * stage + 1])
-        ss.order_stages(graph, stages, ss.schedule_1f1b(2, 2))
+        ss.order(graph, ss.schedule_1f1b(2, 2), stages)
         for parts in ss.op_trans(graph, losses(graph), ss.Decompose()):
             assert parts.cells.shape == (2, 2)
 
