@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from superscaler.errors import RuntimeFailure
 from superscaler.runtime import communicator as c
 from superscaler.runtime.communicator import Group, PeerLost, Work
-from superscaler.runtime.network import interface, launched, meet
+from superscaler.runtime.network import Launched, interface, launched, meet
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,15 +43,28 @@ def connect(timeout: float = 1800.0) -> DistributedCommunicator:
         told = launched()
         store, start = meet(told)
         backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        if backend == "gloo" and (name := interface(told)):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         given: dict[str, Any] = {"store": PrefixStore(start, store), "rank": told.rank, "world_size": told.world}
-        try:
+        with _network(told, f"{backend.upper()}_SOCKET_IFNAME"):
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound, **given)
-        except RuntimeError as error:
-            chosen = f"{backend.upper()}_SOCKET_IFNAME"
-            _fail(f"rank {told.rank}: connecting with {chosen}={os.environ.get(chosen, '')}", error)
     return DistributedCommunicator(device, start, store)
+
+
+@contextmanager
+def _network(told: Launched, variable: str) -> Iterator[None]:
+    """Let gloo connect over the interface that leads to the others, unless the user chose one; groups follow later.
+
+    One rank makes no more of them, and its process may be anybody's, who starts others: it keeps no trace.
+    """
+    name = interface(told) if variable.startswith("GLOO") and variable not in os.environ else None
+    if name:
+        os.environ[variable] = name
+    try:
+        yield
+    except RuntimeError as error:
+        _fail(f"rank {told.rank}: connecting with {variable}={os.environ.get(variable, '')}", error)
+    finally:
+        if name and told.world == 1:
+            del os.environ[variable]
 
 
 def world_size() -> int:

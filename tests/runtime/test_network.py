@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.runtime import network
+from superscaler.runtime.distributed import connect
 from superscaler.runtime.network import Launched, interface, launched, meet
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "server0", "MASTER_PORT": "29500"}
@@ -28,6 +30,14 @@ def test_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched() == Launched(1, 1, 4, 2, "server0", 29500)
     given(monkeypatch)
     assert launched() == Launched()
+
+
+def test_a_rank_alone_leaves_nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started from its process next, on several servers maybe, finds its own interface."""
+    given(monkeypatch)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    connect(timeout=60).close()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 @pytest.mark.parametrize(
