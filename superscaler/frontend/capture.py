@@ -294,7 +294,7 @@ class Builder:
     def _op(self, indexed: Indexed) -> Op:
         call = indexed.call
         read, made, numbers = reads(call), outputs(call), count()
-        pairs = zip(indexed.classes, indexed.marks, strict=True)
+        indices = zip(indexed.classes, indexed.marks, indexed.until, strict=True)
         op = Op(
             name=op_name(call),
             target=target_of(call),
@@ -302,7 +302,10 @@ class Builder:
             kwargs=tuple((k, _literal(v, numbers)) for k, v in call.kwargs.items() if k not in _DROPPED),
             inputs=tuple(Operand(x.name, s) for x, s in zip(read, indexed.inputs, strict=True)),
             outputs=tuple(Operand(x.name, s) for x, s in zip(made, indexed.outputs, strict=True)),
-            indices=tuple(Index(s.size, self.names[id(s)], mark) for s, mark in pairs),
+            indices=tuple(
+                Index(s.size, self.names[id(s)], mark, None if until is None else (until, 0, 0))
+                for s, mark, until in indices
+            ),
             has_mirror=not self.needed.isdisjoint(made),
             module=call.meta["module"],
             source=call.meta["source"],

@@ -25,11 +25,14 @@ Slots = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """A call with its indices: for each the class that it belongs to and its mark; slots as `ir.Operand` has them."""
+    """A call with its indices: for each the class that it belongs to, its mark, and the index up to whose end parts
+    have it, if there is one; slots as `ir.Operand` has them.
+    """
 
     call: Node
     classes: tuple[Span, ...]
     marks: tuple[Mark, ...]
+    until: tuple[int | None, ...]
     inputs: tuple[Slots, ...]
     outputs: tuple[Slots, ...]
 
@@ -66,6 +69,8 @@ def _instantiate(found: Inference, call: Node) -> tuple[Node, Signature, dict[st
     if not is_known:
         found.unsupported[target_of(call)] += 1
     spans = {letter: Span(rule.sizes[letter]) for letter in rule.marks}
+    for letter, other in rule.until.items():
+        unify([spans[letter]], [spans[other]])
     for tensor, dims in zip(reads(call), rule.inputs, strict=True):
         for have, want in zip(found.dims[tensor], dims, strict=True):
             if want is not None:
@@ -80,6 +85,7 @@ def _read_off(found: Inference, call: Node, rule: Signature, spans: dict[str, Sp
     classes: list[Span] = []
     marks: list[Mark] = []
     numbers: dict[str, range] = {}
+    misfits: set[int] = set()
     for letter, mark in rule.marks.items():
         own = leaves([spans[letter]])
         numbers[letter] = range(len(classes), len(classes) + len(own))
@@ -92,13 +98,17 @@ def _read_off(found: Inference, call: Node, rule: Signature, spans: dict[str, Sp
             indices = [] if want is None else [i for letter in want for i in numbers[letter]]
             matched, left = _match(have, indices, classes)
             result += matched
+            misfits.update(left)
             for i in left:
                 marks[i] = "frozen"
         return tuple(result)
 
     read = tuple(map(slots, reads(call), rule.inputs))
     made = tuple(map(slots, outputs(call), rule.outputs))
-    return Indexed(call, tuple(classes), tuple(marks), read, made)
+    # Of an index of several classes it is the major one.
+    pairs = {numbers[letter][0]: numbers[other][0] for letter, other in rule.until.items()}
+    until = tuple(None if misfits & {i, pairs.get(i)} else pairs.get(i) for i in range(len(classes)))
+    return Indexed(call, tuple(classes), tuple(marks), until, read, made)
 
 
 def _match(have: list[Span], indices: list[int], classes: list[Span]) -> tuple[list[int | None], list[int]]:

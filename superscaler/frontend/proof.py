@@ -139,7 +139,9 @@ class _Job:
             ends = list(accumulate(cut.get(n, (index.size,)), initial=0))
             ranges.append(list(pairwise(ends)))
         total: dict[str, Tensor] = {}
-        for box in product(*ranges):
+        for own in product(*ranges):
+            untils = (index.until for index in self.op.indices)
+            box = tuple(r if until is None else (0, own[until][1]) for r, until in zip(own, untils, strict=True))
             pieces = [self._piece(o, v, box) for o, v in zip(self.op.inputs, self.values, strict=True)]
             results = self._forward(box, pieces)
             self._add("result", self.op.outputs, results, box, total)

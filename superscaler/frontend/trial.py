@@ -21,7 +21,7 @@ from superscaler.errors import InputError
 from superscaler.frontend.infer import signature
 from superscaler.frontend.proof import Failure, ops_of, prove, record
 from superscaler.frontend.trace import reads
-from superscaler.ops.notation import operand_dims
+from superscaler.ops.notation import operand_dims, untils
 from superscaler.specs.registered import Registered
 
 Sizes = Mapping[str, int]
@@ -61,10 +61,13 @@ class Trial:
     def _draw(self, extra: int, absent: set[str]) -> Arguments:
         """Return arguments; `..` is `extra` dims, and the `absent` operands are None."""
         following, known = cycle(_SIZES[extra:] + _SIZES[:extra]), dict(self.sizes)
+        alike = untils(self.rule.notation)
         shapes = []
         for dims in operand_dims(self.rule.notation, extra):
             for letter in (letter for dim in dims for letter in dim or ()):
-                known.setdefault(letter, 1 if letter == "1" else next(following))
+                other = known.get(alike.get(letter, letter)) or (1 if letter == "1" else next(following))
+                known.setdefault(letter, other)
+                known.setdefault(alike.get(letter, letter), other)
             shapes.append([next(following) if dim is None else prod(known[letter] for letter in dim) for dim in dims])
         random = torch.Generator().manual_seed(extra)
         operands = iter([torch.randn(s, dtype=torch.float64, generator=random).to(self.device) for s in shapes])

@@ -80,13 +80,19 @@ class Index:
 
     An index that `follows` (index, step, chunks) another one is cut with it: of as many equal chunks of both, a part
     with chunk k of that one has chunk k - step of this one, counted around; a part with all chunks has all of it.
-    All others are independent.
+    Without chunks, (index, 0, 0), a part has of this one all up to the end of its range of that one (of keys those that
+    its queries see in causal attention). All others are independent.
     """
 
     size: int
     factor: str
     mark: Mark
     follows: tuple[int, int, int] | None = None
+
+    @property
+    def until(self) -> int | None:
+        """Return the index up to whose end parts have this one, if there is one."""
+        return self.follows[0] if self.follows and not self.follows[2] else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +195,8 @@ class Op:
         it moves.
         """
         leading = [n if i.follows is None else i.follows[0] for n, i in enumerate(self.indices)]
-        own = {leading[i] for i in operand.slots if i is not None}
-        return [n for n, first in enumerate(leading) if first not in own]
+        own = {i if self.indices[i].until is not None else leading[i] for i in operand.slots if i is not None}
+        return [n for n, first in enumerate(leading) if own.isdisjoint((n, first))]
 
     def notation(self) -> str:
         """Return the op's indices in one line, as `linear: batch sequence hidden, mlp hidden -> batch sequence mlp`."""

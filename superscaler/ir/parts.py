@@ -169,9 +169,9 @@ def covers(cells: Ints, count: int) -> bool:
 class Rows:
     """The parts of an op as arrays of one row a part: `lo`, `hi` [rows, indices], the rest [rows].
 
-    `microbatch` is -1 where there is none. `ordinal` tells apart the parts of one device and microbatch. `branch` is
-    equal for the parts below the same replicas (all replica axes above them). `shares` has per part the value axes
-    above it: (inputs, coordinate, number of parts).
+    `microbatch` is -1 where there is none, and counts those inside others in turn. `ordinal` tells apart the parts of
+    one device and microbatch. `branch` is equal for the parts below the same replicas (all replica axes above them).
+    `shares` has per part the value axes above it: (inputs, coordinate, number of parts).
     """
 
     lo: Ints
@@ -264,10 +264,12 @@ def expand(op: Op, grid: Grid) -> Rows:
 def following(op: Op, index: Index, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
     """Return which ranges parts have of an index that follows another one.
 
-    Raises TransformError unless each has one chunk of that one, or all.
+    Raises TransformError unless each has one chunk of that one, or all, where it has chunks.
     """
     assert index.follows is not None
     first, step, chunks = index.follows
+    if not chunks:
+        return np.zeros_like(hi[:, first]), hi[:, first]
     one, mine = op.indices[first].size // chunks, index.size // chunks
     start = (lo[:, first] // one - step) % chunks * mine
     size = hi[:, first] - lo[:, first]
@@ -313,7 +315,7 @@ def flat_cells(grid: Grid, box: Sequence[tuple[int, int]], micro: int) -> tuple[
             lo[:, axis.index] = start + (ends - axis.sizes)[coordinate]
             hi[:, axis.index] = start + ends[coordinate]
         if axis.is_microbatch:
-            microbatch = coordinate.copy()
+            microbatch = np.maximum(microbatch, 0) * len(axis.sizes) + coordinate
     return lo, hi, grid.devices.reshape(-1).astype(np.int64), microbatch, branch
 
 

@@ -5,6 +5,9 @@ other one is frozen. `b..` stands for all remaining dims, aligned at the right; 
 a dim that is a product, major to minor; the sizes of its letters, of all but one, come from elsewhere. `_` is a dim
 with an index of its own that cannot be cut; in an operand it is read whole. `1` is a dim of size 1. Operands that a
 call leaves out are left out at the end.
+
+`s<=l` marks an index as frozen, of which an element l of the results needs no more than the elements up to l, as of the
+keys in causal attention: parts read it up to where they end on l. Where l has another size they read it whole.
 """
 
 from __future__ import annotations
@@ -22,17 +25,22 @@ Shape = tuple[int, ...]
 Dim = tuple[str, ...] | None
 _TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
 _SCAN = re.compile(r"->|[(),]|[^\s(),]+?(?=->|[\s(),]|$)")
-_WORD = re.compile(r"_|1|([A-Za-z]\w*(?:\.\.)?)([+^]?)")
+_WORD = re.compile(r"_|1|([A-Za-z]\w*(?:\.\.)?)([+^]|<=[A-Za-z]\w*)?")
+_UNTIL = re.compile(r"(\w+)<=(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The letters of each dim of each operand (None: read whole) and result, and their sizes and marks."""
+    """The letters of each dim of each operand (None: read whole) and result, and their sizes and marks.
+
+    `until` has for letters that parts read up to where they end on another one that one.
+    """
 
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
     sizes: Mapping[str, int]
     marks: Mapping[str, Mark]
+    until: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,7 @@ def check(notation: str) -> None:
     for n, word in enumerate(words):
         before = [w.letter for w in words[:n] if w.operand == word.operand]
         same = [w for w in words if w.letter == word.letter]
+        until = word.mark.removeprefix("<=") if word.mark.startswith("<=") else ""
         marks = {w.mark for w in same} - {""}
         results = {w.operand for w in same if w.operand >= first}
         name, is_result, is_read = word.letter, word.operand >= first, any(w.operand < first for w in same)
@@ -63,7 +72,15 @@ def check(notation: str) -> None:
             (word.is_factor and (is_stretch or name == "_"), f"{name} cannot be in a product"),
             (is_stretch and any(".." in w for w in before), "one operand has at most one .."),
             (is_named and name in before, f"{name} stands twice in one operand"),
-            (len(marks) > 1, f"{name} is marked + and ^"),
+            (len(marks) > 1, f"{name} is marked {' and '.join(sorted(marks))}"),
+            (
+                until
+                and not all(
+                    any((w.letter, w.mark, w.operand) == (until, "", k) for w in words) for k in range(first, count)
+                ),
+                f"{until} is not in every result, or it is marked",
+            ),
+            (until and bool(results), f"{name}<={until} is in a result, which would not be whole"),
             (
                 is_named and not is_read and marks != {"^"} and not is_source,
                 f"{name} is in no operand; a new dim is {name}^ or _",
@@ -125,7 +142,8 @@ def resolve(
     Unless it `broadcasts`, a dim of size 1 fits only where its letters are 1 everywhere. `given`: which of the operands
     that the notation has are there, if not the first ones.
     """
-    left, right = (_tokens(side.strip()) for side in notation.split("->"))
+    plain = without_until(notation)
+    left, right = (_tokens(side.strip()) for side in plain.split("->"))
     left = left if given is None else tuple(left[k] for k in given if k < len(left))
     if len(inputs) > len(left) or len(outputs) != len(right):
         return None
@@ -143,11 +161,32 @@ def resolve(
     if not all(found.fits(size, dim) for rows in pairs for row in rows for size, dim in row):
         return None
     ins, outs = (tuple(tuple(found.strip(size, dim) for size, dim in row) for row in rows) for rows in pairs)
-    return Signature(ins, outs, found.sizes, _marks(notation, ins, outs))
+    marks = _marks(plain, ins, outs)
+    until = {
+        letter: other
+        for letter, other in untils(notation).items()
+        if marks.keys() >= {letter, other} and found.sizes[letter] == found.sizes[other]
+    }
+    return Signature(ins, outs, found.sizes, marks, until)
+
+
+def untils(notation: str) -> dict[str, str]:
+    """Return the letters that are read up to where a part ends on another one, each with that one."""
+    return dict(_UNTIL.findall(notation))
+
+
+def without_until(notation: str) -> str:
+    """Return the notation in which all dims that are read up to somewhere are read whole.
+
+    >>> without_until("b l e^, b s<=l e^ -> b l")
+    'b l e^, b s^ e^ -> b l'
+    """
+    return _UNTIL.sub(r"\1^", notation)
 
 
 def misfit(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
     """Return why a notation does not fit a call with these shapes, where no dim broadcasts."""
+    notation = without_until(notation)
     sizes: dict[str, tuple[int, str]] = {"1": (1, "the notation")}
     for kind, side, shapes in zip(("operand", "result"), notation.split("->"), (inputs, outputs), strict=True):
         patterns, texts = _tokens(side.strip()), side.split(",")
@@ -195,7 +234,7 @@ def _operand(shape: Shape, pattern: Sequence[tuple[str, ...]], number: str) -> l
 def operand_dims(notation: str, extra: int) -> list[list[Dim]]:
     """Return the letters of each dim of each operand, where `..` stands for `extra` dims."""
     found = []
-    for pattern in _tokens(notation.split("->")[0].strip()):
+    for pattern in _tokens(without_until(notation).split("->")[0].strip()):
         is_stretched = any(words and ".." in words[0] for words in pattern)
         row = _operand((1,) * (len(pattern) + (extra - 1) * is_stretched), pattern, "")
         found.append([dim for _, dim in row or ()])

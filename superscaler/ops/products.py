@@ -41,12 +41,14 @@ _QUERIES = (0, -2)
 
 
 def _attention(site: Site) -> Sized | str:
-    """Batch, heads and queries; never keys. Parts of the queries of causal attention get their rows of the mask."""
-    keys = ["b.. s^ e^", "b.. s^ v"]
+    """Batch, heads and queries; never keys. Parts of the queries of causal attention read no keys behind them, and get
+    their rows of the mask.
+    """
+    keys = [f"b.. s{'<=l' if site.argument(5, 'is_causal', False) else '^'} e^", "b.. s v"]
     if len(site.ins[0]) < 4 or site.ins[0][-3] == site.ins[1][-3]:
-        return f"b.. l e^, {', '.join(keys)}, b.. l s^ -> b.. l v"
+        return f"b.. l e^, {', '.join(keys)}, b.. l s -> b.. l v"
     groups = {"g": site.ins[0][-3] // site.ins[1][-3], "h": site.ins[1][-3]}
-    mask = "b.. (h g) l s^" if len(site.ins) > 3 and len(site.ins[3]) > 2 else "l s^"
+    mask = "b.. (h g) l s" if len(site.ins) > 3 and len(site.ins[3]) > 2 else "l s"
     shared = ", ".join(k.replace("b..", "b.. h") for k in keys)
     return f"b.. (h g) l e^, {shared}, {mask} -> b.. (h g) l v", groups
 
@@ -56,20 +58,26 @@ def _attention_text(x: Local) -> str:
     options = [f"attn_mask={x.literal(mask)}"] if mask is not None else []
     options += [f"dropout_p={dropout}"] if dropout else []
     if x.argument(5, "is_causal", False):
-        options += [f"attn_mask={_causal_mask(x)}" if x.part(*_QUERIES) else "is_causal=True"]
+        options += [f"attn_mask={_causal_mask(x)}" if _is_behind(x) else "is_causal=True"]
     others = [(k, v) for k, v in x.op.kwargs if k in ("scale", "enable_gqa") and v not in (None, False)]
     options += [f"{k}={x.literal(v)}" for k, v in others]
     return f"F.scaled_dot_product_attention({', '.join([*(x.literal(a) for a in x.op.args[:3]), *options])})"
 
 
+def _is_behind(x: Local) -> bool:
+    """Tell whether a part has not the first queries and as many keys: torch aligns a causal mask at both firsts."""
+    is_first = any(i.until is not None and not x.box[i.until][0] for i in x.op.indices)
+    return bool(x.part(*_QUERIES)) and not (is_first and x.shapes[0][-2] == x.shapes[1][-2])
+
+
 def _causal_mask(x: Local) -> str:
-    """torch aligns a causal mask at the first query that it is given: a part of the queries needs its own rows."""
+    """The rows of a part of the queries."""
     return f"functional.causal_mask({x.part(*_QUERIES)}, {x.shapes[1][-2]}, {x.names[0]})"
 
 
 def _attention_dropout(x: Local) -> str:
     q, k, v, mask, p, causal, scale = map(x.literal, x.op.args)
-    if x.op.args[5] and x.part(*_QUERIES):
+    if x.op.args[5] and _is_behind(x):
         mask, causal = _causal_mask(x), "False"
     return f"functional.attention_dropout({q}, {k}, {v}, {mask}, {p}, {causal}, {scale}, {x.random})"
 
@@ -89,11 +97,12 @@ def _attention_block(x: Local) -> str:
 
 def _scores(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:
     """A random number for each query and key."""
-    queries, keys = tensors[op.inputs[0].tensor], tensors[op.inputs[1].tensor].shape[-2]
+    queries, keys = (tensors[o.tensor] for o in op.inputs[:2])
     slots, width = ranges(op.inputs[0], queries, box), len(queries.slots[-1])
     rows = slice(len(slots) - width)
     shape = queries.local_shape(extents(slots))
-    return (*slots[rows], (0, keys)), (*queries.extents[rows], keys), (*shape[:-1], keys)
+    read = keys.local_shape(extents(ranges(op.inputs[1], keys, box)))[-2]
+    return (*slots[rows], (0, read)), (*queries.extents[rows], keys.shape[-2]), (*shape[:-1], read)
 
 
 def _attention_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int:

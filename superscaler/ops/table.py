@@ -26,7 +26,7 @@ def placed(model: Model, op: Op) -> tuple[int, ...]:
     """Return the indices of an op on which it matters where a part starts, not only how large it is."""
     where = row_of(op.target).placed
     if where is None:
-        return ()
+        return tuple(dict.fromkeys(i.until for i in op.indices if i.until is not None))
     if where == "made":
         read = {i for operand in op.inputs for i in operand.slots}
         return tuple(i for operand in op.outputs for i in operand.slots if i is not None and i not in read)

@@ -4,17 +4,20 @@ schedule      a rule of plans/schedules.py (gpipe, zb_h1, ...: each is a plan by
               row of work for each device: `0F0 0F1 0B0 0B1`
 microbatches  by default two for each device
 chunks        stages on each device, where the schedule has a choice (interleaved, breadth_first)
+slices        of each microbatch along the sequence, where the schedule has a choice (terapipe, seq1f1b): these are
+              numbered through all microbatches, so that slice 1 of 4 of microbatch 2 is 9. For causal models
 blocks        how many of the model's blocks each stage has, as 3+5+4; by default stages are balanced by FLOPs
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
+from superscaler.plans.shared import reads_ahead, sequences
 from superscaler.plans.shared import stages as balanced
 from superscaler.plans.tables import Table, check, devices_of
 from superscaler.verbs import (
@@ -40,23 +43,28 @@ def pipeline(
     stages: int | None = None,
     microbatches: int | None = None,
     chunks: int | None = None,
+    slices: int | None = None,
     blocks: str = "",
 ) -> None:
     if stages not in (None, n):
         raise InputError(f"pipeline:stages={stages} on {n} devices; give chunks, for {n} stages each, or leave it out.")
-    table = _table(schedule, n, microbatches, chunks)
-    lay(graph, axis, table, balanced(graph, 1 + max(work.stage for row in table for work in row), blocks))
+    options = {k: v for k, v in (("chunks", chunks), ("slices", slices)) if v is not None}
+    table, slices = _table(schedule, n, microbatches, options)
+    lay(graph, axis, table, balanced(graph, 1 + max(work.stage for row in table for work in row), blocks), slices)
 
 
-def lay(graph: Graph, axis: str, table: Table, parts: Sequence[Sequence[Op]]) -> None:
+def lay(graph: Graph, axis: str, table: Table, parts: Sequence[Sequence[Op]], slices: int = 1) -> None:
     """Place the ops of each stage along a mesh axis, microbatch by microbatch, and order them, as a table says.
 
-    Stages that several devices do together are left to be cut along the axis, or replicated.
+    Stages that several devices do together are left to be cut along the axis, or replicated. Each microbatch comes in
+    `slices` along the sequence, which the table counts as microbatches.
     """
     check(table)
     place = {(work.stage, work.microbatch): devices for work, devices in devices_of(table).items()}
     numbers = 1 + max(k for _, k in place)
-    op_trans(graph, graph.forward_ops, Microbatch(numbers))
+    op_trans(graph, graph.forward_ops, Microbatch(numbers // slices))
+    if slices > 1:
+        slice_tokens(graph, slices)
     for stage, ops in enumerate(parts):
         homes = [device for k in range(numbers) for device in place[stage, k]]
         for device in dict.fromkeys(homes) if len(homes) == numbers else ():
@@ -70,18 +78,37 @@ def lay(graph: Graph, axis: str, table: Table, parts: Sequence[Sequence[Op]]) ->
     order(graph, table, parts)
 
 
-def _table(schedule: str, n: int, microbatches: int | None, chunks: int | None) -> Table:
+def slice_tokens(graph: Graph, slices: int) -> None:
+    """Cut all that is computed of tokens into slices along the sequence, as microbatches of the microbatches.
+
+    Raises InputError for an op of which a slice reads later ones.
+    """
+    factors = tuple(sequences(graph, f"a pipeline of {slices} slices", slices, "slices"))
+    for op in graph.forward_ops:
+        if not op.from_data and (tensor := reads_ahead(graph, op, factors)):
+            what = "its queries read keys of" if "attention" in op.target else f"it reads {tensor} of"
+            raise InputError(
+                f"{op.name} ({op.module or op.target}) is not causal along {' and '.join(factors)}: of {slices} "
+                f"slices, in slice 0 {what} slice 1. Choose a schedule without slices, as pipeline_1f1b."
+            )
+    op_trans(graph, graph.forward_ops, Microbatch(slices, factors))
+
+
+def _table(schedule: str, n: int, microbatches: int | None, options: Mapping[str, int]) -> tuple[Table, int]:
+    """Return a table, and how many of its microbatches are slices of one."""
     microbatches = 2 * n if microbatches is None else microbatches
     if schedule in schedules.RULES:
-        rule, options = schedules.RULES[schedule], {} if chunks is None else {"chunks": chunks}
-        if not options.keys() <= inspect.signature(rule).parameters.keys():
-            raise InputError(f"{schedule}:chunks={chunks}: this schedule has no choice of chunks; leave it out.")
-        return rule(n, microbatches, **options)
+        rule = schedules.RULES[schedule]
+        known = inspect.signature(rule).parameters
+        for name in options.keys() - known.keys():
+            raise InputError(f"{schedule}:{name}={options[name]}: this schedule has no choice of {name}; leave it out.")
+        slices = options.get("slices", known["slices"].default if "slices" in known else 1)
+        return rule(n, microbatches, **options), slices
     file = Path(schedule)
     if not file.is_file():
-        known = unknown("schedule", schedule, schedules.RULES)
-        raise InputError(f"{known} Or give a file with a row of work for each device.")
+        told = unknown("schedule", schedule, schedules.RULES)
+        raise InputError(f"{told} Or give a file with a row of work for each device.")
     table = parse_schedule(file.read_text(errors="replace"))
     if len(table) != n:
         raise InputError(f"{file} has {len(table)} rows, but the pipeline {n} devices; make the two numbers equal.")
-    return table
+    return table, options.get("slices", 1)

@@ -20,6 +20,31 @@ def gpipe(devices: int, microbatches: int) -> Table:
     return breadth_first(devices, microbatches, 1)
 
 
+def terapipe(devices: int, microbatches: int, slices: int = 2) -> Table:
+    """GPipe of slices of the sequence, which are as many shorter microbatches: the bubble too (Li et al., 2021).
+
+    The backward of a slice needs those of all later ones, so that they come in reverse.
+    """
+    _check_counts(devices=devices, microbatches=microbatches, slices=slices)
+    order = _slices_back(microbatches, slices)
+    return [
+        [Work(d, kind, k) for kind in "FB" for k in (sorted(order) if kind == "F" else order)] for d in range(devices)
+    ]
+
+
+def seq1f1b(devices: int, microbatches: int, slices: int = 2) -> Table:
+    """1F1B of slices of the sequence, which flow forward in order and back in reverse (Sun et al., 2024)."""
+    _check_counts(devices=devices, microbatches=microbatches, slices=slices)
+    forward, backward = (
+        [(0, k) for k in own] for own in (range(microbatches * slices), _slices_back(microbatches, slices))
+    )
+    return [_alternate(d, devices, devices - d - 2 + slices, forward, backward) for d in range(devices)]
+
+
+def _slices_back(microbatches: int, slices: int) -> list[int]:
+    return [k * slices + s for k in range(microbatches) for s in reversed(range(slices))]
+
+
 def breadth_first(devices: int, microbatches: int, chunks: int = 2) -> Table:
     """All microbatches through one chunk of stages, then through the next (Lamy-Poirier, 2023)."""
     _check_counts(devices=devices, microbatches=microbatches, chunks=chunks)
@@ -223,6 +248,8 @@ RULES: Mapping[str, Callable[..., Table]] = {
     "gpipe": gpipe,
     "interleaved": interleaved,
     "pipeline_1f1b": one_f_one_b,
+    "seq1f1b": seq1f1b,
+    "terapipe": terapipe,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
     "zbv": zbv,

@@ -60,9 +60,9 @@ def keys_of(graph: Graph, attention: Op) -> tuple[str, ...]:
     return graph.model.tensors[attention.inputs[1].tensor].slots[-2]
 
 
-def sequences(graph: Graph, plan: str, count: int) -> list[str]:
+def sequences(graph: Graph, plan: str, count: int, parts: str = "devices") -> list[str]:
     """Return the factors along which the blocks carry tokens from one to the next: of what a block gives the first
-    that is not the batch and that no weight of the block has, of those that `count` divides.
+    that is not the batch and that no weight of the block has, of those that `count` divides. `parts`: what is counted.
     """
     found: dict[str, None] = {}
     for block in graph.blocks:
@@ -74,8 +74,8 @@ def sequences(graph: Graph, plan: str, count: int) -> list[str]:
         if not fitting:
             sizes = ", ".join(f"{f} of {graph.factors[f].size}" for f in tokens) or "nothing but batch and hidden"
             raise InputError(
-                f"{plan} over {count} devices cuts the tokens that {block.path} gives, which are along {sizes}; choose "
-                "a number of devices that divides one of these."
+                f"{plan} over {count} {parts} cuts the tokens that {block.path} gives, which are along {sizes}; choose "
+                f"a number of {parts} that divides one of these."
             )
         found.setdefault(fitting[0])
     if not found:
@@ -83,6 +83,21 @@ def sequences(graph: Graph, plan: str, count: int) -> list[str]:
             f"{plan} cuts the tokens that repeated blocks give each other, but this model has no such blocks."
         )
     return list(found)
+
+
+def reads_ahead(graph: Graph, op: Op, factors: Sequence[str]) -> str:
+    """Return what an op reads of all tokens where its part of some should do; '' if there is nothing.
+
+    Cut along the first of the factors that it has, it reads of the others, and of that at another index, everything:
+    unless no further than it is cut itself.
+    """
+    first = next((i for f in factors if (i := op.find(f)) is not None), None)
+    for operand in op.inputs:
+        own = [f for dim in graph.model.tensors[operand.tensor].slots for f in dim]
+        for factor, i in zip(own, operand.slots, strict=True):
+            if factor in factors and (first is None or i is None or first not in (i, op.indices[i].until)):
+                return operand.tensor
+    return ""
 
 
 def along(op: Op, factors: Iterable[str]) -> str:

@@ -122,11 +122,11 @@ class _Line:
                     return False
                 own = [(a.index, a.sizes, at == along) for at, a in enumerate(grid.axes)]
                 cuts.setdefault(signature, []).append([*((a.index, a.sizes, False) for a in outer), *own])
+        if any(self._is_followed(cuts[signatures[op.name]], op) for op in graph.model.forward_ops):
+            return False
         seen: set[Hashable] = set()
         for maker, output, reader, operand in _edges(graph):
             key = signatures[maker.name], output.slots, signatures[reader.name], operand.slots
-            if any(self._is_followed(cuts[signatures[reader.name]], reader, i) for i in operand.slots):
-                return False
             if key in seen:
                 continue
             seen.add(key)
@@ -137,10 +137,12 @@ class _Line:
         return all(self._is_alike(graph.grids[name], paths) for name, paths in _ordered(graph) if paths)
 
     @staticmethod
-    def _is_followed(cuts: Sequence[Sequence[Slicing]], op: Op, index: int | None) -> bool:
-        """Tell whether an index follows one that the line cuts: it starts at the front again on its way."""
-        first = None if index is None else op.indices[index].follows
-        return first is not None and any(is_along for some in cuts for _, is_along in _of(some, first[0]))
+    def _is_followed(cuts: Sequence[Sequence[Slicing]], op: Op) -> bool:
+        """Tell whether an index follows one that the line cuts: it starts at the front again on its way, or ever ends
+        further behind.
+        """
+        firsts = {i.follows[0] for i in op.indices if i.follows}
+        return any(is_along for some in cuts for first in firsts for _, is_along in _of(some, first))
 
     def _is_alike(self, grid: Grid, paths: Sequence[Address]) -> bool:
         """Tell whether parts that are ordered apart from others of their op are so at all places along the line."""

@@ -167,11 +167,14 @@ class ValueSplit(_Told):
 class Microbatch(_Told):
     """Split the batch into `parts` microbatches, and mark the parts with their number.
 
+    Of microbatches it makes smaller ones: `Microbatch(2, "sequence")` of microbatch 1 makes microbatches 2 and 3. Of
+    several factors it is the first that `Split` would take.
+
     An update runs once: it keeps its parts, but its gradient is reduced in each microbatch, not their sum at the end.
     """
 
     parts: int
-    factor: str = "batch"
+    factor: str | tuple[str, ...] = "batch"
 
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis:
         axis = Split(self.factor, self.parts).cut(op, sizes)

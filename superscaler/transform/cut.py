@@ -28,8 +28,6 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     sizes = _sizes(graph, op, parts)
     made = {some: _axis(op, algorithm, some, where) for some in sizes}
     axis = made[sizes[0]]
-    if axis.is_microbatch and any(a.is_microbatch for a in (*graph.grids[op.name].axes, *grid.axes)):
-        raise TransformError(f"op_trans at {where} cuts {op.name} into microbatches, but it is one already; split it.")
     note = " (replicated: no index to cut)" if factor and axis.index is None and not axis.value else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
     if axis.is_microbatch and not op.is_forward:

@@ -50,7 +50,7 @@ class Segment:
             for k, (index, column, (lo, hi)) in enumerate(zip(op.indices, where, box, strict=True)):
                 if hi - lo < 1:
                     raise Refusal(f"runs {op.name} on {lo}:{hi} of {index.factor}.")
-                if index.mark == "frozen" and hi - lo != index.size:
+                if index.mark == "frozen" and not index.follows and hi - lo != index.size:
                     raise Refusal(f"cuts {index.factor} of {op.name}, which cannot be cut.")
                 rows.append((column, hi - lo, index.size, lo if k in starts else -1))
         found = np.array(rows, dtype=np.int64).reshape(-1, 4).T
@@ -169,6 +169,8 @@ class Segment:
             names = self.kinds.columns(sub, operand.tensor) if sub else ()
             for k, column in enumerate(names, len(operand.slots)):
                 rest[op.name, side, number, *column] = tiled[:, :, k]
+        if chain[0] == "use":
+            combined, rest = _with_unseen(op, own, box, combined, rest)
         extents = self.model.tensors[own.tensor].extents
         columns = [
             combined[:, :, i] if i is not None else np.broadcast_to(np.array([0, e]), (count, combined.shape[1], 2))
@@ -232,7 +234,10 @@ class Segment:
                 operand = op.inputs[k]
                 if not op.has_mirror or not self.model.tensors[operand.tensor].requires_grad:
                     continue
-                n = self.number[op.name]
+                n, key = self.number[op.name], ("use", op.name, k, (), ())
+                if any(op.indices[i].until is not None for i in operand.slots if i is not None):
+                    found.setdefault(number, {})[key] = self.carried(n, key, operand, (), starts)
+                    continue
 
                 def spot(n: int = n, op: Op = op, operand: Operand = operand) -> tuple[Ints, Ints]:
                     columns, sizes = self._slots(n, operand)
@@ -244,8 +249,26 @@ class Segment:
 
                 columns, sizes = self._spot(("use", op.name, k), spot)
                 boxes = np.stack([np.zeros_like(sizes), sizes], axis=-1)[None, None]
-                found.setdefault(number, {})["use", op.name, k, (), ()] = Boxes(starts[:, columns], boxes)
+                found.setdefault(number, {})[key] = Boxes(starts[:, columns], boxes)
         return found
+
+
+def _with_unseen(
+    op: Op, own: Operand, box: Ints, combined: Ints, rest: dict[Any, Ints]
+) -> tuple[Ints, dict[Any, Ints]]:
+    """Return boxes of the addends of a gradient, of an operand that is read up to the end of an index, with those that
+    are zero since nothing sees them: of its last elements, where that index is before the part. So all parts together
+    have each addend once, and each of them boxes.
+    """
+    key = next((i for i in own.slots if i is not None and op.indices[i].until is not None), None)
+    first = None if key is None else op.indices[key].until
+    if key is None or first is None or not (start := box[:, None, first, 0]).any():
+        return combined, rest
+    before, last = combined.copy(), combined.copy()
+    before[:, :, key, 1] = np.minimum(before[:, :, key, 1], start)
+    last[:, :, key, 0] = np.maximum(last[:, :, key, 0], start)
+    last[:, :, first, 0] *= last[:, :, first, 0] > start
+    return np.concatenate([before, last], axis=1), {c: np.concatenate([r, r], axis=1) for c, r in rest.items()}
 
 
 def padded(starts: Ints) -> Ints:

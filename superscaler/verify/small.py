@@ -83,32 +83,31 @@ def _drop_microbatches(graph: Graph) -> None:
     is_single = any(paths for order in graph.orders for end in (order.before, order.after) for _, paths in end.members)
     if is_single or any(grid.children for grid in graph.grids.values()):
         return
-    graph.reduced = {name: min(count, MICROBATCHES) for name, count in graph.reduced.items()}
+    limit = MICROBATCHES
     for name, grid in graph.grids.items():
-        at = next((k for k, axis in enumerate(grid.axes) if axis.is_microbatch), None)
-        if at is not None:
+        own = [k for k, axis in enumerate(grid.axes) if axis.is_microbatch]
+        for at in own[:1]:
+            # Those inside of these stay.
+            limit = MICROBATCHES * prod(len(grid.axes[k].sizes) for k in own[1:])
             axis = replace(grid.axes[at], sizes=grid.axes[at].sizes[:MICROBATCHES])
             devices = grid.devices.take(range(len(axis.sizes)), at)
             graph.grids[name] = Grid((*grid.axes[:at], axis, *grid.axes[at + 1 :]), devices, {}, grid.replaced_at)
+    graph.reduced = {name: min(count, limit) for name, count in graph.reduced.items()}
     after: dict[Group, dict[Group, str]] = {}
     for order in graph.orders:
         after.setdefault(order.before, {})[order.after] = order.where
     graph.orders = []
     for first in after:
-        left, seen = [] if _is_gone(first) else list(after[first].items()), set[Group]()
+        left, seen = [] if (first.microbatch or 0) >= limit else list(after[first].items()), set[Group]()
         while left:
             second, where = left.pop(0)
             if second in seen:
                 continue
             seen.add(second)
-            if _is_gone(second):
+            if (second.microbatch or 0) >= limit:
                 left += after.get(second, {}).items()
             else:
                 graph.orders.append(Order(first, second, where))
-
-
-def _is_gone(group: Group) -> bool:
-    return (group.microbatch or 0) >= MICROBATCHES
 
 
 # Smaller factors.
