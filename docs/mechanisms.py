@@ -47,7 +47,7 @@ MECHANISMS = [
     ("GPipe", "gpipe:microbatches=4", 2),
     ("Chimera", "chimera:microbatches=4", 2),
     ("*PipeDream* (2BW)", "pipedream_2bw:microbatches=4", 2),
-    ("*TeraPipe*", "", 0),
+    ("*TeraPipe*", "terapipe:microbatches=2,slices=2", 2),
     ("Gradient accumulation", "gradient_accumulation:microbatches=2", 2),
     ("Recompute", "recompute", 2),
     ("Chain recompute", "chain_recompute:every=sqrt", 2),
@@ -61,6 +61,7 @@ MECHANISMS = [
     ("Expert parallelism", "expert_parallel", 2),
     ("Zero bubble", "zb_h1:microbatches=4", 2),
     ("Zero bubble, V", "zbv:microbatches=4", 2),
+    ("Seq1F1B", "seq1f1b:microbatches=2,slices=2", 2),
 ]
 PRODUCTS = [
     "data_parallel:2 x tensor_parallel:2", "data_parallel:2 x tensor_parallel:2 x pipeline_1f1b:2,microbatches=2",

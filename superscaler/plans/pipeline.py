@@ -62,7 +62,8 @@ def lay(graph: Graph, axis: str, table: Table, parts: Sequence[Sequence[Op]], sl
     check(table)
     place = {(work.stage, work.microbatch): devices for work, devices in devices_of(table).items()}
     numbers = 1 + max(k for _, k in place)
-    op_trans(graph, graph.forward_ops, Microbatch(numbers // slices))
+    if numbers > slices or slices == 1:
+        op_trans(graph, graph.forward_ops, Microbatch(numbers // slices))
     if slices > 1:
         slice_tokens(graph, slices)
     for stage, ops in enumerate(parts):

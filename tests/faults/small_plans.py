@@ -149,6 +149,7 @@ PLANS: dict[str, Small] = {
     "experts": Small(mixture, by_tokens_and_experts, 2),
     "values": Small(lambda: (Residual(), (torch.randn(4, 8), torch.tensor([2, 0, 1, 4])), {}), in_value_parts, 2),
     "uneven": Small(named(f"{GPT},layers=1"), uneven, 3),
+    "slices": Small(named(f"{GPT},layers=2"), "seq1f1b:microbatches=1,slices=2", 2),
     "zero": Small(MLP, with_updates_cut, 2),
     "routed": Small(lambda: (*MODELS["tied"](), {}), routed, 2),
     # Messages, broadcasts, all_to_all, paths of two steps, value parts: what random sprograms make of small models.

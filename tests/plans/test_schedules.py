@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.work import parse_schedule, print_schedule
 from superscaler.plans import schedules
+from superscaler.plans.pipeline import lay
 from superscaler.plans.shared import stages
 from superscaler.plans.tables import Table, check, finish
 from superscaler.schedule.order import complete
@@ -83,6 +86,47 @@ def test_chunks_divide_the_bubble(p: int, m: int) -> None:
     idle, _, peaks = measured(schedules.breadth_first(p, m, 2), **half)
     assert idle == [3 * (p - 1) / 2] * p
     assert peaks == [2 * m] * p
+
+
+class Causal(nn.Module):
+    """Stages of one segment each: attention to earlier tokens, and a layer."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(F.scaled_dot_product_attention(x, x, x, is_causal=True) if number else x)
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("rule", "p", "m", "k"),
+    [
+        (schedules.terapipe, 4, 1, 8),
+        (schedules.terapipe, 4, 2, 4),
+        (schedules.seq1f1b, 4, 4, 2),
+        (schedules.seq1f1b, 4, 2, 4),
+    ],
+)
+def test_slices_divide_the_bubble_and_what_1f1b_keeps(rule: Callable[..., Table], p: int, m: int, k: int) -> None:
+    """Li et al., 2021: (p - 1) / (m k + p - 1) of the step is idle; Sun et al., 2024. Times are those of a slice."""
+    torch.manual_seed(0)
+    module = Causal(p)
+    graph = ss.capture(module, (torch.randn(m, k, 2),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    firsts = [n for n, op in enumerate(graph.forward_ops) if "attention" in op.target]
+    parts = [list(graph.forward_ops[a:b]) for a, b in pairwise([0, *firsts, len(graph.forward_ops)])]
+    lay(graph, "pp", rule(p, m, k), parts, k)
+    ss.op_assign(graph, graph.forward_ops, ss.Cluster.local(p).mesh(pp=p))
+    found = run(complete(graph), {"F": 1.0, "B": 2.0})
+    step = max(device.end for device in found.values())
+    assert [step - device.busy for device in found.values()] == [3 * (p - 1)] * p
+    if rule is schedules.terapipe:
+        assert 3 * (p - 1) / step == (p - 1) / (m * k + p - 1)
+        assert [device.peak for device in found.values()] == [m * k] * p
+    else:
+        assert [found[d].peak for d in range(p)] == [p - d + k - 1 for d in range(p)]
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -167,6 +211,7 @@ def test_few_microbatches_shorten_the_warm_up() -> None:
         (schedules.chimera, 4, 5, "even numbers"),
         (schedules.chimera, 3, 6, "even numbers"),
         (schedules.gpipe, 4, 0, "0 microbatches"),
+        (partial(schedules.terapipe, slices=0), 4, 2, "0 slices"),
     ],
 )
 def test_counts_that_a_rule_cannot_take_are_refused(
