@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from itertools import pairwise, product
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import numpy as np
 
@@ -34,6 +34,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 Target = Op | Parts | Sequence[Op | Parts]
+Pair = tuple[Work, Work]
 
 
 def sprogram(function: Callable[P, R]) -> Callable[P, R]:
@@ -226,30 +227,48 @@ def _device_id(where: str, device: Any) -> int:
     return int(device)
 
 
-def op_order(graph: Graph, before: Target | Group | Groups, after: Target | Group | Groups) -> None:
+def op_order(
+    graph: Graph, before: Target | Group | Groups, after: Target | Group | Groups, turns: bool = False
+) -> None:
     """Make everything in `before` happen before everything in `after`, on every device: ops, parts, groups of
     `graph.select`, or several of these, `a | b`.
+
+    With `turns` the two alternate instead: as much of `before` as computes without communication inside it, then so
+    much of `after`, and so on. What one waits for travels while the other computes.
 
     Updates (optimizer ops) run at the end of a step, or where they are ordered before other work: after all that reads
     their weight on their device, and once its gradient is whole.
     """
     where = _where(graph)
     pairs = product(_groups(graph, before, where), _groups(graph, after, where))
-    graph.orders += [Order(first, second, where) for first, second in pairs]
+    graph.orders += [Order(first, second, where, turns) for first, second in pairs]
 
 
 def order(
-    graph: Graph, rows: Iterable[Iterable[Target | Group | Groups | Work]], stages: Sequence[Sequence[Op]] = ()
+    graph: Graph, rows: Iterable[Iterable[Target | Group | Groups | Work | Pair]], stages: Sequence[Sequence[Op]] = ()
 ) -> None:
-    """Make the items of each row happen one after the other: what `op_order` takes, or works (`2F0`) of `stages`.
+    """Make the items of each row happen one after the other: what `op_order` takes, works (`2F0`) of `stages`, or pairs
+    of works that take turns.
 
     A stage that trains nothing has no backward: such a work is left out. Raises InputError for a stage that is none.
     """
     where = _where(graph)
     for row in rows:
-        found = (_work(graph, item, stages, where) if isinstance(item, Work) else item for item in row)
+        found = (_of_row(graph, item, stages, where) for item in row)
         for before, after in pairwise(item for item in found if item is not None):
             op_order(graph, before, after)
+
+
+def _of_row(
+    graph: Graph, item: Target | Group | Groups | Work | Pair, stages: Sequence[Sequence[Op]], where: str
+) -> Target | Group | Groups | None:
+    works = [work for work in (item if isinstance(item, tuple) else (item,)) if isinstance(work, Work)]
+    if not works:
+        return cast(Target | Group | Groups, item)
+    groups = Groups(group for work in works if (group := _work(graph, work, stages, where)))
+    for one, other in pairwise(groups):
+        op_order(graph, one, other, turns=True)
+    return groups or None
 
 
 def _work(graph: Graph, work: Work, stages: Sequence[Sequence[Op]], where: str) -> Group | None:

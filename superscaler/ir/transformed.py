@@ -127,9 +127,15 @@ class Groups(tuple[Group, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Order:
+    """One group before the other; or, with `turns`, both at a time, taking turns."""
+
     before: Group
     after: Group
     where: str
+    turns: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.before} {'in turns with' if self.turns else 'before'} {self.after}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,10 @@ def _mixtral(name: str, options: Options) -> Values:
             f"{name}: chosen={options['chosen']} experts of a token, but there are experts={options['experts']}; "
             "choose no more than there are."
         )
-    return found | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    if not options["balance"] >= 0:
+        raise InputError(f"{name}: balance={options['balance']} of the router's loss; give 0 (none) or more.")
+    # At 0 the router's loss would be computed all the same, over the whole batch.
+    return found | {"output_router_logits": options["balance"] > 0}
 
 
 def _causal(name: str, options: Options) -> Values:
@@ -155,13 +158,15 @@ FAMILIES: Mapping[str, Family] = {
         "20b": {"layers": 48, "hidden": 5120, "heads": 32, "mlp": 20480, **_MBART},
         "32b": {"layers": 56, "hidden": 6144, "heads": 32, "mlp": 24576, **_MBART},
     }, _mbart, _MBART_NAMES),
-    # Jiang et al. 2024, the next token and the loss of the router: 46.7 billion parameters; `chosen` experts a token.
+    # Jiang et al. 2024, the next token and `balance` times the loss of the router, over the whole batch: 46.7 billion
+    # parameters; `chosen` experts a token.
     "mixtral": from_library("MixtralConfig", "MixtralForCausalLM", "8x7b", {
         "tiny": {"layers": 2, "hidden": 48, "heads": 8, "kv_heads": 4, "mlp": 80, "experts": 12, "chosen": 2,
-                 **_SMALL},
+                 "balance": 0.02, **_SMALL},
         "8x7b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "experts": 8, "chosen": 2,
-                 "seq": 2048, "batch": 8, "vocab": 32000},
-    }, _mixtral, {"experts": "num_local_experts", "chosen": "num_experts_per_tok"}),
+                 "balance": 0.02, "seq": 2048, "batch": 8, "vocab": 32000},
+    }, _mixtral, {"experts": "num_local_experts", "chosen": "num_experts_per_tok",
+                "balance": "router_aux_loss_coef"}),
     "mlp": mlp.FAMILY,
     # Liu et al. 2022 (version 2), classes of images; layers, hidden and heads as in the paper's table.
     # `depths` are the layers of each stage; hidden and heads are of the first, and double with each. The paper does not

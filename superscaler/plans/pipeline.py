@@ -12,7 +12,7 @@ blocks        how many of the model's blocks each stage has, as 3+5+4; by defaul
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from superscaler.plans import schedules
@@ -27,6 +27,7 @@ from superscaler.verbs import (
     Op,
     SplitBackward,
     Stage,
+    Work,
     op_trans,
     order,
     parse_schedule,
@@ -53,11 +54,19 @@ def pipeline(
     lay(graph, axis, table, balanced(graph, 1 + max(work.stage for row in table for work in row), blocks), slices)
 
 
-def lay(graph: Graph, axis: str, table: Table, parts: Sequence[Sequence[Op]], slices: int = 1) -> None:
+def lay(
+    graph: Graph,
+    axis: str,
+    table: Table,
+    parts: Sequence[Sequence[Op]],
+    slices: int = 1,
+    rows: Iterable[Sequence[Work | tuple[Work, Work]]] = (),
+) -> None:
     """Place the ops of each stage along a mesh axis, microbatch by microbatch, and order them, as a table says.
 
     Stages that several devices do together are left to be cut along the axis, or replicated. Each microbatch comes in
-    `slices` along the sequence, which the table counts as microbatches.
+    `slices` along the sequence, which the table counts as microbatches. `rows` are those of the table with pairs of
+    works that take turns.
     """
     check(table)
     place = {(work.stage, work.microbatch): devices for work, devices in devices_of(table).items()}
@@ -76,7 +85,7 @@ def lay(graph: Graph, axis: str, table: Table, parts: Sequence[Sequence[Op]], sl
     halved = {work.stage for row in table for work in row if work.kind == "I"}
     if trained := [op for stage in halved for op in parts[stage] if op.has_mirror]:
         op_trans(graph, trained, SplitBackward())
-    order(graph, table, parts)
+    order(graph, rows or table, parts)
 
 
 def slice_tokens(graph: Graph, slices: int) -> None:

@@ -63,7 +63,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
         "blocks": adapter().dump_python(blocks, mode="json", exclude_defaults=True),
         "schedule": told.schedule(),
         "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.schedule.relaxations],
-        "orders": [f"{o.before} before {o.after}" for o in compiled.graph.orders],
+        "orders": list(map(str, compiled.graph.orders)),
         "summary": summary(compiled),
         "counts": compiled.counts,
         "totals": _totals(compiled.moves),
@@ -125,7 +125,7 @@ def _plan_text(graph: Graph) -> str:
     """Return the journal without its places in files, then what it does not tell: cuts, devices, members of orders."""
     lines = [f"{e.verb} {e.op} {e.what}" for e in graph.journal]
     lines += [f"{op.name} {_grid_text(graph.grids[op.name])}" for op in graph.model.ops]
-    return "\n".join([*lines, *(f"{order.before!r} before {order.after!r}" for order in graph.orders)])
+    return "\n".join([*lines, *(f"{o.before!r} {'turns' if o.turns else 'before'} {o.after!r}" for o in graph.orders)])
 
 
 def _grid_text(grid: Grid) -> str:

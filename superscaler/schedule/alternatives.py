@@ -83,6 +83,8 @@ def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
                 assert mirror is not None
                 yield from _data(edges, (mirror, k), reader)
     for number, order in enumerate(graph.orders):
+        if order.turns:
+            continue
         hub: Unit = (ORDER, (number, -1, -1))
         yield from ((hub, [work]) for work in members(edges, order.before))
         # The turn of a mirror is that of I, which does not wait for what W waits for.

@@ -77,7 +77,7 @@ def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
     lines += ["", "What each device does until it is stuck:", *timetable(_rows(nodes, work, done)), ""]
     if orders:
         lines.append("Remove or reverse one op_order:" if len(orders) > 1 else "Remove or reverse this op_order:")
-        lines += dict.fromkeys(f"  {o.before} before {o.after}, at {o.where}" for o in orders)
+        lines += dict.fromkeys(f"  {o}, at {o.where}" for o in orders)
     return "\n".join(lines).rstrip()
 
 

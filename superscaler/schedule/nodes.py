@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import chain, pairwise, product, zip_longest
 from typing import NamedTuple
 
 from superscaler.errors import ScheduleError
@@ -92,9 +92,12 @@ class Nodes:
             self._add_transfer(number, transfer)
         again = self._delay()
         for order_number, order in enumerate(self.graph.orders):
+            before, after = (self.members(group, order.where) for group in (order.before, order.after))
+            if order.turns:
+                self._take_turns(before, after, f"op_order, {order.where}")
+                continue
             hub = Node("O", order_number)
             self._add(hub)
-            before, after = (self.members(group, order.where) for group in (order.before, order.after))
             for node in before:
                 self._edge(node, hub, f"op_order, {order.where}")
             for node in after:
@@ -213,6 +216,34 @@ class Nodes:
     def _kinds(group: Group, segment: Segment) -> str:
         """Return the kinds of the work of a segment that are in a group."""
         return segment.backwards if group.kind == "B" else group.kind
+
+    def _take_turns(self, first: Sequence[Node], second: Sequence[Node], reason: str) -> None:
+        """Let the runs of two groups alternate on each device."""
+        sides = self._runs(first), self._runs(second)
+        for device in sides[0].keys() & sides[1].keys():
+            turns = chain.from_iterable(zip_longest(*(side[device] for side in sides), fillvalue=()))
+            for one, other in pairwise(filter(None, turns)):
+                for before, after in product(one, other):
+                    self._edge(before, after, reason)
+
+    def _runs(self, group: Sequence[Node]) -> dict[int, list[list[Node]]]:
+        """Return by device the work of a group in order, in runs: each but the first reads what is communicated."""
+        segments, inside = self.schedule.segments, {self.number[node] for node in group}
+        sent = {m for n in inside for m in self.after[n] if self.names[m].kind == "C"}
+        moved = (m for m in sent if not self.schedule.transfers[self.names[m].number].is_local)
+        late = {self.names[n] for m in moved for n in inside.intersection(self.after[m])}
+
+        def turn(node: Node) -> tuple[int, bool]:
+            level = segments[node.number].level
+            return level if node.kind == "F" else -level, node not in late
+
+        found: dict[int, list[list[Node]]] = {}
+        for node in sorted(group, key=turn):
+            runs = found.setdefault(node.device, [])
+            if not runs or (node in late and turn(runs[-1][-1])[0] < turn(node)[0]):
+                runs.append([])
+            runs[-1].append(node)
+        return found
 
     def _keys(self, segment: Segment, microbatch: int | None) -> list[Key]:
         """Return the keys of a segment, of all microbatches or of one."""

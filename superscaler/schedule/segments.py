@@ -68,10 +68,13 @@ class Output:
 
 @dataclass(eq=False)
 class Segment:
-    """`position` is where its first op is in the model; of what is computed again, where that is computed first."""
+    """`position` is where its first op is in the model; of what is computed again, where that is computed first. Of
+    what it reads the `level` is lower.
+    """
 
     number: int
     position: int
+    level: int
     ops: tuple[Op, ...]
     keys: tuple[Key, ...]
     aliases: tuple[Alias, ...] = ()
@@ -142,7 +145,10 @@ def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Seg
         members.setdefault(root(parent, op.name), []).append(op)
     position = {op.name: at for at, op in enumerate(ops)}
     first = ((group[0].origin or group[0].name, tuple(group)) for group in members.values())
-    segments = [_segment(edges, number, position[name], group) for number, (name, group) in enumerate(first)]
+    segments = [
+        _segment(edges, number, position[name], levels[group[0].name], group)
+        for number, (name, group) in enumerate(first)
+    ]
     _find_outputs(edges, segments)
     return segments
 
@@ -201,10 +207,10 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     return {name: frozenset(signature) for name, signature in found.items()}
 
 
-def _segment(edges: Edges, number: int, position: int, ops: tuple[Op, ...]) -> Segment:
+def _segment(edges: Edges, number: int, position: int, level: int, ops: tuple[Op, ...]) -> Segment:
     own = edges.rows[ops[0].name]
     keys = tuple(own.keys[row] for row in edges.in_order(own))
-    segment = Segment(number, position, ops, keys)
+    segment = Segment(number, position, level, ops, keys)
     for op in ops:
         at = {key: row for row, key in enumerate(edges.rows[op.name].keys)}
         segment.row_of[op.name] = np.array([at[key] for key in keys], dtype=np.int64)

@@ -94,9 +94,9 @@ def _drop_microbatches(graph: Graph) -> None:
             graph.grids[name] = Grid((*grid.axes[:at], axis, *grid.axes[at + 1 :]), devices, {}, grid.replaced_at)
     graph.reduced = {name: min(count, limit) for name, count in graph.reduced.items()}
     after: dict[Group, dict[Group, str]] = {}
-    for order in graph.orders:
+    for order in (o for o in graph.orders if not o.turns):
         after.setdefault(order.before, {})[order.after] = order.where
-    graph.orders = []
+    graph.orders = [o for o in graph.orders if o.turns and not _is_gone(o.before) and not _is_gone(o.after)]
     for first in after:
         left, seen = [] if (first.microbatch or 0) >= limit else list(after[first].items()), set[Group]()
         while left:

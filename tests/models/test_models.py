@@ -185,6 +185,7 @@ def test_building_and_running_says_nothing(capfd: pytest.CaptureFixture[str]) ->
         ("mbart:size=tiny,layers=3", "layers=3 cannot be halved"),
         ("mbart:size=tiny,vocab=2", "vocab=2, but its special tokens are numbers 0 to 2"),
         ("mixtral:size=tiny,chosen=13", "chosen=13 experts of a token, but there are experts=12"),
+        ("mixtral:size=tiny,balance=nan", "balance=nan of the router's loss; give 0 (none) or more"),
         ("mixtral:size=tiny,heads=16", "mixtral: hidden=48 with heads=16 makes heads of 3 channels"),
         ("swin:size=tiny,depths=2-x", "depths is '2-x', but it must be the layers of each stage, as 2-2-6-2"),
         ("swin:size=tiny,drop_path=1", "drop_path is 1.0, but it must be at least 0 and below 1"),

@@ -1,4 +1,4 @@
-"""A clock for schedules: when each work of a compiled order runs if it takes a given time, and messages none."""
+"""A clock for schedules: when each work of a compiled order runs if it takes a given time, and so do messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Device:
 
 
 def run(schedule: Schedule, seconds: Mapping[str, float]) -> dict[int, Device]:
-    """Return what each device does if all that waits for nothing runs at once, each device in its own order."""
+    """Return what each device does if all that waits for nothing runs at once, each device in its own order.
+
+    What moves to other devices takes the seconds of "C", by default none.
+    """
     nodes = Nodes(schedule)
     before: list[list[int]] = [[] for _ in nodes.names]
     for node, after in enumerate(nodes.after):
@@ -31,9 +34,11 @@ def run(schedule: Schedule, seconds: Mapping[str, float]) -> dict[int, Device]:
 
     def end(node: int) -> float:
         if node not in ends:
-            # An order, or a message: it takes no time.
-            assert nodes.names[node].kind in "OC"
-            ends[node] = max(map(end, before[node]), default=0.0)
+            # An order, or a message.
+            name = nodes.names[node]
+            is_move = name.kind == "C" and not schedule.transfers[name.number].is_local
+            assert name.kind in "OC"
+            ends[node] = max(map(end, before[node]), default=0.0) + seconds.get("C", 0.0) * is_move
         return ends[node]
 
     devices: dict[int, Device] = {}

@@ -1,0 +1,36 @@
+"""DualPipe on a V (DeepSeek, 2025), to its end: what one microbatch communicates inside a stage travels while another
+one computes.
+
+Where the table of `dualpipe_v` has a forward and a backward of different microbatches side by side, they take turns. A
+turn is as much of a stage as computes without communication: of a mixture of experts attention and dispatch, then the
+experts, then what joins their results (`dualpipe:2 x expert_parallel:4`); in tensor parallelism what is between its
+all_reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from superscaler.plans import schedules
+from superscaler.plans.along import along_axis
+from superscaler.plans.pipeline import lay
+from superscaler.plans.shared import stages
+from superscaler.verbs import Graph, Work
+
+
+@along_axis()
+def dualpipe(graph: Graph, n: int, axis: str, microbatches: int | None = None, blocks: str = "") -> None:
+    table = schedules.dualpipe_v(n, 2 * n if microbatches is None else microbatches)
+    lay(graph, axis, table, stages(graph, 2 * n, blocks), rows=map(in_pairs, table))
+
+
+def in_pairs(row: Sequence[Work]) -> list[Work | tuple[Work, Work]]:
+    """Return the work of a device where a forward and the backward after it are a pair, unless of one microbatch."""
+    found: list[Work | tuple[Work, Work]] = []
+    for work in row:
+        last = found[-1] if found else None
+        if isinstance(last, Work) and last.kind + work.kind == "FB" and last.microbatch != work.microbatch:
+            found[-1] = last, work
+        else:
+            found.append(work)
+    return found

@@ -1,0 +1,127 @@
+"""What one microbatch communicates inside a stage travels while another one computes, and the plan stays equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+import superscaler as ss
+from superscaler.ir.program import Backward, Collective, Device, Forward, Value, Wait, reads, writes
+from superscaler.verbs import Work
+from tests.integration.test_recompute import library
+from tests.schedule.clock import run
+
+# Without the loss of the router, which is of all microbatches together.
+MIXTRAL = "mixtral:size=tiny,layers=4,balance=0,batch=12,experts=4"
+EXPERTS = "expert_parallel:2,capacity=2.0"
+
+
+captured = cache(library)
+
+
+@cache
+def plan_of(plan: str, model: str = MIXTRAL) -> ss.Plan:
+    return ss.compile(captured(model), plan, "local:4")
+
+
+def hidden(device: Device, kind: str) -> Iterator[tuple[int, bool]]:
+    """Yield for each collective of a kind when it starts, and whether another microbatch computes until it is waited
+    for.
+    """
+    code, made = device.instructions, dict[Value, int]()
+    waits = {i.work: at for at, i in enumerate(code) if isinstance(i, Wait)}
+    for at, i in enumerate(code):
+        is_work = isinstance(i, Forward | Backward)
+        own = i.task.microbatch if is_work else next((made[name] for name in reads(i) if name in made), -1)
+        made |= dict.fromkeys(writes(i), own)
+        if isinstance(i, Collective) and i.kind == kind:
+            end = min(waits[work] for work in i.works if work in waits)
+            between = {o.task.microbatch for o in code[at:end] if isinstance(o, Forward | Backward)}
+            yield at, bool(between - {own})
+
+
+def steady(device: Device) -> range:
+    """Return where a device has forwards and backwards in turn: after its first backward, before its last forward."""
+    forwards = [at for at, i in enumerate(device.instructions) if isinstance(i, Forward) and any(i.grads)]
+    first = next(at for at, i in enumerate(device.instructions) if isinstance(i, Backward))
+    return range(first, forwards[-1])
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "share"),
+    [
+        (EXPERTS, "all_to_all", 0.8),
+        pytest.param("ulysses:2", "all_to_all", 0.8, marks=pytest.mark.slow),
+        pytest.param("tensor_parallel:2", "all_reduce", 0.7, marks=pytest.mark.slow),
+    ],
+)
+def test_other_microbatches_compute_while_one_communicates(other: str, kind: str, share: float) -> None:
+    for plan, least in (("dualpipe_v", 0.0), ("dualpipe", share)):
+        devices = plan_of(f"{plan}:2,microbatches=6 x {other}").compiled.program.devices
+        for device in (devices[0], devices[2]):
+            found = [is_hidden for at, is_hidden in hidden(device, kind) if at in steady(device)]
+            assert len(found) > 30
+            assert least <= sum(found) / len(found) <= (1.0 if least else 0.0)
+
+
+def exposed(plan: str, seconds: float) -> float:
+    """Return how much longer a step takes if what moves takes so many seconds, a forward between two of them one."""
+    schedule = plan_of(f"{plan}:2,microbatches=6 x {EXPERTS}").compiled.whole_schedule
+
+    def step(moving: float) -> float:
+        return max(d.end for d in run(schedule, {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "C": moving}).values())
+
+    return step(seconds) - step(0.0)
+
+
+def test_the_time_of_what_moves_is_hidden_but_at_the_ends() -> None:
+    """Each of 6 microbatches goes 10 times to experts or back on a device; alone 2 or 3 are on their way in and out."""
+    assert exposed("dualpipe_v", 1.0) >= 50
+    assert exposed("dualpipe", 1.0) <= 24
+    # More than what computes meanwhile takes cannot be hidden whole.
+    assert exposed("dualpipe", 3.0) > 3 * exposed("dualpipe", 1.0)
+
+
+@pytest.mark.parametrize("other", [EXPERTS, pytest.param("tensor_parallel:2", marks=pytest.mark.slow)])
+def test_dualpipe_equals_the_model(other: str) -> None:
+    found = plan_of(f"dualpipe:2,microbatches=6 x {other}").verify()
+    assert found["equal"], found
+    assert (found["reference"], found["dropped"]) == ("eager", (0, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dualpipe:4,microbatches=8", "dualpipe:2 x zero:2", "dualpipe:2 x ulysses:2"])
+def test_dualpipe_equals_a_model_without_experts(plan: str) -> None:
+    found = plan_of(plan, "gpt2:size=tiny,layers=8,batch=16").verify()
+    assert found["equal"], found
+
+
+def test_any_groups_take_turns() -> None:
+    """Two microbatches of tensor parallelism: what each sums over devices travels while the other one computes."""
+
+    @ss.sprogram
+    def in_turns(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_trans(graph, graph.forward_ops, ss.Microbatch(2))
+        for name, cuts in ss.tensor_splits(graph, 2, "tp").items():
+            for cut in cuts:
+                ss.op_trans(graph, graph.op(name), cut)
+        ss.op_assign(graph, graph.forward_ops, cluster.mesh(tp=2))
+        for kind in "FB":
+            ss.op_order(graph, *(graph.select(microbatch=k, kind=kind) for k in range(2)), turns=True)
+
+    plan = ss.compile(captured("gpt2:size=tiny"), in_turns, "local:2")
+    found = [h for device in plan.compiled.program.devices for _, h in hidden(device, "all_reduce")]
+    assert sum(found) > 0.8 * len(found) > 10
+    assert plan.verify()["equal"]
+
+
+def test_pairs_of_a_row_are_in_turns() -> None:
+    graph = captured("gpt2:size=tiny").copy()
+    parts = ss.stages(graph, 2)
+    ss.op_trans(graph, graph.forward_ops, ss.Microbatch(2))
+    ss.order(graph, [[Work(0, "F", 0), (Work(0, "F", 1), Work(0, "B", 0)), Work(0, "B", 1)]], parts)
+    assert list(map(str, graph.orders)) == [
+        "0F1 in turns with 0B0", "0F0 before 0F1", "0F0 before 0B0", "0F1 before 0B1", "0B0 before 0B1",
+    ]  # fmt: skip
