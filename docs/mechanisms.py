@@ -62,6 +62,7 @@ MECHANISMS = [
     ("Zero bubble", "zb_h1:microbatches=4", 2),
     ("Zero bubble, V", "zbv:microbatches=4", 2),
     ("Seq1F1B", "seq1f1b:microbatches=2,slices=2", 2),
+    ("DualPipe on a V", "dualpipe:microbatches=4", 2),
 ]
 PRODUCTS = [
     "data_parallel:2 x tensor_parallel:2", "data_parallel:2 x tensor_parallel:2 x pipeline_1f1b:2,microbatches=2",

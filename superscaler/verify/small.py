@@ -94,9 +94,10 @@ def _drop_microbatches(graph: Graph) -> None:
             graph.grids[name] = Grid((*grid.axes[:at], axis, *grid.axes[at + 1 :]), devices, {}, grid.replaced_at)
     graph.reduced = {name: min(count, limit) for name, count in graph.reduced.items()}
     after: dict[Group, dict[Group, str]] = {}
+    turns = [o for o in graph.orders if o.turns]
     for order in (o for o in graph.orders if not o.turns):
         after.setdefault(order.before, {})[order.after] = order.where
-    graph.orders = [o for o in graph.orders if o.turns and not _is_gone(o.before) and not _is_gone(o.after)]
+    graph.orders = [o for o in turns if max(o.before.microbatch or 0, o.after.microbatch or 0) < limit]
     for first in after:
         left, seen = [] if (first.microbatch or 0) >= limit else list(after[first].items()), set[Group]()
         while left:
