@@ -16,8 +16,8 @@ transient  what is computed again before its backward, at the most at once: of c
 peak       the most of all that a step makes: without states
 
 Then what a layer keeps from its forward to its backward (of a model with two more layers what is more): under sequence
-parallelism its share, and the gathered inputs of its two products. Then, of weights that are cut unevenly, what rests
-on each of two devices, as a share of all.
+parallelism its share, and the gathered inputs of its two products, unless these are gathered again. Then, of weights
+that are cut unevenly, what rests on each of two devices, as a share of all.
 """
 
 from __future__ import annotations
@@ -76,12 +76,14 @@ PLANS: dict[str, tuple[int, int, bool, str | SProgram]] = {
     "ZeRO-3, accumulation": (4, 4, True, "zero:stage=3,microbatches=2"),
     "hybrid 2 x 2, stage 3": (4, 2, False, "zero:stage=3,shard=2"),
 }
-# What a layer keeps from its forward to its backward, as a share of what it keeps on one device or (None) its input.
+# What a layer keeps from its forward to its backward: so much of what it keeps on one device, and of its input.
 LAYERS = {
-    "one device": (1, "single", 1.0),
-    "sequence parallel over 2": (2, "sequence_parallel", 0.5),
-    "sequence parallel over 4": (4, "sequence_parallel", 0.25),
-    "block computed again": (1, "recompute", None),
+    "one device": (1, "single", 1.0, 0.0),
+    "sequence parallel over 2": (2, "sequence_parallel", 0.5, 1.0),
+    "sequence parallel over 4": (4, "sequence_parallel", 0.25, 1.5),
+    "so, gathered again, 2": (2, "sequence_parallel:regather=true", 0.5, 0.0),
+    "so, gathered again, 4": (4, "sequence_parallel:regather=true", 0.25, 0.0),
+    "block computed again": (1, "recompute", 0.0, 1.0),
 }
 
 
@@ -157,11 +159,11 @@ def print_layers(spec: str) -> None:
     edge = max(prod(less.model.tensors[o.tensor].shape) for o in less.blocks[1].ops[0].inputs)
     whole = 0.0
     print(f"{spec}: kept by a layer, KB, measured / by formula")
-    for name, (devices, plan, share) in LAYERS.items():
+    for name, (devices, plan, share, inputs) in LAYERS.items():
         kept = [measure(ss.compile(graph, plan, f"local:{devices}"))["kept"] for graph in (less, more)]
         found = (kept[1] - kept[0]) / 2
         whole = whole or found
-        told = 4 * edge if share is None else share * whole + 2 * 4 * edge * (1 - share)
+        told = share * whole + inputs * 4 * edge
         print(f"{name:26}{found / 1e3:10.1f} / {told / 1e3:.1f}  {found / told:.3f}", flush=True)
 
 

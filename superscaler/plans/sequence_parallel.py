@@ -3,19 +3,24 @@
 Where tensor parallelism adds up with an all_reduce, values are scattered along the sequence and gathered again before
 the next product: as much communication, but norms, residuals and what they keep are cut, too. What depends on inputs
 alone is computed by all.
+
+With `regather` what a product reads is gathered again for its backward, instead of being kept whole from the forward
+on: what a layer keeps is divided by the number of devices, for one all_gather more of each.
 """
 
 from __future__ import annotations
 
 from superscaler.plans.along import along_axis
 from superscaler.plans.shared import along, sequences, tensor_splits
-from superscaler.verbs import Graph, Split, op_trans
+from superscaler.verbs import Graph, Regather, Split, op_trans
 
 
 @along_axis()
-def sequence_parallel(graph: Graph, n: int, axis: str) -> None:
+def sequence_parallel(graph: Graph, n: int, axis: str, regather: bool = False) -> None:
     splits, tokens = tensor_splits(graph, n, axis), sequences(graph, "sequence_parallel", n)
     for op in graph.forward_ops:
         factor = "" if op.from_data else along(op, tokens)
         for cut in splits.get(op.name, [Split(factor, n, axis=axis)] if factor else []):
             op_trans(graph, op, cut)
+    if regather:
+        op_trans(graph, [graph.op(name) for name in splits], Regather())

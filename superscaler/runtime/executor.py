@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from superscaler.runtime import buckets, functional, halves
 from superscaler.runtime.communicator import Communicator, Work
 from superscaler.runtime.copies import Copies
-from superscaler.runtime.regather import Dropped, drop
+from superscaler.runtime.regather import Dropped
 from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
@@ -60,6 +60,7 @@ class Rank:
         self._rests: dict[str, tuple[list[Tensor], halves.Rest]] = {}
         self._dropped: dict[str, Dropped] = {}
         self._early: list[tuple[str, Tensor]] = []
+        self._at_rest = set(map(id, self.weights.values()))
 
     @property
     def one(self) -> Tensor:
@@ -91,17 +92,15 @@ class Rank:
         """Run a segment on detached aliases; keep what its backward needs under `tag`, but for the inputs `again`, with
         which it goes on. Returns detached outputs.
         """
-        aliases = [x.detach().requires_grad_() if g == "1" else x.detach() for x, g in zip(inputs, grads, strict=True)]
+        leaves = [self._leaf(x) if g == "1" else x.detach() for x, g in zip(inputs, grads, strict=True)]
         extra = () if draws is None else (self.random(draws),)
-        weights = [aliases[n] for n in again]
-        dropped = Dropped(weights) if again else None
+        dropped = Dropped([inputs[n] for n in again]) if again else None
         with torch.set_grad_enabled("1" in grads), dropped.hooks() if dropped else nullcontext():
-            outputs = function(*aliases, *extra)
+            outputs = function(*map(_on, leaves, inputs), *extra)
         if dropped is not None:
             self._dropped[tag] = dropped
-            drop(weights)
         if "1" in grads:
-            wanted = [a for a in aliases if a.requires_grad]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
             # Where gradients come in, without the outputs: these may be freed before.
             edges = [get_gradient_edge(outputs[k]) if outputs[k].requires_grad else None for k in saved]
             self._tapes[tag] = (edges, wanted)
@@ -109,6 +108,13 @@ class Rank:
         if self.watch is not None:
             self.watch("F", tag, inputs, made)
         return made
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        """Return where the gradient of an input comes out: of its shape, but without its memory, as a graph holds its
+        leaves whether an op saves them or not. A weight that is here anyway is its own.
+        """
+        own = x if id(x) in self._at_rest else x.new_empty(()).expand(x.shape)
+        return own.detach().requires_grad_()
 
     def backward(
         self, tag: str, gradients: Sequence[Tensor | None], wide: str = "", again: Sequence[Tensor] = ()
@@ -310,6 +316,15 @@ class Rank:
     def _world_sum(self, x: Tensor) -> Tensor:
         world = self.communicator.world
         return x if world == 1 else self.communicator.all_reduce(x, tuple(range(world)), planned=False).wait()
+
+
+def _on(leaf: Tensor, x: Tensor) -> Tensor:
+    """Return an input as a graph reads it, whose gradient goes to a leaf."""
+    if leaf.data_ptr() == x.data_ptr():
+        return leaf
+    alias = leaf.view_as(leaf)
+    alias.data = x
+    return alias
 
 
 def _given(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> halves.Given:

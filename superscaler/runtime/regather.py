@@ -44,9 +44,3 @@ def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     if x.stride() == strides:
         return x
     return torch.empty_strided(x.size(), strides, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def drop(aliases: Sequence[Tensor]) -> None:
-    """Let go of the memory of aliases, of which only the place in the graph is still needed, and the shape."""
-    for x in aliases:
-        x.data = x.new_empty(()).expand(x.shape)

@@ -255,12 +255,13 @@ class Nodes:
         return self.keys_of[segment.number].get(microbatch, [])
 
     def bring_late(self, order: Sequence[Node]) -> bool:
-        """Given an order, let what is at rest, or copies, be sent some segments before their first readers, and such
-        copies be waited for no earlier; tell if any is.
+        """Given an order, let what is at rest, copies, or what a backward reads again, be sent some segments before its
+        first readers, and such copies be waited for no earlier; tell if any is.
         """
         segments = self.schedule.segments
-        late = {n: self._copiers(t) for n, t in enumerate(self.schedule.transfers)}
-        late = {n: copiers for n, copiers in late.items() if copiers or self.schedule.transfers[n].is_from_rest}
+        transfers = self.schedule.transfers
+        late = {n: self._copiers(t) for n, t in enumerate(transfers)}
+        late = {n: some for n, some in late.items() if some or transfers[n].is_from_rest or transfers[n].is_again}
         position = {node: at for at, node in enumerate(order)} if late else {}
         runs: dict[int, list[int]] = {}
         for node, at in position.items():

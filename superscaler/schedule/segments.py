@@ -216,8 +216,19 @@ def _segment(edges: Edges, number: int, position: int, level: int, ops: tuple[Op
         segment.row_of[op.name] = np.array([at[key] for key in keys], dtype=np.int64)
     segment.aliases = _aliases(edges, segment)
     if ops[0].regather and segment.has_mirror:
-        segment.again = tuple(n for n, alias in enumerate(segment.aliases) if alias.tensor in edges.homes)
+        comes = (alias.tensor in edges.homes or _is_gathered(edges, alias) for alias in segment.aliases)
+        segment.again = tuple(n for n, is_again in enumerate(comes) if is_again)
     return segment
+
+
+def _is_gathered(edges: Edges, alias: Alias) -> bool:
+    """Tell whether each part reads more of an activation than any part of its op makes, whose value is whole."""
+    if alias.tensor not in edges.producers:
+        return False
+    held = edges.held(*edges.producers[alias.tensor])
+    rows = range(len(held.lo))
+    is_whole = len(held.replicas(rows)) == len(set(map(held.corners, rows)))
+    return is_whole and (held.hi - held.lo).prod(axis=1).max() < (alias.hi - alias.lo).prod(axis=1).min()
 
 
 def _aliases(edges: Edges, segment: Segment) -> tuple[Alias, ...]:

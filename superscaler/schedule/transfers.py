@@ -85,6 +85,11 @@ class Transfer:
         return all(place.kind == UPDATE for end in self.pieces for place in end.places) and not self.is_local
 
     @property
+    def is_again(self) -> bool:
+        """Tell whether it brings activations to the backward again."""
+        return all(place.kind == REGATHER for end in self.readers for place in end.places) and not self.is_local
+
+    @property
     def has_host(self) -> bool:
         return any(end.device >= HOSTS for end in (*self.pieces, *self.readers))
 

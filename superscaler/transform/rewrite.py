@@ -97,12 +97,13 @@ def write_op(update: Op, version: PTensor) -> Op:
 
 @dataclass(frozen=True, slots=True)
 class Regather:
-    """Bring weights that rest elsewhere again for the backward, instead of keeping them from the forward on: ZeRO-3
-    without a second forward.
+    """Bring weights that rest elsewhere, and activations that are gathered, again for the backward, instead of keeping
+    them from the forward on: ZeRO-3 without a second forward, Megatron's sequence parallelism.
 
     y = f(x, w); d(x), d(w) += d.f(d(y))  ->  y = f(x, w), keep x; bring w again; d(x), d(w) += d.f(d(y), w)
 
-    All ops of one `op_trans` are one region. It is about weights that an op reads as they rest: casts of them are kept.
+    All ops of one `op_trans` are one region. It is about weights that an op reads as they rest, and about activations
+    of which a part reads more than any part makes: casts of these are kept, and what is a sum.
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import superscaler as ss
+from benchmarks.live import Live
 from superscaler.artifact import initial_values
 from superscaler.errors import CaptureError, InputError
 from superscaler.ir.program import Backward, Forward, Free, Give, Load, reads, writes
@@ -296,30 +295,6 @@ def test_values_are_freed_after_their_last_use(plan: str, devices: int) -> None:
         assert len([i for i in code if isinstance(i, Give)]) == 3
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that live at once, but for those that are known before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: set[int] = set()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for x in made if isinstance(made, list | tuple) else [made]:
-            storage = x.untyped_storage() if isinstance(x, Tensor) else None
-            if storage is not None and storage.data_ptr() not in self.known:
-                self.known.add(storage.data_ptr())
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
-        return made
-
-    def gone(self, pointer: int, count: int) -> None:
-        self.known.discard(pointer)
-        self.now -= count
-
-
 def peak(depth: int, optimizer: Callable[[nn.Module], Any]) -> int:
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -333,18 +308,15 @@ def peak(depth: int, optimizer: Callable[[nn.Module], Any]) -> int:
 
     module = Deep()
     graph = ss.capture(module, (torch.randn(64, 16),), optimizer=optimizer(module))
-    counted = Live()
 
-    def run(step: Step) -> None:
+    def run(step: Step) -> int:
         step(graph.captured.batch)
-        counted.known |= {x.untyped_storage().data_ptr() for x in step.state.weights.values()}
-        with counted:
+        with Live(step.state.weights.values()) as live:
             step(graph.captured.batch)
+        return live.peak
 
-    on_threads(
-        ss.compile(graph, "single", "local:1").compiled, initial_values(graph.model, graph.captured.values), run, 60.0
-    )
-    return counted.peak
+    compiled = ss.compile(graph, "single", "local:1").compiled
+    return on_threads(compiled, initial_values(graph.model, graph.captured.values), run, 60.0)[0]
 
 
 def test_memory_does_not_grow_with_the_depth() -> None:

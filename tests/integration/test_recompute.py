@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import superscaler as ss
+from benchmarks.live import Live
 from superscaler.artifact import initial_values
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.program import Collective, Free, Program, Value, Wait
@@ -119,28 +117,6 @@ def test_dropout_is_drawn_again_alike() -> None:
     (losses, weights), (found, others) = ran(plain, train)[0], ran(again, train)[0]
     assert found == losses
     assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that are made inside, and the most there were at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
-            if storage not in self.known:
-                self.known.add(storage)
-                self._add(storage.nbytes())
-                weakref.finalize(storage, self._add, -storage.nbytes())
-        return out
-
-    def _add(self, count: int) -> None:
-        self.live += count
-        self.peak = max(self.peak, self.live)
 
 
 def test_recomputed_blocks_take_a_third_of_the_memory() -> None:

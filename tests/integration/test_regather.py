@@ -57,6 +57,21 @@ def test_gathers_are_made_again_late_and_freed_early() -> None:
     assert blocks_at_once(again.compiled.program) == 2
 
 
+def test_gathered_activations_are_kept_in_pieces_and_gathered_again() -> None:
+    graph = library("gpt2:size=tiny,layers=4")
+    plain, again = (
+        ss.compile(graph, resolve(f"sequence_parallel{option}"), "local:2") for option in ("", ":regather=true")
+    )
+    assert again.verify()["equal"]
+    tokens = next(t for t in graph.model.tensors.values() if t.name == graph.blocks[1].ops[0].inputs[0].tensor)
+    # Two products a block and the head, of which each of two devices lacks half.
+    more = (2 * len(graph.blocks) + 1) * prod(tokens.shape) * 4
+    assert again.compiled.program.bytes_moved == plain.compiled.program.bytes_moved + more
+    code = again.compiled.program.devices[0].instructions
+    inside = [i for i in code if isinstance(i, Forward) and len(i.again) == len(i.inputs)]
+    assert len(inside) == 2 * len(graph.blocks) + 1
+
+
 def test_each_microbatch_brings_them_again() -> None:
     graph = library("gpt2:size=tiny,batch=8")
     plan = ss.compile(graph, regathered("zero:stage=2,microbatches=2"), "local:2")

@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from chains import chain
 
 import superscaler as ss
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError
-from superscaler.models import build
 from superscaler.plans import names, resolve
+from tests.library import captured
 
 HIDDEN = """
 import superscaler as ss
@@ -38,10 +37,7 @@ def devices(graph: ss.Graph, op: str) -> list[int]:
     ],
 )
 def test_a_product_equals_the_model(model: str, spec: str, world: int) -> None:
-    built = build(model)
-    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
-    graph = ss.capture(built.module, built.args, built.kwargs, optimizer)
-    found = ss.compile(graph, spec, f"local:{world}").verify()
+    found = ss.compile(captured(model), spec, f"local:{world}").verify()
     assert found["equal"], found
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import superscaler as ss
+from benchmarks.live import Live
 from superscaler.artifact import initial_values
 from superscaler.errors import InputError
 from superscaler.ir.transformed import block_of
@@ -21,7 +22,7 @@ from superscaler.plans import resolve
 from superscaler.plans.chains import SLOTS, Run, Unit, cheapest, choose, least, stretches
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
-from tests.integration.test_recompute import Live, library
+from tests.integration.test_recompute import library
 
 
 def cost(units: list[Unit], runs: list[Run]) -> tuple[float, int]:

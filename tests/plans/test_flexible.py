@@ -6,24 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from chains import chain
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.models import build
 from superscaler.plans import flexible as module
 from superscaler.plans import resolve
 from superscaler.plans.flexible import flexible
+from tests.library import captured
 
 
 def test_the_example_of_the_docstring_equals_the_model(tmp_path: Path) -> None:
     file = tmp_path / "choices.yaml"
     file.write_text(str(module.__doc__).split("\n\n")[1])
-    built = build("gpt2:size=tiny,layers=1")
-    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
-    graph = ss.capture(built.module, built.args, built.kwargs, optimizer)
-    found = ss.compile(graph, resolve(f"flexible:choices={file}"), "local:4").verify()
+    found = ss.compile(captured("gpt2:size=tiny,layers=1"), resolve(f"flexible:choices={file}"), "local:4").verify()
     assert found["equal"], found
 
 

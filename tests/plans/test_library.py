@@ -6,15 +6,13 @@ A plan joins by a row: its spec, and its models. A few run always, all of them w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
 
 import pytest
-import torch
 from _pytest.mark import ParameterSet
 
 import superscaler as ss
-from superscaler.models import build
 from superscaler.plans import resolve
+from tests.library import captured
 
 MODELS = {
     "alphafold2": "alphafold2:size=tiny,layers=1,passes=2,sequences=8,residues=8,hidden=32,heads=8",
@@ -69,12 +67,6 @@ def cases() -> Iterator[ParameterSet]:
                     continue
                 marks = () if (plan, model, devices) in ALWAYS else (pytest.mark.slow,)
                 yield pytest.param(plan, model, devices, marks=marks, id=f"{plan}-{model}-{devices}")
-
-
-@cache
-def captured(spec: str) -> ss.Graph:
-    built = build(spec)
-    return ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
 
 
 @pytest.mark.parametrize(("plan", "model", "devices"), list(cases()))

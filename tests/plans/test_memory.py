@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
-import torch
 from chains import chain
 
 import superscaler as ss
 from superscaler.errors import PlanError
 from superscaler.ir.program import Backward, Forward
 from superscaler.ir.transformed import block_of
-from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve
+from tests.library import captured
 from tests.plans.test_chains import peak
-
-
-@functools.cache
-def captured(spec: str) -> ss.Graph:
-    built = build(spec)
-    return ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
 
 
 def compiled(spec: str, plan: str, devices: int) -> Plan:

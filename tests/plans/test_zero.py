@@ -5,18 +5,12 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-import torch
 
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.program import Collective
-from superscaler.models import build
 from superscaler.plans import resolve
-
-
-def captured(spec: str) -> ss.Graph:
-    built = build(spec)
-    return ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
+from tests.library import captured
 
 
 def elements(graph: ss.Graph, inside: str = "") -> int:
