@@ -1,4 +1,4 @@
-"""What all tests share: a cache, the generators of random graphs and faults, the flag that rewrites golden files."""
+"""What all tests share: a cache, workers, the generators of random graphs and faults, the flag for golden files."""
 
 import os
 import sys
@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+from superscaler.timing import cores
 
 for folder in ("property", "faults", "dist", "materialize/rvd", "verbs"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
@@ -15,7 +17,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files again")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return a process per core for the whole suite, and none for what is named: workers take seconds to start."""
+    return min(cores(), 8) if config.args_source is config.ArgsSource.TESTPATHS else 0
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # The cores are shared out already; torch, which reads it once, is not there yet. The folder is in that of the
+        # process that started this one.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ["XDG_CACHE_HOME"] += f"/{config.workerinput['workerid']}"
+        return
     folder = tempfile.TemporaryDirectory(prefix="superscaler-tests-")
     os.environ["XDG_CACHE_HOME"] = folder.name
     config.add_cleanup(folder.cleanup)
