@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import superscaler as ss
 from superscaler.emit.segments import _Writer
 from superscaler.ir.program import Function
 from superscaler.materialize.functions import Functions
-from superscaler.models import build
+from tests.graphs import graph_of
 
 
 @ss.sprogram
@@ -35,14 +34,7 @@ def rows(graph: ss.Graph, cluster: ss.Cluster) -> None:
     ],
 )
 def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, devices: int) -> None:
-    built = build(spec)
-    compiled = ss.compile(
-        ss.capture(
-            built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
-        ),
-        plan,
-        ss.Cluster.local(devices),
-    ).compiled  # type: ignore[arg-type]
+    compiled = ss.compile(graph_of(spec, "SGD"), plan, ss.Cluster.local(devices)).compiled  # type: ignore[arg-type]
     program, schedule = compiled.program, compiled.schedule
     functions = Functions(schedule.edges)
     texts: dict[tuple[int, bytes], set[str]] = {}

@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from superscaler.models import build
-from superscaler.plan import Plan, capture, compile
+from superscaler.plan import Plan, compile
+from tests.graphs import graph_of
 
 HERE = Path(__file__).parent
 
 
 def plan_of(spec: str, cluster: str) -> Plan:
-    built = build("mlp")
-    graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
-    return compile(graph, spec, cluster)
+    return compile(graph_of("mlp", "SGD"), spec, cluster)
 
 
 @pytest.mark.parametrize(

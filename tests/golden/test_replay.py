@@ -21,9 +21,10 @@ from random_meshes import captured, mesh_plan
 from random_sprograms import captured as captured_small
 from random_sprograms import random_sprogram
 
-from superscaler.models import build, names
-from superscaler.plan import Plan, capture, compile
+from superscaler.models import names
+from superscaler.plan import Plan, compile
 from superscaler.verbs import Cluster, Graph
+from tests.graphs import graph_of
 from tests.integration.test_experts import split
 from tests.integration.test_routes import plan_of
 from tests.property.test_spmd import LINE, MESH, lay_out
@@ -57,9 +58,7 @@ LAID_OUT: dict[str, dict[str, Any]] = {
 def library(name: str) -> Iterator[tuple[str, Callable[[], Plan]]]:
     """Yield every plan of the library on a named model."""
     spec = {"mlp": "mlp", "alphafold2": "alphafold2:size=tiny,layers=1,passes=2"}.get(name, f"{name}:size=tiny")
-    built = build(spec)
-    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-3)
-    graph = capture(built.module, built.args, built.kwargs, optimizer)
+    graph = graph_of(spec)
     for plan, cluster in PLANS:
         if (name, plan) not in REFUSED:
             yield f"{spec} {plan} {cluster}", partial(compile, graph, plan, cluster)

@@ -27,7 +27,8 @@ from superscaler.verify.memories import on_host
 from superscaler.verify.oracle import retyped
 from superscaler.verify.retype import retype
 from superscaler.verify.saved import validate_directory
-from tests.integration.test_recompute import library, normed, recomputed, sharded
+from tests.graphs import graph_of
+from tests.integration.test_recompute import normed, recomputed, sharded
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 
@@ -58,9 +59,9 @@ PLANS = [("single", 1), ("data_parallel", 2), ("pipeline_1f1b:microbatches=2", 2
 MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny,layers=1,passes=2", "normed"]
 
 
-@pytest.mark.parametrize("spec", MODELS)
+@pytest.mark.parametrize("spec", [MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.slow), *MODELS[2:]])
 def test_hosts_change_no_number(spec: str) -> None:
-    graph = normed() if spec == "normed" else library(spec)
+    graph = normed() if spec == "normed" else graph_of(spec, "SGD")
     for plan, world in PLANS:
         # The norms are of the whole batch.
         given = resolve(plan.replace("microbatches=2", "microbatches=1") if spec == "normed" else plan)
@@ -113,13 +114,15 @@ LAYOUTS: list[tuple[SProgram, int]] = [(offloaded(swapped(resolve("tensor_parall
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
 def test_hosts_of_other_layouts_change_no_number(number: int) -> None:
     plan, world = LAYOUTS[number]
-    found = ss.compile(library("gpt2:size=tiny"), plan, f"local:{world}").verify()
+    found = ss.compile(graph_of("gpt2:size=tiny", "SGD"), plan, f"local:{world}").verify()
     assert found["equal"], found
 
 
-@pytest.mark.parametrize("spec", MODELS)
+@pytest.mark.parametrize(
+    "spec", [MODELS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:4]), MODELS[4]]
+)
 def test_two_steps_train_as_without_hosts(spec: str) -> None:
-    graph = normed() if spec == "normed" else library(spec)
+    graph = normed() if spec == "normed" else graph_of(spec, "SGD")
     batch = {name: retyped(x, torch.float64) for name, x in graph.captured.batch.items()}
 
     def train(step: Step) -> tuple[list[float], dict[str, Tensor]]:
@@ -195,7 +198,7 @@ def peaks(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
 
 
 def test_swapped_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = library("gpt2:size=tiny,layers=8,batch=64,seq=64")
+    graph = graph_of("gpt2:size=tiny,layers=8,batch=64,seq=64", "SGD")
     again, swap = (
         peaks(ss.compile(graph, plan(resolve("single")), "local:1"), monkeypatch) for plan in (recomputed, swapped)
     )
@@ -207,7 +210,7 @@ def test_swapped_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_copies_come_back_late() -> None:
-    plan = ss.compile(library("gpt2:size=tiny,layers=6"), swapped(resolve("single")), "local:1")
+    plan = ss.compile(graph_of("gpt2:size=tiny,layers=6", "SGD"), swapped(resolve("single")), "local:1")
     program = plan.compiled.program
     (device,) = program.devices
     hosted, alive, most = on_host(program, device), set[Value](), 0
@@ -222,7 +225,7 @@ def test_copies_come_back_late() -> None:
 
 
 def test_a_saved_plan_knows_its_hosts(tmp_path: Path) -> None:
-    plan = ss.compile(library("gpt2:size=tiny"), offloaded(swapped(resolve("single"))), "local:1")
+    plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), offloaded(swapped(resolve("single"))), "local:1")
     plan.save(tmp_path / "plan")
     assert validate_directory(tmp_path / "plan")["conservation"]
     assert "on the host" not in plan.summary()
@@ -259,5 +262,5 @@ REFUSED: list[tuple[Callable[[ss.Graph, ss.Cluster], Any], str]] = [
 def test_careless_use_is_told_in_one_line(number: int) -> None:
     place, told = REFUSED[number]
     with pytest.raises(PlanError, match=told) as error:
-        ss.compile(library("gpt2:size=tiny"), placed(place), "local:2")
+        ss.compile(graph_of("gpt2:size=tiny", "SGD"), placed(place), "local:2")
     assert "\n" not in str(error.value)

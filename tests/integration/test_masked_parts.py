@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from superscaler.cluster import Cluster
 from superscaler.emit.segments import emit_segments
-from superscaler.models import build
-from superscaler.plan import Graph, capture, compile
+from superscaler.plan import Graph, compile
 from superscaler.verbs import Split, op_assign, op_trans, sprogram
+from tests.graphs import graph_of
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -18,8 +17,7 @@ from superscaler.verbs import Split, op_assign, op_trans, sprogram
     ("aten.scaled_dot_product_attention.default", -2, "causal_mask"),
 ])  # fmt: skip
 def test_a_part_knows_where_it_starts(target: str, slot: int, function: str, parts: int) -> None:
-    built = build("gpt2:size=tiny")
-    graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+    graph = graph_of("gpt2:size=tiny", "SGD")
     op = next(op for op in graph.forward_ops if op.target == target)
     index = op.inputs[0].slots[slot]
     assert index is not None

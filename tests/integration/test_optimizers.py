@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.models import build
-from superscaler.plan import capture, compile
+from superscaler.plan import Graph, capture, compile
 from superscaler.plans import resolve
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.step import Step, build_step, modules
@@ -34,16 +35,20 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+@cache
+def trained_by(name: str) -> Graph:
+    built = build("gpt2:size=tiny")
+    for key, parameter in built.module.named_parameters():
+        parameter.requires_grad_(name != "frozen" or ".h.0." not in key)
+    return capture(built.module, built.args, built.kwargs, OPTIMIZERS[name](built.module))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("spec", "world"), [("data_parallel", 2), ("tensor_parallel", 2), ("pipeline_1f1b:stages=2,microbatches=2", 2)]
 )
 def test_a_step_equals_torch(name: str, spec: str, world: int) -> None:
-    built = build("gpt2:size=tiny")
-    if name == "frozen":
-        for key, parameter in built.module.named_parameters():
-            parameter.requires_grad_(".h.0." not in key)
-    graph = capture(built.module, built.args, built.kwargs, OPTIMIZERS[name](built.module))
+    graph = trained_by(name)
     result = compile(graph, resolve(spec), Cluster.local(world)).verify()
     assert result["equal"], result
     updated = {op.inputs[0].tensor for op in graph.ops if not op.is_forward}
@@ -58,8 +63,7 @@ def test_a_step_without_an_optimizer_is_refused() -> None:
 
 def steps_of(optimizer: str, then: Callable[[Step], object], spec: str = "pipeline_1f1b:stages=2") -> list[object]:
     """Return what `then` makes of each of two ranks."""
-    built = build("gpt2:size=tiny")
-    graph = capture(built.module, built.args, built.kwargs, OPTIMIZERS[optimizer](built.module))
+    graph = trained_by(optimizer)
     compiled = compile(graph, spec, "local:2").compiled
     plan, code = describe(compiled), modules(compiled.emitted.files)
     values = initial_values(graph.model, graph.captured.values)
