@@ -26,8 +26,9 @@ from superscaler.ops.notation import operand_dims
 from superscaler.specs.registered import REGISTERED, Registered
 from superscaler.specs.user_file import root_of
 
-# An operator is defined as long as its library lives.
-_LIBRARIES: dict[str, Library] = {}
+# An operator is defined as long as its library lives; what it calls is the function that was registered last.
+_LIBRARIES: dict[str, tuple[str, Library]] = {}
+_FUNCTIONS: dict[str, FunctionType] = {}
 
 
 def register(
@@ -119,12 +120,17 @@ def _define(function: Any, rule: Registered) -> OpOverload:
         schema = infer_schema(_annotated(function, rule.notation), mutates_args=())
     except ValueError as error:
         raise InputError(f"{rule.place}: {name} cannot be an operator: {error}") from None
-    if target in _LIBRARIES:
-        _LIBRARIES.pop(target)._destroy()
-    library = _LIBRARIES[target] = Library(namespace, "FRAGMENT")
-    library.define(name + schema)
-    # Composite: its gradient is that of what it calls, and torch.export(run_decompositions({})) leaves it in one piece.
-    library.impl(name, function, "CompositeImplicitAutograd")
+    _FUNCTIONS[target] = function
+    known, library = _LIBRARIES.get(target, ("", None))
+    if known != schema:
+        if library is not None:
+            library._destroy()
+        library = Library(namespace, "FRAGMENT")
+        _LIBRARIES[target] = schema, library
+        library.define(name + schema)
+        # Composite: its gradient is that of what it calls, and torch.export(run_decompositions({})) leaves it in one
+        # piece. Graphs that were captured keep the operator, and torch does not look whether it is there still.
+        library.impl(name, lambda *args, **kwargs: _FUNCTIONS[target](*args, **kwargs), "CompositeImplicitAutograd")
     return getattr(getattr(torch.ops, namespace), name).default
 
 

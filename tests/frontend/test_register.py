@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.capture import capture
+from superscaler.frontend.register import _LIBRARIES
 from superscaler.specs.registered import REGISTERED
 from superscaler.specs.user_file import load_file
 from tests.frontend import own
@@ -213,6 +214,20 @@ def test_operands_that_a_call_leaves_out_are_not_mistaken_for_others() -> None:
     op = capture(module, (torch.randn(3, 3),)).model.ops[0]
     assert op.inputs[1].slots == op.inputs[0].slots == (0, 1)
     assert [i.mark for i in op.indices] == ["spatial", "frozen"]
+
+
+def test_a_captured_graph_keeps_an_operator_that_is_registered_again() -> None:
+    """As by a forward that registers whenever it runs. torch would call what is there no more."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ss.register("b h -> b h", twice, check=False)(x).sum()
+
+    captured = ss.capture(Model(), (torch.ones(4, 4),), optimizer=None).captured
+    before = _LIBRARIES["ss_test_register.twice.default"]
+    assert Model()(torch.ones(4, 4)) == 32
+    assert _LIBRARIES["ss_test_register.twice.default"] is before
+    assert captured.exported.module()(torch.ones(4, 4)) == (32,)
 
 
 def test_registering_again_replaces_and_another_file_does_not(tmp_path: Path) -> None:
