@@ -11,8 +11,8 @@ import pytest
 
 import superscaler as ss
 from superscaler.plans import resolve
+from tests.graphs import graph_of
 from tests.integration.test_hosts import offloaded, swapped
-from tests.integration.test_recompute import library
 
 pytestmark = pytest.mark.dist
 
@@ -33,7 +33,7 @@ def swap(graph, cluster):
 
 def test_a_step_on_processes_equals_the_exported_model() -> None:
     for name in ("data_parallel", "pipeline_1f1b:microbatches=2"):
-        plan = ss.compile(library("gpt2:size=tiny"), offloaded(swapped(resolve(name))), "local:2")
+        plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), offloaded(swapped(resolve(name))), "local:2")
         found = plan.verify(backend="processes")
         assert found["equal"], found
         assert found["bytes_moved"] == found["bytes_planned"] > 0

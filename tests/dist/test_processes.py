@@ -35,9 +35,9 @@ def plan_of(model: str, spec: str, world: int, again: bool) -> Plan:
     ("model", "spec", "world", "again"),
     [
         ("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8, False),
-        ("llama:size=tiny", "tensor_parallel", 4, False),
+        pytest.param("llama:size=tiny", "tensor_parallel", 4, False, marks=pytest.mark.slow),
         ("llama:size=tiny", "swap:what=both,microbatches=2", 2, False),
-        ("gpt2:size=tiny", "co_shard:1,parts=2 x tensor_parallel:2", 2, False),
+        pytest.param("gpt2:size=tiny", "co_shard:1,parts=2 x tensor_parallel:2", 2, False, marks=pytest.mark.slow),
         ("llama:size=tiny", "data_parallel:2 x ring_attention:2,zigzag=true", 4, False),
         ("mixtral:size=tiny,layers=1", "expert_parallel:capacity=1.25", 2, False),
         ("gpt2:size=tiny,dropout=0.1", "tensor_parallel", 2, True),

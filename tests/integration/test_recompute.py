@@ -26,6 +26,7 @@ from superscaler.report.account import summary
 from superscaler.runtime.step import Step
 from superscaler.verify.certificate import check_program
 from superscaler.verify.locate import on_threads
+from tests.graphs import graph_of
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 
@@ -53,11 +54,6 @@ def normed() -> ss.Graph:
     return ss.capture(module, data, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3))
 
 
-def library(spec: str) -> ss.Graph:
-    built = build(spec)
-    return ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
-
-
 def recomputed(plan: SProgram, inside: str = "blocks") -> SProgram:
     """Return a plan that also computes again all blocks, one block, a module of each block, or everything."""
 
@@ -80,7 +76,7 @@ REGIONS = [("gpt2:size=tiny", "blocks"), ("gpt2:size=tiny", "attn"), ("gpt2:size
 
 @pytest.mark.parametrize(("spec", "inside"), REGIONS)
 def test_recompute_changes_no_number(spec: str, inside: str) -> None:
-    graph = normed() if spec == "normed" else library(spec)
+    graph = normed() if spec == "normed" else graph_of(spec, "SGD")
     for plan in PLANS:
         # The norms of the one, and the router of the other, are of the whole batch.
         name = plan if spec.startswith("gpt2") else plan.replace("microbatches=2", "microbatches=1")
@@ -92,7 +88,7 @@ def test_recompute_changes_no_number(spec: str, inside: str) -> None:
 
 def test_recompute_under_a_folded_plan_is_equal_at_a_small_shape() -> None:
     plan = ss.compile(
-        library("gpt2:size=tiny"), recomputed(resolve("hybrid:dp=4,tp=4,pp=2,microbatches=2")), "v100:4x8"
+        graph_of("gpt2:size=tiny", "SGD"), recomputed(resolve("hybrid:dp=4,tp=4,pp=2,microbatches=2")), "v100:4x8"
     )
     assert plan.compiled.fold is not None
     found = plan.verify(shapes="small")
@@ -120,7 +116,7 @@ def test_dropout_is_drawn_again_alike() -> None:
 
 
 def test_recomputed_blocks_take_a_third_of_the_memory() -> None:
-    graph = library("gpt2:size=tiny,layers=4,seq=128")
+    graph = graph_of("gpt2:size=tiny,layers=4,seq=128", "SGD")
 
     def peak(step: Step) -> int:
         with Live() as live:
@@ -159,7 +155,7 @@ def blocks_at_once(program: Program) -> int:
 
 
 def test_sharded_weights_are_gathered_again_late_and_freed_early() -> None:
-    graph = library("gpt2:size=tiny,layers=4")
+    graph = graph_of("gpt2:size=tiny,layers=4", "SGD")
     plain, again = (ss.compile(graph, plan, "local:2") for plan in (sharded, recomputed(sharded)))
     inside = 4 * sum(prod(t.shape) for t in graph.model.parameters() if ".h." in t.name)
     assert again.compiled.program.bytes_moved == plain.compiled.program.bytes_moved + inside
@@ -169,7 +165,7 @@ def test_sharded_weights_are_gathered_again_late_and_freed_early() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_weights_are_gathered_as_many_blocks_ahead_as_the_plan_says(ahead: int) -> None:
-    plan = ss.compile(library("gpt2:size=tiny,layers=4"), recomputed(partial(sharded, ahead=ahead)), "local:2")
+    plan = ss.compile(graph_of("gpt2:size=tiny,layers=4", "SGD"), recomputed(partial(sharded, ahead=ahead)), "local:2")
     assert blocks_at_once(plan.compiled.program) == 1 + ahead
     assert any(str(entry).endswith(f"ahead={ahead}") for entry in plan.compiled.graph.journal)
     assert plan.verify(shapes="small")["equal"]
@@ -186,7 +182,7 @@ def test_a_plan_says_when_to_compute_again() -> None:
         path = graph.blocks[0].path
         ss.op_order(graph, graph.select(module=path, kind="B"), graph.select(module=path, kind="R"))
 
-    graph = library("gpt2:size=tiny")
+    graph = graph_of("gpt2:size=tiny", "SGD")
     late, soon = (ss.compile(graph, plan, "local:1") for plan in (recomputed(resolve("single")), early))
     assert soon.verify()["equal"]
     codes = [plan.compiled.emitted.files["program_0.py"] for plan in (late, soon)]
@@ -205,7 +201,7 @@ def test_a_backward_runs_where_its_op_is_computed_again(cut: bool) -> None:
         for parts in made:
             ss.op_assign(graph, ss.op_trans(graph, parts, ss.Split("batch", 2)) if cut else parts, [0, 1] if cut else 1)
 
-    plan = ss.compile(library("gpt2:size=tiny,dropout=0.1"), elsewhere, "local:2")
+    plan = ss.compile(graph_of("gpt2:size=tiny,dropout=0.1", "SGD"), elsewhere, "local:2")
     ran = [[type(i).__name__ for i in device.instructions] for device in plan.compiled.program.devices]
     assert ran[1].count("Backward") == ran[1].count("Forward") > 0
     assert ran[0].count("Forward") > ran[1].count("Forward")
@@ -225,14 +221,13 @@ def twins(plan: Plan) -> list[str]:
 
 def test_blocks_that_the_model_checkpoints_are_computed_again() -> None:
     asked = ss.compile(checkpointed(), "single", "local:1")
-    written = ss.compile(library("gpt2:size=tiny,dropout=0.1"), recomputed(resolve("single")), "local:1")
+    written = ss.compile(graph_of("gpt2:size=tiny,dropout=0.1", "SGD"), recomputed(resolve("single")), "local:1")
     assert asked.compiled.emitted.files == written.compiled.emitted.files
     assert str(asked.compiled.graph.journal[-1]).startswith("the model's own checkpoint: op_trans")
     assert {op.module.split(".")[1] for op in asked.compiled.graph.forward_ops if op.region} == {"h"}
+    reentrant = checkpointed(gradient_checkpointing_kwargs={"use_reentrant": True})
     for plan in PLANS[1:]:
-        found = ss.compile(
-            checkpointed(gradient_checkpointing_kwargs={"use_reentrant": True}), plan, "local:2"
-        ).verify()
+        found = ss.compile(reentrant, plan, "local:2").verify()
         assert found["equal"], (plan, found)
         assert found["reference"] == "eager"
 
@@ -322,7 +317,7 @@ def test_only_regions_with_a_backward_are_computed_again() -> None:
 
 
 def test_a_twin_that_computes_something_else_is_refused() -> None:
-    program = ss.compile(library("mlp"), recomputed(resolve("single"), "all"), "local:1").compiled.program
+    program = ss.compile(graph_of("mlp", "SGD"), recomputed(resolve("single"), "all"), "local:1").compiled.program
     twin = next(op for op in program.model.ops if op.origin and op.args)
     ops = tuple(replace(op, origin="mul", args=()) if op is twin else op for op in program.model.ops)
     with pytest.raises(ScheduleError, match=f"{twin.name} does not compute mul again"):
@@ -336,11 +331,11 @@ def test_the_sum_that_ends_a_block_is_not_made_again_where_only_sums_would_read_
     """
 
     def sums(sprogram: SProgram) -> int:
-        plan = ss.compile(library(spec), sprogram, "local:2")
+        plan = ss.compile(graph_of(spec, "SGD"), sprogram, "local:2")
         found = plan.verify()
         assert (found["equal"], found["conservation"]) == (True, True), found
         code = plan.compiled.program.devices[0].instructions
         return sum(isinstance(i, Collective) and i.kind == "all_reduce" and not i.notes[0].is_backward for i in code)
 
-    plain, blocks = resolve("tensor_parallel"), len(library(spec).blocks)
+    plain, blocks = resolve("tensor_parallel"), len(graph_of(spec, "SGD").blocks)
     assert sums(recomputed(plain)) == sums(plain) + blocks

@@ -8,22 +8,16 @@ from math import prod
 from typing import Any
 
 import pytest
-import torch
 
 import superscaler as ss
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.program import Backward, Collective, Forward, Program
-from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.verify.certificate import check_program
+from tests.graphs import graph_of
 from tests.integration.test_recompute import blocks_at_once
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
-
-
-def library(spec: str) -> ss.Graph:
-    built = build(spec)
-    return ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-2))
 
 
 def regathered(plan: str) -> SProgram:
@@ -39,14 +33,14 @@ def regathered(plan: str) -> SProgram:
     "spec", ["gpt2:size=tiny,layers=4", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny"]
 )
 def test_weights_brought_again_change_no_number(spec: str) -> None:
-    graph = library(spec)
+    graph = graph_of(spec)
     for plan, world in (("zero:stage=1", 2), ("zero:stage=1,shard=2", 4), ("single", 1), ("tensor_parallel", 2)):
         found = ss.compile(graph, regathered(plan), f"local:{world}").verify()
         assert found["equal"], (plan, found["first_difference"])
 
 
 def test_gathers_are_made_again_late_and_freed_early() -> None:
-    graph = library("gpt2:size=tiny,layers=4")
+    graph = graph_of("gpt2:size=tiny,layers=4")
     plain, again = (
         ss.compile(graph, plan, "local:2") for plan in (resolve("zero:stage=1"), regathered("zero:stage=1"))
     )
@@ -58,7 +52,7 @@ def test_gathers_are_made_again_late_and_freed_early() -> None:
 
 
 def test_gathered_activations_are_kept_in_pieces_and_gathered_again() -> None:
-    graph = library("gpt2:size=tiny,layers=4")
+    graph = graph_of("gpt2:size=tiny,layers=4")
     plain, again = (
         ss.compile(graph, resolve(f"sequence_parallel{option}"), "local:2") for option in ("", ":regather=true")
     )
@@ -73,7 +67,7 @@ def test_gathered_activations_are_kept_in_pieces_and_gathered_again() -> None:
 
 
 def test_each_microbatch_brings_them_again() -> None:
-    graph = library("gpt2:size=tiny,batch=8")
+    graph = graph_of("gpt2:size=tiny,batch=8")
     plan = ss.compile(graph, regathered("zero:stage=2,microbatches=2"), "local:2")
     found = plan.verify()
     assert found["equal"], found["first_difference"]
@@ -84,7 +78,7 @@ def test_each_microbatch_brings_them_again() -> None:
 
 
 def test_another_weight_than_the_forward_had_is_refused() -> None:
-    program = ss.compile(library("gpt2:size=tiny"), regathered("zero:stage=1"), "local:2").compiled.program
+    program = ss.compile(graph_of("gpt2:size=tiny"), regathered("zero:stage=1"), "local:2").compiled.program
 
     def changed(i: Backward) -> Backward:
         return replace(i, again=(*i.again[1:], i.again[0]))
@@ -105,7 +99,7 @@ def test_another_weight_than_the_forward_had_is_refused() -> None:
 
 def test_what_is_computed_again_or_split_is_not_regathered_too() -> None:
     for one, other in ((ss.Regather, ss.Recompute), (ss.Recompute, ss.Regather), (ss.Regather, ss.SplitBackward)):
-        graph = library("mlp").copy()
+        graph = graph_of("mlp").copy()
         ss.op_trans(graph, graph.forward_ops, one())
         with pytest.raises(TransformError, match=r"test_regather.py:\d+: .* leave it out of one of them"):
             ss.op_trans(graph, graph.forward_ops, other())

@@ -15,11 +15,13 @@ import superscaler as ss
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.program import ONE, Backward, Instruction
 from superscaler.plans import resolve
-from superscaler.plans.shared import schedule_1f1b, stages
-from superscaler.report.account import microbatches, summary
+from superscaler.plans.schedules import schedule_1f1b
+from superscaler.plans.shared import stages
+from superscaler.report.account import account, summary
 from superscaler.runtime.step import Step
 from superscaler.verify.certificate import check_program
-from tests.integration.test_recompute import library, normed, ran
+from tests.graphs import graph_of
+from tests.integration.test_recompute import normed, ran
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 
@@ -60,7 +62,7 @@ MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:si
 
 @pytest.mark.parametrize("spec", MODELS)
 def test_a_split_backward_changes_no_number(spec: str) -> None:
-    graph = normed() if spec == "normed" else library(spec)
+    graph = normed() if spec == "normed" else graph_of(spec, "SGD")
     for plan, again, last in (
         ("single", False, True),
         ("data_parallel", True, False),
@@ -80,10 +82,10 @@ def code_of(plan: ss.Plan, device: int) -> tuple[Instruction, ...]:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_pipeline_runs_i_and_w_as_it_orders_them(last: bool) -> None:
-    plan = ss.compile(library("gpt2:size=tiny"), lambda g, c: pipeline(g, c, last), "local:2")
+    plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), lambda g, c: pipeline(g, c, last), "local:2")
     found = plan.verify()
     assert found["equal"], found
-    orders = [microbatches(plan.compiled, code_of(plan, device)) for device in range(2)]
+    orders = [row["order"] for row in account(plan.compiled)["schedule"]]
     # The first stage gives gradients of weights only: I has nothing to do.
     assert orders == (
         ["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3"]
@@ -94,7 +96,9 @@ def test_a_pipeline_runs_i_and_w_as_it_orders_them(last: bool) -> None:
 
 
 def test_w_follows_its_i_and_what_others_wait_for_goes_first() -> None:
-    plan = ss.compile(library("gpt2:size=tiny,layers=4"), halved(resolve("pipeline_1f1b:microbatches=1")), "local:2")
+    plan = ss.compile(
+        graph_of("gpt2:size=tiny,layers=4", "SGD"), halved(resolve("pipeline_1f1b:microbatches=1")), "local:2"
+    )
     code = [getattr(i, "half", type(i).__name__) for i in code_of(plan, 1)]
     assert [half for half in code if half in ("input", "weight")] == ["input", "weight"] * 2
     # The gradient that the other stage waits for starts before those of weights are made.
@@ -102,7 +106,7 @@ def test_w_follows_its_i_and_what_others_wait_for_goes_first() -> None:
 
 
 def test_a_folded_plan_is_equal_at_a_small_shape() -> None:
-    graph = library("gpt2:size=tiny")
+    graph = graph_of("gpt2:size=tiny", "SGD")
     plan = ss.compile(graph, halved(resolve("hybrid:dp=4,tp=4,pp=2,microbatches=2"), again=True), "v100:4x8")
     assert plan.compiled.fold is not None
     found = plan.verify(shapes="small")
@@ -160,7 +164,7 @@ def test_the_order_of_halves_is_checked() -> None:
         resolve("single")(graph, cluster)
         graph.select(kind="W")
 
-    graph = library("gpt2:size=tiny")
+    graph = graph_of("gpt2:size=tiny", "SGD")
     for plan, said in (
         (
             wrong,
@@ -174,7 +178,7 @@ def test_the_order_of_halves_is_checked() -> None:
 
 
 def test_halves_that_do_not_belong_together_are_refused() -> None:
-    program = ss.compile(library("gpt2:size=tiny"), halved(resolve("single")), "local:1").compiled.program
+    program = ss.compile(graph_of("gpt2:size=tiny", "SGD"), halved(resolve("single")), "local:1").compiled.program
     device = program.devices[0]
     code = list(device.instructions)
     runs = ((n, some) for n, some in enumerate(code) if isinstance(some, Backward) and some.half)

@@ -14,19 +14,14 @@ import superscaler as ss
 from superscaler.artifact import initial_values
 from superscaler.cli.main import main
 from superscaler.errors import TransformError
-from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve
 from superscaler.report.account import summary
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
+from tests.graphs import graph_of
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
-
-
-def library(spec: str) -> ss.Graph:
-    built = build(spec)
-    return ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.5))
 
 
 def stale(plan: str, again: bool = False) -> SProgram:
@@ -46,7 +41,7 @@ PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatch
 @pytest.mark.parametrize("again", [False, True])
 def test_stale_plans_equal_the_recurrence_on_one_device(plan: str, again: bool) -> None:
     world = {"single": 1, PLANS[-1]: 8}.get(plan, 2)
-    compiled = ss.compile(library("gpt2:size=tiny"), stale(plan, again), f"local:{world}")
+    compiled = ss.compile(graph_of("gpt2:size=tiny", "SGD", 0.5), stale(plan, again), f"local:{world}")
     found = compiled.verify()
     assert found["equal"], found["first_difference"]
     assert found["stale"] == 1
@@ -65,7 +60,7 @@ def trained(plan: Plan) -> list[float]:
 
 
 def test_the_second_step_reads_the_weights_of_the_first() -> None:
-    graph = library("mlp")
+    graph = graph_of("mlp", "SGD", 0.5)
     weights = {t.name: graph.captured.values[t.name] for t in graph.model.parameters()}
     newest: dict[str, Tensor] = {name: w.clone() for name, w in weights.items()}
     older, losses = weights, list[float]()
@@ -83,7 +78,7 @@ def test_the_second_step_reads_the_weights_of_the_first() -> None:
 
 
 def test_a_stale_plan_resumes_from_and_leaves_checkpoints_of_others(tmp_path: Path) -> None:
-    graph = library("mlp")
+    graph = graph_of("mlp", "SGD", 0.5)
     batch = graph.captured.batch
     plain = ss.compile(graph, "single", "local:1")
     older = ss.compile(graph, stale("single"), "local:1")
@@ -115,7 +110,7 @@ def test_the_command_says_stale_and_never_equal(tmp_path: Path, capsys: pytest.C
 
 
 def test_ops_without_trained_weights_are_refused() -> None:
-    graph = library("mlp")
+    graph = graph_of("mlp", "SGD", 0.5)
     weights = {t.name for t in graph.model.parameters()}
     without = [op for op in graph.forward_ops if weights.isdisjoint(o.tensor for o in op.inputs)]
     with pytest.raises(TransformError, match=r"test_stale.py:\d+: Stale needs ops that read"):

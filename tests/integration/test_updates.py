@@ -13,18 +13,13 @@ import superscaler as ss
 from superscaler.artifact import initial_values
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Accumulate, Collective, Free, Update, writes
-from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
+from tests.graphs import graph_of
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
-
-
-def library(spec: str) -> ss.Graph:
-    built = build(spec)
-    return ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-2))
 
 
 def early(plan: str) -> SProgram:
@@ -46,7 +41,7 @@ PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatch
 @pytest.mark.parametrize("plan", PLANS)
 def test_updates_right_after_their_gradients_change_no_number(plan: str) -> None:
     world = {"single": 1, PLANS[-1]: 4}.get(plan, 2)
-    compiled = ss.compile(library("gpt2:size=tiny,layers=3"), early(plan), f"local:{world}")
+    compiled = ss.compile(graph_of("gpt2:size=tiny,layers=3"), early(plan), f"local:{world}")
     found = compiled.verify()
     assert found["equal"], found
     for device in compiled.compiled.program.devices:
@@ -69,7 +64,7 @@ def trained(plan: Plan, **options: Any) -> tuple[list[float], dict[str, torch.Te
 
 
 def test_clipping_takes_the_norm_of_all_gradients() -> None:
-    graph = library("gpt2:size=tiny,layers=3")
+    graph = graph_of("gpt2:size=tiny,layers=3")
     plans = (ss.compile(graph, plan, "local:2") for plan in (early("data_parallel"), resolve("data_parallel")))
     (losses, weights), (expected, others) = (trained(plan, clip=0.1) for plan in plans)
     assert losses == expected
@@ -95,7 +90,7 @@ def accumulated(count: int) -> SProgram:
 
 
 def test_the_gradient_of_each_microbatch_is_reduced_into_its_slice() -> None:
-    graph = library("gpt2:size=tiny,batch=8")
+    graph = graph_of("gpt2:size=tiny,batch=8")
     plan = ss.compile(graph, accumulated(4), "local:2")
     found = plan.verify()
     assert found["equal"], found
@@ -116,7 +111,7 @@ def test_the_gradient_of_each_microbatch_is_reduced_into_its_slice() -> None:
 
 def test_microbatches_of_an_update_are_those_of_its_gradient() -> None:
     with pytest.raises(ScheduleError, match=r"Microbatch\(2\) of the update of .*, but its gradient comes in 4 micro"):
-        ss.compile(library("gpt2:size=tiny,batch=8"), accumulated(2), "local:2")
+        ss.compile(graph_of("gpt2:size=tiny,batch=8"), accumulated(2), "local:2")
 
 
 def test_an_update_before_what_reads_its_weight_is_refused() -> None:
@@ -125,4 +120,4 @@ def test_an_update_before_what_reads_its_weight_is_refused() -> None:
         ss.op_order(graph, graph.op("update.transformer.h.0.ln_1.weight"), graph.select(module="transformer.h.0"))
 
     with pytest.raises(ScheduleError, match=r"F of .* needs U of transformer.h.0.ln_1.weight"):
-        ss.compile(library("gpt2:size=tiny"), sprogram, "local:1")
+        ss.compile(graph_of("gpt2:size=tiny"), sprogram, "local:1")

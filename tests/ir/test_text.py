@@ -13,7 +13,7 @@ from superscaler.ir.mask import Mask, inside, intersect
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.text import parse_model, print_model
 from superscaler.ir.work import parse_schedule, print_schedule
-from superscaler.plans.shared import schedule_1f1b
+from superscaler.plans.schedules import schedule_1f1b
 
 
 @pytest.mark.parametrize("seed", range(5))

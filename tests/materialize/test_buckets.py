@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 
 import pytest
-import torch
 
 import superscaler as ss
 from superscaler.ir.program import Collective, Forward, Send, Wait
 from superscaler.materialize import buckets
-from superscaler.models import build
 from superscaler.plans import resolve
+from tests.graphs import graph_of
 
 
 @ss.sprogram
@@ -25,10 +25,7 @@ def zero(graph: ss.Graph, cluster: ss.Cluster) -> None:
 
 
 def plan_of(model: str, world: int) -> ss.Plan:
-    torch.manual_seed(0)
-    built = build(model)
-    optimizer = torch.optim.AdamW(built.module.parameters())
-    return ss.compile(ss.capture(built.module, built.args, built.kwargs, optimizer), zero, ss.Cluster.local(world))
+    return ss.compile(graph_of(model), zero, ss.Cluster.local(world))
 
 
 def count(plan: ss.Plan) -> list[tuple[Counter[str], Counter[str]]]:
@@ -75,8 +72,7 @@ def test_weights_are_gathered_before_the_first_part_that_reads_any() -> None:
 
 def test_uneven_slices_travel_in_collectives_too() -> None:
     """ZeRO-1 on three devices, which divide next to no dim: each chunk is padded to the largest of its tensor."""
-    built = build("gpt2:size=tiny,batch=6")
-    graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters()))
+    graph = graph_of("gpt2:size=tiny,batch=6")
     plan = ss.compile(graph, resolve("zero"), ss.Cluster.local(3))
     for device in plan.compiled.program.devices:
         assert not any(isinstance(i, Send) for i in device.instructions)
@@ -84,5 +80,5 @@ def test_uneven_slices_travel_in_collectives_too() -> None:
     assert result["equal"], result["first_difference"]
     assert result["bytes_moved"] == result["bytes_planned"]
     # Gathered and reduced once each, in float64; slices differ by one row at most.
-    weight = 8 * sum(parameter.numel() for parameter in built.module.parameters())
+    weight = 8 * sum(prod(weight.shape) for weight in graph.model.parameters())
     assert 4 * weight <= result["bytes_moved"] <= 4.2 * weight

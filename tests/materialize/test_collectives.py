@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.ir.program import Collective
-from superscaler.models import build
+from tests.graphs import graph_of
 
 WORLD = 3
 
@@ -36,8 +37,7 @@ def test_gradients_are_summed_for_the_one_device_that_updates_their_weight() -> 
     """Each weight rests whole on one device (the optimizer's work is shared out by weights): a sum there, in a bucket
     per device, and a broadcast from there, each of one weight's bytes per device but one.
     """
-    built = build("gpt2:size=tiny,batch=6,layers=1")
-    graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters()))
+    graph = graph_of("gpt2:size=tiny,batch=6,layers=1")
 
     @ss.sprogram
     def weights_shared_out(graph: ss.Graph, cluster: ss.Cluster) -> None:
@@ -49,10 +49,10 @@ def test_gradients_are_summed_for_the_one_device_that_updates_their_weight() -> 
             ss.op_assign(graph, op, number % WORLD)
 
     plan = ss.compile(graph, weights_shared_out, ss.Cluster.local(WORLD))
-    found, count = kinds(plan), len(list(built.module.parameters()))
-    assert found == {"reduce": WORLD, "broadcast": count, "all_reduce": 1}
+    found, weights = kinds(plan), list(graph.model.parameters())
+    assert found == {"reduce": WORLD, "broadcast": len(weights), "all_reduce": 1}
     scalars = 8 * 2 * (WORLD - 1)
-    assert equal_on_processes(plan) == 2 * (WORLD - 1) * 8 * sum(p.numel() for p in built.module.parameters()) + scalars
+    assert equal_on_processes(plan) == 2 * (WORLD - 1) * 8 * sum(prod(w.shape) for w in weights) + scalars
 
 
 class Wide(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 
@@ -18,19 +17,14 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Op
 from superscaler.models import build
 from superscaler.models.alphafold2 import AlphaFold2, Attention, OuterProductMean, TriangleMultiplication
-from superscaler.plan import Graph, Plan, capture, compile
+from superscaler.plan import Graph, Plan, compile
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import run_ranks
+from tests.graphs import graph_of
 
 TINY = "alphafold2:size=tiny"
 DROPPING = f"{TINY},dropout=0.15,pair_dropout=0.25"
 RESIDUES, SEQUENCES, CHANNELS = "sequence", "msa.1", ("hidden", "hidden.2")
-
-
-@functools.cache
-def graph_of(spec: str) -> Graph:
-    built = build(spec)
-    return capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
 
 
 @pytest.mark.parametrize(
@@ -211,10 +205,10 @@ def test_heads_are_one_factor_from_the_projection_to_the_bias_of_the_pairs() -> 
 
 
 def test_the_ones_of_dropout_are_a_number_that_is_expanded() -> None:
-    captured = graph_of(DROPPING).captured
-    constants = {n: v for n, v in captured.values.items() if captured.model.tensors[n].kind == "constant"}
+    found = graph_of(DROPPING).captured
+    constants = {n: v for n, v in found.values.items() if found.model.tensors[n].kind == "constant"}
     assert max(v.numel() for v in constants.values()) == 12 * 12
-    drops = [op for op in captured.model.ops if op.target == "ss.dropout"]
+    drops = [op for op in found.model.ops if op.target == "ss.dropout"]
     assert len(drops) == 3 * 2 * 5
     assert not any(op.has_mirror for op in drops)
 

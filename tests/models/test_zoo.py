@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 from superscaler.cluster import Cluster
 from superscaler.errors import ScheduleError
 from superscaler.models import build, names
-from superscaler.plan import Graph, capture, compile
+from superscaler.plan import capture, compile
 from superscaler.plans import resolve
 from superscaler.plans.shared import tensor_splits
 from tests.frontend.test_cuts import check_cuts
+from tests.graphs import graph_of
 
 MODELS = {name: f"{name}:size=tiny" for name in names() if name != "mlp"}
 # The loss of the router is a product of two means over all tokens.
@@ -21,15 +20,9 @@ COUPLED = {"mixtral"}
 PLANS = ("data_parallel", "tensor_parallel")
 
 
-@functools.cache
-def graph_of(name: str) -> Graph:
-    built = build(MODELS[name])
-    return capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=1e-3))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_every_operator_has_a_rule(name: str) -> None:
-    model = graph_of(name).model
+    model = graph_of(MODELS[name]).model
     assert not model.unsupported
     built = build(MODELS[name])
     assert set(model.inputs) <= set(built.kwargs) or built.args
@@ -38,7 +31,7 @@ def test_every_operator_has_a_rule(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_batch_and_tensor_parallel_factors_reach_the_work(name: str) -> None:
-    graph = graph_of(name)
+    graph = graph_of(MODELS[name])
     tensors = graph.model.tensors
     cut = {t for t in tensors if any("batch" in dim for dim in tensors[t].slots)}
     reading = [op for op in graph.forward_ops if any(o.tensor in cut for o in op.inputs)]
@@ -52,7 +45,7 @@ def test_batch_and_tensor_parallel_factors_reach_the_work(name: str) -> None:
 
 
 def check_equal(name: str, plan: str) -> None:
-    result = compile(graph_of(name), resolve(plan), Cluster.local(4)).verify()
+    result = compile(graph_of(MODELS[name]), resolve(plan), Cluster.local(4)).verify()
     assert result["equal"], result
     assert max(result["loss_error"], result["gradient_error"], result["parameter_error"]) <= 1e-9
 

@@ -12,7 +12,7 @@ import superscaler as ss
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError
 from superscaler.plans import names, resolve
-from tests.library import captured
+from tests.graphs import graph_of
 
 HIDDEN = """
 import superscaler as ss
@@ -37,7 +37,7 @@ def devices(graph: ss.Graph, op: str) -> list[int]:
     ],
 )
 def test_a_product_equals_the_model(model: str, spec: str, world: int) -> None:
-    found = ss.compile(captured(model), spec, f"local:{world}").verify()
+    found = ss.compile(graph_of(model), spec, f"local:{world}").verify()
     assert found["equal"], found
 
 

@@ -22,7 +22,7 @@ from superscaler.plans import resolve
 from superscaler.plans.chains import SLOTS, Run, Unit, cheapest, choose, least, stretches
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
-from tests.integration.test_recompute import library
+from tests.graphs import graph_of
 
 
 def cost(units: list[Unit], runs: list[Run]) -> tuple[float, int]:
@@ -106,10 +106,15 @@ def peak(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize(
-    "spec", ["gpt2:size=tiny,layers=6,seq=64,dropout=0.1", "llama:size=tiny,layers=6", "swin:size=tiny"]
+    "spec",
+    [
+        "gpt2:size=tiny,layers=6,seq=64,dropout=0.1",
+        pytest.param("llama:size=tiny,layers=6", marks=pytest.mark.slow),
+        pytest.param("swin:size=tiny", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_never_over_its_limit(spec: str) -> None:
-    graph, found = library(spec), list[int]()
+    graph, found = graph_of(spec, "SGD"), list[int]()
     with pytest.raises(InputError, match="cannot be met") as error:
         ss.compile(graph, resolve("chain_recompute:limit=1"), "local:1")
     low = int(re.findall(r"needs up to (\d+) bytes", str(error.value))[0])
@@ -131,7 +136,7 @@ def recomputed(plan: Plan) -> list[list[str]]:
 
 
 def test_runs_of_the_square_root_or_a_number_of_blocks() -> None:
-    graph = library("gpt2:size=tiny,layers=5")
+    graph = graph_of("gpt2:size=tiny,layers=5", "SGD")
     for every, runs in (("sqrt", ["012", "34"]), ("2", ["01", "23", "4"]), ("9", ["01234"])):
         plan = ss.compile(graph, resolve(f"chain_recompute:every={every}"), "local:2")
         assert ["".join(blocks) for blocks in recomputed(plan)] == runs
@@ -139,7 +144,7 @@ def test_runs_of_the_square_root_or_a_number_of_blocks() -> None:
 
 
 def test_measured_times_say_which_blocks_are_cheap(tmp_path: Path) -> None:
-    graph, file = library("gpt2:size=tiny,layers=4"), tmp_path / "times.json"
+    graph, file = graph_of("gpt2:size=tiny,layers=4", "SGD"), tmp_path / "times.json"
     seconds: dict[str, Any] = {block.path: 1.0 for block in graph.blocks}
     file.write_text(json.dumps(seconds | {graph.blocks[1].path: 0.1}))
     # The first block to be computed again, as the limit falls.
@@ -166,7 +171,7 @@ REFUSED = [
 @pytest.mark.parametrize(("plan", "told"), REFUSED)
 def test_careless_options_are_told_in_one_line(plan: str, told: str) -> None:
     with pytest.raises(InputError, match=told) as error:
-        ss.compile(library("gpt2:size=tiny"), resolve(plan), "local:1")
+        ss.compile(graph_of("gpt2:size=tiny", "SGD"), resolve(plan), "local:1")
     assert "\n" not in str(error.value)
 
 
@@ -177,5 +182,5 @@ def test_times_that_do_not_hold_are_told(tmp_path: Path, text: str) -> None:
     file = tmp_path / "times.json"
     file.write_text(text)
     with pytest.raises(InputError, match=f"times={file} (is no|has no seconds for transformer.h)") as error:
-        ss.compile(library("gpt2:size=tiny"), resolve(f"chain_recompute:limit=1e9,times={file}"), "local:1")
+        ss.compile(graph_of("gpt2:size=tiny", "SGD"), resolve(f"chain_recompute:limit=1e9,times={file}"), "local:1")
     assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ import pytest
 import superscaler as ss
 from superscaler.ir.program import Backward, Collective, Device, Forward, Value, Wait, reads, writes
 from superscaler.verbs import Work
-from tests.integration.test_recompute import library
+from tests.graphs import graph_of
 from tests.schedule.clock import run
 
 # Without the loss of the router, which is of all microbatches together.
@@ -18,12 +18,9 @@ MIXTRAL = "mixtral:size=tiny,layers=4,balance=0,batch=12,experts=4"
 EXPERTS = "expert_parallel:2,capacity=2.0"
 
 
-captured = cache(library)
-
-
 @cache
 def plan_of(plan: str, model: str = MIXTRAL) -> ss.Plan:
-    return ss.compile(captured(model), plan, "local:4")
+    return ss.compile(graph_of(model, "SGD"), plan, "local:4")
 
 
 def hidden(device: Device, kind: str) -> Iterator[tuple[int, bool]]:
@@ -111,14 +108,14 @@ def test_any_groups_take_turns() -> None:
         for kind in "FB":
             ss.op_order(graph, *(graph.select(microbatch=k, kind=kind) for k in range(2)), turns=True)
 
-    plan = ss.compile(captured("gpt2:size=tiny"), in_turns, "local:2")
+    plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), in_turns, "local:2")
     found = [h for device in plan.compiled.program.devices for _, h in hidden(device, "all_reduce")]
     assert sum(found) > 0.8 * len(found) > 10
     assert plan.verify()["equal"]
 
 
 def test_pairs_of_a_row_are_in_turns() -> None:
-    graph = captured("gpt2:size=tiny").copy()
+    graph = graph_of("gpt2:size=tiny", "SGD").copy()
     parts = ss.stages(graph, 2)
     ss.op_trans(graph, graph.forward_ops, ss.Microbatch(2))
     ss.order(graph, [[Work(0, "F", 0), (Work(0, "F", 1), Work(0, "B", 0)), Work(0, "B", 1)]], parts)

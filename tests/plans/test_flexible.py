@@ -13,13 +13,13 @@ from superscaler.errors import InputError
 from superscaler.plans import flexible as module
 from superscaler.plans import resolve
 from superscaler.plans.flexible import flexible
-from tests.library import captured
+from tests.graphs import graph_of
 
 
 def test_the_example_of_the_docstring_equals_the_model(tmp_path: Path) -> None:
     file = tmp_path / "choices.yaml"
     file.write_text(str(module.__doc__).split("\n\n")[1])
-    found = ss.compile(captured("gpt2:size=tiny,layers=1"), resolve(f"flexible:choices={file}"), "local:4").verify()
+    found = ss.compile(graph_of("gpt2:size=tiny,layers=1"), resolve(f"flexible:choices={file}"), "local:4").verify()
     assert found["equal"], found
 
 

@@ -12,7 +12,7 @@ from _pytest.mark import ParameterSet
 
 import superscaler as ss
 from superscaler.plans import resolve
-from tests.library import captured
+from tests.graphs import graph_of
 
 MODELS = {
     "alphafold2": "alphafold2:size=tiny,layers=1,passes=2,sequences=8,residues=8,hidden=32,heads=8",
@@ -71,5 +71,5 @@ def cases() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize(("plan", "model", "devices"), list(cases()))
 def test_equal(plan: str, model: str, devices: int) -> None:
-    found = ss.compile(captured(MODELS[model]), resolve(plan), f"local:{devices}").verify()
+    found = ss.compile(graph_of(MODELS[model]), resolve(plan), f"local:{devices}").verify()
     assert found["equal"], found

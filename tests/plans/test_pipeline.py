@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from superscaler.errors import InputError
 from superscaler.ir.work import print_schedule
 from superscaler.plans import schedules
 from superscaler.report.account import summary
-from tests.integration.test_recompute import library
+from tests.graphs import graph_of
 
 GPT = "gpt2:size=tiny,layers=4,batch=16"
 MODELS = ["gpt2", "llama", "mbart", "alphafold2"]
@@ -27,11 +26,10 @@ PRODUCTS = [
     "pipeline_1f1b:2 x tensor_parallel:2", "pipeline_1f1b:2 x data_parallel:2",
 ]  # fmt: skip
 SLICED = ("terapipe", "seq1f1b")
-captured = cache(library)
 
 
 def plan_of(spec: str, plan: Any, devices: int) -> ss.Plan:
-    return ss.compile(captured(spec), plan, f"local:{devices}")
+    return ss.compile(graph_of(spec, "SGD"), plan, f"local:{devices}")
 
 
 @pytest.mark.parametrize("name", schedules.RULES)
@@ -125,7 +123,7 @@ def test_slices_of_a_sequence_equal_the_model(plan: tuple[str, int]) -> None:
 def test_any_number_of_slices_equals_the_model(
     model: str, name: str, devices: int, slices: int, microbatches: int
 ) -> None:
-    graph = decoder() if model == "decoder" else captured(model)
+    graph = decoder() if model == "decoder" else graph_of(model, "SGD")
     plan = ss.compile(graph, f"{name}:microbatches={microbatches},slices={slices}", f"local:{devices}")
     assert plan.verify()["equal"]
 

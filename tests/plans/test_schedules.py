@@ -71,7 +71,7 @@ def test_gpipe_and_1f1b_wait_for_the_pipeline_to_fill_and_drain(p: int, m: int) 
     idle, _, peaks = measured(schedules.gpipe(p, m))
     assert idle == [3 * (p - 1)] * p
     assert peaks == [m] * p
-    idle, _, peaks = measured(schedules.one_f_one_b(p, m))
+    idle, _, peaks = measured(schedules.schedule_1f1b(p, m))
     assert idle == [3 * (p - 1)] * p
     assert peaks == [p - d for d in range(p)]
 
@@ -197,7 +197,7 @@ def test_tables_can_run_print_and_parse_back(rule: Callable[[int, int], Table]) 
 
 
 def test_few_microbatches_shorten_the_warm_up() -> None:
-    for rule in (schedules.gpipe, schedules.one_f_one_b, schedules.breadth_first, schedules.zb_h1, schedules.zb_h2):
+    for rule in (schedules.gpipe, schedules.schedule_1f1b, schedules.breadth_first, schedules.zb_h1, schedules.zb_h2):
         check(rule(4, 1))
         check(rule(4, 3))
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.plans import names, resolve
-from superscaler.plans.shared import schedule_1f1b, stages, tensor_splits
+from superscaler.plans.schedules import schedule_1f1b
+from superscaler.plans.shared import stages, tensor_splits
 
 
 def test_stages_are_contiguous_balanced_and_whole() -> None:

@@ -18,12 +18,11 @@ from functools import cache
 from math import prod
 
 import pytest
-import torch
 
 import superscaler as ss
 from superscaler.ir.program import Collective, Program, Send, links
-from superscaler.models import build
 from superscaler.plans import resolve
+from tests.graphs import graph_of
 
 BATCH, TOKENS, HIDDEN, KEYS = 8, 32, 64, 32
 MODELS = {
@@ -34,8 +33,7 @@ MODELS = {
 
 @cache
 def program(model: str, layers: int, plan: str, devices: int) -> Program:
-    built = build(f"{MODELS.get(model, model)},layers={layers}")
-    graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+    graph = graph_of(f"{MODELS.get(model, model)},layers={layers}", "SGD")
     return ss.compile(graph, resolve(plan), f"local:{devices}").compiled.program
 
 

@@ -10,7 +10,7 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.program import Collective
 from superscaler.plans import resolve
-from tests.library import captured
+from tests.graphs import graph_of
 
 
 def elements(graph: ss.Graph, inside: str = "") -> int:
@@ -32,14 +32,14 @@ def elements(graph: ss.Graph, inside: str = "") -> int:
     ],
 )
 def test_equal(spec: str, plan: str, devices: int) -> None:
-    found = ss.compile(captured(spec), resolve(plan), f"local:{devices}").verify()
+    found = ss.compile(graph_of(spec), resolve(plan), f"local:{devices}").verify()
     assert found["equal"], found
 
 
-@pytest.mark.parametrize("spec", ["gpt2:size=tiny", "llama:size=tiny"])
+@pytest.mark.parametrize("spec", ["gpt2:size=tiny", pytest.param("llama:size=tiny", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("copies", "shard"), [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)])
 def test_traffic_and_what_rests_are_those_of_the_formulas(spec: str, copies: int, shard: int) -> None:
-    graph, n = captured(spec), copies * shard
+    graph, n = graph_of(spec), copies * shard
     psi, repeated = elements(graph), elements(graph, graph.blocks[0].path.rpartition(".")[0] + ".")
     parallel = ss.compile(graph, resolve("data_parallel"), f"local:{n}").compiled.program
     # What is left are the parts of the loss.
@@ -54,7 +54,7 @@ def test_traffic_and_what_rests_are_those_of_the_formulas(spec: str, copies: int
 
 
 def test_each_microbatch_gathers_and_scatters_where_gradients_or_weights_are_not_kept() -> None:
-    graph = captured("gpt2:size=tiny")
+    graph = graph_of("gpt2:size=tiny")
     psi, repeated = elements(graph), elements(graph, ".h.")
 
     def moved(plan: str) -> int:
@@ -68,7 +68,7 @@ def test_each_microbatch_gathers_and_scatters_where_gradients_or_weights_are_not
 @pytest.mark.parametrize(("cluster", "shard"), [("local:8", 4), ("v100:8x8", 8)])
 def test_groups_of_slices_reduce_in_one_bucket_each(cluster: str, shard: int) -> None:
     """On more devices, too, than a path is searched for."""
-    plan = ss.compile(captured("gpt2:size=tiny,batch=64"), resolve(f"zero:shard={shard}"), cluster)
+    plan = ss.compile(graph_of("gpt2:size=tiny,batch=64"), resolve(f"zero:shard={shard}"), cluster)
     code = [i for i in plan.compiled.program.devices[0].instructions if isinstance(i, Collective)]
     many = [(i.kind, i.group) for i in code if len(i.works) > 1]
     group, others = tuple(range(shard)), tuple(range(0, len(plan.compiled.program.devices), shard))
@@ -77,7 +77,7 @@ def test_groups_of_slices_reduce_in_one_bucket_each(cluster: str, shard: int) ->
 
 
 def test_options_that_do_not_hold_are_refused() -> None:
-    graph = captured("mlp")
+    graph = graph_of("mlp")
     with pytest.raises(InputError, match="zero:shard=3 does not divide its 4 devices; choose 1, 2 or 4"):
         ss.compile(graph, resolve("zero:shard=3"), "local:4")
     with pytest.raises(InputError, match="zero:stage=4,keep=0: choose stage 1"):

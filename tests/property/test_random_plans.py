@@ -22,13 +22,13 @@ def check(seed: int, irregular: bool) -> None:
     assert error < 1e-9, (seed, where)
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(5))
 def test_regular_grids_equal_the_unsplit_graph(block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
         check(seed, irregular=False)
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(5))
 def test_nested_uneven_misaligned_trees_equal_the_unsplit_graph(block: int) -> None:
     for seed in range(10_000 + 10 * block, 10_000 + 10 * block + 10):
         check(seed, irregular=True)
@@ -38,7 +38,7 @@ def test_nested_uneven_misaligned_trees_equal_the_unsplit_graph(block: int) -> N
 @pytest.mark.parametrize("block", range(100))
 def test_many_more_random_plans(block: int) -> None:
     for seed in range(20_000 + 20 * block, 20_000 + 20 * block + 20):
-        check(seed, irregular=True)
+        check(seed, irregular=block % 4 > 0)
 
 
 def test_the_check_of_equality_can_fail() -> None:

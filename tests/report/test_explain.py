@@ -24,6 +24,7 @@ from superscaler.report.explain import read
 from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE
 from superscaler.specs.saved_plan import VERSION as PLAN_VERSION
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
+from tests.graphs import graph_of
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
 MLP = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
@@ -43,9 +44,7 @@ def run(*arguments: str) -> int:
 
 
 def plan_of(spec: str, cluster: str, model: str = GPT2, lr: float = 1e-3) -> Plan:
-    built = build(model)
-    graph = capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters(), lr=lr))
-    return compile(graph, spec, cluster)
+    return compile(graph_of(model, lr=lr), spec, cluster)
 
 
 @pytest.fixture(scope="module")

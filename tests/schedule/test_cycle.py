@@ -10,16 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import superscaler as ss
 from superscaler.cli.main import main
 from superscaler.compiler import compile_graph
 from superscaler.errors import ScheduleError
-from superscaler.models import build
-from superscaler.plan import capture
-from superscaler.plans import shared
+from superscaler.plans import schedules, shared
 from superscaler.verbs import Cluster, Graph, Microbatch, Work, op_assign, op_order, op_trans
+from tests.graphs import graph_of
 
 HERE = Path(__file__).parent
 MODEL = "mlp:layers=8,hidden=8,inputs=4,classes=4,batch=16"
@@ -28,8 +26,7 @@ Rows = list[list[Work]]
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    built = build(MODEL)
-    return capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+    return graph_of(MODEL, "SGD")
 
 
 def pipeline(graph: Graph, cluster: Cluster, rows: Rows, microbatches: int = 4, chunks: int = 1) -> None:
@@ -47,14 +44,14 @@ def parse(*rows: str) -> Rows:
 
 def backward_first(graph: Graph, cluster: Cluster) -> None:
     """Updates are in an order too, but none runs before the cycle is met."""
-    rows = shared.schedule_1f1b(4, 4)
+    rows = schedules.schedule_1f1b(4, 4)
     rows[3][4:6] = rows[3][5:3:-1]
     pipeline(graph, cluster, rows)
     op_order(graph, graph.op("update.head.weight"), graph.op("update.head.bias"))
 
 
 def no_warm_up(graph: Graph, cluster: Cluster) -> None:
-    rows = shared.schedule_1f1b(4, 4)
+    rows = schedules.schedule_1f1b(4, 4)
     rows[0] = parse("0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3")[0]
     pipeline(graph, cluster, rows)
 
@@ -65,7 +62,7 @@ def interleaved(graph: Graph, cluster: Cluster) -> None:
 
 
 def late(graph: Graph, cluster: Cluster) -> None:
-    rows = shared.schedule_1f1b(2, 16)
+    rows = schedules.schedule_1f1b(2, 16)
     first, last = (row.index(Work(stage, "F", 14)) for stage, row in enumerate(rows))
     rows[0].insert(first, rows[0].pop(rows[0].index(Work(0, "B", 14))))
     rows[1].insert(last + 1, rows[1].pop(last))
@@ -95,7 +92,7 @@ def plain(graph: Graph, cluster: Cluster) -> None:
 
 def updates(graph: Graph, cluster: Cluster) -> None:
     """Two updates in one order on the first device's weight and the other's, and in the other order."""
-    pipeline(graph, cluster, shared.schedule_1f1b(2, 2), 2)
+    pipeline(graph, cluster, schedules.schedule_1f1b(2, 2), 2)
     first, last = graph.op("update.layers.0.weight"), graph.op("update.head.bias")
     op_order(graph, first, last)
     op_order(graph, last, first)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-import superscaler as ss
-from superscaler.models import build
 from superscaler.schedule.homes import follow
+from tests.graphs import graph_of
 
 
 def test_a_weight_rests_in_the_slices_in_which_it_is_read() -> None:
-    built = build("mlp")
-    graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+    graph = graph_of("mlp", "SGD")
     op = next(op for op in graph.ops if not op.is_forward)
     tensor = graph.model.tensors[op.inputs[0].tensor]
     size, *others = tensor.extents

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from math import prod
 
 import pytest
@@ -14,22 +13,15 @@ from superscaler.cli.verify import _certificate
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.program import Collective, Send
 from superscaler.ir.text import parse_model, print_model
-from superscaler.models import build
 from superscaler.runtime import functional
+from tests.graphs import graph_of
 
 # 4 sequences of 20 tokens, each for 2 of 4 experts.
 MODEL = "mixtral:size=tiny,layers=1,experts=4,batch=8"
 
 
-@cache
-def captured(spec: str = MODEL) -> ss.Graph:
-    built = build(spec)
-    optimizer = torch.optim.SGD(built.module.parameters(), lr=0.1)
-    return ss.capture(built.module, built.args, built.kwargs, optimizer)
-
-
 def plan_of(spec: str, world: int, model: str = MODEL) -> ss.Plan:
-    return ss.compile(captured(model), spec, ss.Cluster.local(world))
+    return ss.compile(graph_of(model, "SGD"), spec, ss.Cluster.local(world))
 
 
 @pytest.mark.parametrize("capacity", ["", ":capacity=2.0"])
@@ -121,7 +113,7 @@ def grads(made: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> tuple[torch.T
 
 
 def test_what_is_no_mixture_is_refused_in_words() -> None:
-    graph = captured().copy()
+    graph = graph_of(MODEL, "SGD").copy()
     with pytest.raises(TransformError, match=r"test_experts.py:\d+: Dispatch of embedding .*no mixture of experts"):
         ss.op_trans(graph, graph.forward_ops[0], ss.Dispatch())
     with pytest.raises(TransformError, match=r"Dispatch\(0\): give a positive multiple"):

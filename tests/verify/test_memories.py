@@ -13,8 +13,8 @@ from superscaler.ir.program import Copy, Device, Program, Wait
 from superscaler.plans import resolve
 from superscaler.verify.certificate import check_program
 from superscaler.verify.memories import on_host
+from tests.graphs import graph_of
 from tests.integration.test_hosts import offloaded, swapped
-from tests.integration.test_recompute import library
 
 
 def first(device: Device, kind: type, at: int = 0) -> int:
@@ -47,7 +47,9 @@ def brought(device: Device) -> Device:
 
 @pytest.mark.parametrize(("change", "told"), [(turned, "Copy of"), (left_out, "Forward s"), (brought, "Copy of")])
 def test_a_value_in_the_wrong_memory_is_named(change: Callable[[Device], Device], told: str) -> None:
-    program = ss.compile(library("gpt2:size=tiny"), offloaded(swapped(resolve("single"))), "local:1").compiled.program
+    program = ss.compile(
+        graph_of("gpt2:size=tiny", "SGD"), offloaded(swapped(resolve("single"))), "local:1"
+    ).compiled.program
     (device,) = program.devices
     check_program(program)
     assert {w.name for w in device.weights if w.trained} <= on_host(program, device)

@@ -5,24 +5,16 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 import superscaler as ss
 from superscaler.cli.main import main
 from superscaler.errors import InputError
-from superscaler.models import build
 from superscaler.plan import Plan
+from tests.graphs import graph_of
 
 
 def plan_of(spec: str, plan: object, devices: int) -> Plan:
-    built = build(spec)
-    return ss.compile(
-        ss.capture(
-            built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
-        ),
-        plan,
-        ss.Cluster.local(devices),
-    )  # type: ignore[arg-type]
+    return ss.compile(graph_of(spec, "SGD"), plan, ss.Cluster.local(devices))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
