@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from superscaler.plan import compile as compile
     from superscaler.plan import load as load
     from superscaler.plans.along import along_axis as along_axis
-    from superscaler.plans.shared import schedule_1f1b as schedule_1f1b
+    from superscaler.plans.schedules import schedule_1f1b as schedule_1f1b
     from superscaler.plans.shared import stages as stages
     from superscaler.plans.shared import tensor_splits as tensor_splits
     from superscaler.runtime.weights import load_weights as load_weights
@@ -60,15 +60,15 @@ _VERBS = (
     "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order",
     "place", "sprogram",
 )  # fmt: skip
-_HELPERS = ("schedule_1f1b", "stages", "tensor_splits")
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",
     "along_axis": "superscaler.plans.along",
     "load_weights": "superscaler.runtime.weights",
     "register": "superscaler.frontend.register",
+    "schedule_1f1b": "superscaler.plans.schedules",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),
-    **dict.fromkeys(_HELPERS, "superscaler.plans.shared"),
+    **dict.fromkeys(("stages", "tensor_splits"), "superscaler.plans.shared"),
     **dict.fromkeys(_VERBS, "superscaler.verbs"),
 }
 __all__ = ["__version__", *_HOMES]

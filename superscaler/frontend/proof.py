@@ -76,7 +76,7 @@ def ops_of(trace: Trace) -> tuple[list[Op], dict[str, PTensor]]:
     return builder.forward(), {node.name: builder.tensor(node) for node in builder.found.dims}
 
 
-def prove(op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run: Run, seed: int = 0) -> Failure | None:
+def prove(op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run: Run) -> Failure | None:
     """Return the first difference between the op in parts and the whole op, or None: its notation is true.
 
     `values` are those of `op.inputs`, floating ones in float64; all of these have gradients, but for buffers. Every
@@ -84,7 +84,7 @@ def prove(op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run:
     are put together by the marks; the backward of a part gets its piece of a random output gradient, and the gradients
     of an input are added where it was read. In each set of inputs in `op.linear` the op must be 0 at 0 and additive.
     """
-    job = _Job(op, tensors, values, run, seed)
+    job = _Job(op, tensors, values, run)
     cut: Cut = {}
     try:
         expected = job.execute(cut)
@@ -130,7 +130,6 @@ class _Job:
     tensors: Mapping[str, PTensor]
     values: Sequence[Tensor]
     run: Run
-    seed: int
 
     def execute(self, cut: Cut) -> dict[str, Tensor]:
         """Return the results and the gradients of the inputs, put together from the parts of a cut."""
@@ -182,7 +181,7 @@ class _Job:
         """Return the gradient of each floating operand from a random gradient of the results."""
         chosen, given = [], []
         for k, (operand, result) in enumerate(zip(self.op.outputs, results, strict=True)):
-            shape, generator = self.tensors[operand.tensor].shape, torch.Generator().manual_seed(self.seed + k)
+            shape, generator = self.tensors[operand.tensor].shape, torch.Generator().manual_seed(k)
             if result.requires_grad:
                 chosen.append(result)
                 gradient = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -54,7 +54,7 @@ def breadth_first(devices: int, microbatches: int, chunks: int = 2) -> Table:
     return [[*f, *b] for f, b in zip(forward, backward, strict=True)]
 
 
-def one_f_one_b(devices: int, microbatches: int) -> Table:
+def schedule_1f1b(devices: int, microbatches: int) -> Table:
     """One forward, one backward in turn, after a warm-up that fills the pipeline (Narayanan et al., 2019)."""
     _check_counts(devices=devices, microbatches=microbatches)
     numbers = [(0, k) for k in range(microbatches)]
@@ -247,7 +247,7 @@ RULES: Mapping[str, Callable[..., Table]] = {
     "dualpipe_v": dualpipe_v,
     "gpipe": gpipe,
     "interleaved": interleaved,
-    "pipeline_1f1b": one_f_one_b,
+    "pipeline_1f1b": schedule_1f1b,
     "seq1f1b": seq1f1b,
     "terapipe": terapipe,
     "zb_h1": zb_h1,

@@ -11,11 +11,7 @@ from math import gcd, prod
 import numpy as np
 
 from superscaler.errors import divisors
-from superscaler.plans.schedules import one_f_one_b
 from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate, Split, op_trans
-
-# By its usual name.
-schedule_1f1b = one_f_one_b
 
 
 def layers(graph: Graph) -> list[Block]:

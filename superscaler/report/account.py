@@ -140,6 +140,7 @@ def summary(compiled: Compiled) -> str:
     mesh = "" if fold is None else f", folded over {' x '.join(map(str, fold.widths))} places"
     stale = f"; {len(versions)} weights are read one step stale" if (versions := compiled.graph.model.versions) else ""
     lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}{stale}"]
+    stages = _stages(compiled.graph)
     for name, ranks in groups.items():
         code = compiled.program.devices[ranks[0]].instructions
         kinds = Counter(i.kind for i in code if isinstance(i, Collective))
@@ -151,7 +152,7 @@ def summary(compiled: Compiled) -> str:
         functions = (compiled.program.functions[i.function] for i in code if isinstance(i, Forward))
         modules = list(dict.fromkeys(f.module for f in functions if f.module))
         shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
-        order = microbatches(compiled, code)
+        order = _microbatches(compiled, code, stages)
         devices = ", ".join(map(str, ranks[:16])) + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
         lines.append(f"  {name}: devices {devices}: {work}; {told}; {shown}")
         lines += [f"    {order}"] if order else []
@@ -166,13 +167,12 @@ def _letter(program: Program, i: Forward | Backward) -> str:
     return "C" if any(op.is_copy for op in ops) else "R" if any(op.origin for op in ops) else "F"
 
 
-def microbatches(compiled: Compiled, code: Sequence[Instruction]) -> str:
+def _microbatches(compiled: Compiled, code: Sequence[Instruction], stages: Mapping[str, int | str]) -> str:
     """Return the order of a device's forwards and backwards of microbatches, as F0 F1 B0 ...; empty without them.
 
     Where a plan orders stages, with their numbers: 2F0 2F1 2B0 ...
     """
     program, segments = compiled.program, compiled.schedule.segments
-    stages = _stages(compiled.graph)
     # Forwards of no stage that neither keep anything nor are computed again prepare data, whenever it suits.
     numbered = []
     for i in (i for i in code if isinstance(i, Forward | Backward) and i.task.microbatch >= 0):
@@ -330,7 +330,8 @@ class _Blocks:
         programs, devices = self.compiled.emitted.programs, self.compiled.program.devices
         # Of devices that run one program, any tells its order.
         first = dict(zip(programs, count()))
-        order = {name: microbatches(self.compiled, devices[k].instructions) for name, k in first.items()}
+        stages = _stages(self.graph)
+        order = {name: _microbatches(self.compiled, devices[k].instructions, stages) for name, k in first.items()}
         found = group(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
         return [{"devices": ranges(d), "blocks": list(b), "order": text} for (b, text), d in found.items()]
 

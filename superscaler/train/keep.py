@@ -29,9 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, help="folder of checkpoints; one is saved at the end")
     parser.add_argument("--save-every", type=int, help="steps between two checkpoints")
     parser.add_argument("--keep", type=int, help="whole checkpoints that stay; default: all")
-    parser.add_argument(
-        "--on-failed-save", choices=ON_FAILED_SAVE, default=ON_FAILED_SAVE[0], help="default: %(default)s"
-    )
+    parser.add_argument("--on-failed-save", choices=ON_FAILED_SAVE, default=CONTINUE, help="default: %(default)s")
     parser.add_argument("--resume", type=Path, help="checkpoint, or folder of them, to go on from")
     parser.add_argument("--weights", type=Path, help="checkpoint, safetensors file or folder to start with")
     parser.add_argument("--named", help=argparse.SUPPRESS)

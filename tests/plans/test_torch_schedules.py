@@ -63,7 +63,7 @@ def test_rows_are_equal(name: str, rule: Rule, p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-@pytest.mark.parametrize(("name", "rule"), [("1F1B", schedules.one_f_one_b), ("LoopedBFS", schedules.breadth_first)])
+@pytest.mark.parametrize(("name", "rule"), [("1F1B", schedules.schedule_1f1b), ("LoopedBFS", schedules.breadth_first)])
 def test_rows_are_equal_but_for_numbers_of_microbatches(name: str, rule: Rule, p: int, m: int) -> None:
     """torch's list of 1F1B numbers the forwards of rank r from r, beyond the last microbatch; its breadth-first one
     takes the backwards of the last microbatch first, which sends what each stage made in the other order.
