@@ -1,4 +1,6 @@
-"""A share of the random plans on real gloo processes of one launch: equal to training on one device."""
+"""A share of the random plans, and the main ones of the library, on real gloo processes of one launch each: equal to
+training on one device.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,29 @@ import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import ScheduleError
+from superscaler.plans import resolve
 from superscaler.runtime.launch import launch
 from superscaler.verify.compare import Comparison, Result
 from superscaler.verify.eager import Eager
 from superscaler.verify.oracle import retyped
 from superscaler.verify.retype import retype
+from superscaler.verify.verify import _recurrence as recurrence
 from superscaler.verify.verify import draw_of
+from tests.integration.test_recompute import library
 
 pytestmark = pytest.mark.dist
 WORLD = 4
+LIBRARY = {
+    "gpt2:size=tiny,layers=4,batch=16": [
+        "gpipe", "pipeline_1f1b", "zb_h1", "chimera", "interlaced", "pipedream_2bw", "interleaved:2 x data_parallel:2",
+        "zbv:2 x tensor_parallel:2", "dualpipe_v:2 x zero:2", "seq1f1b:2,slices=2 x data_parallel:2",
+        "zero:stage=3", "tensor_parallel", "sequence_parallel", "ring_attention", "ulysses",
+    ],
+    "alphafold2:size=tiny,layers=2,batch=4": ["three_f_one_b:2,microbatches=2 x data_parallel:2"],
+    "mixtral:size=tiny,balance=0,batch=8,experts=4": [
+        "expert_parallel:capacity=2.0", "dualpipe:2 x expert_parallel:2,capacity=2.0",
+    ],
+}  # fmt: skip
 Values = Mapping[str, Tensor]
 # A plan in float64 with what it runs on, and what tells from the steps of all ranks whether they are the model's.
 Case = tuple[str, Compiled, Values, Values, Callable[[Sequence[Sequence[Result]]], None]]
@@ -50,6 +66,14 @@ def captured_cases(seeds: range) -> Iterator[Case]:
             yield from captured_case(f"{name} on {shape} {seed}", random_meshes.captured(name), sprogram)
 
 
+def library_cases() -> Iterator[Case]:
+    """Yield the main plans of the library, on 4 devices."""
+    for model, plans in LIBRARY.items():
+        graph = library(model)
+        for plan in plans:
+            yield from captured_case(plan, graph, resolve(plan))
+
+
 def captured_case(name: str, graph: ss.Graph, sprogram: Callable[..., None]) -> Iterator[Case]:
     """Yield the plan, unless its own random orders make a cycle."""
     try:
@@ -57,13 +81,15 @@ def captured_case(name: str, graph: ss.Graph, sprogram: Callable[..., None]) -> 
     except ScheduleError:
         return
     exact, captured = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster), graph.captured
-    values = {k: retyped(v, torch.float64) for k, v in initial_values(graph.model, captured.values).items()}
+    values = {k: retyped(v, torch.float64) for k, v in initial_values(exact.graph.model, captured.values).items()}
     batch = {k: retyped(v, torch.float64) for k, v in captured.batch.items()}
 
     def check(results: Sequence[Sequence[Result]]) -> None:
         module, comparison = Eager(captured, batch), Comparison(exact, values)
+        versions = exact.graph.model.versions
         for number, step in enumerate(zip(*results, strict=True)):
-            comparison.add(step, module.step(comparison.known, draw_of(number)))
+            expected = recurrence(lambda known, n: module.step(known, draw_of(n)), versions, comparison.known, number)
+            comparison.add(step, expected)
         assert comparison.errors.is_equal, (name, comparison.errors)
 
     yield name, exact, values, batch, check
@@ -113,6 +139,12 @@ def test_random_plans_on_processes_equal_one_device(tmp_path: Path) -> None:
     cases = [*captured_cases(range(3)), *graph_cases(range(6))]
     assert len(cases) > 20
     assert sum(len({d for g in exact.graph.grids.values() for d in g.used()}) > 1 for _, exact, *_ in cases) > 20
+    check_all(cases, tmp_path)
+
+
+def test_plans_of_the_library_on_processes_equal_one_device(tmp_path: Path) -> None:
+    cases = list(library_cases())
+    assert len(cases) == sum(map(len, LIBRARY.values()))
     check_all(cases, tmp_path)
 
 
