@@ -24,18 +24,18 @@ class AlongAxis(Protocol):
     """A plan along one axis: a whole one, given a cluster; a factor of a product, given a `MeshAxis`."""
 
     cut: SProgram
-    turn: int
+    turn: tuple[int, bool]
 
     def __call__(self, graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None: ...
 
 
-def along_axis(*, first: bool = False, last: bool = False) -> Callable[[SProgram], AlongAxis]:
+def along_axis(*, first: bool = False, batches: bool = False, last: bool = False) -> Callable[[SProgram], AlongAxis]:
     """Make an sProgram of `cut(graph, n, axis, **options)`, which cuts ops into `n` along the mesh axis of that name.
 
     It assigns nothing: alone it is given all devices as one axis, and in a product its share of them. What no plan of
     a product cuts is replicated; updates that none cuts follow what reads their weight. Wherever it stands in a
-    product, `first` is for what puts other ops in the place of some, `last` for what follows the cuts of others
-    (`graph.follow`). `.cut` is the function itself.
+    product, `first` is for what puts other ops in the place of some, `batches` for what makes microbatches, which
+    others cut further, `last` for what follows the cuts of others (`graph.follow`). `.cut` is the function itself.
 
     @ss.along_axis()
     def data_parallel(graph, n, axis):
@@ -52,7 +52,7 @@ def along_axis(*, first: bool = False, last: bool = False) -> Callable[[SProgram
 
         graph, _, _, *rest = inspect.signature(cut).parameters.values()
         signature = inspect.Signature([graph, graph.replace(name="cluster"), *rest])
-        vars(run).update(__signature__=signature, cut=cut, turn=last - first)
+        vars(run).update(__signature__=signature, cut=cut, turn=(last - first, not batches))
         return cast(AlongAxis, sprogram(run))
 
     return decorate

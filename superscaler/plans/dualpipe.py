@@ -18,7 +18,7 @@ from superscaler.plans.shared import stages
 from superscaler.verbs import Graph, Work
 
 
-@along_axis()
+@along_axis(batches=True)
 def dualpipe(graph: Graph, n: int, axis: str, microbatches: int | None = None, blocks: str = "") -> None:
     table = schedules.dualpipe_v(n, 2 * n if microbatches is None else microbatches)
     lay(graph, axis, table, stages(graph, 2 * n, blocks), rows=map(in_pairs, table))

@@ -6,7 +6,7 @@ from superscaler.plans.along import along_axis
 from superscaler.verbs import Graph, InputError, Microbatch, Split, op_trans
 
 
-@along_axis()
+@along_axis(batches=True)
 def gradient_accumulation(graph: Graph, n: int, axis: str, microbatches: int = 4) -> None:
     batch = graph.factors.get("batch")
     if batch and (microbatches < 1 or batch.size % (n * microbatches)):

@@ -13,7 +13,7 @@ from superscaler.plans.shared import stages, tensor_splits
 from superscaler.verbs import Graph, InputError, op_trans
 
 
-@along_axis()
+@along_axis(batches=True)
 def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None) -> None:
     splits = tensor_splits(graph, n, axis, in_blocks=False, vocabulary=True)
     inside = {op.name for block in graph.blocks for op in block.ops}

@@ -11,7 +11,7 @@ from superscaler.plans.pipeline import pipeline
 from superscaler.verbs import Graph, Stale, op_trans
 
 
-@along_axis()
+@along_axis(batches=True)
 def pipedream_2bw(graph: Graph, n: int, axis: str, microbatches: int | None = None, blocks: str = "") -> None:
     op_trans(graph, graph.forward_ops, Stale())
     pipeline.cut(graph, n, axis, microbatches=microbatches, blocks=blocks)

@@ -35,7 +35,7 @@ from superscaler.verbs import (
 )
 
 
-@along_axis()
+@along_axis(batches=True)
 def pipeline(
     graph: Graph,
     n: int,

@@ -14,7 +14,7 @@ from superscaler.plans.shared import stages
 from superscaler.verbs import Graph, InputError, Op
 
 
-@along_axis()
+@along_axis(batches=True)
 def three_f_one_b(graph: Graph, n: int, axis: str, microbatches: int | None = None) -> None:
     ops = list(graph.forward_ops)
     calls = graph.blocks[0].calls if graph.blocks else ()

@@ -28,7 +28,7 @@ from superscaler.verify.oracle import retyped
 from superscaler.verify.retype import retype
 from superscaler.verify.verify import _recurrence as recurrence
 from superscaler.verify.verify import draw_of
-from tests.integration.test_recompute import library
+from tests.graphs import graph_of
 
 pytestmark = pytest.mark.dist
 WORLD = 4
@@ -69,7 +69,7 @@ def captured_cases(seeds: range) -> Iterator[Case]:
 def library_cases() -> Iterator[Case]:
     """Yield the main plans of the library, on 4 devices."""
     for model, plans in LIBRARY.items():
-        graph = library(model)
+        graph = graph_of(model, "SGD")
         for plan in plans:
             yield from captured_case(plan, graph, resolve(plan))
 

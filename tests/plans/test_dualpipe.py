@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import permutations
+from pathlib import Path
 
 import pytest
 
 import superscaler as ss
 from superscaler.ir.program import Backward, Collective, Device, Forward, Value, Wait, reads, writes
+from superscaler.plans.dualpipe import in_pairs
+from superscaler.plans.schedules import dualpipe_v
 from superscaler.verbs import Work
 from tests.graphs import graph_of
 from tests.schedule.clock import run
@@ -83,9 +87,15 @@ def test_the_time_of_what_moves_is_hidden_but_at_the_ends() -> None:
 
 @pytest.mark.parametrize("other", [EXPERTS, pytest.param("tensor_parallel:2", marks=pytest.mark.slow)])
 def test_dualpipe_equals_the_model(other: str) -> None:
-    found = plan_of(f"dualpipe:2,microbatches=6 x {other}").verify()
+    found = plan_of(f"{other} x dualpipe:2,microbatches=6").verify()
     assert found["equal"], found
     assert (found["reference"], found["dropped"]) == ("eager", (0, 0))
+
+
+def test_a_product_is_the_same_in_any_order() -> None:
+    """Microbatches are cut first: of rows for experts, which are not cut on the batch, each has those of its own."""
+    one, other = (plan_of(f"{a} x {b}") for a, b in permutations((EXPERTS, "dualpipe:2,microbatches=6")))
+    assert one.compiled.program.bytes_moved == other.compiled.program.bytes_moved
 
 
 @pytest.mark.slow
@@ -93,6 +103,14 @@ def test_dualpipe_equals_the_model(other: str) -> None:
 def test_dualpipe_equals_a_model_without_experts(plan: str) -> None:
     found = plan_of(plan, "gpt2:size=tiny,layers=8,batch=16").verify()
     assert found["equal"], found
+
+
+def test_the_page_shows_the_pairs_of_a_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
+    shown = page.partition("**`dualpipe`**")[2].split("```")[1]
+    table = [in_pairs(row) for row in dualpipe_v(2, 4)]
+    words = [[f"({w[0]} {w[1]})" if isinstance(w, tuple) else str(w) for w in row] for row in table]
+    assert shown.strip() == "\n".join(map(" ".join, words))
 
 
 def test_any_groups_take_turns() -> None:
