@@ -30,7 +30,13 @@ def regathered(plan: str) -> SProgram:
 
 
 @pytest.mark.parametrize(
-    "spec", ["gpt2:size=tiny,layers=4", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny"]
+    "spec",
+    [
+        "gpt2:size=tiny,layers=4",
+        "alphafold2:size=tiny",
+        pytest.param("llama:size=tiny", marks=pytest.mark.slow),
+        pytest.param("mbart:size=tiny", marks=pytest.mark.slow),
+    ],
 )
 def test_weights_brought_again_change_no_number(spec: str) -> None:
     graph = graph_of(spec)
