@@ -13,7 +13,7 @@ from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
 from superscaler.ir.text import unique
 from superscaler.ops.call import Local, ranges
-from superscaler.ops.table import RANDOM, row_of
+from superscaler.ops.table import RANDOM, parts_of, row_of
 
 HEAD = '''"""The segments of this plan: what runs on a device between two communications. Written by superscaler."""
 
@@ -70,8 +70,8 @@ class _Writer:
     def __init__(self, program: Program, function: Function) -> None:
         self.tensors = program.model.tensors
         self.function = function
-        self.draws = 0
-        self.taken = {"torch", "F", "functional", "random", "float", "range"}
+        self.draws = self.parts = 0
+        self.taken = {"torch", "F", "functional", "random", "parts", "float"}
         self.value: dict[str, str] = {}
         self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
         self.products = self._fusable()
@@ -93,7 +93,7 @@ class _Writer:
                 lines.append(f"    del {', '.join(self.value[tensor] for tensor in dying[op.name])}")
         results = ", ".join(self.value[o] for o in self.function.outputs)
         lines.append(f"    return ({results},)" if self.function.outputs else "    return ()")
-        extra = ["random"] if self.draws else []
+        extra = ["random"] * bool(self.draws) + ["parts"] * bool(self.parts)
         return f"({', '.join(parameters + extra)}):\n" + "\n".join(lines) + "\n"
 
     def _dying(self) -> dict[str, list[str]]:
@@ -126,9 +126,11 @@ class _Writer:
             names = [self._name(op, k, parameters) for k in range(len(op.inputs))]
             random = f"random({self.draws})" if op.target in RANDOM else ""
             shapes = [self._local(op, o) for o in op.inputs]
-            results = [self._local(op, o) for o in op.outputs]
+            results, box = [self._local(op, o) for o in op.outputs], self.boxes[op.name]
             self.draws += bool(random)
-            local = Local(op, self.boxes[op.name], names, shapes, results, self.tensors, random)
+            parts = {key: f"parts[{n}]" for n, key in enumerate(parts_of(op, box, self.tensors), self.parts)}
+            self.parts += len(parts)
+            local = Local(op, box, names, shapes, results, self.tensors, random, parts)
             source = row_of(op.target).text(local)
         for output in op.outputs:
             self.value[output.tensor] = unique(self._short(output.tensor), self.taken)

@@ -9,9 +9,10 @@ from typing import Any
 
 from superscaler.emit.segments import Draw, draws_of, emit_segments
 from superscaler.ir import program as p
+from superscaler.ir.mask import Box
 from superscaler.ir.program import ONE, Device, Function, Instruction, Program, Value, Weight
 from superscaler.ir.spmd import Folded, evenly
-from superscaler.ops.table import RANDOM
+from superscaler.ops.table import PLACED, RANDOM, parts_of
 
 HEAD = '''"""What {devices} in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
 
@@ -32,6 +33,7 @@ class Tables:
     messages: list[tuple[int, int]] = field(default_factory=list)
     boxes: list[Any] = field(default_factory=list)
     draws: list[list[dict[str, Any]]] = field(default_factory=list)
+    parts: list[tuple[Any, ...]] = field(default_factory=list)
     counted: list[tuple[bool, ...]] = field(default_factory=list)
 
 
@@ -122,6 +124,7 @@ class _Writer:
             [(moved((entry[0][0],))[0], entry[0][1]) for entry in self.entries["messages"]],
             even("boxes"),
             [list(map(_record, some)) for some in draws],
+            even("parts"),
             even("counted"),
         )
 
@@ -218,9 +221,17 @@ class _Writer:
         draws, extra = partial(self._function(i).boxes_at, targets=RANDOM), ""
         if draws(i.at):
             extra = f", draws={self.number('draws', lambda j: (j.function, tuple(draws(j.at))))}"
+        if self._parts(i):
+            extra += f", parts={self.number('parts', self._parts)}"
         extra += f", again={i.again}" if i.again else ""
         inputs = self.tuple_of(i.inputs)
         return f'{left}rt.forward("{i.task}", {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
+
+    def _parts(self, i: p.Forward) -> tuple[Box, ...]:
+        function = self._function(i)
+        placed = (op for op in function.ops if op.target in PLACED)
+        pairs = zip(placed, function.boxes_at(i.at, PLACED), strict=True)
+        return tuple(part for op, box in pairs for part in parts_of(op, box, self.model.tensors).values())
 
     def _combine(self, i: p.Combine) -> str:
         whole = tuple((0, size) for size in i.view)

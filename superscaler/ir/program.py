@@ -349,8 +349,8 @@ def writes(i: Instruction) -> tuple[Value, ...]:
 @dataclass(frozen=True, slots=True)
 class Function:
     """The ops of a segment with the box of each on a part: what emit turns into source, once per distinct text. Parts
-    of equal sizes share a function, where what they compute does not depend on where they are (`Model.placed`): one
-    that runs `at` some numbers has index k of an op start at the one that `coordinates` names.
+    of equal sizes share a function: one that runs `at` some numbers has index k of an op start at the one that
+    `coordinates` names.
     """
 
     ops: tuple[Op, ...]

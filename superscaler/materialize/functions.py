@@ -1,4 +1,4 @@
-"""The functions of segments: parts of equal sizes share one where what they compute does not depend on their place."""
+"""The functions of segments: parts of equal sizes share one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from superscaler.ir.graph import Op
 from superscaler.ir.mask import Box
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import Function, Shape
-from superscaler.ops.table import placed
 from superscaler.schedule.edges import Edges
 from superscaler.schedule.segments import Segment
 
@@ -48,7 +47,7 @@ class Functions:
             columns = []
             for op in segment.ops:
                 rows, at = self.edges.rows[op.name], segment.row_of[op.name]
-                columns += [(rows.hi - rows.lo)[at], rows.lo[at][:, placed(self.edges.model, op)]]
+                columns.append((rows.hi - rows.lo)[at])
             self._forms[segment.number] = np.concatenate(columns, axis=1)
         return self._forms[segment.number]
 

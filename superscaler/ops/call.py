@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -54,9 +54,23 @@ def ranges(operand: Operand, tensor: PTensor, box: Box) -> Box:
     return tuple((0, e) if i is None else box[i] for i, e in zip(operand.slots, tensor.extents, strict=True))
 
 
+def ranges_of(op: Op, box: Box, tensors: Mapping[str, PTensor], number: int, dim: int) -> tuple[Box, Shape]:
+    """Return which range of each slot of a dim a part has, and their sizes.
+
+    `number` counts the operands, and the results behind them.
+    """
+    operand = (*op.inputs, *op.outputs)[number]
+    tensor = tensors[operand.tensor]
+    first = sum(len(slots) for slots in tensor.slots[:dim])
+    own = slice(first, first + len(tensor.slots[dim]))
+    return ranges(operand, tensor, box)[own], tensor.extents[own]
+
+
 @dataclass(frozen=True, slots=True)
 class Local:
-    """An op on one part: the box of its indices, and the names and local shapes of its operands."""
+    """An op on one part: the box of its indices, and the names and local shapes of its operands; and what stands for
+    the data of the part, see `Row.placed`.
+    """
 
     op: Op
     box: Box
@@ -65,6 +79,7 @@ class Local:
     results: Sequence[Shape]
     tensors: Mapping[str, PTensor]
     random: str = ""
+    parts: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     def literal(self, value: Any) -> str:
         """Return an argument as source: tensors by name, dtypes as they are, everything else as a literal."""
@@ -92,16 +107,10 @@ class Local:
         return self.op.args[position] if position < len(self.op.args) else dict(self.op.kwargs).get(name, default)
 
     def part(self, number: int, dim: int) -> str:
-        """Return which range of each slot of a dim this part has, and their sizes; '' for all.
-
-        `number` counts the operands, and the results behind them.
-        """
-        operand = (*self.op.inputs, *self.op.outputs)[number]
-        tensor = self.tensors[operand.tensor]
-        first = sum(len(slots) for slots in tensor.slots[:dim])
-        own = slice(first, first + len(tensor.slots[dim]))
-        box, extents = ranges(operand, tensor, self.box)[own], tensor.extents[own]
-        return "" if box == tuple((0, e) for e in extents) else f"{box}, {extents}"
+        """Return which range of each slot of a dim this part has, and their sizes; '' for all."""
+        if (number, dim) not in self.parts:
+            return ""
+        return f"{self.parts[number, dim]}, {ranges_of(self.op, self.box, self.tensors, number, dim)[1]}"
 
     @property
     def is_summed_in_parts(self) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superscaler.ops.call import Local, Site, ranges
-from superscaler.ops.row import Recipe, along, plain, row, whole
+from superscaler.ops.call import Local, Site
+from superscaler.ops.row import Recipe, along, on, plain, row, whole
 
-_TABLE = (0, 0)
+# The rows of what is looked up, and what is added.
+_TABLE, _ADDED = (0, 0), (1, 0)
 
 
 def _embedding(site: Site) -> str | None:
@@ -66,9 +67,8 @@ def _index_write(mark: str = "") -> Recipe:
 
 def _index_add(x: Local) -> str:
     """The first part of what is added adds to the operand, each other one to zeros: the parts add up."""
-    index = x.op.inputs[1]
-    is_first = all(lo == 0 for lo, _ in ranges(index, x.tensors[index.tensor], x.box))
-    return plain(x if is_first else replace(x, names=(f"torch.zeros_like({x.names[0]})", *x.names[1:])))
+    part = x.parts.get(_ADDED)
+    return plain(replace(x, names=(f"functional.of_first({x.names[0]}, {part})", *x.names[1:])) if part else x)
 
 
 def _gather(site: Site) -> str:
@@ -85,12 +85,12 @@ def _index_select(site: Site) -> str:
 
 
 ROWS = {
-    **row("embedding", _embedding, text=_embedding_text, placed=_TABLE, roles=((*_TABLE, "vocabulary"),)),
+    **row("embedding", _embedding, text=_embedding_text, placed=on(*_TABLE), roles=((*_TABLE, "vocabulary"),)),
     **row("one_hot", "i.. -> i.. _"),
     **row("index.Tensor", _index),
     **row("index_put", _index_put),
     **row("index_select", _index_select),
-    **row("index_add", _index_write("+"), text=_index_add, placed=(1, 0)),
+    **row("index_add", _index_write("+"), text=_index_add, placed=on(*_ADDED)),
     **row("index_copy index_fill.int_Scalar index_fill.int_Tensor", _index_write()),
     **row("gather", _gather),
     **row("scatter.src scatter.value scatter_add scatter_reduce.two", along(1)),

@@ -8,9 +8,9 @@ from math import prod
 
 from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.mask import Box, extents
-from superscaler.ops.call import Local, Site, ranges
+from superscaler.ops.call import Local, Site, ranges, ranges_of
 from superscaler.ops.notation import Shape
-from superscaler.ops.row import Drawn, Sized, call, each, row
+from superscaler.ops.row import Dims, Drawn, Sized, call, each, on, row
 
 
 def _contraction(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
@@ -36,8 +36,13 @@ def _einsum(site: Site) -> str | None:
     return f"{', '.join(marked[:-1])} -> {marked[-1]}"
 
 
-# What a part of the queries is: which of them.
-_QUERIES = (0, -2)
+_QUERIES, _EXPERTS = (0, -2), (3, 0)
+
+
+def _of_causal(op: Op, tensors: Mapping[str, PTensor]) -> Dims:
+    """It matters which queries a part has where they see those before them only, and the keys do not tell."""
+    is_causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal")
+    return (_QUERIES,) if is_causal and all(i.until is None for i in op.indices) else ()
 
 
 def _attention(site: Site) -> Sized | str:
@@ -67,12 +72,18 @@ def _attention_text(x: Local) -> str:
 def _is_behind(x: Local) -> bool:
     """Tell whether a part has not the first queries and as many keys: torch aligns a causal mask at both firsts."""
     is_first = any(i.until is not None and not x.box[i.until][0] for i in x.op.indices)
-    return bool(x.part(*_QUERIES)) and not (is_first and x.shapes[0][-2] == x.shapes[1][-2])
+    return bool(_rows(x)) and not (is_first and x.shapes[0][-2] == x.shapes[1][-2])
+
+
+def _rows(x: Local) -> str:
+    """Return the range of the queries of a part; '' for all. Where it reads keys up to their end, its sizes tell."""
+    own, whole = ranges_of(x.op, x.box, x.tensors, *_QUERIES)
+    return x.part(*_QUERIES) or (f"{own}, {whole}" if extents(own) != whole else "")
 
 
 def _causal_mask(x: Local) -> str:
     """The rows of a part of the queries."""
-    return f"functional.causal_mask({x.part(*_QUERIES)}, {x.shapes[1][-2]}, {x.names[0]})"
+    return f"functional.causal_mask({_rows(x)}, {x.shapes[1][-2]}, {x.names[0]})"
 
 
 def _attention_dropout(x: Local) -> str:
@@ -83,16 +94,12 @@ def _attention_dropout(x: Local) -> str:
 
 
 def _attention_block(x: Local) -> str:
-    """Of each chunk of queries of a part, which chunk of its keys it sees, and how: all, those before, or none."""
     *given, is_causal, scale = x.op.args
     first, step, chunks = next(i.follows for i in x.op.indices if i.follows)
-    size, blocks = x.op.indices[first].size // chunks, list[tuple[int, str]]()
-    for at in range(x.box[first][0] // size, x.box[first][1] // size):
-        sees = "all" if not is_causal or at >= step > 0 else "none" if at < step else "before"
-        blocks.append(((at - step) % chunks, sees))
-    if len(blocks) == 1:
-        blocks, chunks = [(0, blocks[0][1])], 1
-    return f"functional.attention_block({', '.join(map(x.literal, (*given, scale)))}, {blocks}, {chunks})"
+    size = x.op.indices[first].size
+    part = x.part(*_QUERIES) or f"[(0, {size})], [{size}]"
+    seen = f"functional.seen_by({part}, {step}, {chunks}, {is_causal})"
+    return f"functional.attention_block({', '.join(map(x.literal, (*given, scale)))}, *{seen})"
 
 
 def _scores(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:
@@ -117,14 +124,8 @@ def _experts(site: Site) -> Sized:
 
 
 def _experts_text(x: Local) -> str:
-    """The experts of a part by their numbers: a range, unless a factor that is not the outer one was cut."""
-    slots, gate_up = x.op.inputs[3].slots, x.tensors[x.op.inputs[3].tensor]
-    numbers = [0]
-    for slot, size in list(zip(slots, gate_up.extents, strict=True))[: len(gate_up.slots[0])]:
-        lo, hi = (0, size) if slot is None else x.box[slot]
-        numbers = [n * size + k for n in numbers for k in range(lo, hi)]
-    span = range(numbers[0], numbers[-1] + 1)
-    return f"functional.experts({x.arguments}, {span if len(span) == len(numbers) else tuple(numbers)})"
+    part = x.part(*_EXPERTS)
+    return f"functional.experts({x.arguments}{part and ', '}{part})"
 
 
 def _experts_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
@@ -152,13 +153,13 @@ ROWS = {
     **row("outer", "m, n -> m n"),
     **row("bilinear", "b.. i^, b.. j^, o i j, o -> b.. o"),
     **row("cdist", "b.. m k^, b.. n k -> b.. m n"),
-    **row("scaled_dot_product_attention", _attention, text=_attention_text, placed=_QUERIES, flops=_attention_flops,
+    **row("scaled_dot_product_attention", _attention, text=_attention_text, placed=_of_causal, flops=_attention_flops,
           roles=_HEADS),
-    **row("ss.attention_dropout", _attention, text=_attention_dropout, placed=_QUERIES, flops=_attention_flops,
+    **row("ss.attention_dropout", _attention, text=_attention_dropout, placed=_of_causal, flops=_attention_flops,
           roles=_HEADS, random=_scores, rate=4),
-    **row("ss.attention_block", text=_attention_block, placed=_QUERIES),
+    **row("ss.attention_block", text=_attention_block, placed=on(*_QUERIES)),
     **row("ss.attention_merge", text=call("functional.attention_merge")),
-    **row("ss.experts", _experts, text=_experts_text, placed=(3, 0), flops=_experts_flops,
+    **row("ss.experts", _experts, text=_experts_text, placed=on(*_EXPERTS), flops=_experts_flops,
           roles=((3, 0, "experts"), (4, 0, "experts"))),
     **row("ss.dispatch", text=_dispatch_text),
     **row("ss.expert_rows", text=call("functional.expert_rows")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from superscaler.ops.call import Local, Site
-from superscaler.ops.row import Recipe, call, elementwise, first, marked, row
+from superscaler.ops.row import Recipe, call, elementwise, first, marked, on, row
 
 
 def _reduction(position: int | None, mark: str = "^", default: Any = None) -> Recipe:
@@ -102,7 +102,7 @@ ROWS = {
     **row("ss.cross_entropy", _OVER_CLASSES, text=call("functional.cross_entropy"), roles=_CLASSES),
     **row("ss.nll_loss", _OVER_CLASSES, text=call("functional.nll_loss")),
     **row("ss.largest ss.normalized", text=_typed),
-    **row("ss.class_sums ss.picked", text=_picking, placed=_OF_SCORES, roles=_CLASSES),
+    **row("ss.class_sums ss.picked", text=_picking, placed=on(*_OF_SCORES), roles=_CLASSES),
     **row("ss.exp_sum", text=call("functional.exp_sum")),
     **row("ss.row_losses", text=call("functional.row_losses")),
     **row("ss.count_labels", "b..+ -> ", text=_count_labels, stops=True),

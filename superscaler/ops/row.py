@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from superscaler.ir.graph import Op, PTensor, Ref
 from superscaler.ir.mask import Box, extents
@@ -16,6 +16,8 @@ Groups = tuple[tuple[int, ...], ...]
 Sized = tuple[str, Mapping[str, int]]
 Recipe = Callable[[Site], str | Sized | None]
 Drawn = tuple[Box, Shape, Shape]
+Dims = Sequence[tuple[int, int]]
+Places = Callable[[Op, Mapping[str, PTensor]], Dims]
 
 
 def plain(x: Local) -> str:
@@ -31,8 +33,8 @@ class Row:
               pointwise, or frozen.
     text      an op on one part -> its source; the sizes in arguments are computed again for the part
     linear    an op -> the sets of inputs in which it is linear (not affine), as `Op.linear` has them
-    placed    what a part computes depends on where it starts, on this dim of this operand, not only its size;
-              "made": on the dims of results that no operand has, see `made`
+    placed    on which dims it matters to what a part computes where it starts, not only how large it is: there it is
+              given its range as data (`Local.part`); dims of operands, and of results behind them
     random    an op on one part -> which random numbers it is given: box, sizes of the whole, shape
     rate      which argument is the rate of a dropout
     flops     an op, shapes of operands, shapes of results -> floating-point operations of the forward
@@ -45,7 +47,7 @@ class Row:
     notation: str | Recipe | None = None
     text: Callable[[Local], str] = plain
     linear: Callable[[Op], Groups] = lambda op: ()
-    placed: tuple[int, int] | Literal["made"] | None = None
+    placed: Places = lambda op, tensors: ()
     random: Callable[[Op, Box, Mapping[str, PTensor]], Drawn] | None = None
     rate: int | None = None
     flops: Callable[[Op, Sequence[Shape], Sequence[Shape]], int] = lambda op, ins, outs: 0
@@ -93,23 +95,8 @@ def along(position: int, name: str = "dim", default: Any = None) -> Recipe:
     return recipe
 
 
-def made(position: int, name: str) -> Recipe:
-    """Return the recipe of operators whose parts read some dims whole, and keep their piece of them: see `piece`."""
-
-    def recipe(site: Site) -> str:
-        names, dims = site.letters, site.dims(position, name)
-        return f"{whole(names, dims)} -> {' '.join('m' * (d in dims) + n for d, n in enumerate(names))}"
-
-    return recipe
-
-
-def piece(x: Local) -> str:
-    source, slots = plain(x), iter(x.op.outputs[0].slots)
-    read = {i for operand in x.op.inputs for i in operand.slots}
-    for dim, own in enumerate(x.tensors[x.op.outputs[0].tensor].slots):
-        if {next(slots) for _ in own} - read and (part := x.part(len(x.op.inputs), dim)):
-            source = f"functional.piece({source}, {dim}, {part})"
-    return source
+def on(number: int, dim: int) -> Places:
+    return lambda op, tensors: ((number, dim),)
 
 
 def call(function: str) -> Callable[[Local], str]:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
+from superscaler.ir.graph import Op, PTensor
 from superscaler.ops.call import Local, Site
 from superscaler.ops.notation import Shape
-from superscaler.ops.row import Sized, along, call, first, made, method, piece, row, sizes, to_shape, together, whole
+from superscaler.ops.row import (
+    Dims,
+    Recipe,
+    Sized,
+    along,
+    call,
+    first,
+    method,
+    plain,
+    row,
+    sizes,
+    to_shape,
+    together,
+    whole,
+)
 from superscaler.ops.spans import Span, leaves, unify
 
 
@@ -144,6 +159,31 @@ def _pixel_shuffle(site: Site) -> Sized:
     return " -> ".join(reversed(sides) if is_reverse else sides), known
 
 
+def _made(position: int, name: str) -> Recipe:
+    """Return the recipe of operators whose parts read some dims whole, and keep their piece of them: see `piece`."""
+
+    def recipe(site: Site) -> str:
+        names, dims = site.letters, site.dims(position, name)
+        return f"{whole(names, dims)} -> {' '.join('m' * (d in dims) + n for d, n in enumerate(names))}"
+
+    return recipe
+
+
+def _piece(x: Local) -> str:
+    source = plain(x)
+    for number, dim in _made_dims(x.op, x.tensors):
+        if part := x.part(number, dim):
+            source = f"functional.piece({source}, {dim}, {part})"
+    return source
+
+
+def _made_dims(op: Op, tensors: Mapping[str, PTensor]) -> Dims:
+    """Return the dims of the result that no operand has."""
+    slots, read = iter(op.outputs[0].slots), {i for operand in op.inputs for i in operand.slots}
+    dims = enumerate(tensors[op.outputs[0].tensor].slots)
+    return [(len(op.inputs), dim) for dim, own in dims if {next(slots) for _ in own} - read]
+
+
 _VIEW = {"linear": first, "is_view": True}
 
 ROWS = {
@@ -165,9 +205,9 @@ ROWS = {
     **row("pad constant_pad_nd", _pad),
     **row("select_scatter", _select_scatter),
     **row("slice_scatter", along(2, default=0)),
-    **row("roll", made(2, "dims"), text=piece, placed="made"),
-    **row("flip", made(1, "dims"), text=piece, placed="made"),
-    **row("cumsum", made(1, "dim"), text=piece, placed="made"),
+    **row("roll", _made(2, "dims"), text=_piece, placed=_made_dims),
+    **row("flip", _made(1, "dims"), text=_piece, placed=_made_dims),
+    **row("cumsum", _made(1, "dim"), text=_piece, placed=_made_dims),
     **row("cross", along(2)),
     **row("diff topk linalg_cross", along(2, default=-1)),
     **row("sort argsort", along(1, default=-1)),

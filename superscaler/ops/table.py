@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from superscaler.ir.graph import Model, Op
+from superscaler.ir.graph import Op, PTensor
+from superscaler.ir.mask import Box, extents
 from superscaler.ops import elementwise, layers, lookups, products, reductions, shapes
+from superscaler.ops.call import ranges_of
 from superscaler.ops.row import Row
 
 ROWS: dict[str, Row] = {
@@ -15,6 +17,8 @@ ROWS: dict[str, Row] = {
 # These are given the random numbers of their elements.
 RANDOM = frozenset(target for target, row in ROWS.items() if row.random)
 _UNKNOWN = Row()
+# These are given where their parts are.
+PLACED = frozenset(target for target, row in ROWS.items() if row.placed is not _UNKNOWN.placed)
 
 
 def row_of(target: str) -> Row:
@@ -22,18 +26,10 @@ def row_of(target: str) -> Row:
     return ROWS.get(target, _UNKNOWN)
 
 
-def placed(model: Model, op: Op) -> tuple[int, ...]:
-    """Return the indices of an op on which it matters where a part starts, not only how large it is."""
-    where = row_of(op.target).placed
-    if where is None:
-        return tuple(dict.fromkeys(i.until for i in op.indices if i.until is not None))
-    if where == "made":
-        read = {i for operand in op.inputs for i in operand.slots}
-        return tuple(i for operand in op.outputs for i in operand.slots if i is not None and i not in read)
-    number, dim = where
-    slots = iter(op.inputs[number].slots)
-    dims = [[next(slots) for _ in own] for own in model.tensors[op.inputs[number].tensor].slots]
-    return tuple(i for i in dims[dim] if i is not None)
+def parts_of(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> dict[tuple[int, int], Box]:
+    """Return the ranges that a part is given as data, by operand and dim: where it has not all, and that matters."""
+    found = {key: ranges_of(op, box, tensors, *key) for key in row_of(op.target).placed(op, tensors)}
+    return {key: own for key, (own, whole) in found.items() if extents(own) != whole}
 
 
 def with_linearity(ops: Iterable[Op]) -> list[Op]:

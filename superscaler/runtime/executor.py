@@ -87,13 +87,15 @@ class Rank:
         grads: str,
         saved: Sequence[int],
         draws: int | None = None,
+        parts: int | None = None,
         again: Sequence[int] = (),
     ) -> tuple[Tensor, ...]:
         """Run a segment on detached aliases; keep what its backward needs under `tag`, but for the inputs `again`, with
         which it goes on. Returns detached outputs.
         """
         leaves = [self._leaf(x) if g == "1" else x.detach() for x, g in zip(inputs, grads, strict=True)]
-        extra = () if draws is None else (self.random(draws),)
+        extra: list[Any] = [] if draws is None else [self.random(draws)]
+        extra += [] if parts is None else [self.tables["parts"][parts]]
         dropped = Dropped([inputs[n] for n in again]) if again else None
         with torch.set_grad_enabled("1" in grads), dropped.hooks() if dropped else nullcontext():
             outputs = function(*map(_on, leaves, inputs), *extra)

@@ -140,6 +140,11 @@ def embedding_part(
     return found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
 
 
+def of_first(x: Tensor, box: Sequence[tuple[int, int]]) -> Tensor:
+    """Return x where a part of a dim is its first, zeros elsewhere: what is added in parts is added to x once."""
+    return x if all(low == 0 for low, _ in box) else torch.zeros_like(x)
+
+
 def piece(x: Tensor, dim: int, box: Sequence[tuple[int, int]], extents: Sequence[int]) -> Tensor:
     """Return the range `box` of each slot of a dim whose slots have the sizes `extents`."""
     found = x.unflatten(dim, tuple(extents))
@@ -202,6 +207,20 @@ def attention_block(
     return torch.cat([out for out, _ in made], -2), torch.cat([total for _, total in made], -1)
 
 
+def seen_by(
+    box: Sequence[tuple[int, int]], extents: Sequence[int], step: int, chunks: int, is_causal: bool
+) -> tuple[list[tuple[int, str]], int]:
+    """Return the `blocks` and `chunks` of `attention_block` in a step of a ring, where there are `chunks` in all.
+
+    The queries are the chunks in `box` of as many as `extents` says; with one of them the keys are its one chunk.
+    """
+    size, blocks = extents[0] // chunks, list[tuple[int, str]]()
+    for at in range(box[0][0] // size, box[0][1] // size):
+        sees = "all" if not is_causal or at >= step > 0 else "none" if at < step else "before"
+        blocks.append(((at - step) % chunks, sees))
+    return (blocks, chunks) if len(blocks) > 1 else ([(0, blocks[0][1])], 1)
+
+
 def _rows_of(mask: Tensor | None, n: int, at: int, blocks: int, chunks: int) -> Tensor | None:
     """Return what a mask has for a chunk of queries and one of keys; a dim of size 1 has it for all."""
     for number, count, dim in ((n, blocks, -2), (at, chunks, -1)):
@@ -245,14 +264,24 @@ def histc(x: Tensor, bins: int, low: float, high: float) -> Tensor:
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str, numbers: Sequence[int]
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    box: Sequence[tuple[int, int]] = (),
+    extents: Sequence[int] = (),
 ) -> Tensor:
-    """Return for each token the sum over those of its experts that are here, by their `numbers`, of its weight *
+    """Return for each token the sum over those of its experts that are here of its weight *
     down @ (activation(gate @ x) * (up @ x)).
 
     x (tokens, hidden), ids and weights (tokens, chosen), gate_up (experts here, 2 width, hidden), down (experts here,
-    outputs, width); the result is (tokens, outputs), in the dtype of x.
+    outputs, width); the result is (tokens, outputs), in the dtype of x. The experts here are those in `box` of as many
+    as `extents` says, by default all.
     """
+    count = len(gate_up)
+    numbers = _linear_index(box or [(0, count)], extents or [count], "cpu").reshape(-1).tolist()
     total = torch.zeros(x.shape[0], down.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
     for number, up_weight, down_weight in zip(numbers, gate_up, down, strict=True):
         token, place = (ids == number).nonzero(as_tuple=True)

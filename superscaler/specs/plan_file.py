@@ -57,6 +57,7 @@ class Tables(Checked):
     messages: list[tuple[Count, Count]]
     boxes: list[Box | list[Box]]
     draws: list[list[Draw]]
+    parts: list[list[Box]]
     counted: list[list[bool]]
 
 

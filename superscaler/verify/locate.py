@@ -20,7 +20,7 @@ from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.names import task
 from superscaler.ops.call import ranges
-from superscaler.ops.table import RANDOM
+from superscaler.ops.table import RANDOM, parts_of
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step, build_step, modules
@@ -92,7 +92,10 @@ def callables(
             d = draws[k]
             return functional.draw(0, step, d.op, d.box, d.extents, device).reshape(d.shape)
 
-        return lambda *inputs: getattr(code, name)(*inputs, *([random] if draws else []))
+        pairs = zip(function.ops, function.boxes, strict=True)
+        parts = [part for op, box in pairs for part in parts_of(op, box, model.tensors).values()]
+        extra = [random] * bool(draws) + [parts] * bool(parts)
+        return lambda *inputs: getattr(code, name)(*inputs, *extra)
 
     return list(map(bound, functions, names))
 

@@ -12,7 +12,6 @@ from superscaler.ir.graph import Op, Operand
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.parts import Ints, following
 from superscaler.ir.program import Forward, Function
-from superscaler.ops.table import placed
 from superscaler.verify.coverage import Addends, Boxes, Chain, Kinds
 
 T = TypeVar("T")
@@ -42,27 +41,26 @@ class Segment:
     # Checks.
 
     @cached_property
-    def _limits(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return per index of all ops its column, size and whole size, and where it must start (-1: anywhere)."""
+    def _limits(self) -> tuple[Ints, Ints, Ints]:
+        """Return per index of all ops its column, size and whole size."""
         rows = []
         for op, where, box in zip(self.function.ops, self.function.coordinates, self.function.boxes, strict=True):
-            starts = placed(self.model, op)
-            for k, (index, column, (lo, hi)) in enumerate(zip(op.indices, where, box, strict=True)):
+            for index, column, (lo, hi) in zip(op.indices, where, box, strict=True):
                 if hi - lo < 1:
                     raise Refusal(f"runs {op.name} on {lo}:{hi} of {index.factor}.")
                 if index.mark == "frozen" and not index.follows and hi - lo != index.size:
                     raise Refusal(f"cuts {index.factor} of {op.name}, which cannot be cut.")
-                rows.append((column, hi - lo, index.size, lo if k in starts else -1))
-        found = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return found[0], found[1], found[2], found[3]
+                rows.append((column, hi - lo, index.size))
+        found = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return found[0], found[1], found[2]
 
     def check(self, run: Forward, starts: Ints) -> None:
         """Raise Refusal unless the parts that start there are parts of the function's ops."""
-        column, size, whole, fixed = self._limits
+        column, size, whole = self._limits
         if column.size and column.max() >= starts.shape[1] - 1:
             raise Refusal(f"has {starts.shape[1] - 1} starts for {int(column.max()) + 1} coordinates.")
         at = starts[:, column]
-        outside = (at < 0) | (at + size > whole) | ((fixed >= 0) & (at != fixed))
+        outside = (at < 0) | (at + size > whole)
         if outside.any():
             row, k = np.argwhere(outside)[0].tolist()
             raise Refusal(f"runs a part that starts at {at[row, k]} of {whole[k]}, with a size of {size[k]}.", row)

@@ -10,7 +10,7 @@ from torch import Tensor
 from superscaler.frontend.capture import Captured, capture
 from superscaler.ir.graph import Model, Op, Operand
 from superscaler.ops.call import Local
-from superscaler.ops.table import row_of
+from superscaler.ops.table import parts_of, row_of
 from superscaler.runtime import functional
 from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import Block, Contractions, Mlp, Regrouped
@@ -35,7 +35,8 @@ def run(model: Model, op: Op, values: dict[str, Tensor], box: Box) -> list[Tenso
         tensor = model.tensors[operand.tensor]
         sizes = (e if i is None else box[i][1] - box[i][0] for i, e in zip(operand.slots, tensor.extents, strict=True))
         results.append(tensor.local_shape(tuple(sizes)))
-    local = Local(op, box, names, [tuple(p.shape) for p in pieces], results, model.tensors)
+    parts = {key: str(part) for key, part in parts_of(op, box, model.tensors).items()}
+    local = Local(op, box, names, [tuple(p.shape) for p in pieces], results, model.tensors, parts=parts)
     scope = {"torch": torch, "F": F, "functional": functional, **dict(zip(names, pieces, strict=True))}
     found = eval(row_of(op.target).text(local), scope)
     found = [found] if isinstance(found, Tensor) else list(found)

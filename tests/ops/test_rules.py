@@ -23,7 +23,7 @@ from superscaler.ir.mask import Box
 from superscaler.ops import reductions
 from superscaler.ops.call import Local
 from superscaler.ops.row import Recipe, first, plain
-from superscaler.ops.table import ROWS, row_of
+from superscaler.ops.table import ROWS, parts_of, row_of
 from superscaler.runtime import functional
 from tests.ops.samples import FROZEN, SAMPLES, Draw, Sample
 
@@ -40,7 +40,8 @@ def executor(op: Op, tensors: dict[str, PTensor]) -> Run:
 
     def run(box: Box, pieces: Sequence[Tensor], results: Sequence[tuple[int, ...]]) -> list[Tensor]:
         names = [f"x{k}" for k in range(len(pieces))]
-        local = Local(op, box, names, [tuple(p.shape) for p in pieces], results, tensors, "random")
+        parts = {key: str(part) for key, part in parts_of(op, box, tensors).items()}
+        local = Local(op, box, names, [tuple(p.shape) for p in pieces], results, tensors, "random", parts)
         scope = {"torch": torch, "F": F, "functional": functional, **dict(zip(names, pieces, strict=True))}
         if random := row_of(op.target).random:
             where, extents, shape = random(op, box, tensors)
