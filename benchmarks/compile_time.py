@@ -30,6 +30,7 @@ class Case:
     tp: int = 1
     pp: int = 1
     microbatches: int = 0
+    vocabulary: bool = True
     limit: float | None = None
     nnscaler: float | None = None
 
@@ -41,7 +42,8 @@ class Case:
     def plan(self) -> str:
         if not self.microbatches:
             return "tensor_parallel"
-        return f"hybrid:dp={self.dp},tp={self.tp},pp={self.pp},microbatches={self.microbatches}"
+        own = f"dp={self.dp},tp={self.tp},pp={self.pp},microbatches={self.microbatches}"
+        return f"hybrid:{own}{'' if self.vocabulary else ',vocabulary=false'}"
 
 
 CASES = (
@@ -54,6 +56,7 @@ CASES = (
     Case("1024/16", 48, 16, 8, 8, 16),
     Case("128", 48, 2, 8, 8, 64),
     Case("1024", 48, 16, 8, 8, 64, limit=60),
+    Case("1024/all", 48, 16, 8, 8, 64, vocabulary=False),
     Case("10240", 48, 160, 8, 8, 64),
 )
 GROWTH = (

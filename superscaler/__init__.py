@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from superscaler.plan import load as load
     from superscaler.plans.along import along_axis as along_axis
     from superscaler.plans.schedules import schedule_1f1b as schedule_1f1b
+    from superscaler.plans.shared import decompose_losses as decompose_losses
     from superscaler.plans.shared import stages as stages
     from superscaler.plans.shared import tensor_splits as tensor_splits
     from superscaler.runtime.weights import load_weights as load_weights
@@ -68,7 +69,7 @@ _HOMES = {
     "register": "superscaler.frontend.register",
     "schedule_1f1b": "superscaler.plans.schedules",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),
-    **dict.fromkeys(("stages", "tensor_splits"), "superscaler.plans.shared"),
+    **dict.fromkeys(("decompose_losses", "stages", "tensor_splits"), "superscaler.plans.shared"),
     **dict.fromkeys(_VERBS, "superscaler.verbs"),
 }
 __all__ = ["__version__", *_HOMES]

@@ -9,9 +9,17 @@ from superscaler.verbs import Cluster, Graph, op_assign, sprogram
 
 
 @sprogram
-def hybrid(graph: Graph, cluster: Cluster, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1) -> None:
+def hybrid(
+    graph: Graph,
+    cluster: Cluster,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    microbatches: int = 1,
+    vocabulary: bool = True,
+) -> None:
     mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
     pipeline.cut(graph, pp, "pp", microbatches=microbatches)
     data_parallel.cut(graph, dp, "dp")
-    tensor_parallel.cut(graph, tp, "tp")
+    tensor_parallel.cut(graph, tp, "tp", vocabulary=vocabulary)
     op_assign(graph, graph.forward_ops, mesh)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
 from superscaler.plans.pipeline import lay
-from superscaler.plans.shared import stages, tensor_splits
+from superscaler.plans.shared import decompose_losses, stages, tensor_splits
 from superscaler.verbs import Graph, InputError, op_trans
 
 
 @along_axis(batches=True)
 def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None) -> None:
-    splits = tensor_splits(graph, n, axis, in_blocks=False, vocabulary=True)
+    decompose_losses(graph, n)
+    splits = tensor_splits(graph, n, axis, in_blocks=False)
     inside = {op.name for block in graph.blocks for op in block.ops}
     ops = list(graph.forward_ops)
     at = [k for k, op in enumerate(ops) if op.name in inside]

@@ -189,8 +189,8 @@ def chimera(devices: int, microbatches: int) -> Table:
             f"chimera: {devices} pipeline devices and {microbatches} microbatches; its two pipelines need even numbers."
         )
 
-    def place(work: Work) -> Sequence[int]:
-        return [devices - 1 - work.stage if work.microbatch % 2 else work.stage]
+    def place(work: Work) -> int:
+        return devices - 1 - work.stage if work.microbatch % 2 else work.stage
 
     works = [Work(s, kind, k) for s in range(devices) for kind in "FB" for k in range(microbatches)]
     found = [fill(works, place, rank, devices) for rank in (_backward_first, _forward_first)]
@@ -210,20 +210,29 @@ def three_f_one_b(devices: int, microbatches: int, passes: int = 3) -> Table:
     def rank(work: Work) -> tuple[object, ...]:
         return work.kind == "F", work.stage // devices, work.microbatch
 
-    return fill(works, lambda work: [work.stage % devices], rank, devices)
+    return fill(works, lambda work: work.stage % devices, rank, devices)
 
 
 def interlaced(devices: int, microbatches: int) -> Table:
-    """1F1B of stages 1 to `devices`, between the first and the last stage, which all devices compute together."""
+    """A pipeline of stages 1 to `devices`, whose devices meet once a round: for the first stage and the last one, which
+    they compute together.
+
+    Between two meetings a device does a forward and a backward, those at even places from the end the backward first:
+    so forwards pass two stages a round, backwards one, and none waits for a neighbour while there is work for all.
+    """
     _check_counts(devices=devices, microbatches=microbatches)
-    stages = devices + 2
-    works = [Work(s, kind, k) for s in range(stages) for kind in "FB" for k in range(microbatches)]
-
-    def place(work: Work) -> Sequence[int]:
-        return [work.stage - 1] if 0 < work.stage <= devices else range(devices)
-
-    # One device alone has the stages of all: they count as its own.
-    return fill(works, place, _backward_first, devices if devices > 1 else stages)
+    forward = [(d + devices % 2) // 2 for d in range(devices)]
+    backward = [forward[-1] + devices - d for d in range(devices)]
+    # Stage, kind, and how many rounds after the first stage of its microbatch.
+    last, head = backward[0] + 1, forward[-1] + 1
+    together = [(0, "B", last), (devices + 1, "F", head), (devices + 1, "B", head), (0, "F", 0)]
+    table = []
+    for d in range(devices):
+        own = [(d + 1, "F", forward[d]), (d + 1, "B", backward[d])]
+        turn = [*together, *(own if (devices - d) % 2 == 0 else own[::-1])]
+        works = (Work(s, kind, r - late) for r in range(microbatches + last) for s, kind, late in turn)
+        table.append([work for work in works if 0 <= work.microbatch < microbatches])
+    return table
 
 
 def _backward_first(work: Work) -> tuple[object, ...]:

@@ -11,13 +11,16 @@ on: what a layer keeps is divided by the number of devices, for one all_gather m
 from __future__ import annotations
 
 from superscaler.plans.along import along_axis
-from superscaler.plans.shared import along, sequences, tensor_splits
+from superscaler.plans.shared import along, decompose_losses, sequences, tensor_splits
 from superscaler.verbs import Graph, Regather, Split, op_trans
 
 
 @along_axis()
-def sequence_parallel(graph: Graph, n: int, axis: str, regather: bool = False) -> None:
-    splits, tokens = tensor_splits(graph, n, axis), sequences(graph, "sequence_parallel", n)
+def sequence_parallel(graph: Graph, n: int, axis: str, regather: bool = False, vocabulary: bool = True) -> None:
+    tokens = sequences(graph, "sequence_parallel", n)
+    if vocabulary:
+        decompose_losses(graph, n)
+    splits = tensor_splits(graph, n, axis)
     for op in graph.forward_ops:
         factor = "" if op.from_data else along(op, tokens)
         for cut in splits.get(op.name, [Split(factor, n, axis=axis)] if factor else []):

@@ -113,8 +113,18 @@ def joined(ops: Iterable[Op]) -> list[list[Op]]:
     return list(found.values())
 
 
+def decompose_losses(graph: Graph, parts: int) -> None:
+    """Put steps in the place of losses over the classes that `tensor_splits` cuts a head on, where nothing else needs
+    these whole: then it cuts what is between head and loss, too, and what looks up the head's weight.
+    """
+    for factor in dict.fromkeys(_outer_factors(graph, parts).values()) if parts > 1 else ():
+        _, whole = _with(graph, factor)
+        if whole and all(Decompose.has_steps(op, factor) for op in whole):
+            op_trans(graph, whole, Decompose())
+
+
 def tensor_splits(
-    graph: Graph, parts: int, axis: str = "", in_blocks: bool = True, vocabulary: bool = False
+    graph: Graph, parts: int, axis: str = "", in_blocks: bool = True
 ) -> dict[str, list[Split | Replicate]]:
     """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors; or
     of those outside the blocks only.
@@ -122,24 +132,20 @@ def tensor_splits(
     A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
     sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
     result does not carry it. Grouped-query heads are two such factors, which are cut one after the other. Outside the
-    blocks, products with a weight are cut on the weight's own dim; with `vocabulary`, where these are the classes of a
-    loss, so is all between them and the loss, and what looks up the same weight, if nothing needs the classes whole
-    (`Decompose`).
+    blocks, products with a weight are cut on the weight's own dim; where nothing needs this whole (`decompose_losses`),
+    so are all ops that have it.
 
     Ops of a block that have only some of these factors (keys and values of grouped queries) are replicated along the
     others, and each replica's mirror reads only what its own queries send: then the gradients of what queries, keys and
     values read are all of one kind, and are summed together.
     """
-    weights = _weights_of(graph)
     splits = _inner_splits(graph, parts) if in_blocks else {}
-    inside = {op.name for block in graph.blocks for op in block.ops}
-    for op in graph.forward_ops:
-        if op.name not in inside and op.name not in splits and (factor := _own_factor(weights, op, parts)):
-            splits[op.name] = [Split(factor, parts)]
-    for factor in _by_class(graph, splits) if vocabulary else ():
-        for op in graph.forward_ops:
-            if op.find(factor) is not None:
-                splits[op.name] = [Split(factor, parts)]
+    outer = {name: factor for name, factor in _outer_factors(graph, parts).items() if name not in splits}
+    inside = splits.keys() | {op.name for block in graph.blocks for op in block.ops}
+    for factor in dict.fromkeys(outer.values()):
+        own, whole = _with(graph, factor)
+        is_free = not whole and not any(op.name in inside for op in own)
+        splits |= {op.name: [Split(factor, parts)] for op in own if is_free or outer.get(op.name) == factor}
     uses = graph.uses
     for op in reversed(graph.forward_ops):
         # Casts and transposes of a weight are cut as what reads them.
@@ -186,17 +192,17 @@ def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
     return splits
 
 
-def _by_class(graph: Graph, splits: dict[str, list[Split]]) -> list[str]:
-    """Return the factors of products that are cut alone and nothing needs whole but losses, and decompose these."""
-    found = []
-    for factor in dict.fromkeys(cut[0].factors[0] for cut in splits.values() if len(cut) == 1):
-        own = [op for op in graph.forward_ops if any(i.factor == factor for i in op.indices)]
-        whole = [op for op in own if op.find(factor) is None]
-        others = (op for op in own if op.name in splits and splits[op.name][0].factors[0] != factor)
-        if whole and all(Decompose.has_steps(op, factor) for op in whole) and not any(others):
-            op_trans(graph, whole, Decompose())
-            found.append(factor)
-    return found
+def _outer_factors(graph: Graph, parts: int) -> dict[str, str]:
+    """Return the factor of each product with a weight outside the blocks that `parts` divides: the weight's own."""
+    weights, inside = _weights_of(graph), {op.name for block in graph.blocks for op in block.ops}
+    outside = (op for op in graph.forward_ops if op.name not in inside)
+    return {op.name: factor for op in outside if (factor := _own_factor(weights, op, parts))}
+
+
+def _with(graph: Graph, factor: str) -> tuple[list[Op], list[Op]]:
+    """Return the ops that have a factor: those that can be cut on it, and those that need it whole."""
+    own = [op for op in graph.forward_ops if any(i.factor == factor for i in op.indices)]
+    return [op for op in own if op.find(factor) is not None], [op for op in own if op.find(factor) is None]
 
 
 def splits_within(graph: Graph, parts: int) -> dict[str, list[Split]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from superscaler.verbs import InputError, Row, Work, timetable
 
@@ -15,19 +15,17 @@ SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 KEEPS: Mapping[str, int] = {"F": 1, "B": -1, "W": -1}
 
 
-def fill(works: Iterable[Work], place: Callable[[Work], Sequence[int]], rank: Rank, most: int) -> Table:
+def fill(works: Iterable[Work], place: Callable[[Work], int], rank: Rank, most: int) -> Table:
     """Return the table where each device always takes, of what is ready, what `rank` puts first.
 
-    Work that is placed on several devices starts when all of them are free; they wait for each other. A device keeps
-    the activations of at most `most` forwards of its own; a backward takes two units of time, all else one.
+    A device keeps the activations of at most `most` forwards; a backward takes two units of time, all else one.
     """
     left: dict[int, list[Work]] = {}
     for work in sorted(works, key=rank):
-        for device in place(work):
-            left.setdefault(device, []).append(work)
+        left.setdefault(place(work), []).append(work)
     needs = _needs({work for own in left.values() for work in own})
     trained = {work.stage for work in needs if work.kind != "F"}
-    keeps = {work: KEEPS.get(work.kind, 0) * (work.stage in trained and len(place(work)) == 1) for work in needs}
+    keeps = {work: KEEPS.get(work.kind, 0) * (work.stage in trained) for work in needs}
     table: Table = [[] for _ in range(max(left) + 1)]
     ends: dict[Work, float] = {}
     free, kept, now = [0.0] * len(table), [0] * len(table), 0.0
@@ -36,13 +34,11 @@ def fill(works: Iterable[Work], place: Callable[[Work], Sequence[int]], rank: Ra
             rooms = (w for w in own if keeps[w] <= 0 or kept[device] < most)
             ready = (work for work in rooms if all(ends.get(need, math.inf) <= now for need in needs[work]))
             first = next(ready, None) if free[device] <= now else None
-            if first is not None and all(free[other] <= now for other in place(first)):
-                ends[first] = now + SECONDS[first.kind]
-                for other in place(first):
-                    left[other].remove(first)
-                    table[other].append(first)
-                    kept[other] += keeps[first]
-                    free[other] = ends[first]
+            if first is not None:
+                ends[first] = free[device] = now + SECONDS[first.kind]
+                left[device].remove(first)
+                table[device].append(first)
+                kept[device] += keeps[first]
         now = min(end for end in free if end > now)
     return table
 

@@ -1,18 +1,20 @@
 """Tensor parallelism as in Megatron-LM: heads and MLP hidden of each block, found from the factors.
 
-With `vocabulary` embedding, head and loss are cut on the vocabulary, too: no scores travel, and three numbers a token.
-Devices then run programs of their own, as each has other classes, so many devices take longer to compile.
+Where a loss is of classes that the devices divide, head and loss are cut on these, with an embedding that shares the
+head's weight: three numbers a token travel, and no scores. `vocabulary=false` leaves losses whole.
 """
 
 from __future__ import annotations
 
 from superscaler.plans.along import along_axis
-from superscaler.plans.shared import tensor_splits
+from superscaler.plans.shared import decompose_losses, tensor_splits
 from superscaler.verbs import Graph, op_trans
 
 
 @along_axis()
-def tensor_parallel(graph: Graph, n: int, axis: str, vocabulary: bool = False) -> None:
-    for name, cuts in tensor_splits(graph, n, axis, vocabulary=vocabulary).items():
+def tensor_parallel(graph: Graph, n: int, axis: str, vocabulary: bool = True) -> None:
+    if vocabulary:
+        decompose_losses(graph, n)
+    for name, cuts in tensor_splits(graph, n, axis).items():
         for cut in cuts:
             op_trans(graph, [graph.op(name)], cut)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
 from numbers import Integral, Real
@@ -10,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from superscaler.errors import TransformError, divisors, unknown
 from superscaler.ir.graph import Op, is_named
 from superscaler.ir.parts import Axis, Mirror
+from superscaler.transform.losses import Decompose
 
 
 @runtime_checkable
@@ -93,8 +95,7 @@ class Split(_Told):
         if (value := next(passed, None)) is not None:
             return Axis(None, (1,) * count, value=value, name=self.axis, at=self.at)
         if self.required:
-            held = any(is_named(i.factor, f.partition("@")[0]) for i in op.indices for f in self.factors)
-            why = "cannot be cut on that factor (no rule allows it)" if held else "has no such factor"
+            why = why_whole(op, self.factors)
             raise TransformError(f"{self._told} is required, but {op.name} ({op.target}) {why}.")
         return Replicate(count, axis=self.axis).cut(op, sizes)
 
@@ -192,6 +193,15 @@ class Stage(_Told):
         if not isinstance(self.number, Integral) or self.number < 0:
             raise TransformError(f"{op.name} cannot be at stage {self.number!r} of {self.axis}; give 0, 1, 2, ...")
         return Axis(None, (1,), name=self.axis, at=(int(self.number),))
+
+
+def why_whole(op: Op, factors: Iterable[str]) -> str:
+    """Return why no index of an op can be cut on any of these factors."""
+    names = [factor.partition("@")[0] for factor in factors]
+    held = [i.factor for i in op.indices if any(is_named(i.factor, name) for name in names)]
+    if any(Decompose.has_steps(op, factor) for factor in held):
+        return "needs that factor whole; op_trans it with ss.Decompose() before, for steps that can be cut"
+    return "cannot be cut on that factor (no rule allows it)" if held else "has no such factor"
 
 
 def check_parts(parts: int, op: Op) -> None:

@@ -12,7 +12,7 @@ from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import MARKS, Op, is_named
 from superscaler.ir.parts import Axis, Grid, covers
 from superscaler.ir.transformed import Entry, Graph, Parts
-from superscaler.transform.algorithms import Algorithm
+from superscaler.transform.algorithms import Algorithm, why_whole
 
 
 def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
@@ -23,12 +23,14 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     if not parts.cells.size:
         raise TransformError(f"op_trans at {where} selects none of the parts of {op.name}; select at least one.")
     factor = getattr(algorithm, "factor", ())
-    for name in factor if isinstance(factor, tuple | list) else (factor,):
-        _check_factor(graph, str(name), where)
+    factors = [str(name) for name in (factor if isinstance(factor, tuple | list) else (factor,))]
+    for name in factors:
+        _check_factor(graph, name, where)
     sizes = _sizes(graph, op, parts)
     made = {some: _axis(op, algorithm, some, where) for some in sizes}
     axis = made[sizes[0]]
-    note = " (replicated: no index to cut)" if factor and axis.index is None and not axis.value else ""
+    is_copied = factor and axis.index is None and not axis.value
+    note = f" (replicated: it {why_whole(op, factors)})" if is_copied else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
     if axis.is_microbatch and not op.is_forward:
         graph.reduced[op.name] = len(axis.sizes)

@@ -255,18 +255,16 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
     places = {
         op.name: [m for m in made if m.name.startswith(f"{op.name}.")] for op in before.ops if op.name not in kept
     }
-    _take_over(graph, places, where)
+    _take_over(graph, places)
     graph.rewrite(after)
     graph.journal += [Entry("op_trans", name, str(algorithm), where) for name in sorted(names)]
     return [graph.parts(op) for op in made]
 
 
-def _take_over(graph: Graph, places: Mapping[str, Sequence[Op]], where: str) -> None:
+def _take_over(graph: Graph, places: Mapping[str, Sequence[Op]]) -> None:
     """Give ops the parts, and the place in orders, of those in whose place they are."""
     for name, ops in places.items():
         old, grid = graph.op(name), graph.grids[name]
-        if grid.children:
-            raise TransformError(f"op_trans at {where}: parts of {name} are cut apart; put others in its place before.")
         graph.grids |= {op.name: _cut_alike(grid, old, op) for op in ops}
         graph.hosted |= {op.name for op in ops if name in graph.hosted}
 
@@ -285,7 +283,8 @@ def _cut_alike(grid: Grid, old: Op, op: Op) -> Grid:
     at = [None if a.index is None else op.find(old.indices[a.index].factor) for a in grid.axes]
     pairs = zip(grid.axes, at, strict=True)
     axes = (replace(a, index=i, sizes=a.sizes if i is not None else (1,) * len(a.sizes), value=()) for a, i in pairs)
-    return Grid(tuple(axes), grid.devices, {}, grid.replaced_at)
+    children = {cell: _cut_alike(child, old, op) for cell, child in grid.children.items()}
+    return Grid(tuple(axes), grid.devices, children, grid.replaced_at)
 
 
 def _wrong(before: Model, after: Model) -> str:

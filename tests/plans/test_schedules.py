@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -179,6 +179,22 @@ def test_three_forwards_and_one_backward_idle_as_little_as_one_can(p: int, m: in
     """
     ends = finish(schedules.three_f_one_b(p, m))
     assert max(ends.values()) - 5 * m == 3 * (p - 1)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (3, 2), (3, 9), (5, 10), *SIZES])
+@pytest.mark.parametrize("backward", [1.0, 1.5, 2.0])
+def test_interlaced_idles_as_little_as_one_can(p: int, m: int, backward: float) -> None:
+    """Each device has three forwards and three backwards of a microbatch: of its own stage, and of those of all.
+
+    No order idles less than (p - 1) (F + B): while the first microbatch comes to the last stage, and the last one back,
+    its device has nothing but what all do together, for which the stages in between wait.
+    """
+    table, seconds = schedules.interlaced(p, m), {"F": 1.0, "B": backward}
+    reached, bound = max(finish(table, seconds).values()), 3 * m * (1 + backward) + (p - 1) * (1 + backward)
+    kept = [list(accumulate({"F": 1, "B": -1}[w.kind] for w in row if 0 < w.stage <= p)) for row in table]
+    print(f"{p} devices, {m} microbatches: {reached} units of at least {bound}; {max(map(max, kept))} activations")
+    assert reached == bound
+    assert max(map(max, kept)) <= max(1, 3 * p // 2)
 
 
 RULES = [

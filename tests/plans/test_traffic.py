@@ -4,6 +4,7 @@ Of a batch b of sequences of s tokens of h channels (keys and values of k each) 
 together; published figures are those of one device and one sequence, and so 1 / (b P) of these:
 
 Megatron's sequence parallelism   4 b s h (P - 1)       two all_gathers and two reduce_scatters
+Megatron's tensor parallelism     8 b s h (P - 1)       four all_reduces; of a loss over a cut vocabulary 6 b s (P - 1)
 Ulysses                           2 b s (h + k) (P - 1) / P   all_to_all of queries, keys, values and the result
 ring                              2 b s k (P - 1)       keys and values, from neighbour to neighbour
 
@@ -99,6 +100,20 @@ def test_keys_pass_from_neighbour_to_neighbour() -> None:
         for i in device.instructions:
             if isinstance(i, Send) and not i.notes[0].is_backward:
                 assert i.peer == (device.rank + 1) % 4
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_loss_over_a_cut_vocabulary_takes_three_numbers_a_token(devices: int) -> None:
+    """The largest score, the sum of exponentials and the label's score, each in an all_reduce; no scores. And a row of
+    the embedding for each token, forward only, as it shares the head's weight; the head's input has a gradient.
+    """
+    found, rows = moved(program("gpt2", 1, "tensor_parallel", devices)), 2 * (devices - 1) * BATCH * TOKENS
+    blocks = per_layer("gpt2", "tensor_parallel", devices)
+    assert blocks == {("forward", "all_reduce"): 2 * rows * HIDDEN, ("backward", "all_reduce"): 2 * rows * HIDDEN}
+    assert {key: count - blocks[key] for key, count in found.items()} == {
+        ("forward", "all_reduce"): rows * HIDDEN + 3 * rows,
+        ("backward", "all_reduce"): rows * HIDDEN,
+    }
 
 
 def test_axial_parallelism_has_collectives_only() -> None:

@@ -185,6 +185,17 @@ def test_what_has_no_steps_is_refused_in_words() -> None:
         ss.op_trans(graph, losses(graph), ss.Decompose())
 
 
+def test_a_loss_that_is_to_be_cut_on_its_classes_asks_for_its_steps() -> None:
+    graph = captured("cross entropy")
+    (loss,) = losses(graph)
+    with pytest.raises(
+        TransformError, match=r"cross_entropy\) needs that factor whole; op_trans it with ss.Decompose\(\)"
+    ):
+        ss.op_trans(graph, loss, ss.Split(classes(graph), 2, required=True))
+    ss.op_trans(graph, loss, ss.Split(classes(graph), 2))
+    assert "(replicated: it needs that factor whole; op_trans it with ss.Decompose()" in graph.journal[-1].what
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_gradient_of_halves_is_rounded_once(parts: int) -> None:
     torch.manual_seed(0)
