@@ -1,7 +1,7 @@
 """The interlaced pipeline (the paper's algorithm 2): for models whose embedding and head are heavy, as mBART.
 
 All devices have a slice of the vocabulary: they look up, and compute scores and loss, together, between the work of the
-other layers, which are a 1F1B pipeline.
+other layers, which are a pipeline.
 """
 
 from __future__ import annotations
