@@ -206,7 +206,7 @@ def test_tensor_parallelism_issues_two_all_reduces_per_layer_and_direction(
     """Forward the sums of what attention and the MLP make, backward of the gradients of what they read: one for the
     queries, keys and values, which llama makes by an op each, and one for what its MLP multiplies.
     """
-    program = plan_of(f"{model}:size=tiny,layers={layers}", "tensor_parallel", world).compiled.program
+    program = plan_of(f"{model}:size=tiny,layers={layers}", "tensor_parallel:vocabulary=false", world).compiled.program
     parts = [f"{block}.{layer}.{half}" for layer in range(layers) for half in halves]
     for device in program.devices:
         forwards = (i for i in device.instructions if isinstance(i, Forward))
