@@ -240,7 +240,10 @@ def op_order(
     their weight on their device, and once its gradient is whole.
     """
     where = _where(graph)
-    pairs = product(_groups(graph, before, where), _groups(graph, after, where))
+    pairs = list(product(_groups(graph, before, where), _groups(graph, after, where)))
+    members = (name for pair in pairs if turns for group in pair for name, _ in group.members)
+    if update := next((name for name in members if not graph.op(name).is_forward), ""):
+        raise InputError(f"op_order at {where}: {update} takes no turns, but runs at once; order it before or after.")
     graph.orders += [Order(first, second, where, turns) for first, second in pairs]
 
 

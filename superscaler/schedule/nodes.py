@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise, product, zip_longest
@@ -28,7 +28,8 @@ class Node(NamedTuple):
     """A unit of work: F, B, I or W of a segment instance, U (the update by a part of an optimizer op, by its home
     number), or C (transfer `number`).
 
-    For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order.
+    For a transfer that is not one, `link` is the message; -1 is the whole transfer. O is the hub of an op_order, or
+    that before a turn on a device.
     """
 
     kind: str
@@ -92,21 +93,18 @@ class Nodes:
             self._add_transfer(number, transfer)
         again = self._delay()
         for order_number, order in enumerate(self.graph.orders):
+            hub = Node("O", order_number)
             before, after = (self.members(group, order.where) for group in (order.before, order.after))
             if order.turns:
-                self._take_turns(before, after, f"op_order, {order.where}")
+                self._take_turns(hub, before, after)
                 continue
-            hub = Node("O", order_number)
-            self._add(hub)
-            for node in before:
-                self._edge(node, hub, f"op_order, {order.where}")
+            self._pass(before, hub, after)
             for node in after:
-                self._edge(hub, node, f"op_order, {order.where}")
                 # What is computed again for a backward waits for what that waits for.
                 visit = again.entries.get(node[:3]) if again.entries else None
                 if visit is not None and all(again.visit(other[:3]) != visit for other in before):
                     for work in again.runs[visit]:
-                        self._edge(hub, Node(*work), f"op_order, {order.where}")
+                        self._edge(hub, Node(*work))
 
     @cached_property
     def early(self) -> frozenset[int]:
@@ -217,14 +215,19 @@ class Nodes:
         """Return the kinds of the work of a segment that are in a group."""
         return segment.backwards if group.kind == "B" else group.kind
 
-    def _take_turns(self, first: Sequence[Node], second: Sequence[Node], reason: str) -> None:
-        """Let the runs of two groups alternate on each device."""
+    def _pass(self, before: Iterable[Node], hub: Node, after: Iterable[Node]) -> None:
+        for node in before:
+            self._edge(node, hub)
+        for node in after:
+            self._edge(hub, node)
+
+    def _take_turns(self, hub: Node, first: Sequence[Node], second: Sequence[Node]) -> None:
+        """Let the runs of two groups alternate on each device, with a hub between two."""
         sides = self._runs(first), self._runs(second)
         for device in sides[0].keys() & sides[1].keys():
             turns = chain.from_iterable(zip_longest(*(side[device] for side in sides), fillvalue=()))
-            for one, other in pairwise(filter(None, turns)):
-                for before, after in product(one, other):
-                    self._edge(before, after, reason)
+            for number, (before, after) in enumerate(pairwise(filter(None, turns))):
+                self._pass(before, hub._replace(key=(device, -1, -1), link=number), after)
 
     def _runs(self, group: Sequence[Node]) -> dict[int, list[list[Node]]]:
         """Return by device the work of a group in order, in runs: each but the first reads what is communicated."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import superscaler as ss
+from superscaler.errors import InputError, ScheduleError
 from superscaler.ir.program import Backward, Collective, Device, Forward, Value, Wait, reads, writes
 from superscaler.plans.dualpipe import in_pairs
 from superscaler.plans.schedules import dualpipe_v
@@ -113,23 +114,38 @@ def test_the_page_shows_the_pairs_of_a_table() -> None:
     assert shown.strip() == "\n".join(map(" ".join, words))
 
 
-def test_any_groups_take_turns() -> None:
-    """Two microbatches of tensor parallelism: what each sums over devices travels while the other one computes."""
+def in_turns(*pairs: tuple[tuple[int, str], tuple[int, str]]) -> ss.Plan:
+    """Return a plan of tensor parallelism where pairs of a microbatch and kind take turns."""
 
     @ss.sprogram
-    def in_turns(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
         ss.op_trans(graph, graph.forward_ops, ss.Microbatch(2))
         for name, cuts in ss.tensor_splits(graph, 2, "tp").items():
             for cut in cuts:
                 ss.op_trans(graph, graph.op(name), cut)
         ss.op_assign(graph, graph.forward_ops, cluster.mesh(tp=2))
-        for kind in "FB":
-            ss.op_order(graph, *(graph.select(microbatch=k, kind=kind) for k in range(2)), turns=True)
+        for pair in pairs:
+            ss.op_order(graph, *(graph.select(microbatch=k, kind=kind) for k, kind in pair), turns=True)
 
-    plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), in_turns, "local:2")
+    return ss.compile(graph_of("gpt2:size=tiny", "SGD"), plan, "local:2")
+
+
+def test_any_groups_take_turns() -> None:
+    """Two microbatches: what each sums over devices travels while the other one computes."""
+    plan = in_turns(((0, "F"), (1, "F")), ((0, "B"), (1, "B")))
     found = [h for device in plan.compiled.program.devices for _, h in hidden(device, "all_reduce")]
     assert sum(found) > 0.8 * len(found) > 10
     assert plan.verify()["equal"]
+
+
+def test_turns_that_cannot_be_taken_are_told() -> None:
+    with pytest.raises(ScheduleError) as raised:
+        in_turns(((0, "F"), (0, "B")))
+    assert "wait for each other" in str(raised.value)
+    assert "F(embedding) of microbatch 0 in turns with B(embedding) of microbatch 0, at " in str(raised.value)
+    graph = graph_of("gpt2:size=tiny", "SGD").copy()
+    with pytest.raises(InputError, match=r"update\.transformer\.wte\.weight takes no turns"):
+        ss.op_order(graph, graph.select(kind="F"), graph.updates["transformer.wte.weight"], turns=True)
 
 
 def test_pairs_of_a_row_are_in_turns() -> None:
