@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from superscaler.errors import divisors
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
 from superscaler.plans.shared import reads_ahead, sequences
@@ -71,6 +72,10 @@ def lay(
     check(table)
     place = {(work.stage, work.microbatch): devices for work, devices in devices_of(table).items()}
     numbers = 1 + max(k for _, k in place)
+    if numbers % slices:
+        raise InputError(
+            f"a table of {numbers} microbatches is not one of {slices} slices each; choose {divisors(numbers)}."
+        )
     if numbers > slices or slices == 1:
         op_trans(graph, graph.forward_ops, Microbatch(numbers // slices))
     if slices > 1:
@@ -93,7 +98,7 @@ def slice_tokens(graph: Graph, slices: int) -> None:
 
     Raises InputError for an op of which a slice reads later ones.
     """
-    factors = tuple(sequences(graph, f"a pipeline of {slices} slices", slices, "slices"))
+    factors = tuple(sequences(graph, "a pipeline", slices, "slices"))
     for op in graph.forward_ops:
         if not op.from_data and (tensor := reads_ahead(graph, op, factors)):
             what = "its queries read keys of" if "attention" in op.target else f"it reads {tensor} of"

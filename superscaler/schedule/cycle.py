@@ -59,15 +59,23 @@ def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
     ring = list(cycle)
     orders = [nodes.graph.orders[n.number] for n in ring if n.kind == "O"]
     transfers = [nodes.schedule.transfers[n.number] for n in ring if n.kind == "C"]
-    coupled = next(filter(None, (_coupled(nodes, t) for t in transfers)), "")
+    coupled, is_causal = next(filter(None, (_coupled(nodes, t) for t in transfers)), ("", False))
     order = next((o for o in orders if o.before.kind != "F"), orders[0] if orders else None)
     # Groups of exact parts have no name, and are drawn.
     if coupled and order is not None and str(order.before) and str(order.after):
-        return (
-            f"{coupled} of several microbatches, as norms and losses over the batch do, but "
-            f"{order.before} is ordered before {order.after} ({order.where}). Use 1 microbatch; or order nothing but "
-            "all forwards before all backwards."
+        why, what = (
+            (
+                "as causal attention reads earlier ones",
+                "Order the forwards of slices in turn, their backwards in reverse.",
+            )
+            if is_causal
+            else (
+                "as norms and losses over the batch do",
+                "Use 1 microbatch; or order nothing but all forwards before all backwards.",
+            )
         )
+        ordered = f"{order.before} is ordered before {order.after} ({order.where})"
+        return f"{coupled} of several microbatches, {why}, but {ordered}. {what}"
     lines = ["the schedule has a cycle, so no device can go on."]
     work = [n for n in ring if n.kind not in "CO"]
     for node in work:
@@ -151,19 +159,23 @@ def _short(nodes: Nodes, node: Node) -> str:
     return f"{kind}{node.key[1]}" if node.key[1] >= 0 else f"{kind} {nodes.name(node)}{part}"
 
 
-def _coupled(nodes: Nodes, transfer: Transfer) -> str:
-    """Return which op of a microbatch reads what of others, if one does."""
+def _coupled(nodes: Nodes, transfer: Transfer) -> tuple[str, bool]:
+    """Return which op of a microbatch reads what of others, if one does, and whether of earlier ones only."""
     made = {place.key[1] for piece in transfer.pieces for place in piece.places} - {-1}
     places = (place for reader in transfer.readers for place in reader.places if place.kind in (FORWARD, BACKWARD))
     place = next((p for p in places if p.key[1] >= 0), None)
     if place is None or len(made) < 2:
-        return ""
+        return "", False
     ops, is_forward = nodes.schedule.segments[place.segment].ops, transfer.kind == FORWARD
     reads = (op for op in ops for o in (op.inputs if is_forward else op.outputs) if o.tensor == transfer.tensor)
     op = next(reads, ops[0])
     where = " of ".join(filter(None, (op.source, op.module)))
     told = f"{op.name} ({where})" if where else op.name
-    return f"{told} reads {'' if is_forward else 'the gradient of '}{transfer.tensor}"
+    uses = nodes.graph.uses.get(transfer.tensor, ())
+    is_causal = any(
+        user.indices[i].until is not None for user, k in uses for i in user.inputs[k].slots if i is not None
+    )
+    return f"{told} reads {'' if is_forward else 'the gradient of '}{transfer.tensor}", is_causal
 
 
 def _why(nodes: Nodes, ring: list[Node], at: int) -> tuple[str, Node]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.errors import InputError
+from superscaler.errors import InputError, ScheduleError
 from superscaler.ir.work import print_schedule
 from superscaler.plans import schedules
 from superscaler.report.account import summary
@@ -126,6 +126,16 @@ def test_any_number_of_slices_equals_the_model(
     graph = decoder() if model == "decoder" else graph_of(model, "SGD")
     plan = ss.compile(graph, f"{name}:microbatches={microbatches},slices={slices}", f"local:{devices}")
     assert plan.verify()["equal"]
+
+
+def test_a_table_of_slices_in_a_wrong_order_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(print_schedule(schedules.gpipe(2, 4)))
+    message = r"causal attention reads earlier ones, but 0B0 is ordered before 0B1 .* their backwards in reverse"
+    with pytest.raises(ScheduleError, match=message):
+        plan_of(GPT, f"pipeline:schedule={file},slices=2", 2)
+    with pytest.raises(InputError, match="a table of 4 microbatches is not one of 3 slices each; choose 1, 2 or 4"):
+        plan_of(GPT, f"pipeline:schedule={file},slices=3", 2)
 
 
 def test_slices_of_what_is_not_causal_are_refused() -> None:
