@@ -85,6 +85,10 @@ def lay(
         for device in dict.fromkeys(homes) if len(homes) == numbers else ():
             here = [k for k, home in enumerate(homes) if home == device]
             is_all = len(here) == numbers
+            if slices > 1 and not is_all:
+                raise InputError(
+                    f"stage {stage} has slices on several devices; put all its work on one, or take slices=1."
+                )
             chosen = ops if is_all else [part for op in ops for part in graph.parts(op)[..., here].flat()]
             op_trans(graph, chosen, Stage(device, axis))
     halved = {work.stage for row in table for work in row if work.kind == "I"}

@@ -136,6 +136,9 @@ def test_a_table_of_slices_in_a_wrong_order_is_refused(tmp_path: Path) -> None:
         plan_of(GPT, f"pipeline:schedule={file},slices=2", 2)
     with pytest.raises(InputError, match="a table of 4 microbatches is not one of 3 slices each; choose 1, 2 or 4"):
         plan_of(GPT, f"pipeline:schedule={file},slices=3", 2)
+    file.write_text(print_schedule(schedules.chimera(2, 4)))
+    with pytest.raises(InputError, match="stage 0 has slices on several devices"):
+        plan_of(GPT, f"pipeline:schedule={file},slices=2", 2)
 
 
 def test_slices_of_what_is_not_causal_are_refused() -> None:
