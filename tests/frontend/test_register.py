@@ -103,6 +103,15 @@ def rotate(x, angle):
     return (x.unflatten(-1, (-1, angle.shape[-1])) * angle).flatten(-2)
 
 
+def attended(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def attended_so_far(q, k, v):
+    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1 + k.shape[-2] - q.shape[-2])
+    return (q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
 def shifted(x, mask=None, bias=None):
     x = x if mask is None else x * mask
     return x if bias is None else x + bias
@@ -128,6 +137,7 @@ def detached(x: Tensor) -> Tensor:
         ("b, b -> b", twice, {}, r"has 2 operands, and ss_test_register.twice.default takes 1: ss"),
         ("b -> b, b", twice, {}, r"fails as ss_test_register::twice\(Tensor x\) -> \(Tensor, Tensor\): "),
         ("b s, b s -> b s", running_unless_masked, {}, r"when b is cut.*\(checked on shapes \(3, 5\); check"),
+        ("b l e^, b s<=l e^, b s v -> b l v", attended, {}, r"when l is cut in \d \+ \d, result 0 is"),
         ("b -> b", noise, {}, "gives two results for the same operands"),
         ("b -> b", in_place, {}, "changes its operands"),
         ("b -> b", logarithm, {}, r"gives nan.*example="),
@@ -167,6 +177,7 @@ def test_what_cannot_be_believed_is_refused(notation: str, op: object, options: 
         ("b (g^ c^) -> b (g c)", norm_of_groups, {"sizes": {"g": 2}, "example": {"groups": 2}}),
         ("b (h d), d -> b (h d)", rotate, {}),
         ("b s, s, b s -> b s", shifted, {}),
+        ("b l e^, b s<=l e^, b s v -> b l v", attended_so_far, {}),
         ("b -> b", noise, {"check": False}),
     ],
 )

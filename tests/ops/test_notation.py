@@ -34,6 +34,8 @@ from tests.frontend.test_cuts import small_models
         ("b+ c^, b^ -> c^", 0, "b is marked + and ^"),
         ("b -> b n", 7, "n is in no operand; a new dim is n^ or _"),
         ("b s+ -> b s", 10, "s+ is summed, so it is in no result"),
+        ("b l, b s<=z -> b l", 7, "z is not in every result, or it is marked"),
+        ("b l, s<=b -> b l s", 5, "s<=b is in a result, which would not be whole"),
         ("b s h -> b s", 4, "h is not in every result; write h+ where the results of parts add up, or h^"),
         ("b s -> b s, b", 2, "s is not in every result; write s^"),
     ],
