@@ -52,20 +52,20 @@ def steady(device: Device) -> range:
 
 
 @pytest.mark.parametrize(
-    ("other", "kind", "share"),
+    ("other", "kind"),
     [
-        (EXPERTS, "all_to_all", 0.8),
-        pytest.param("ulysses:2", "all_to_all", 0.8, marks=pytest.mark.slow),
-        pytest.param("tensor_parallel:2", "all_reduce", 0.7, marks=pytest.mark.slow),
+        (EXPERTS, "all_to_all"),
+        pytest.param("ulysses:2", "all_to_all", marks=pytest.mark.slow),
+        pytest.param("tensor_parallel:2", "all_reduce", marks=pytest.mark.slow),
     ],
 )
-def test_other_microbatches_compute_while_one_communicates(other: str, kind: str, share: float) -> None:
-    for plan, least in (("dualpipe_v", 0.0), ("dualpipe", share)):
-        devices = plan_of(f"{plan}:2,microbatches=6 x {other}").compiled.program.devices
-        for device in (devices[0], devices[2]):
-            found = [is_hidden for at, is_hidden in hidden(device, kind) if at in steady(device)]
-            assert len(found) > 30
-            assert least <= sum(found) / len(found) <= (1.0 if least else 0.0)
+def test_other_microbatches_compute_while_one_communicates(other: str, kind: str) -> None:
+    """On the device whose stages are of layers alone, without embedding and loss."""
+    for plan, least, most in (("dualpipe_v", 0.0, 0.0), ("dualpipe", 0.9, 1.0)):
+        device = plan_of(f"{plan}:2,microbatches=6 x {other}").compiled.program.devices[2]
+        found = [is_hidden for at, is_hidden in hidden(device, kind) if at in steady(device)]
+        assert len(found) > 20
+        assert least <= sum(found) / len(found) <= most
 
 
 def exposed(plan: str, seconds: float) -> float:
