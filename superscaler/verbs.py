@@ -253,7 +253,8 @@ def order(
     """Make the items of each row happen one after the other: what `op_order` takes, works (`2F0`) of `stages`, or pairs
     of works that take turns.
 
-    A stage that trains nothing has no backward: such a work is left out. Raises InputError for a stage that is none.
+    A stage that trains nothing has no backward, and one may compute nothing again: such a work is left out. Raises
+    InputError for a stage that is none.
     """
     where = _where(graph)
     for row in rows:
@@ -278,7 +279,7 @@ def _work(graph: Graph, work: Work, stages: Sequence[Sequence[Op]], where: str) 
     if work.stage >= len(stages):
         raise InputError(f"order at {where}: {work} is of stage {work.stage}, but there are {len(stages)}; give these.")
     ops = stages[work.stage]
-    if work.kind != "F" and not any(op.has_mirror for op in ops):
+    if work.kind != "F" and not any(op.name in graph.twins if work.kind == "R" else op.has_mirror for op in ops):
         return None
     return graph.select(ops=ops, microbatch=work.microbatch, kind=work.kind, label=str(work))
 

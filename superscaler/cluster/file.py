@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt,
 
 from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Link, Links
 from superscaler.errors import InputError, unknown
+from superscaler.specs.yaml_file import parse
 
 
 def _number(value: object) -> object:
@@ -94,25 +95,9 @@ def _links(known: Links, told: LinksFile) -> Links:
     return Links(**changes, nics=told.nics if "nics" in told.model_fields_set else known.nics)
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that is given twice, of which YAML's own loader takes the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        twice = next((key for n, key in enumerate(keys) if key in keys[:n]), None)
-        if twice is not None:
-            raise yaml.YAMLError(f"the key '{twice}' is given twice, at line {node.start_mark.line + 1} and below")
-        return dict(super().construct_mapping(node, deep))
-
-
 def read(text: str, where: str) -> ClusterFile:
     """Return what the text says. Raises InputError that names the first key that is wrong."""
-    try:
-        content = yaml.load(text, _Loader)
-    except RecursionError:
-        raise InputError(f"{where}: lists or mappings are nested too deep.") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}.") from None
+    content = parse(text, where)
     keys = list(ClusterFile.model_fields)
     if not isinstance(content, dict):
         raise InputError(f"{where} must be a mapping with the keys {', '.join(keys)}.")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from superscaler.errors import InputError
 
-_TEXT = re.compile(r"^(\d+)([FBIW])(\d+)$")
+_TEXT = re.compile(r"^(\d+)([FRBIW])(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One piece of work of a stage: kind F, B, I or W of a microbatch.
+    """One piece of work of a stage: kind F, R (computed again), B, I or W of a microbatch.
 
     >>> str(Work.parse("2F0"))
     '2F0'
@@ -34,7 +34,7 @@ class Work:
     def parse(text: str) -> Work:
         found = _TEXT.match(text)
         if found is None:
-            raise InputError(f"'{text}' is not a piece of work; write stage, kind (F, B, I or W), microbatch, as 2F0.")
+            raise InputError(f"'{text}' is no piece of work; write stage, kind (F, R, B, I or W), microbatch, as 2F0.")
         return Work(int(found[1]), found[2], int(found[3]))
 
 

@@ -29,13 +29,16 @@ class AlongAxis(Protocol):
     def __call__(self, graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None: ...
 
 
-def along_axis(*, first: bool = False, batches: bool = False, last: bool = False) -> Callable[[SProgram], AlongAxis]:
+def along_axis(
+    *, first: bool = False, batches: bool = False, again: bool = False, last: bool = False
+) -> Callable[[SProgram], AlongAxis]:
     """Make an sProgram of `cut(graph, n, axis, **options)`, which cuts ops into `n` along the mesh axis of that name.
 
     It assigns nothing: alone it is given all devices as one axis, and in a product its share of them. What no plan of
     a product cuts is replicated; updates that none cuts follow what reads their weight. Wherever it stands in a
     product, `first` is for what puts other ops in the place of some, `batches` for what makes microbatches, which
-    others cut further, `last` for what follows the cuts of others (`graph.follow`). `.cut` is the function itself.
+    others cut further, `again` for what computes ops again, `last` for what follows the cuts of others
+    (`graph.follow`). `.cut` is the function itself.
 
     @ss.along_axis()
     def data_parallel(graph, n, axis):
@@ -52,7 +55,7 @@ def along_axis(*, first: bool = False, batches: bool = False, last: bool = False
 
         graph, _, _, *rest = inspect.signature(cut).parameters.values()
         signature = inspect.Signature([graph, graph.replace(name="cluster"), *rest])
-        vars(run).update(__signature__=signature, cut=cut, turn=(last - first, not batches))
+        vars(run).update(__signature__=signature, cut=cut, turn=(2 * last + again - first, not batches))
         return cast(AlongAxis, sprogram(run))
 
     return decorate
@@ -77,7 +80,11 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
 def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, SProgram]) -> None:
     for name, plan in sorted(plans.items(), key=lambda item: _mark(item[1], "turn")):
         plan(graph, MeshAxis(name, mesh.sizes[name]))
-    op_assign(graph, [op for op in graph.ops if op.is_forward or graph.grids[op.name].is_touched], mesh)
+    # Copies that none cuts are where they are read; on the hosts of their devices, if a plan says so.
+    hosted = [op for op in graph.ops if op.name in graph.hosted]
+    chosen = (op for op in graph.ops if (op.is_forward and not op.is_copy) or graph.grids[op.name].is_touched)
+    op_assign(graph, list(chosen), mesh)
+    op_assign(graph, hosted, "host")
 
 
 def _mark(plan: SProgram, name: str) -> Any:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from math import ceil, isfinite, sqrt
 
 from superscaler.plans.along import along_axis
-from superscaler.plans.chains import cheapest, stretches
+from superscaler.plans.chains import cheapest
 from superscaler.plans.gradient_accumulation import gradient_accumulation
-from superscaler.plans.shared import layers
+from superscaler.plans.shared import layers, stretches
 from superscaler.verbs import Graph, InputError, Recompute, op_trans
 
 
-@along_axis(last=True)
+@along_axis(again=True)
 def chain_recompute(
     graph: Graph, n: int, axis: str, limit: float = 0, every: str = "", times: str = "", microbatches: int = 1
 ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from superscaler.plans.shared import layers
+from superscaler.plans.shared import layers, stretches
 from superscaler.verbs import Graph, InputError, Op
 
 # In so many steps of the limit bytes are told apart, rounded up, where more choices than that are left to compare.
@@ -73,16 +73,6 @@ def least(units: Sequence[Unit]) -> int:
     """Return the least limit that can be met."""
     whole = sum(u.tape + u.read + u.most for u in units)
     return bisect_left(range(whole), True, key=lambda limit: choose(units, limit) is not None)
-
-
-def stretches(graph: Graph) -> list[tuple[str, list[Op]]]:
-    """Return the forward ops in order: those of each layer with its path, and those between layers with none."""
-    layer_of = {op.name: layer.path for layer in layers(graph) for op in layer.ops}
-    found: dict[tuple[str, int], list[Op]] = {}
-    for op in graph.forward_ops:
-        path = layer_of.get(op.name, "")
-        found.setdefault((path, 0 if path else len({path for path, _ in found})), []).append(op)
-    return [(path, ops) for (path, _), ops in found.items()]
 
 
 def cheapest(graph: Graph, limit: float, times: str, parts: int) -> list[Run]:

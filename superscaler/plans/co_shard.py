@@ -18,7 +18,7 @@ from superscaler.plans.shared import joined, layers, made_for, splits_within, un
 from superscaler.verbs import Block, Graph, InputError, Recompute, Split, op_trans
 
 
-@along_axis(last=True)
+@along_axis(again=True)
 def co_shard(
     graph: Graph, n: int, axis: str, parts: int = 4, blocks: str = "all", factors: str = "", microbatches: int = 1
 ) -> None:

@@ -14,25 +14,21 @@ parts or a list of sizes: these lie on `devices` in order, the first factor oute
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from superscaler.errors import unknown
+from superscaler.specs.yaml_file import read, table
 from superscaler.verbs import Cluster, Graph, InputError, Mesh, Microbatch, Split, op_assign, op_trans, sprogram
-
-KEYS = ("mesh", "microbatches", "modules")
-CUTS = {"axis": str, "parts": int, "sizes": list}
 
 
 @sprogram
 def flexible(graph: Graph, cluster: Cluster, choices: Any = "") -> None:
-    given = _table("the table", choices if isinstance(choices, Mapping) else _read(choices), KEYS)
-    mesh = cluster.mesh(**_table("mesh", given.get("mesh", {"copies": -1})))
-    rows = {pattern: _row(pattern, row, mesh) for pattern, row in _table("modules", given.get("modules")).items()}
+    given = choices if isinstance(choices, Mapping) else read(choices, f"choices={choices}")
+    given = table(given, "choices: the table", ("mesh", "microbatches", "modules"))
+    mesh = cluster.mesh(**table(given.get("mesh", {"copies": -1}), "choices: mesh"))
+    rows = {p: _row(f"choices: {p}", row, mesh) for p, row in table(given.get("modules"), "choices: modules").items()}
     paths = dict.fromkeys(op.module for op in graph.forward_ops)
     fits = {p: [path for path in paths if fnmatchcase(path, p) or fnmatchcase(path, f"{p}.*")] for p in rows}
     for pattern in (pattern for pattern, found in fits.items() if not found):
@@ -43,39 +39,25 @@ def flexible(graph: Graph, cluster: Cluster, choices: Any = "") -> None:
         splits, devices = chosen.get(op.module, ([], None))
         for split in splits:
             op_trans(graph, op, split)
-        own = {split.axis: split.parts for split in splits}
-        op_assign(graph, op, mesh if devices is None else Mesh({**own, "copies": -1}, devices))
+        own = {split.axis: split.parts for split in splits} | {"copies": -1}
+        op_assign(graph, op, mesh if devices is None else Mesh(own, devices))
 
 
-def _row(pattern: str, row: Any, mesh: Mesh) -> tuple[list[Split], list[int] | None]:
-    cuts = dict(_table(pattern, row))
+def _row(where: str, row: Any, mesh: Mesh) -> tuple[list[Split], list[int] | None]:
+    cuts = dict(table(row, where))
     devices = cuts.pop("devices", None)
     if not isinstance(devices, list | None):
-        raise InputError(f"choices: {pattern}: devices is {devices!r}; give a list of numbers.")
-    return [_split(f"{pattern}: {factor}", factor, how, mesh, devices) for factor, how in cuts.items()], devices
+        raise InputError(f"{where}: devices is {devices!r}; give a list of numbers.")
+    return [_split(f"{where}: {factor}", factor, how, mesh, devices) for factor, how in cuts.items()], devices
 
 
-def _split(what: str, factor: str, how: Any, mesh: Mesh, devices: list[int] | None) -> Split:
-    cut = _table(what, next(({key: how} for key, kind in CUTS.items() if isinstance(how, kind)), how), CUTS)
-    if not cut or not all(isinstance(cut[key], CUTS[key]) for key in cut):
-        raise InputError(f"choices: {what} is {how!r}; give an axis, a number of parts or a list of sizes.")
+def _split(where: str, factor: str, how: Any, mesh: Mesh, devices: list[int] | None) -> Split:
+    kinds = {"axis": str, "parts": int, "sizes": list}
+    cut = table(next(({key: how} for key, kind in kinds.items() if isinstance(how, kind)), how), where, kinds)
+    if not cut or not all(isinstance(cut[key], kinds[key]) for key in cut):
+        raise InputError(f"{where} is {how!r}; give an axis, a number of parts or a list of sizes.")
     axis, sizes = cut.get("axis", ""), cut.get("sizes", [])
     if axis and axis not in mesh.sizes:
-        raise InputError(f"choices: {what}: {unknown('axis of the mesh', axis, mesh.sizes)}")
+        raise InputError(f"{where}: {unknown('axis of the mesh', axis, mesh.sizes)}")
     names, parts = tuple(map(str.strip, factor.split(","))), cut.get("parts") or len(sizes) or mesh.sizes.get(axis, 0)
     return Split(names, parts, tuple(sizes), axis=axis if axis or devices is None else factor)
-
-
-def _table(what: str, given: Any, known: Collection[str] = ()) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise InputError(f"choices: {what} is {given!r}, but it must be a table of names.")
-    for key in (key for key in given if known and key not in known):
-        raise InputError(f"choices: {what}: {unknown('key', key, known)}")
-    return given
-
-
-def _read(file: str) -> Any:
-    try:
-        return yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"choices={file} cannot be read: {' '.join(str(error).split())}") from None

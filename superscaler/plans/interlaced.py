@@ -1,20 +1,20 @@
 """The interlaced pipeline (the paper's algorithm 2): for models whose embedding and head are heavy, as mBART.
 
 All devices have a slice of the vocabulary: they look up, and compute scores and loss, together, between the work of the
-other layers, which are a pipeline.
+other layers, which are a pipeline. `recompute` (early, late) computes blocks again, as in a pipeline.
 """
 
 from __future__ import annotations
 
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
-from superscaler.plans.pipeline import lay
+from superscaler.plans.pipeline import compute_again, lay
 from superscaler.plans.shared import decompose_losses, stages, tensor_splits
 from superscaler.verbs import Graph, InputError, op_trans
 
 
 @along_axis(batches=True)
-def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None) -> None:
+def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None, recompute: str = "") -> None:
     decompose_losses(graph, n)
     splits = tensor_splits(graph, n, axis, in_blocks=False)
     inside = {op.name for block in graph.blocks for op in block.ops}
@@ -24,7 +24,8 @@ def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None)
     if all(op.from_data for op in ops[:first]) or all(op.from_data for op in ops[last:]):
         raise InputError("interlaced needs an embedding, repeated blocks and a head; choose pipeline_1f1b.")
     table = schedules.interlaced(n, 2 * n if microbatches is None else microbatches)
-    lay(graph, axis, table, [ops[:first], *stages(graph, n, ops=ops[first:last]), ops[last:]])
+    parts = [ops[:first], *stages(graph, n, ops=ops[first:last]), ops[last:]]
+    lay(graph, axis, compute_again(graph, table, parts, recompute), parts)
     for op in (*ops[:first], *ops[last:]):
         for split in splits.get(op.name, ()):
             op_trans(graph, [op], split)

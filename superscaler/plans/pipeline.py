@@ -7,6 +7,8 @@ chunks        stages on each device, where the schedule has a choice (interleave
 slices        of each microbatch along the sequence, where the schedule has a choice (terapipe, seq1f1b): these are
               numbered through all microbatches, so that slice 1 of 4 of microbatch 2 is 9. For causal models
 blocks        how many of the model's blocks each stage has, as 3+5+4; by default stages are balanced by FLOPs
+recompute     early or late: blocks are computed again in the backward, before the gradient of their stage is there, so
+              that a device does not wait for it idle, or once it is. A file says early where it has R: `0R0 0B0`
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from pathlib import Path
 from superscaler.errors import divisors
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
-from superscaler.plans.shared import reads_ahead, sequences
+from superscaler.plans.shared import layers, reads_ahead, sequences
 from superscaler.plans.shared import stages as balanced
-from superscaler.plans.tables import Table, check, devices_of
+from superscaler.plans.tables import Table, check, computed_again, devices_of
 from superscaler.verbs import (
     Graph,
     InputError,
     Microbatch,
     Op,
+    Recompute,
     SplitBackward,
     Stage,
     Work,
@@ -47,12 +50,29 @@ def pipeline(
     chunks: int | None = None,
     slices: int | None = None,
     blocks: str = "",
+    recompute: str = "",
 ) -> None:
     if stages not in (None, n):
         raise InputError(f"pipeline:stages={stages} on {n} devices; give chunks, for {n} stages each, or leave it out.")
     options = {k: v for k, v in (("chunks", chunks), ("slices", slices)) if v is not None}
     table, slices = _table(schedule, n, microbatches, options)
-    lay(graph, axis, table, balanced(graph, 1 + max(work.stage for row in table for work in row), blocks), slices)
+    parts = balanced(graph, 1 + max(work.stage for row in table for work in row), blocks)
+    lay(graph, axis, compute_again(graph, table, parts, recompute), parts, slices)
+
+
+def compute_again(graph: Graph, table: Table, parts: Sequence[Sequence[Op]], when: str) -> Table:
+    """Compute the blocks of all stages again (`when`: early, late), or of those of which a table says when; return the
+    table that says so.
+    """
+    if when not in ("", "early", "late"):
+        raise InputError(f"recompute={when}: choose early or late.")
+    table = computed_again(table) if when == "early" else table
+    own = {work.stage for row in table for work in row if when or work.kind == "R"}
+    inside = {op.name for stage in own for op in parts[stage]}
+    for layer in layers(graph) if inside else ():
+        if layer.ops[0].name in inside:
+            op_trans(graph, layer.ops, Recompute())
+    return table
 
 
 def lay(

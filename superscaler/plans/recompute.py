@@ -8,20 +8,18 @@ what=attention  products of activations with each other (attention), and what is
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from superscaler.plans.along import along_axis
 from superscaler.plans.gradient_accumulation import gradient_accumulation
-from superscaler.plans.shared import layers, made_for
+from superscaler.plans.shared import layers, made_for, stretches
 from superscaler.verbs import Graph, InputError, Op, Recompute, op_trans
 
 
-@along_axis(last=True)
+@along_axis(again=True)
 def recompute(graph: Graph, n: int, axis: str, what: str = "block", microbatches: int = 1) -> None:
     regions = {"block": _blocks, "full": _full, "attention": _attention}
     if what not in regions:
         raise InputError(f"recompute:what={what}: choose {', '.join(regions)}.")
-    found = [ops for ops in regions[what](graph) if any(op.has_mirror for op in ops)]
+    found = [ops for ops in regions[what](graph) if any(op.has_mirror or op.region for op in ops)]
     if not found:
         raise InputError(f"recompute:what={what}: the model has nothing of this kind to compute again.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
@@ -34,16 +32,13 @@ def _blocks(graph: Graph) -> list[list[Op]]:
 
 
 def _full(graph: Graph) -> list[list[Op]]:
-    inside = {op.name for ops in _blocks(graph) for op in ops}
-    stretches = groupby(graph.forward_ops, lambda op: op.name in inside)
-    return [*_blocks(graph), *(list(ops) for is_inside, ops in stretches if not is_inside)]
+    return [ops for _, ops in stretches(graph)]
 
 
 def _attention(graph: Graph) -> list[list[Op]]:
     """Return a region for each product of activations that does not lead to another one alone."""
     weights = {t.name for t in graph.model.parameters()}
     weights |= {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
-
     own = {op.name: op for op in graph.forward_ops if not op.flops or weights.isdisjoint(o.tensor for o in op.inputs)}
     found: list[list[Op]] = []
     for op in reversed(own.values()):

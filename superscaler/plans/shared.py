@@ -15,7 +15,7 @@ from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate
 
 
 def layers(graph: Graph) -> list[Block]:
-    """Return the blocks with a backward; where the modules that repeat inside one have most of its FLOPs, and several
+    """Return the blocks that are trained; where the modules that repeat inside one have most of its FLOPs, and several
     products each, those instead (the layers of a stage of layers).
     """
     found: list[Block] = []
@@ -27,7 +27,17 @@ def layers(graph: Graph) -> list[Block]:
         inner = {path: ops for path, ops in inner.items() if sum(op.flops > 0 for op in ops) > 1}
         is_most = 2 * sum(op.flops for ops in inner.values() for op in ops) > sum(op.flops for op in block.ops)
         found += [Block(path, tuple(ops)) for path, ops in inner.items()] if is_most else [block]
-    return [block for block in found if any(op.has_mirror for op in block.ops)]
+    return [block for block in found if any(op.has_mirror or op.region for op in block.ops)]
+
+
+def stretches(graph: Graph) -> list[tuple[str, list[Op]]]:
+    """Return the forward ops in order: those of each layer with its path, and those between layers with none."""
+    layer_of = {op.name: layer.path for layer in layers(graph) for op in layer.ops}
+    found: dict[tuple[str, int], list[Op]] = {}
+    for op in graph.forward_ops:
+        path = layer_of.get(op.name, "")
+        found.setdefault((path, 0 if path else len({path for path, _ in found})), []).append(op)
+    return [(path, ops) for (path, _), ops in found.items()]
 
 
 def made_for(graph: Graph, core: Iterable[Op], among: Collection[str]) -> list[Op]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from superscaler.verbs import InputError, Row, Work, timetable
 
 Table = list[list[Work]]
 Rank = Callable[[Work], tuple[object, ...]]
-SECONDS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+SECONDS: Mapping[str, float] = {"F": 1.0, "R": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 # How many activations a work adds to what its device keeps.
 KEEPS: Mapping[str, int] = {"F": 1, "B": -1, "W": -1}
 
@@ -43,6 +44,14 @@ def fill(works: Iterable[Work], place: Callable[[Work], int], rank: Rank, most: 
     return table
 
 
+def computed_again(table: Table) -> Table:
+    """Return the table where what a backward needs is computed again before it, as soon as its device is free."""
+    return [
+        [some for work in row for some in ((replace(work, kind="R"), work) if work.kind in "BI" else (work,))]
+        for row in table
+    ]
+
+
 def finish(table: Table, seconds: Mapping[str, float] = SECONDS) -> dict[Work, float]:
     """Return when each work ends if its kind takes so many seconds and messages none; where it is stuck, no more."""
     rows = devices_of(table)
@@ -69,7 +78,7 @@ def finish(table: Table, seconds: Mapping[str, float] = SECONDS) -> dict[Work, f
 
 
 def _needs(works: Collection[Work]) -> dict[Work, set[Work]]:
-    """Return what each work waits for: the stage before, or behind on the way back, and its own forward."""
+    """Return what each work waits for: the stage before, or behind on the way back, and its own forward, the last."""
     last = max(work.stage for work in works)
     back = {(w.stage, w.microbatch): w.kind for w in works if w.kind in "BI"}
     needs: dict[Work, set[Work]] = {}
@@ -77,11 +86,11 @@ def _needs(works: Collection[Work]) -> dict[Work, set[Work]]:
         stage, k = work.stage, work.microbatch
         if work.kind == "F":
             needs[work] = {Work(stage - 1, "F", k)} if stage else set()
-        elif work.kind == "W":
-            needs[work] = {Work(stage, "I", k)}
+        elif work.kind in "RW":
+            needs[work] = {Work(stage, "F" if work.kind == "R" else "I", k)}
         else:
             behind = {Work(stage + 1, back.get((stage + 1, k), "B"), k)} if stage < last else set()
-            needs[work] = {Work(stage, "F", k), *behind}
+            needs[work] = {again if (again := Work(stage, "R", k)) in works else Work(stage, "F", k), *behind}
     return needs
 
 
@@ -121,8 +130,8 @@ def _incomplete(table: Table, place: Mapping[Work, Step]) -> Faults:
     where = devices_of(table)
     for stage, k in itertools.product(range(stages), range(numbers)):
         complete = ("FB", "FIW") if stage >= trained else ("F",)
-        own = {kind: place[work] for kind in "FBIW" if (work := Work(stage, kind, k)) in place}
-        first, kinds = next(iter(own.values()), (0, len(table[0]) - 1)), "".join(own)
+        own = {kind: place[work] for kind in "FRBIW" if (work := Work(stage, kind, k)) in place}
+        first, kinds = next(iter(own.values()), (0, len(table[0]) - 1)), "".join(own).replace("R", "")
         homes = {kind: where[Work(stage, kind, k)] for kind in own}
         if len(set(homes.values())) > 1:
             told = " and ".join(f"{kind} on {', '.join(map(str, devices))}" for kind, devices in homes.items())

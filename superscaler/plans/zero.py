@@ -34,4 +34,5 @@ def zero(graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microb
             op_trans(graph, parts, Microbatch(microbatches))
     for left, block in zip(range(len(graph.blocks), 0, -1), graph.blocks if stage == 3 else (), strict=False):
         own = [op for op in block.ops if not op.region]
-        op_trans(graph, own, Regather() if left <= keep else Recompute())
+        if any(op.has_mirror for op in own):
+            op_trans(graph, own, Regather() if left <= keep else Recompute())

@@ -19,7 +19,8 @@ from superscaler.errors import InputError
 from superscaler.ir.transformed import block_of
 from superscaler.plan import Plan
 from superscaler.plans import resolve
-from superscaler.plans.chains import SLOTS, Run, Unit, cheapest, choose, least, stretches
+from superscaler.plans.chains import SLOTS, Run, Unit, cheapest, choose, least
+from superscaler.plans.shared import stretches
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
 from tests.graphs import graph_of

@@ -34,6 +34,16 @@ EQUAL = [
     ("gpt2:size=tiny", "co_shard:parts=2,factors=sequence", 1),
     ("gpt2:size=tiny", "swap", 1),
     ("mbart:size=tiny", "swap:what=both,microbatches=2", 2),
+    ("gpt2:size=tiny", "zero:2,stage=3 x tensor_parallel:2 x recompute", 4),
+    ("gpt2:size=tiny", "recompute:what=attention x zero:2,stage=3", 2),
+    ("gpt2:size=tiny", "zero:2 x swap:what=both", 2),
+    ("llama:size=tiny", "tensor_parallel:2 x chain_recompute:every=sqrt", 2),
+    ("gpt2:size=tiny", "pipeline_1f1b:2,microbatches=2 x swap", 2),
+    ("llama:size=tiny", "pipeline_1f1b:2,microbatches=4 x recompute", 2),
+    ("gpt2:size=tiny", "pipeline_1f1b:2,microbatches=4,recompute=early", 2),
+    ("mbart:size=tiny", "pipeline_1f1b:2,microbatches=4,recompute=early", 2),
+    ("mbart:size=tiny", "interlaced:2,microbatches=2,recompute=early", 2),
+    ("gpt2:size=tiny", "zb_h1:2,microbatches=4,recompute=late", 2),
 ]
 # Others of the same plans.
 MORE = [
@@ -69,10 +79,15 @@ REFUSED = [
     ("recompute:what=blocks", 1, "recompute:what=blocks: choose block, full, attention."),
     ("co_shard:parts=1", 1, "co_shard:parts=1: give 2 or more"),
     ("co_shard:parts=3", 1, "into 3 parts divides no factor of this model: h.0.attn.heads of size 4"),
-    ("swap:1 x tensor_parallel", 2, "swap says where everything is; only plans along one axis have a product"),
+    ("hybrid:1 x tensor_parallel", 2, "hybrid says where everything is; only plans along one axis have a product"),
     ("co_shard:blocks=2", 1, "co_shard:blocks=2: give all, or first:N."),
     ("co_shard:factors=head", 1, "co_shard:factors=head: the model has no factor head; known: "),
     ("co_shard:factors=vocabulary", 1, "co_shard:parts=4: none of these blocks has a factor to cut"),
+    ("recompute x swap:2", 2, "Recompute of layer_norm is asked for twice; leave it out of one of them."),
+    ("co_shard:1,parts=2 x recompute", 1, "is asked for twice; leave it out of one of them."),
+    ("chain_recompute:1,every=sqrt x pipeline_1f1b:2,recompute=early", 2, "is asked for twice; leave it out"),
+    ("sequence_parallel:2,regather=true x recompute", 2, "and Regather are asked for; leave it out of one of them."),
+    ("pipeline_1f1b:recompute=soon", 2, "recompute=soon: choose early or late."),
     ("swap:what=state", 1, "swap:what=state: choose activations, optimizer, both."),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.work import parse_schedule, print_schedule
-from superscaler.plans import schedules
+from superscaler.plans import resolve, schedules
 from superscaler.plans.pipeline import lay
 from superscaler.plans.shared import stages
 from superscaler.plans.tables import Table, check, finish
@@ -86,6 +87,39 @@ def test_chunks_divide_the_bubble(p: int, m: int) -> None:
     idle, _, peaks = measured(schedules.breadth_first(p, m, 2), **half)
     assert idle == [3 * (p - 1) / 2] * p
     assert peaks == [2 * m] * p
+
+
+class Summed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum()
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_what_is_computed_again_early_fills_the_bubble(p: int, m: int) -> None:
+    """Late, a gradient waits in each stage for what is computed again, as if backwards took so much longer."""
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(p - 1)), Summed(2, 2))
+    graph = ss.capture(module, (torch.randn(m, 2),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    for when, idle in (("late", (p - 1) * (1 + 1 + 2)), ("early", (p - 1) * (1 + 2))):
+        planned = graph.copy()
+        resolve(f"pipeline_1f1b:microbatches={m},recompute={when}")(planned, ss.Cluster.local(p))
+        planned.settle()
+        found = run(complete(planned), {"F": 1.0, "B": 2.0})
+        step = max(device.end for device in found.values())
+        assert [device.busy for device in found.values()] == [4 * m] * p
+        assert [step - device.busy for device in found.values()] == [idle] * p
+        assert [device.peak for device in found.values()] == [1] * p
+
+
+def test_a_table_says_when_stages_are_computed_again(tmp_path: Path) -> None:
+    file = tmp_path / "table"
+    file.write_text("0F0 0F1 0R0 0B0 0R1 0B1\n1F0 1B0 1F1 1B1")
+    module = nn.Sequential(nn.Linear(2, 2), Summed(2, 2))
+    graph = ss.capture(module, (torch.randn(2, 2),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    plan = ss.compile(graph, resolve(f"pipeline:schedule={file}"), "local:2")
+    assert plan.verify()["equal"]
+    assert {op.module for op in plan.compiled.graph.twins.values()} == {"0"}
+    with pytest.raises(InputError, match="0B0 waits for 0R0, at step 2 of device 0"):
+        check(parse_schedule("0F0 0B0 0R0"))
 
 
 class Causal(nn.Module):

@@ -52,7 +52,8 @@ def run(schedule: Schedule, seconds: Mapping[str, float]) -> dict[int, Device]:
         ends[node] = device.end = start + _seconds(name, schedule, seconds)
         device.start = start if device.start < 0 else device.start
         device.busy += ends[node] - start
-        kept[name.device] = kept.get(name.device, 0) + KEEPS.get(name.kind, 0)
+        keeps = KEEPS.get(name.kind, 0) * schedule.segments[name.number].has_mirror
+        kept[name.device] = kept.get(name.device, 0) + keeps
         device.peak = max(device.peak, kept[name.device])
     return devices
 

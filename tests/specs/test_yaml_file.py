@@ -1,0 +1,38 @@
+"""Tables of users: what is none, or none of the known names, is told in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from superscaler.errors import InputError
+from superscaler.specs.yaml_file import parse, read, table
+
+
+def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "table.yaml"
+    file.write_text("mesh: {dp: 2}\nmodules: {}")
+    assert table(read(str(file), "here"), "here", ("mesh", "modules")) == {"mesh": {"dp": 2}, "modules": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [", "here is not YAML: while parsing"),
+        ("a: 1\na: 2", "the key 'a' is given twice, at line 1 and below"),
+        ("[" * 2000, "here: lists or mappings are nested too deep"),
+        ("[1]", r"here is \[1\], but it must be a table of names"),
+        ("1: 2", "here is {1: 2}, but it must be a table of names"),
+        ("mush: {}", "here: unknown key 'mush'; did you mean 'mesh'"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(text: str, told: str) -> None:
+    with pytest.raises(InputError, match=told) as error:
+        table(parse(text, "here"), "here", ("mesh",))
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="here cannot be read: .*No such file"):
+        read(str(tmp_path / "none.yaml"), "here")
