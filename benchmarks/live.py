@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of storages that are made inside, and the most there were at once; not those of `before`."""
+    """Counts the bytes of storages that ops make or read, and the most there were at once; not those of `before`."""
 
     def __init__(self, before: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
+        for storage in (x.untyped_storage() for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)):
             if storage not in self.known:
                 self.known.add(storage)
                 self._add(storage.nbytes())
