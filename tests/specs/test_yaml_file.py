@@ -34,5 +34,5 @@ def test_what_is_wrong_is_told_in_one_line(text: str, told: str) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="here cannot be read: .*No such file"):
+    with pytest.raises(InputError, match=r"here cannot be read: .*No such file"):
         read(str(tmp_path / "none.yaml"), "here")
