@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError
+from superscaler.ir.spmd import Folded
+from superscaler.models import build
 from superscaler.plans import names, resolve
 from superscaler.plans.schedules import schedule_1f1b
 from superscaler.plans.shared import stages, tensor_splits
@@ -67,6 +69,20 @@ def test_every_plan_of_the_library_has_a_name_and_a_text() -> None:
     assert {"single", "data_parallel", "tensor_parallel", "pipeline_1f1b", "hybrid"} <= set(names())
     for name in names():
         assert callable(resolve(name))
+
+
+def test_devices_that_have_slices_of_a_vocabulary_or_of_experts_fold() -> None:
+    for spec, plan in (
+        ("gpt2:size=tiny", "tensor_parallel"),
+        ("mixtral:size=tiny", "tensor_parallel:vocabulary=false"),
+    ):
+        built = build(spec)
+        graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
+        compiled = ss.compile(graph, plan, "local:4")
+        assert isinstance(compiled.compiled.program.devices, Folded)
+        assert compiled.counts["distinct_programs"] == 1
+        slices = [tables.parts for tables in compiled.compiled.emitted.tables]
+        assert all(slices[0] != other for other in slices[1:])
 
 
 @pytest.mark.parametrize("frozen", [(0, 1), (0, 1, 2), (3,), (1, 2)])
