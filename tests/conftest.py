@@ -18,8 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return a process per core for the whole suite, and none for what is named: workers take seconds to start."""
-    return min(cores(), 8) if config.args_source is config.ArgsSource.TESTPATHS else 0
+    """Return a process per core for the whole suite, and none for what is named (workers take seconds to start) or to
+    write golden files, of which several tests share one.
+    """
+    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not config.option.update_golden
+    return min(cores(), 8) if is_whole else 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
