@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,14 +11,17 @@ from typing import Any
 
 from superscaler.cluster import Cluster
 from superscaler.emit.steps import Emitted, emit
-from superscaler.errors import InputError
+from superscaler.errors import InputError, PlanError
+from superscaler.ir.loops import Rolled
 from superscaler.ir.moves import Move, moves
 from superscaler.ir.parts import HOSTS, place_name
 from superscaler.ir.program import Free, Program
 from superscaler.ir.spmd import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
+from superscaler.materialize.loops import Aperiodic
 from superscaler.schedule.homes import place_updates
+from superscaler.schedule.loops import Steady, find_steady, first_microbatches
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.spmd import find_fold, restrict
@@ -31,7 +35,8 @@ SProgram = Callable[[Graph, Cluster], Any]
 class Compiled:
     """Everything that compiling made. `seconds` per phase, whose sum is `total`.
 
-    Of a plan that folds, `schedule` has the compiled places only; `close` tells which devices correspond.
+    Of a plan that folds, `schedule` has the compiled places only; `close` tells which devices correspond. Of one that
+    goes in loops it has the first microbatches only.
     """
 
     graph: Graph
@@ -50,7 +55,8 @@ class Compiled:
     @cached_property
     def whole_schedule(self) -> Schedule:
         """Return the schedule of all parts on all devices, whose cost grows with their number."""
-        return complete(self.graph, self.close) if self.fold is not None else self.schedule
+        rolls = any(isinstance(device.instructions, Rolled) for device, _ in self.program.distinct)
+        return complete(self.graph, self.close) if rolls or self.fold is not None else self.schedule
 
     @cached_property
     def moves(self) -> list[Move]:
@@ -137,24 +143,36 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
     phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0}
     with without_garbage_collection():
         with timed(phases, "schedule"):
-            close = find_fold(planned)
-        schedule, program = _folded(planned, cluster, close, phases)
+            close, steady = find_fold(planned), find_steady(planned)
+        schedule, program = _compiled(planned, cluster, close, steady, phases)
         with timed(phases, "emit"):
             emitted = emit(program)
     phases["total"] = sum(phases.values())
     return Compiled(planned, cluster, schedule, close, program, emitted, phases)
 
 
-def _folded(planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[str, float]) -> tuple[Schedule, Program]:
+def _compiled(
+    planned: Graph, cluster: Cluster, close: Fold | None, steady: Steady | None, phases: dict[str, float]
+) -> tuple[Schedule, Program]:
+    """Compile as few microbatches as tell of all; all where they do not, or where the plan does not hold."""
+    if steady is not None:
+        with contextlib.suppress(Aperiodic, PlanError):
+            return _folded(planned, cluster, close, phases, steady)
+    return _folded(planned, cluster, close, phases)
+
+
+def _folded(
+    planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[str, float], steady: Steady | None = None
+) -> tuple[Schedule, Program]:
     """Compile as few places of each fold axis as tell of all; those of an axis that does not fold after all, all."""
-    fold = close
+    fold, kept = close, planned if steady is None else first_microbatches(planned, steady.few)
     while True:
         fold = None if fold is None or max(fold.widths, default=0) <= KEPT else fold
         try:
             with timed(phases, "schedule"):
-                schedule = complete(planned if fold is None else restrict(planned, fold), close)
+                schedule = complete(kept if fold is None else restrict(kept, fold), close)
             with timed(phases, "materialize"):
-                return schedule, materialize(schedule, len(cluster.devices), cluster, fold)
+                return schedule, materialize(schedule, len(cluster.devices), cluster, fold, steady, planned.orders)
         except Unfoldable as error:
             assert fold is not None
             fold = fold.without(error.axis)

@@ -391,7 +391,7 @@ class Device:
 
     rank: int
     weights: tuple[Weight, ...]
-    instructions: tuple[Instruction, ...]
+    instructions: Sequence[Instruction]
 
 
 @dataclass(frozen=True, slots=True)

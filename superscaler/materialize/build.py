@@ -6,7 +6,7 @@ communication has the time in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -28,6 +28,7 @@ from superscaler.ir.program import (
     writes,
 )  # fmt: skip
 from superscaler.ir.spmd import Fold
+from superscaler.ir.transformed import Order
 from superscaler.materialize.code import Code
 from superscaler.materialize.context import Context
 from superscaler.materialize.functions import Functions
@@ -36,24 +37,29 @@ from superscaler.materialize.residents import Residents
 from superscaler.materialize.rvd.transitions import Costs
 from superscaler.materialize.spmd import fold_devices
 from superscaler.materialize.values import Values
+from superscaler.materialize.whole import rolled
 from superscaler.materialize.writer import Writer
 from superscaler.schedule.edges import Key
+from superscaler.schedule.loops import Steady
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.segments import Alias, Segment
 from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, Place
 
 
-def materialize(schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None) -> Program:
+def materialize(schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None, steady: Steady | None = None, orders: Sequence[Order] = ()) -> Program:
     """Return the program of a complete schedule on `world` devices, whose exchanges take as long as `costs` say.
 
-    With a fold the schedule has only the compiled places; Unfoldable says along which axis they do not tell of all.
+    With a fold the schedule has only the compiled places; Unfoldable says along which axis they do not tell of all. With
+    `steady` it has only some microbatches; Aperiodic says that they do not tell of all.
     """
     model = schedule.edges.model
     from_weights = frozenset(o.tensor for op in model.ops if op.from_weights for o in op.outputs)
-    context = Context(model.tensors, from_weights, costs, schedule.edges.fold, fold, schedule.edges.graph.overlaps)
-    builder = _Builder(schedule, Writer(schedule.transfers, Code(model.tensors, world), context))
+    overlaps = schedule.edges.graph.overlaps
+    context = Context(model.tensors, from_weights, costs, schedule.edges.fold, fold, overlaps, steady)
+    builder = _Builder(schedule, Writer(schedule.transfers, Code(model.tensors, world, steady is not None), context))
     builder.run()
-    return builder.program()
+    program = builder.program()
+    return program if steady is None else rolled(program, schedule, steady, orders)
 
 
 class _Builder:
@@ -67,6 +73,7 @@ class _Builder:
         self.functions = Functions(schedule.edges)
         self.loss_places = self._loss_places()
         self.loss_parts: list[list[tuple[Value, bool]]] = [[] for _ in self.code.of]
+        self._moving: dict[tuple[int, int], bool] = {}
 
     def run(self) -> None:
         for place, name in self.residents.load_weights():
@@ -101,7 +108,7 @@ class _Builder:
             parts = self.loss_parts[rank]
             code.append(Loss(tuple(name for name, _ in parts), tuple(counted for _, counted in parts)))
         devices: Sequence[Device] = tuple(
-            Device(rank, tuple(self.residents.weights[rank].values()), tuple(_with_frees(code)))
+            Device(rank, tuple(self.residents.weights[rank].values()), tuple(_with_frees(code, None if self.context.steady else str)))
             for rank, code in enumerate(self.code.of)
         )
         if self.context.fold is not None:
@@ -155,8 +162,21 @@ class _Builder:
             return name
         if alias.is_zero(at):
             # Another part reads the value.
-            return self.code.join(key[0], self.code.like(tensor), tensor, (), box, self.model.tensors[tensor].dtype)
-        return self.residents.slice(key[0], tensor, box)
+            like = self.code.like(tensor)
+            like = like._replace(microbatch=key[1]) if self.context.steady else like
+            return self.code.join(key[0], like, tensor, (), box, self.model.tensors[tensor].dtype)
+        return self.residents.slice(key[0], tensor, box, key[1] if self._moves(segment, number) else -1)
+
+    def _moves(self, segment: Segment, number: int) -> bool:
+        """Tell whether microbatches read different elements of an alias, where they are told apart."""
+        if self.context.steady is None:
+            return False
+        if (segment.number, number) not in self._moving:
+            alias, first = segment.aliases[number], dict[tuple[int, int], int]()
+            seen = (first.setdefault((key[0], key[2]), at) for at, key in enumerate(segment.keys))
+            others = list(seen)
+            self._moving[segment.number, number] = bool((alias.lo != alias.lo[others]).any())
+        return self._moving[segment.number, number]
 
     def _backward(self, segment: Segment, node: Node) -> None:
         """Write a backward, or half of one; whole where one half gives all."""
@@ -191,6 +211,7 @@ class _Builder:
     def _gradient(self, segment: Segment, key: Key, alias: int) -> Value | None:
         """Return a name for the gradient of an alias, None where nobody reads it."""
         like = self.code.like(self.model.origin(segment.aliases[alias].tensor), is_gradient=True)
+        like = like._replace(microbatch=key[1]) if self.context.steady else like
         is_read = Place(BACKWARD, segment.number, key, alias) in self.values.pieces_of
         return self.code.fresh(key[0], like) if is_read else None
 
@@ -246,7 +267,7 @@ def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tup
     return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
 
 
-def _with_frees(code: Sequence[Instruction]) -> list[Instruction]:
+def _with_frees(code: Sequence[Instruction], key: Callable[[Value], str] | None) -> list[Instruction]:
     """Return the code with each name freed after its last use; weights and inputs stay with the runtime."""
     last: dict[Value, int] = {}
     for at, instruction in enumerate(code):
@@ -258,7 +279,7 @@ def _with_frees(code: Sequence[Instruction]) -> list[Instruction]:
         dying.setdefault(at, []).append(name)
     for at, instruction in enumerate(code):
         done.append(instruction)
-        names = tuple(sorted((n for n in dying.get(at, ()) if n != ONE), key=str))
+        names = tuple(sorted((n for n in dying.get(at, ()) if n != ONE), key=key))
         if names and at < len(code) - 1:
             done.append(Free(names))
     return done

@@ -14,8 +14,8 @@ from superscaler.materialize.names import Names, unique_identifiers
 class Code:
     """Per device its instructions so far. Methods append to a device's what makes a value, and return its name."""
 
-    def __init__(self, tensors: Mapping[str, PTensor], world: int) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, PTensor], world: int, rolls: bool = False) -> None:
+        self.tensors, self.rolls = tensors, rolls
         names = unique_identifiers(tensors)
         self._like = {
             (t, is_gradient): Value(name, is_gradient) for t, name in names.items() for is_gradient in (False, True)
@@ -65,8 +65,10 @@ class Code:
 
     def add(self, rank: int, so_far: Value, value: Value) -> Value:
         """The sum, or the larger, of two values; in place where the first is a sum that nobody else holds."""
-        in_place = (rank, so_far) in self._sums
-        out = so_far if in_place else self.fresh(rank, so_far)
+        # Of several microbatches is what is of none.
+        is_one = not self.rolls or so_far.microbatch in (-1, value.microbatch)
+        in_place = (rank, so_far) in self._sums and is_one
+        out = so_far if in_place else self.fresh(rank, so_far if is_one else so_far._replace(microbatch=-1))
         self.write(rank, Accumulate(out, so_far, value, in_place, so_far.name in self._largest))
         self._sums.add((rank, out))
         return out

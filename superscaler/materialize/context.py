@@ -9,6 +9,7 @@ from superscaler.ir.graph import PTensor
 from superscaler.ir.spmd import Fold, Unfoldable
 from superscaler.materialize.rvd.paths import Cache
 from superscaler.materialize.rvd.transitions import Costs
+from superscaler.schedule.loops import Steady
 from superscaler.schedule.transfers import BACKWARD, Transfer
 
 
@@ -16,6 +17,7 @@ from superscaler.schedule.transfers import BACKWARD, Transfer
 class Context:
     """The tensors, those of them that depend on weights only, what exchanges cost, which devices are `close`, and the
     fold of which transfers show the compiled places. `overlaps`: gradients of weights go while others are computed.
+    With `steady` transfers show the first microbatches, by which values and messages are named.
     `paths` keeps what was searched.
     """
 
@@ -25,6 +27,7 @@ class Context:
     close: Fold | None = None
     fold: Fold | None = None
     overlaps: bool = True
+    steady: Steady | None = None
     paths: Cache = field(default_factory=dict)
 
     def dtype(self, transfer: Transfer, *, trained: bool = False) -> str:

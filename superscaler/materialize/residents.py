@@ -23,7 +23,7 @@ class Residents:
         # Of outputs, which are at rest nowhere, where they are given.
         self.given: dict[Place, tuple[str, Box]] = {}
         self._slices: dict[tuple[int, str, Box], Value] = {}
-        self._count: Counter[tuple[int, str]] = Counter()
+        self._count: Counter[tuple[int, str, int]] = Counter()
 
     def load_weights(self) -> Iterator[tuple[Place, Value]]:
         """Load all weights at rest; yield where each is made, and its name."""
@@ -42,12 +42,12 @@ class Residents:
                 self.code.write(rank, Load(name, tensor, box))
                 yield place, name
 
-    def slice(self, rank: int, tensor: str, box: Box) -> Value:
+    def slice(self, rank: int, tensor: str, box: Box, microbatch: int = -1) -> Value:
         """Return the name of a slice of an input, a constant, or a frozen weight: every device can have any."""
         key = (rank, tensor, box)
         if key not in self._slices:
-            like = self.code.like(tensor)._replace(slice=self._count[rank, tensor])
-            self._count[rank, tensor] += 1
+            like = self.code.like(tensor)._replace(microbatch=microbatch, slice=self._count[rank, tensor, microbatch])
+            self._count[rank, tensor, microbatch] += 1
             name = self._slices[key] = self.code.fresh(rank, like)
             if self.code.tensors[tensor].kind != "input":
                 self.weights[rank][name] = Weight(name, tensor, box, False, False)

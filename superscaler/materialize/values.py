@@ -49,6 +49,8 @@ class Values:
         transfer = self.transfers[owners[0][0]]
         reader = transfer.readers[owners[0][1]]
         like, parts = self.code.like(transfer.tensor, transfer.kind == BACKWARD), [(name, reader.box) for name in names]
+        if self.code.rolls and len({name.microbatch for name in names}) == 1:
+            like = like._replace(microbatch=names[0].microbatch)
         dtype = self.writer.context.dtype(transfer)
         self._totals[owners] = self.code.join(reader.device, like, transfer.tensor, parts, reader.box, dtype)
         return self._totals[owners]

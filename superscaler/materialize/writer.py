@@ -44,6 +44,8 @@ class Writer:
         # Transfers of which rounds are left: they follow at the first read, so that nothing is waited for before.
         self._left: set[int] = set()
         self._messages = self._started = self._point = 0
+        self._numbered = Counter[tuple[int, int, int]]()
+        self._points: dict[int, int] = {}
         # How many transfers stay on a device or take a path.
         self.notes: Counter[Note] = Counter()
 
@@ -68,7 +70,7 @@ class Writer:
             number, transfer = node.number, self.transfers[node.number]
             if transfer.is_local:
                 if node.link < 1:
-                    self._count(_local(transfer), (transfer.pieces[0].device,))
+                    self._count(transfer, _local(transfer), (transfer.pieces[0].device,))
                 continue
             first, *left = self.lowered(number).rounds
             if node.link >= 0:
@@ -175,7 +177,16 @@ class Writer:
         return self.code.join(rank, self._like(transfer), transfer.tensor, parts, box, dtype)
 
     def _like(self, transfer: Transfer) -> Value:
-        return self.code.like(transfer.tensor, transfer.kind == BACKWARD)
+        like = self.code.like(transfer.tensor, transfer.kind == BACKWARD)
+        return like._replace(microbatch=self._microbatch(transfer)) if self.context.steady else like
+
+    @staticmethod
+    def _microbatch(transfer: Transfer) -> int:
+        """Return the microbatch of what a transfer moves, -1 where that is of none, or of several."""
+        found = transfer.microbatches
+        if found == {-1}:
+            found = {place.key[1] for reader in transfer.readers for place in reader.places}
+        return next(iter(found)) if len(found) == 1 else -1
 
     def _handle(self, number: int, out: Slot) -> Value:
         work = self.code.fresh(out.device, self._like(self.transfers[number])._replace(is_handle=True))
@@ -226,15 +237,26 @@ class Writer:
         shape = self.code.tensors[transfer.tensor].local_shape(extents(step.out.box))
         dtype = self.context.dtype(transfer)
         weight = prod(extents(step.out.box)) * width(dtype)
-        self._messages += 1
         self._started += 1
         notes = (self._note(transfer, step.why),)
         if step.is_copy:
             self.code.write(rank, Copy(self._handle(number, step.out), name, rank < to, weight, notes))
             return
-        self.code.write(rank, Send(name, to, self._messages, weight, self._point, notes))
+        message, point = self._message(transfer, rank, to)
+        self.code.write(rank, Send(name, to, message, weight, point, notes))
         work = self._handle(number, step.out)
-        self.code.write(to, Recv(work, rank, self._messages, shape, dtype, self._point))
+        self.code.write(to, Recv(work, rank, message, shape, dtype, point))
+
+    def _message(self, transfer: Transfer, rank: int, to: int) -> tuple[int, int]:
+        """Return the numbers of a message and of the point where it starts; in loops they move with the microbatch."""
+        self._messages += 1
+        if self.context.steady is None:
+            return self._messages, self._point
+        pair = rank, to, self._microbatch(transfer)
+        self._numbered[pair] += 1
+        message, world = self._numbered[pair] * (self.context.steady.total + 1) + pair[-1], len(self.code.of)
+        # That of the first message that starts there.
+        return message, self._points.setdefault(self._point, (message * world + rank) * world + to)
 
     def _collective(self, bucket: Sequence[Entry]) -> None:
         """Start the collectives of a bucket as one."""
@@ -282,10 +304,13 @@ class Writer:
     def _note(self, transfer: Transfer, why: str) -> Note:
         return Note(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
 
-    def _count(self, note: Note, devices: Sequence[int]) -> None:
+    def _count(self, transfer: Transfer, note: Note, devices: Sequence[int]) -> None:
         """Count a transfer as often as it is done, not at all if another place tells of it."""
-        fold = self.context.fold
-        if copies := fold.copies(devices) if fold is not None else 1:
+        fold, steady = self.context.fold, self.context.steady
+        copies = fold.copies(devices) if fold is not None else 1
+        # The first microbatch tells of those that are not compiled.
+        copies *= 1 + steady.total - steady.few if steady is not None and self._microbatch(transfer) == 0 else 1
+        if copies:
             self.notes[note] += copies
 
     def _count_path(self, number: int) -> None:
@@ -293,7 +318,7 @@ class Writer:
         if found is not None and len(found.path.steps) > 1:
             path = found.told(self.context.dtype(transfer), transfer.kind == BACKWARD)
             devices = {*found.boxes(found.path.source), *found.boxes(found.path.goal)}
-            self._count(Note(transfer.tensor, path.is_backward, PATH, path), sorted(devices))
+            self._count(transfer, Note(transfer.tensor, path.is_backward, PATH, path), sorted(devices))
 
 
 def _local(transfer: Transfer) -> Note:

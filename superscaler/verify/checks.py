@@ -6,6 +6,6 @@ from collections.abc import Callable, Mapping
 
 from superscaler.ir.program import Program
 from superscaler.verify.certificate import check_program
-from superscaler.verify.rendezvous import check_rendezvous
+from superscaler.ir.rendezvous import check_rendezvous
 
 CHECKS: Mapping[str, Callable[[Program], None]] = {"conservation": check_program, "deadlock_free": check_rendezvous}

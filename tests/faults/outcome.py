@@ -22,7 +22,7 @@ from superscaler.ir.program import Program
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import ThreadCommunicator, run_ranks
 from superscaler.verify.certificate import check_program
-from superscaler.verify.rendezvous import check_rendezvous
+from superscaler.ir.rendezvous import check_rendezvous
 
 # Of what is compared, relative to its largest element, or to a thousandth of the largest of all.
 TOLERANCE, FLOOR = 1e-9, 1e-3

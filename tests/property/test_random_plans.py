@@ -10,7 +10,7 @@ from random_graphs import largest_error, random_model, random_plan
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Collective, Send
 from superscaler.verify.checks import CHECKS
-from superscaler.verify.rendezvous import check_rendezvous
+from superscaler.ir.rendezvous import check_rendezvous
 
 
 def check(seed: int, irregular: bool) -> None:

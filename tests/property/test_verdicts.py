@@ -25,7 +25,7 @@ from superscaler.materialize.build import materialize
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.order import complete
 from superscaler.verify.certificate import check_program
-from superscaler.verify.rendezvous import meetings
+from superscaler.ir.rendezvous import meetings
 
 Work = tuple[str, str, tuple[int, int, int]]  # kind F, B or U, op, key
 

@@ -1,0 +1,270 @@
+"""Whether code with loops is that of all microbatches: each value made once, before it is read and freed; all work."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.loops import NONE, Loop, Rolled
+from superscaler.ir.parts import Ints
+from superscaler.ir.program import (
+    ONE,
+    Backward,
+    Collective,
+    Device,
+    Forward,
+    Free,
+    Instruction,
+    Loss,
+    Program,
+    Recv,
+    Send,
+    Value,
+    reads,
+    writes,
+)  # fmt: skip
+from superscaler.ir.rendezvous import check_rendezvous
+from superscaler.ir.spmd import Folded
+from superscaler.ir.transformed import Group, Order
+from superscaler.materialize.loops import Aperiodic, find_shape, roll
+from superscaler.schedule.loops import Steady
+from superscaler.schedule.nodes import Schedule
+from superscaler.schedule.segments import Segment
+
+MADE, READ, FREED = range(3)
+Row = tuple[int, int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What is done when to the values of a device: rows [rows] of (value but for its microbatch, role, microbatch, time).
+    Work counts as a value that is made.
+    """
+
+    families: dict[Hashable, int]
+    family: Ints
+    role: Ints
+    microbatch: Ints
+    time: Ints
+
+    @staticmethod
+    def of(code: Rolled, families: dict[Hashable, int]) -> Uses:
+        rows = np.array(list(_rows(code, families)), dtype=np.int64).reshape(-1, 7)
+        family, role, microbatch, step, time, length, count = (rows[:, n] for n in range(7))
+        turn = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        microbatch, time = (np.repeat(x, count) + turn * np.repeat(y, count) for x, y in ((microbatch, step), (time, length)))
+        return Uses(families, np.repeat(family, count), np.repeat(role, count), microbatch, time)
+
+    def key(self, role: int) -> tuple[Ints, Ints]:
+        """Return per use in a role which value it is of, as one number, and its time."""
+        own = self.role == role
+        return self.family[own] * self.width + self.microbatch[own] + 1, self.time[own]
+
+    @cached_property
+    def width(self) -> int:
+        return 1 << 24
+
+    def check(self) -> None:
+        """Raise Aperiodic where a value is made twice, read before it is made or after it is freed."""
+        made, when = self.key(MADE)
+        order = np.lexsort((when, made))
+        made, when = made[order], when[order]
+        first = np.append(True, made[1:] != made[:-1])
+        if (made[~first] % self.width != 0).any():
+            raise Aperiodic
+        made, when = made[first], when[first]
+        freed, end = self.key(FREED)
+        if len(np.unique(freed)) < len(freed):
+            raise Aperiodic
+        for some, time in (self.key(READ), (freed, end)):
+            at = np.searchsorted(made, some)
+            if (at >= len(made)).any() or (made[at] != some).any() or (when[at] >= time).any():
+                raise Aperiodic
+        last = np.full(len(made), np.iinfo(np.int64).max)
+        last[np.searchsorted(made, freed)] = end
+        read, time = self.key(READ)
+        if (last[np.searchsorted(made, read)] <= time).any():
+            raise Aperiodic
+
+    def counts(self) -> Ints:
+        """Return of how many microbatches each value is made, read and freed [values, roles]."""
+        found = np.zeros((len(self.families), 3), dtype=np.int64)
+        for role in (MADE, READ, FREED):
+            distinct = np.unique(self.key(role)[0])
+            found[:, role] = np.bincount(distinct // self.width, minlength=len(self.families))
+        return found
+
+
+def _rows(code: Rolled, families: dict[Hashable, int]) -> Iterator[Row]:
+    time = 0
+    for run in code.runs:
+        pairs = zip(run.first, run.second, strict=True) if isinstance(run, Loop) else ((i, i) for i in run)
+        length, count = (len(run.first), run.count) if isinstance(run, Loop) else (0, 1)
+        for n, (first, second) in enumerate(pairs):
+            later = uses(second) if second is not first else uses(first)
+            for (name, role, at), (_, _, other) in zip(uses(first), later, strict=True):
+                yield families.setdefault(name, len(families)), role, at, other - at, time + n, length, count
+        time += len(run)
+
+
+def uses(i: Instruction) -> Iterator[tuple[Hashable, int, int]]:
+    """Yield the values of an instruction without their microbatch, in which role, and the microbatch."""
+    for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, i.names if isinstance(i, Free) else ())):
+        yield from ((_family(v), role, v.microbatch) for v in some if v != ONE)
+    if isinstance(i, Forward | Backward):
+        yield Work(type(i), getattr(i, "half", ""), i.task.segment, i.task.part), MADE, i.task.microbatch
+
+
+class Work(NamedTuple):
+    """A task but for its microbatch."""
+
+    kind: type
+    half: str
+    segment: int
+    part: int
+
+
+def _family(v: Value) -> Hashable:
+    return (v.name, v.is_gradient, v.part, v.slice, v.is_handle, v.number)
+
+
+def check_whole(few: Sequence[Instruction], code: Rolled, counts: tuple[int, int]) -> tuple[Rolled, Uses]:
+    """Return code with loops, its loss of all microbatches, and its uses; `counts` are of microbatches in `few`, and all.
+
+    Raises Aperiodic where it is not the code of all microbatches.
+    """
+    families = dict[Hashable, int]()
+    before = Uses.of(Rolled((tuple(few),)), families)
+    code = _with_loss(code, families)
+    after = Uses.of(code, families)
+    before = replace(before, families=families)
+    after.check()
+    if (after.microbatch >= counts[1]).any():
+        raise Aperiodic
+    some, all_of = before.counts(), after.counts()
+    # What is of all microbatches stays so, and what is read or freed of each that is made.
+    if (all_of[some == counts[0]] != counts[1]).any():
+        raise Aperiodic
+    for role in (READ, FREED):
+        was = some[:, role] == some[:, MADE]
+        if (all_of[was, role] != all_of[was, MADE]).any():
+            raise Aperiodic
+    return code, after
+
+
+def _with_loss(code: Rolled, families: dict[Hashable, int]) -> Rolled:
+    """Return code whose loss counts the parts of all microbatches, in the order in which they are made."""
+    *rest, (*last, loss) = code.runs
+    assert isinstance(loss, Loss)
+    if not loss.parts:
+        return code
+    counted = dict(zip(map(_family, loss.parts), loss.counted, strict=True))
+    is_told = all(counted[_family(v)] == is_counted for v, is_counted in zip(loss.parts, loss.counted, strict=True))
+    if not is_told or any(v.microbatch == NONE for v in loss.parts):
+        raise Aperiodic
+    made = Uses.of(code, families)
+    known = {families[name]: like for name, like in ((_family(v), v) for v in loss.parts)}
+    own = (made.role == MADE) & np.isin(made.family, list(known))
+    order = np.argsort(made.time[own], kind="stable")
+    pairs = zip(made.family[own][order].tolist(), made.microbatch[own][order].tolist(), strict=True)
+    parts = tuple(known[name]._replace(microbatch=at) for name, at in pairs)
+    loss = replace(loss, parts=parts, counted=tuple(counted[_family(v)] for v in parts))
+    return Rolled((*rest, (*last, loss)))
+
+
+def rolled(program: Program, schedule: Schedule, steady: Steady, orders: Sequence[Order]) -> Program:
+    """Return the program of all microbatches, given that of the first ones. `orders` are those of all.
+
+    Raises Aperiodic where the first ones do not tell of all.
+    """
+    devices, found = program.devices, dict[int, Device]()
+    groups = _groups(program)
+    for samples in groups:
+        first = samples[0]
+        shape = find_shape(first.instructions, steady.period, steady.total - steady.few)
+        for device in samples:
+            code = roll(device.instructions, shape, steady.added, steady.period)
+            code, uses_of = check_whole(device.instructions, code, (steady.few, steady.total))
+            found[device.rank] = replace(device, instructions=code)
+            if device is first:
+                _check_orders(orders, schedule, uses_of, steady.total)
+    if isinstance(devices, Folded):
+        idle = found.get(devices.idle.rank, devices.idle)
+        devices = replace(devices, compiled={rank: found[rank] for rank in devices.compiled}, idle=idle)
+    else:
+        devices = tuple(found[device.rank] for device in devices)
+    whole = replace(program, devices=devices)
+    _check_meetings(whole)
+    return whole
+
+
+def _groups(program: Program) -> Iterator[list[Device]]:
+    """Yield the devices that are compiled, those together that run the same program."""
+    devices = program.devices
+    if isinstance(devices, Folded):
+        yield from ([devices.compiled[d] for d in devices.fold.samples(b)] for b in range(len(devices.fold.devices)))
+    else:
+        yield from ([device] for device in devices)
+
+
+def _check_meetings(program: Program) -> None:
+    """Raise Aperiodic where the communication of all devices does not meet."""
+
+    def only(device: Device) -> Device:
+        assert isinstance(device.instructions, Rolled)
+        return replace(device, instructions=device.instructions.only(lambda i: isinstance(i, Collective | Send | Recv)))
+
+    devices = program.devices
+    if isinstance(devices, Folded):
+        devices = replace(devices, compiled={rank: only(device) for rank, device in devices.compiled.items()})
+    else:
+        devices = tuple(map(only, devices))
+    try:
+        check_rendezvous(replace(program, devices=devices))
+    except ScheduleError:
+        raise Aperiodic from None
+
+
+def _check_orders(orders: Sequence[Order], schedule: Schedule, made: Uses, total: int) -> None:
+    """Raise Aperiodic where a device does its work in another order than a plan says."""
+    segment_of = {op.name: s for s in schedule.segments for op in s.ops}
+    segment_of |= {m.name: segment_of[name] for name, m in schedule.edges.mirrors.items()}
+    ends, known = _ends(made, schedule.segments, total), dict[Hashable, tuple[Ints, Ints] | None]()
+
+    def end_of(group: Group) -> tuple[Ints, Ints] | None:
+        symbol = group.kind, group.members
+        if symbol not in known:
+            some = {segment_of[name].number: segment_of[name] for name, _ in group.members if name in segment_of}
+            kinds = ((k, s.number) for s in some.values() for k in (s.backwards if group.kind == "B" else group.kind))
+            found = [ends[work] for work in kinds if work in ends]
+            first, last = (np.array(side) for side in zip(*found, strict=True)) if found else ((), ())
+            known[symbol] = (first.min(0), last.max(0)) if found else None
+        return known[symbol]
+
+    for order in orders:
+        before, after = end_of(order.before), end_of(order.after)
+        if before and after and before[1][order.before.microbatch] >= after[0][order.after.microbatch]:
+            raise Aperiodic
+
+
+def _ends(made: Uses, segments: Sequence[Segment], total: int) -> dict[tuple[str, int], tuple[Ints, Ints]]:
+    """Return when each kind of work of a segment is done first and last, per microbatch [total]."""
+    never = np.iinfo(np.int64).max
+    found: dict[tuple[str, int], tuple[Ints, Ints]] = {}
+    works = {number: name for name, number in made.families.items() if isinstance(name, Work)}
+    own = np.isin(made.family, list(works)) & (made.microbatch != NONE)
+    rows = np.stack([made.family, made.microbatch, made.time])[:, own]
+    for number, work in works.items():
+        halves = {"input": "I", "weight": "W"}
+        whole = "F" if work.kind is Forward else next(iter(segments[work.segment].given.values()), "B")
+        kind = halves.get(work.half, whole), work.segment
+        first, last = found.setdefault(kind, (np.full(total, never), np.full(total, -1)))
+        _, at, time = rows[:, rows[0] == number]
+        np.minimum.at(first, at, time)
+        np.maximum.at(last, at, time)
+    return found
