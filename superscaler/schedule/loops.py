@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from superscaler.ir.loops import SEEN, find_spans, steady_spans
-from superscaler.ir.parts import Grid
+from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.transformed import Graph, Group, Order
 
 # The symbol of a work: its kind, and of what it is.
@@ -40,7 +42,7 @@ class Steady:
 def find_steady(graph: Graph) -> Steady | None:
     """Return what of a plan tells all its microbatches, None where that is all of them, or rows do not repeat."""
     total, rows = _count(graph), _rows(graph.orders)
-    if rows is None or any(grid.children for grid in graph.grids.values()):
+    if rows is None:
         return None
     for period in range(1, min(LONGEST, total // SEEN) + 1):
         found = [_left(row, period, total) for row in rows]
@@ -87,9 +89,15 @@ def _name(group: Group) -> Name | None:
 
 def _count(graph: Graph) -> int:
     """Return in how many microbatches a plan does its work, 0 where they do not correspond."""
-    cuts = {axis.sizes for grid in graph.grids.values() for axis in grid.axes if axis.is_microbatch}
+    cuts = {axis.sizes for grid in graph.grids.values() for axis in _all_axes(grid) if axis.is_microbatch}
     numbers = {len(sizes) for sizes in cuts}
     return numbers.pop() if len(numbers) == 1 and all(len(set(sizes)) == 1 for sizes in cuts) else 0
+
+
+def _all_axes(grid: Grid) -> Iterator[Axis]:
+    yield from grid.axes
+    for child in grid.children.values():
+        yield from _all_axes(child)
 
 
 def first_microbatches(graph: Graph, count: int) -> Graph:
@@ -108,7 +116,9 @@ def first_microbatches(graph: Graph, count: int) -> Graph:
 def _first(grid: Grid, count: int) -> Grid:
     kept = [slice(0, count if axis.is_microbatch else None) for axis in grid.axes]
     axes = (replace(a, sizes=a.sizes[some]) for a, some in zip(grid.axes, kept, strict=True))
-    return Grid(tuple(axes), grid.devices[tuple(kept)], {}, grid.replaced_at)
+    cells = np.arange(grid.devices.size).reshape(grid.devices.shape)[tuple(kept)].reshape(-1).tolist() if grid.children else ()
+    children = {at: _first(grid.children[cell], count) for at, cell in enumerate(cells) if cell in grid.children}
+    return Grid(tuple(axes), grid.devices[tuple(kept)], children, grid.replaced_at)
 
 
 def _orders(orders: Sequence[Order], count: int) -> Iterator[Order]:
