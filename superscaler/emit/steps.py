@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 from superscaler.emit.segments import Draw, draws_of, emit_segments
 from superscaler.ir import program as p
+from superscaler.ir.loops import Loop, Rolled
 from superscaler.ir.mask import Box
 from superscaler.ir.program import ONE, Device, Function, Instruction, Program, Value, Weight
 from superscaler.ir.spmd import Folded, evenly
@@ -98,12 +100,19 @@ class _Writer:
     def __init__(self, program: Program, samples: Sequence[Device], names: list[str]) -> None:
         self.program, self.model, self.samples, self.functions = program, program.model, samples, names
         self.at = 0
+        self.codes, self.loops = [shortened(device.instructions)[0] for device in samples], shortened(samples[0].instructions)[1]
         self.entries: dict[str, dict[Any, int]] = {f.name: {} for f in fields(Tables)}
+        # What was numbered, in order.
+        self.asked: list[tuple[str, Any, int]] = []
 
     def number(self, table: str, get: Callable[[Any], Any]) -> int:
         """Return the number in a table of what `get` takes from the current instruction of each sample."""
-        entry = tuple(get(device.instructions[self.at]) for device in self.samples)
-        return self.entries[table].setdefault(entry, len(self.entries[table]))
+        return self._numbered(table, tuple(get(code[self.at]) for code in self.codes))
+
+    def _numbered(self, table: str, entry: Any) -> int:
+        number = self.entries[table].setdefault(entry, len(self.entries[table]))
+        self.asked.append((table, entry, number))
+        return number
 
     def tables_of(self, rank: int) -> Tables:
         devices = self.program.devices
@@ -130,10 +139,16 @@ class _Writer:
 
     def write(self) -> str:
         lines: list[str] = []
-        module, end, instructions = "", -1, self.samples[0].instructions
+        module, end, instructions = "", -1, self.codes[0]
         ends = _batches(instructions)
+        marks: dict[int, tuple[int, int]] = {}
         for at, instruction in enumerate(instructions):
             self.at = at
+            marks[at] = len(lines), len(self.asked)
+            if at in self.loops:
+                length, left = self.loops[at]
+                first, second = marks[at - 2 * length], marks[at - length]
+                lines += self._others(lines, self.asked, first, second, left)
             if isinstance(instruction, p.Forward) and (where := self._function(instruction).module) != module:
                 module = where
                 lines.append(f"# {module}" if module else "#")
@@ -142,6 +157,18 @@ class _Writer:
                 end = ends[at]
             lines.append("    " * (at <= end) + self._line(instruction))
         return "".join(f"    {line}\n" for line in lines if line != "#")
+
+    def _others(
+        self, lines: list[str], asked: list[tuple[str, Any, int]], first: tuple[int, int], second: tuple[int, int], left: int
+    ) -> list[str]:
+        """Return the lines of what follows two repetitions, and number what these ask for."""
+        entries = list(zip(asked[first[1] : second[1]], asked[second[1] :], strict=True))
+        for turn in range(2, left + 2):
+            for (table, one, _), (_, other, _) in entries:
+                self._numbered(table, evenly((one, other), (turn,)))
+        pairs = zip(lines[first[0] : second[0]], lines[second[0] :], strict=True)
+        moved = [_moving(a, b) for a, b in pairs]
+        return [line(turn) for turn in range(2, left + 2) for line in moved]
 
     def _function(self, i: p.Forward) -> Function:
         return self.program.functions[i.function]
@@ -266,6 +293,44 @@ class _Writer:
 
     def _message(self) -> int:
         return self.number("messages", lambda j: (j.peer, j.message))
+
+
+# A loop is written by its first three repetitions and its last one; all others are told by the second and third.
+TOLD = 3
+
+
+def shortened(code: Sequence[Instruction]) -> tuple[list[Instruction], dict[int, tuple[int, int]]]:
+    """Return code without the repetitions that others tell, and where these were: length, and how many."""
+    found, places = list[Instruction](), dict[int, tuple[int, int]]()
+    for run in code.runs if isinstance(code, Rolled) else (code,):
+        if not isinstance(run, Loop) or run.count <= TOLD + 1:
+            found += run
+            continue
+        for at in range(TOLD):
+            found += run.repetition(at)
+        places[len(found)] = len(run.first), run.count - TOLD - 1
+        found += run.repetition(run.count - 1)
+    return found, places
+
+
+def _moving(first: str, second: str) -> Callable[[int], str]:
+    """Return how a line goes on of which two are given: all numbers move as they do from one to the other."""
+    if first == second:
+        return lambda _: first
+    one, other = (_NUMBER.split(line) for line in (first, second))
+    assert one[::2] == other[::2], (first, second)
+    steps = [(k, int(a), int(b) - int(a)) for k, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+
+    def line(turn: int) -> str:
+        found = list(one)
+        for k, start, step in steps:
+            found[k] = str(start + turn * step)
+        return "".join(found)
+
+    return line
+
+
+_NUMBER = re.compile(r"(\d+)")
 
 
 def _batches(code: Sequence[Instruction]) -> dict[int, int]:
