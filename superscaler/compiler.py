@@ -172,7 +172,7 @@ def _folded(
             with timed(phases, "schedule"):
                 schedule = complete(kept if fold is None else restrict(kept, fold), close)
             with timed(phases, "materialize"):
-                return schedule, materialize(schedule, len(cluster.devices), cluster, fold, steady, planned.orders)
+                return schedule, materialize(schedule, len(cluster.devices), cluster, fold, steady)
         except Unfoldable as error:
             assert fold is not None
             fold = fold.without(error.axis)

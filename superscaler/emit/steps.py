@@ -100,7 +100,8 @@ class _Writer:
     def __init__(self, program: Program, samples: Sequence[Device], names: list[str]) -> None:
         self.program, self.model, self.samples, self.functions = program, program.model, samples, names
         self.at = 0
-        self.codes, self.loops = [shortened(device.instructions)[0] for device in samples], shortened(samples[0].instructions)[1]
+        told = [shortened(device.instructions) for device in samples]
+        self.codes, self.loops = [code for code, _ in told], told[0][1]
         self.entries: dict[str, dict[Any, int]] = {f.name: {} for f in fields(Tables)}
         # What was numbered, in order.
         self.asked: list[tuple[str, Any, int]] = []
@@ -159,7 +160,12 @@ class _Writer:
         return "".join(f"    {line}\n" for line in lines if line != "#")
 
     def _others(
-        self, lines: list[str], asked: list[tuple[str, Any, int]], first: tuple[int, int], second: tuple[int, int], left: int
+        self,
+        lines: list[str],
+        asked: list[tuple[str, Any, int]],
+        first: tuple[int, int],
+        second: tuple[int, int],
+        left: int,
     ) -> list[str]:
         """Return the lines of what follows two repetitions, and number what these ask for."""
         entries = list(zip(asked[first[1] : second[1]], asked[second[1] :], strict=True))

@@ -126,7 +126,6 @@ def _runs(form: Ints, at: Ints, period: int, lag: int) -> Ints:
     return found
 
 
-
 def steady_spans(
     spans: Sequence[Span], forms: Sequence[Hashable], microbatches: Sequence[int], is_work: Sequence[bool]
 ) -> list[Span]:

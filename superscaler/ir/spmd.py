@@ -163,7 +163,7 @@ def evenly(samples: Sequence[T], place: Coordinate) -> T:
     found: Any = samples[0]
     if isinstance(found, tuple | list):
         made = getattr(type(found), "_make", type(found))
-        return made(evenly(some, place) for some in zip(*samples, strict=True))  # type: ignore[no-any-return]
+        return made(evenly(some, place) for some in zip(*samples, strict=True))  # type: ignore[return-value]
     if isinstance(found, bool):
         found = found and all(s for s, c in zip(samples[1:], place, strict=True) if c)
     elif isinstance(found, int) and any(place):

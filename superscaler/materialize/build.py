@@ -28,7 +28,6 @@ from superscaler.ir.program import (
     writes,
 )  # fmt: skip
 from superscaler.ir.spmd import Fold
-from superscaler.ir.transformed import Order
 from superscaler.materialize.code import Code
 from superscaler.materialize.context import Context
 from superscaler.materialize.functions import Functions
@@ -46,11 +45,13 @@ from superscaler.schedule.segments import Alias, Segment
 from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, Place
 
 
-def materialize(schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None, steady: Steady | None = None, orders: Sequence[Order] = ()) -> Program:
+def materialize(
+    schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None, steady: Steady | None = None
+) -> Program:
     """Return the program of a complete schedule on `world` devices, whose exchanges take as long as `costs` say.
 
-    With a fold the schedule has only the compiled places; Unfoldable says along which axis they do not tell of all. With
-    `steady` it has only some microbatches; Aperiodic says that they do not tell of all.
+    With a fold the schedule has only the compiled places; Unfoldable says along which axis they do not tell of all.
+    With `steady` it has only some microbatches; Aperiodic says that they do not tell of all.
     """
     model = schedule.edges.model
     from_weights = frozenset(o.tensor for op in model.ops if op.from_weights for o in op.outputs)
@@ -59,7 +60,7 @@ def materialize(schedule: Schedule, world: int, costs: Costs, fold: Fold | None 
     builder = _Builder(schedule, Writer(schedule.transfers, Code(model.tensors, world, steady is not None), context))
     builder.run()
     program = builder.program()
-    return program if steady is None else rolled(program, schedule, steady, orders)
+    return program if steady is None else rolled(program, schedule, steady)
 
 
 class _Builder:
@@ -107,8 +108,13 @@ class _Builder:
                 code[at] = replace(i, is_early=True)
             parts = self.loss_parts[rank]
             code.append(Loss(tuple(name for name, _ in parts), tuple(counted for _, counted in parts)))
+        key = None if self.context.steady else str
         devices: Sequence[Device] = tuple(
-            Device(rank, tuple(self.residents.weights[rank].values()), tuple(_with_frees(code, None if self.context.steady else str)))
+            Device(
+                rank,
+                tuple(self.residents.weights[rank].values()),
+                tuple(_with_frees(code, key)),
+            )
             for rank, code in enumerate(self.code.of)
         )
         if self.context.fold is not None:

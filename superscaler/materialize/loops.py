@@ -16,7 +16,6 @@ from superscaler.ir.loops import NONE, Loop, Rolled, Span, find_spans, steady_sp
 from superscaler.ir.program import FIELDS, ROLES, Backward, Forward, Instruction, Loss, Role, Value
 
 
-
 class Aperiodic(Exception):
     """The code of a few microbatches does not tell that of all."""
 
@@ -31,7 +30,7 @@ _PLACED = {kind for kind in ROLES if FIELDS[kind, Role.EVEN] or FIELDS[kind, Rol
 
 
 def form(i: Instruction) -> tuple[Hashable, int]:
-    """Return what an instruction has in common with that of another microbatch, and its own one, NONE if it has none."""
+    """Return what an instruction has in common with that of another microbatch, and its own, NONE if it has none."""
     kind, given = type(i), list[Any]()
     for name in _NAMES[kind]:
         value = getattr(i, name)
@@ -39,9 +38,7 @@ def form(i: Instruction) -> tuple[Hashable, int]:
     task = getattr(i, "task", None)
     numbers = (v.microbatch for v in (task, *given) if v is not None and v.microbatch != NONE)
     first = next(numbers, NONE)
-    relative = tuple(
-        v if v is None or v.microbatch == NONE else (*v[:2], *v[3:], v.microbatch - first) for v in given
-    )
+    relative = tuple(v if v is None or v.microbatch == NONE else (*v[:2], *v[3:], v.microbatch - first) for v in given)
     own = None if task is None else (task.segment, task.part, task.microbatch - first)
     return (kind, own, relative, *(getattr(i, name) for name in _KEPT[kind])), first
 
@@ -99,10 +96,9 @@ def _shift(n: int, at: Sequence[int], spans: Sequence[Span], outside: Mapping[in
 
 def roll(code: Sequence[Instruction], shape: Shape, added: int, period: int) -> Rolled:
     """Return code with `added` more repetitions in each loop. Raises Aperiodic where a number does not move evenly."""
-    loops = [
-        Loop(tuple(code[s.start : s.start + s.length]), tuple(code[s.start + s.length : s.start + 2 * s.length]), s.count)
-        for s in shape.spans
-    ]
+    code = tuple(code)
+    pairs = ((span.body, span.count) for span in shape.spans)
+    loops = [Loop(code[b.start : b.stop], code[b.stop : b.stop + len(b)], count) for b, count in pairs]
     try:
         return _roll(code, shape, loops, added, period)
     except ValueError:
@@ -119,14 +115,12 @@ def _roll(code: Sequence[Instruction], shape: Shape, loops: Sequence[Loop], adde
             told[n] = Loop((pair[0],), (pair[1],))
     runs: list[tuple[Instruction, ...] | Loop] = []
     here = 0
-    for span, loop in zip((*shape.spans, Span(len(code), 0, 0)), (*loops, None), strict=True):
+    for span, loop in zip((*shape.spans, Span(len(code), 0, 0)), (*loops, Loop((), ())), strict=True):
         once = []
         for n in range(here, span.start):
             like, repetition, later = shape.outside[n]
             once.append(_moved(code[n], told.get(like), repetition, later, period))
-        runs.append(tuple(once))
-        if loop is not None:
-            runs.append(replace(loop, count=loop.count + added))
+        runs += [tuple(once), replace(loop, count=loop.count + added)]
         here = span.end
     return Rolled(tuple(run for run in runs if len(run)))
 

@@ -42,8 +42,8 @@ Row = tuple[int, int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Uses:
-    """What is done when to the values of a device: rows [rows] of (value but for its microbatch, role, microbatch, time).
-    Work counts as a value that is made.
+    """What is done when to the values of a device: rows [rows] of (value but for its microbatch, role, microbatch, and
+    time). Work counts as a value that is made.
     """
 
     families: dict[Hashable, int]
@@ -57,7 +57,9 @@ class Uses:
         rows = np.array(list(_rows(code, families)), dtype=np.int64).reshape(-1, 7)
         family, role, microbatch, step, time, length, count = (rows[:, n] for n in range(7))
         turn = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        microbatch, time = (np.repeat(x, count) + turn * np.repeat(y, count) for x, y in ((microbatch, step), (time, length)))
+        microbatch, time = (
+            np.repeat(x, count) + turn * np.repeat(y, count) for x, y in ((microbatch, step), (time, length))
+        )
         return Uses(families, np.repeat(family, count), np.repeat(role, count), microbatch, time)
 
     def key(self, role: int) -> tuple[Ints, Ints]:
@@ -134,7 +136,7 @@ def _family(v: Value) -> Hashable:
 
 
 def check_whole(few: Sequence[Instruction], code: Rolled, counts: tuple[int, int]) -> tuple[Rolled, Uses]:
-    """Return code with loops, its loss of all microbatches, and its uses; `counts` are of microbatches in `few`, and all.
+    """Return code with loops, its loss of all microbatches, and its uses; `counts`: of microbatches in `few`, and all.
 
     Raises Aperiodic where it is not the code of all microbatches.
     """
@@ -177,8 +179,8 @@ def _with_loss(code: Rolled, families: dict[Hashable, int]) -> Rolled:
     return Rolled((*rest, (*last, loss)))
 
 
-def rolled(program: Program, schedule: Schedule, steady: Steady, orders: Sequence[Order]) -> Program:
-    """Return the program of all microbatches, given that of the first ones. `orders` are those of all.
+def rolled(program: Program, schedule: Schedule, steady: Steady) -> Program:
+    """Return the program of all microbatches, given that of the first ones.
 
     Raises Aperiodic where the first ones do not tell of all.
     """
@@ -192,7 +194,7 @@ def rolled(program: Program, schedule: Schedule, steady: Steady, orders: Sequenc
             code, uses_of = check_whole(device.instructions, code, (steady.few, steady.total))
             found[device.rank] = replace(device, instructions=code)
             if device is first:
-                _check_orders(orders, schedule, uses_of, steady.total)
+                _check_orders(steady.orders, schedule, uses_of, steady.total)
     if isinstance(devices, Folded):
         idle = found.get(devices.idle.rank, devices.idle)
         devices = replace(devices, compiled={rank: found[rank] for rank in devices.compiled}, idle=idle)
@@ -242,8 +244,9 @@ def _check_orders(orders: Sequence[Order], schedule: Schedule, made: Uses, total
             some = {segment_of[name].number: segment_of[name] for name, _ in group.members if name in segment_of}
             kinds = ((k, s.number) for s in some.values() for k in (s.backwards if group.kind == "B" else group.kind))
             found = [ends[work] for work in kinds if work in ends]
-            first, last = (np.array(side) for side in zip(*found, strict=True)) if found else ((), ())
-            known[symbol] = (first.min(0), last.max(0)) if found else None
+            known[symbol] = None
+            if found:
+                known[symbol] = np.min([first for first, _ in found], 0), np.max([last for _, last in found], 0)
         return known[symbol]
 
     for order in orders:

@@ -27,11 +27,14 @@ LONGEST = 16
 
 @dataclass(frozen=True)
 class Steady:
-    """A plan of which the first `few` of `total` microbatches are compiled: what is done repeats every `period`."""
+    """A plan of which the first `few` of `total` microbatches are compiled: what is done repeats every `period`. The
+    `orders` are those of all.
+    """
 
     period: int
     few: int
     total: int
+    orders: Sequence[Order]
 
     @property
     def added(self) -> int:
@@ -49,7 +52,7 @@ def find_steady(graph: Graph) -> Steady | None:
         if None not in found:
             few = max((n for n in found if n is not None), default=0) + REPEATED * period
             few += (total - few) % period
-            return Steady(period, few, total) if 2 * few <= total else None
+            return Steady(period, few, total, graph.orders) if 2 * few <= total else None
     return None
 
 
@@ -116,7 +119,8 @@ def first_microbatches(graph: Graph, count: int) -> Graph:
 def _first(grid: Grid, count: int) -> Grid:
     kept = [slice(0, count if axis.is_microbatch else None) for axis in grid.axes]
     axes = (replace(a, sizes=a.sizes[some]) for a, some in zip(grid.axes, kept, strict=True))
-    cells = np.arange(grid.devices.size).reshape(grid.devices.shape)[tuple(kept)].reshape(-1).tolist() if grid.children else ()
+    places = np.arange(grid.devices.size).reshape(grid.devices.shape)[tuple(kept)].reshape(-1)
+    cells = places.tolist() if grid.children else ()
     children = {at: _first(grid.children[cell], count) for at, cell in enumerate(cells) if cell in grid.children}
     return Grid(tuple(axes), grid.devices[tuple(kept)], children, grid.replaced_at)
 

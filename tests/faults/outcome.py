@@ -19,10 +19,10 @@ from superscaler.compiler import Compiled
 from superscaler.emit.steps import emit
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Program
+from superscaler.ir.rendezvous import check_rendezvous
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import ThreadCommunicator, run_ranks
 from superscaler.verify.certificate import check_program
-from superscaler.ir.rendezvous import check_rendezvous
 
 # Of what is compared, relative to its largest element, or to a thousandth of the largest of all.
 TOLERANCE, FLOOR = 1e-9, 1e-3

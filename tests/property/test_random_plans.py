@@ -9,8 +9,8 @@ from random_graphs import largest_error, random_model, random_plan
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Collective, Send
-from superscaler.verify.checks import CHECKS
 from superscaler.ir.rendezvous import check_rendezvous
+from superscaler.verify.checks import CHECKS
 
 
 def check(seed: int, irregular: bool) -> None:

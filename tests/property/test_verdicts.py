@@ -20,12 +20,12 @@ from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Model, Op, Operand, Ref
 from superscaler.ir.parts import Axis, Grid, Rows, Tree
 from superscaler.ir.program import Program
+from superscaler.ir.rendezvous import meetings
 from superscaler.ir.transformed import Graph, Group, Order, rows_under
 from superscaler.materialize.build import materialize
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.order import complete
 from superscaler.verify.certificate import check_program
-from superscaler.ir.rendezvous import meetings
 
 Work = tuple[str, str, tuple[int, int, int]]  # kind F, B or U, op, key
 

@@ -1,0 +1,124 @@
+"""Loops over microbatches: code compiled with a few of them is that of all; where it does not repeat, all are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import superscaler as ss
+from superscaler.compiler import Compiled, compile_graph
+from superscaler.emit.steps import emit
+from superscaler.ir.listing import parse_program, print_program
+from superscaler.ir.loops import Loop, Rolled, Span, find_spans
+from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Role, names
+from superscaler.ir.spmd import Folded
+from superscaler.ir.transformed import Graph
+from superscaler.models import build
+from superscaler.plans import resolve
+from superscaler.verify.checks import CHECKS
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Graph:
+    torch.manual_seed(0)
+    found = build("mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64")
+    return ss.capture(found.module, found.args, found.kwargs, optimizer=torch.optim.SGD(found.module.parameters(), 0.1))
+
+
+def compiled(graph: Graph, plan: str, devices: int, *, whole: bool = False) -> Compiled:
+    with pytest.MonkeyPatch.context() as patch:
+        if whole:
+            patch.setattr("superscaler.compiler.find_steady", lambda graph: None)
+        return compile_graph(graph, resolve(plan), ss.Cluster.local(devices))
+
+
+def loops(program: Program) -> list[list[int]]:
+    """Return per distinct program how often each of its loops is done."""
+    codes = (device.instructions for device, _ in program.distinct)
+    return [[run.count for run in code.runs if isinstance(run, Loop)] for code in codes if isinstance(code, Rolled)]
+
+
+def expanded(program: Program) -> Program:
+    def whole(device: Device) -> Device:
+        return replace(device, instructions=tuple(device.instructions))
+
+    devices = program.devices
+    if not isinstance(devices, Folded):
+        return replace(program, devices=tuple(map(whole, devices)))
+    kept = {rank: whole(device) for rank, device in devices.compiled.items()}
+    return replace(program, devices=replace(devices, compiled=kept, idle=whole(devices.idle)))
+
+
+PLANS = [
+    ("pipeline_1f1b:microbatches=32", 2),
+    ("gpipe:microbatches=32", 2),
+    ("interleaved:microbatches=32,chunks=2", 2),
+    ("zb_h1:microbatches=32", 2),
+    ("gradient_accumulation:microbatches=32", 1),
+    ("hybrid:dp=2,tp=1,pp=2,microbatches=32", 4),
+]
+
+
+@pytest.mark.parametrize(("plan", "devices"), PLANS)
+def test_code_with_loops_does_what_the_code_of_all_microbatches_does(mlp: Graph, plan: str, devices: int) -> None:
+    rolled, whole = compiled(mlp, plan, devices), compiled(mlp, plan, devices, whole=True)
+    assert all(loops(rolled.program))
+    assert not loops(whole.program)
+    for check in CHECKS.values():
+        check(rolled.program)
+    assert rolled.program.bytes_moved == whole.program.bytes_moved
+    assert rolled.program.notes == whole.program.notes
+    for a, b in zip(rolled.program.devices, whole.program.devices, strict=True):
+        assert a.weights == b.weights
+        assert list(map(work, a.instructions)) == list(map(work, b.instructions))
+
+
+def work(i: Instruction) -> object:
+    """Return what an instruction does but for the names of its values."""
+    kept = (i.task, i.function, i.at) if isinstance(i, Forward) else i.task if isinstance(i, Backward) else None
+    return type(i), kept, len(names(i, Role.READ)), len(names(i, Role.WRITE))
+
+
+@pytest.mark.parametrize(("plan", "devices"), PLANS[:2])
+def test_a_plan_with_loops_equals_the_model(mlp: Graph, plan: str, devices: int) -> None:
+    assert ss.compile(mlp, resolve(plan), ss.Cluster.local(devices)).verify()["equal"]
+
+
+@pytest.mark.parametrize(("plan", "devices"), PLANS)
+def test_what_is_written_of_loops_is_what_is_written_of_all(mlp: Graph, plan: str, devices: int) -> None:
+    program = compiled(mlp, plan, devices).program
+    one, other = emit(program), emit(expanded(program))
+    assert one.files == other.files
+    assert list(one.tables) == list(other.tables)
+    assert print_program(parse_program(print_program(program), program.model)) == print_program(program)
+
+
+def test_compiling_more_microbatches_compiles_no_more_of_them(mlp: Graph) -> None:
+    few, many = (compiled(mlp, f"pipeline_1f1b:microbatches={count}", 2) for count in (16, 64))
+    assert len(few.schedule.order) == len(many.schedule.order)
+    assert len(many.whole_schedule.order) > 3 * len(many.schedule.order)
+
+
+def test_rows_that_do_not_repeat_are_compiled_whole(mlp: Graph) -> None:
+    def swapped(graph: Graph, cluster: ss.Cluster) -> None:
+        resolve("pipeline_1f1b:microbatches=32")(graph, cluster)
+        # The one before the last forward of a device goes first.
+        at = [n for n, order in enumerate(graph.orders) if str(order.before) == "0B14"][0]
+        a, b = graph.orders[at], graph.orders[at + 1]
+        graph.orders[at - 1] = replace(graph.orders[at - 1], after=a.after)
+        graph.orders[at] = replace(a, before=a.after, after=a.before)
+        graph.orders[at + 1] = replace(b, before=a.before)
+
+    assert not loops(compile_graph(mlp, swapped, ss.Cluster.local(2)).program)
+
+
+def test_few_microbatches_are_compiled_whole(mlp: Graph) -> None:
+    assert not loops(compiled(mlp, "pipeline_1f1b:microbatches=8", 2).program)
+
+
+def test_a_sequence_repeats_where_it_goes_on_later() -> None:
+    forms, at = zip(*[(c, int(k)) for c, k in "f0 f1 b0 f2 b1 f3 b2 f4 b3 b4".split()], strict=True)
+    assert find_spans(forms, at, 1) == [Span(1, 2, 4)]
+    assert find_spans(forms, at, 2) == []
