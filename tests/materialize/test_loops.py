@@ -1,4 +1,4 @@
-"""Loops over microbatches: code compiled with a few of them is that of all; where it does not repeat, all are compiled."""
+"""Loops over microbatches: code of a few of them is that of all; where it does not repeat, all are compiled."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_rows_that_do_not_repeat_are_compiled_whole(mlp: Graph) -> None:
     def swapped(graph: Graph, cluster: ss.Cluster) -> None:
         resolve("pipeline_1f1b:microbatches=32")(graph, cluster)
         # The one before the last forward of a device goes first.
-        at = [n for n, order in enumerate(graph.orders) if str(order.before) == "0B14"][0]
+        at = next(n for n, order in enumerate(graph.orders) if str(order.before) == "0B14")
         a, b = graph.orders[at], graph.orders[at + 1]
         graph.orders[at - 1] = replace(graph.orders[at - 1], after=a.after)
         graph.orders[at] = replace(a, before=a.after, after=a.before)
@@ -119,6 +119,6 @@ def test_few_microbatches_are_compiled_whole(mlp: Graph) -> None:
 
 
 def test_a_sequence_repeats_where_it_goes_on_later() -> None:
-    forms, at = zip(*[(c, int(k)) for c, k in "f0 f1 b0 f2 b1 f3 b2 f4 b3 b4".split()], strict=True)
+    forms, at = "ffbfbfbfbb", [0, 1, 0, 2, 1, 3, 2, 4, 3, 4]
     assert find_spans(forms, at, 1) == [Span(1, 2, 4)]
     assert find_spans(forms, at, 2) == []
