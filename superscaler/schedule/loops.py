@@ -65,11 +65,11 @@ def _left(row: Sequence[Name], period: int, total: int) -> int | None:
 
 
 def _rows(orders: Iterable[Order]) -> list[list[Name]] | None:
-    """Return the works that are ordered one after the other, None where one of them is at two places."""
+    """Return the works that are ordered one after the other, None where one of them is at two places, or in turns."""
     after, first = dict[Name, Name](), dict[Name, bool]()
     for order in orders:
         one, other = _name(order.before), _name(order.after)
-        if one is None or other is None or one in after:
+        if order.turns or one is None or other is None or one in after:
             return None
         after[one] = other
         first[other] = False
@@ -93,8 +93,15 @@ def _name(group: Group) -> Name | None:
 def _count(graph: Graph) -> int:
     """Return in how many microbatches a plan does its work, 0 where they do not correspond."""
     cuts = {axis.sizes for grid in graph.grids.values() for axis in _all_axes(grid) if axis.is_microbatch}
+    if any(_depth(grid) > 1 for grid in graph.grids.values()):
+        return 0
     numbers = {len(sizes) for sizes in cuts}
     return numbers.pop() if len(numbers) == 1 and all(len(set(sizes)) == 1 for sizes in cuts) else 0
+
+
+def _depth(grid: Grid) -> int:
+    """Return how many cuts into microbatches are inside each other."""
+    return sum(axis.is_microbatch for axis in grid.axes) + max(map(_depth, grid.children.values()), default=0)
 
 
 def _all_axes(grid: Grid) -> Iterator[Axis]:
