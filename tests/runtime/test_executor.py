@@ -1,8 +1,9 @@
-"""What a rank does at the end of a step."""
+"""What a rank keeps of a segment, and does at the end of a step."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
+from benchmarks.live import Live
+from superscaler.runtime.executor import Rank, Segment
 from superscaler.runtime.threads import ThreadCommunicator
 
 
@@ -47,3 +50,16 @@ def test_an_update_waits_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ThreadCommunicator, "_open", late)
     assert plan.verify()["equal"]
     assert set(opened) == {1}
+
+
+@pytest.mark.parametrize(("function", "kept"), [(lambda x: (x + 1,), 1), (lambda x: (x * x,), 2)])
+def test_of_inputs_only_what_backwards_read_is_kept(function: Segment, kept: int) -> None:
+    communicator: Any = SimpleNamespace(device=torch.device("cpu"))
+    rank = Rank(communicator, {"weights": []}, {}, ("SGD", []), torch.float32)
+    with Live() as live:
+        x = torch.full((1000,), 3.0)
+        (y,) = rank.forward("s0", function, (x,), "1", (0,))
+        del x
+        assert live.live // y.nbytes == kept
+        (gradient,) = rank.backward("s0", (torch.ones_like(y),))
+    assert torch.equal(gradient, torch.full((1000,), 1.0 if kept == 1 else 6.0))
