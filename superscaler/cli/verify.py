@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from superscaler.cli.common import PlanRequest, Printer, command, option
-from superscaler.report.model import collapse
+from superscaler.report.model import collapse, span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,8 @@ def real_batch(built: BuiltModel) -> dict[str, Tensor] | None:
 
 
 def _certificate(result: Mapping[str, Any]) -> str:
-    stale = "stale by 1: as W(t+1) = W(t) - lr grad(W(t-1)) on one device" if result["stale"] else ""
+    ages, most = span(result["stale"]), max(result["stale"])
+    stale = f"stale by {ages}: as W(t+1) = W(t) - lr grad(W(t-n)) on one device, n={ages}" if most else ""
     verdict = stale or "equal to one device" if result["equal"] else f"NOT equal: {result['first_difference']}"
     lost, of = result["dropped"]
     verdict += f", whose capacity of experts drops {lost} of {of} choices" if of and result["equal"] else ""
@@ -50,9 +51,10 @@ def _certificate(result: Mapping[str, Any]) -> str:
     errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in told)
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
     where = ", at small shapes: " + _shrunk(result["shrunk"]) if result["shrunk"] else ""
-    ran = "" if result["module_compared"] else "the module itself was not compared: "
-    why = f"\n  note: {ran}{result['note']}" if result["note"] else ""
-    return f"{verdict} ({_RUNS[result['reference']]}{where}){errors}{checks}{why}"
+    partly = "" if result["module_compared"] else "the module itself was not compared: "
+    why = f"\n  note: {partly}{result['note']}" if result["note"] else ""
+    ran = _RUNS[result["reference"]].replace("two", f"{most + 2}" if most else "two")
+    return f"{verdict} ({ran}{where}){errors}{checks}{why}"
 
 
 def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:

@@ -9,6 +9,7 @@ op that sets a buffer (`ss.write`) which the model changes.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -39,7 +40,7 @@ class PTensor:
 
     `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
     `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
-    `origin` is the tensor whose value a twin makes again, or a copy is; of a buffer, the weight that it was a step ago.
+    `origin` is the tensor whose value a twin makes again, or a copy is; of a buffer, the weight that it was before.
     Of a `largest` one, which has no gradient, the value is the largest of its parts, not their sum.
     """
 
@@ -269,8 +270,14 @@ class Model:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Return the older versions of weights, each with its weight."""
+        """Return the older versions of weights, each with its weight; of one the younger first."""
         return {t.name: t.origin for t in self.tensors.values() if t.kind == "buffer" and t.origin}
+
+    @property
+    def ages(self) -> dict[str, int]:
+        """Return for each trained weight how many updates old it is where it is read."""
+        found = {op.inputs[0].tensor: 0 for op in self.ops if op.kind == "optimizer" and not op.is_write}
+        return {**found, **Counter(self.versions.values())}
 
     def mirror(self, op: Op) -> Op:
         """Return the backward op of a forward one.

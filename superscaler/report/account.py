@@ -33,7 +33,7 @@ from superscaler.ir.text import print_model
 from superscaler.ir.transformed import Graph, block_of
 from superscaler.ir.work import Work
 from superscaler.report.explain_file import VERSION, Axis, Block, Sent, Split, Weights, adapter
-from superscaler.report.model import collapse, describe, group
+from superscaler.report.model import collapse, describe, group, span
 from superscaler.specs.copies import copies
 from superscaler.specs.files import digest
 
@@ -138,7 +138,8 @@ def summary(compiled: Compiled) -> str:
     groups = group(range(compiled.program.world), lambda rank: compiled.emitted.programs[rank])
     fold = compiled.fold
     mesh = "" if fold is None else f", folded over {' x '.join(map(str, fold.widths))} places"
-    stale = f"; {len(versions)} weights are read one step stale" if (versions := compiled.graph.model.versions) else ""
+    ages = [age for age in compiled.graph.model.ages.values() if age]
+    stale = f"; {len(ages)} weights are stale by {span(ages)}" if ages else ""
     lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}{stale}"]
     stages = _stages(compiled.graph)
     for name, ranks in groups.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from math import prod
 from typing import Any, TypeVar
 
@@ -52,6 +52,15 @@ def group(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
+
+
+def span(numbers: Collection[int]) -> str:
+    """Return the least and the largest number in words.
+
+    >>> span([1, 3, 2]), span([1, 1])
+    ('1 to 3', '1')
+    """
+    return " to ".join(map(str, dict.fromkeys((min(numbers), max(numbers)))))
 
 
 def collapse(name: str) -> str:

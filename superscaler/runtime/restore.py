@@ -142,6 +142,8 @@ def _read(step: Step, stored: Stored) -> dict[str, Tensor]:
         if tensor is None:
             continue
         local, (name, ranges) = step.state.weights[entry["name"]], located(step.plan, entry)
+        # A checkpoint without this older version of a weight has the newest one, which older ones then were.
+        name = name if name in stored.tensors else newest(name)
         value = read_named(stored, _called(step, name), tuple(tensor["shape"]), local.dtype, ranges)
         if value is not None:
             found[entry["name"]] = value.reshape(local.shape)
@@ -151,9 +153,8 @@ def _read(step: Step, stored: Stored) -> dict[str, Tensor]:
 
 
 def _called(step: Step, name: str) -> list[str]:
-    """Return all names of a tied parameter, the one that is kept first; an older version may be the newest one."""
-    names = list(dict.fromkeys((name, newest(name))))
-    return [*names, *(alias for alias, kept in step.plan["aliases"].items() if kept == names[-1])]
+    """Return all names of a tied parameter, the one that is kept first."""
+    return [name, *(alias for alias, kept in step.plan["aliases"].items() if kept == name)]
 
 
 def _read_fixed(step: Step, stored: Stored) -> dict[str, Tensor]:

@@ -53,10 +53,10 @@ class Entry:
 def newest(name: str) -> str:
     """Return the name of the weight of which a tensor is an older version, or its own.
 
-    >>> newest("head.weight~1"), newest("head.weight")
+    >>> newest("head.weight~2"), newest("head.weight")
     ('head.weight', 'head.weight')
     """
-    return name.removesuffix("~1")
+    return re.sub(r"~\d+$", "", name)
 
 
 @dataclass

@@ -23,6 +23,8 @@ def place_updates(graph: Graph, world: int) -> None:
     for version, weight in graph.model.versions.items():
         # Where all that reads a weight reads an older version, that is where it is read.
         uses[weight] = uses[weight] or uses[version]
+    for version, weight in graph.model.versions.items():
+        uses[version] = uses[version] or uses[weight]
     places: dict[Hashable, frozenset[Located]] = {}
     grids: dict[Hashable, Grid] = {}
     for op in graph.model.ops:

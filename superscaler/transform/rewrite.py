@@ -61,38 +61,53 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """Read the weights of ops, wherever they are read, as they were one step ago, while the updates change the newest
-    ones: PipeDream-2BW.
+    """Read the weights of ops, wherever they are read, as they were `updates` updates ago, while the updates change the
+    newest ones: by 1 for all weights PipeDream-2BW, by p - 1 - s for those of stage s of p PipeDream.
 
-    y = f(x, w)  ->  y = f(x, w~1); d(w) += d.f(d(y)); w~1 = w; w = update(w, d(w))
-    W(t+1) = W(t) - lr grad(W(t-1)), W(-1) = W(0)
+    y = f(x, w)  ->  y = f(x, w~2); d(w) += d.f(d(y)); w~2 = w~1; w~1 = w; w = update(w, d(w))
+    w(t+1) = update(w(t), gradient by w at (each weight v as v(t - n of v))), v(-1) = v(-2) = ... = v(0)
 
-    The steps are not those of the model: `verify` compares them with this recurrence on one device, and says that they
-    are stale by 1.
+    The forward and the backward of a step read one version. The steps are not those of the model: `verify` compares
+    them with this recurrence on one device, and says by how much they are stale.
     """
 
+    updates: int = 1
+
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        if not isinstance(self.updates, int) or self.updates < 1:
+            raise TransformError(f"Stale({self.updates!r}) is no number of updates; give 1 or more, or leave it out.")
         updates = {op.inputs[0].tensor: op for op in model.ops if not op.is_forward and not op.is_write}
         read = dict.fromkeys(o.tensor for op in ops if op.is_forward for o in op.inputs if o.tensor in updates)
         if not read:
             raise TransformError("Stale needs ops that read the newest trained weights; none of these does.")
-        older = {n: replace(model.tensors[n], name=f"{n}~1", kind="buffer", origin=n) for n in read}
-        tensors = {**model.tensors, **{t.name: t for t in older.values()}}
+        ages = [(n, age) for n in read for age in range(1, self.updates + 1)]
+        older = [replace(model.tensors[n], name=version(n, age), kind="buffer", origin=n) for n, age in ages]
+        names = {n: version(n, self.updates) for n in read}
 
         def stale(op: Op) -> Op:
-            inputs = tuple(replace(o, tensor=older[o.tensor].name) if o.tensor in older else o for o in op.inputs)
+            inputs = tuple(replace(o, tensor=names.get(o.tensor, o.tensor)) for o in op.inputs)
             return replace(op, inputs=inputs) if op.is_forward else op
 
-        writes = (write_op(updates[n], tensor) for n, tensor in older.items())
+        writes = (write_op(updates[n], n, age) for n, age in ages)
+        tensors = {**model.tensors, **{t.name: t for t in older}}
         return replace(model, tensors=tensors, ops=(*map(stale, model.ops), *writes))
 
 
-def write_op(update: Op, version: PTensor) -> Op:
-    """Return the op that sets an older version of a weight to the weight, before the update changes it."""
-    weight = update.inputs[0]
-    older = replace(weight, tensor=version.name)
-    made = replace(update, name=f"write.{version.name}", target="ss.write", args=(Ref(0), Ref(1)), kwargs=(), group=0)
-    return replace(made, inputs=(older, weight), outputs=(older,))
+def version(weight: str, age: int) -> str:
+    """Return the name of a weight as it was some updates ago.
+
+    >>> version("head.weight", 2), version("head.weight", 0)
+    ('head.weight~2', 'head.weight')
+    """
+    return f"{weight}~{age}" if age else weight
+
+
+def write_op(update: Op, weight: str, age: int) -> Op:
+    """Return the op that sets an older version of a weight to the next younger one, before that changes."""
+    older, younger = (replace(update.inputs[0], tensor=version(weight, of)) for of in (age, age - 1))
+    name = f"write.{older.tensor}"
+    made = replace(update, name=name, target="ss.write", args=(Ref(0), Ref(1)), kwargs=(), group=0)
+    return replace(made, inputs=(older, younger), outputs=(older,))
 
 
 @dataclass(frozen=True, slots=True)

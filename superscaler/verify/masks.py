@@ -274,6 +274,8 @@ class Masks:
                 raise Refusal(f"changes {name}, which no op updates.")
             if name in done:
                 raise Refusal(f"changes {name} twice.")
+            if value.is_stale:
+                raise Refusal(f"sets {name} to {value.tensor} once that is updated.")
             done.add(name)
             wanted = (home.inputs[1].tensor, False) if home.is_write else (weight.tensor, True)
             if (value.tensor, value.is_gradient) != wanted or home.is_write != (name in i.buffers):

@@ -1,4 +1,4 @@
-"""The certificate: two steps of a plan in float64 against the user's module, every replica of every weight compared."""
+"""The certificate: steps of a plan in float64 against the user's module, every replica of every weight compared."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from superscaler.verify.small import shrink
 
 # A plan above any of these is verified at a small shape, unless it is asked for as it is.
 MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
+# How many steps are compared: two, and so many more as a plan reads weights of updates ago.
 STEPS = 2
 _SMALL = "it has the shapes of the capture; verify a small model with the same plan to compare it too"
 _LIMITED = "it drops no choices of experts; without a capacity the plan is compared with it"
@@ -42,7 +43,8 @@ Oracle = Callable[[Values, int], Reference]
 def verify(
     compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto"
 ) -> dict[str, Any]:
-    """Run two steps of the plan and of the user's module in float64, dropout off, and compare.
+    """Run two steps of the plan, or n + 2 of one that reads weights of n updates ago, and of the user's module in
+    float64, dropout off, and compare.
 
     `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. `shapes`: "model" runs
     the plan as it is against a copy of the module, run by torch, or, where there can be none (`note` says why), against
@@ -53,13 +55,15 @@ def verify(
 
     Returns equal, loss_error (relative), gradient_error (largest over pTensors and replicas, relative with a floor),
     parameter_error (weights, buffers and optimizer state), output_error (what the step returns beside its loss;
-    `trains` and `outputs` tell which of these there are), worst_tensor, first_difference (text: the first check
-    that does not hold, or the first tensor in execution order that is not the model's, or what capture got wrong; empty
-    when equal), conservation (the certificate of the whole program, see `verify.certificate`), deadlock_free, reference
+    `trains` and `outputs` tell which of these there are), worst_tensor, first_difference (text: the first check that
+    does not hold, or the first tensor in execution order that is not the model's, or what capture got wrong; empty when
+    equal), conservation (the certificate of the whole program, see `verify.certificate`), deadlock_free, reference
     ("eager", "export" or "graph"), module_compared (whether that is the user's module, run by torch), note (why not),
-    bytes_moved (what all ranks put on links in a step), bytes_planned (what the
-    plan said; equal), shapes, dropped (how many choices of experts have no row in the first step, of how many: then the
-    step with their capacity on one device is compared), and shrunk (what ran smaller: before and after, by factor).
+    bytes_moved (what all ranks put on links in a step), bytes_planned (what the plan said; equal), stale (how many
+    updates ago weights are read: [0] where they are as in the model, [0, 1, 3] where some are those of 1 or 3 ago: then
+    with the recurrence of these on one device), shapes, dropped (how many choices of experts have no row in the first
+    step, of how many: then the step with their capacity on one device is compared), and shrunk (what ran smaller:
+    before and after, by factor).
     Raises InputError for a plan that cannot run smaller but must.
     """
     if shapes not in ("auto", "model", "small"):
@@ -190,7 +194,7 @@ def _certificate(
         "backend": backend,
         "bytes_moved": sum(steps[0].moved for steps in results),
         "bytes_planned": exact.program.bytes_moved,
-        "stale": int(bool(model.versions)),
+        "stale": sorted({*model.ages.values()}) or [0],
         "dropped": _dropped(exact, {**values, **inputs}),
         "loss": float(results[0][0].loss) if results and model.loss else float("nan"),
     }
@@ -205,7 +209,7 @@ def _judged(
         try:
             oracle, comparison = make(), Comparison(exact, values)
             for number, step in enumerate(zip(*results, strict=True)):
-                comparison.add(step, _recurrence(oracle, exact.graph.model.versions, comparison.known, number))
+                comparison.add(step, _recurrence(oracle, exact.graph.model, comparison.known, number))
         except Unlike as why:
             note = str(why)
             continue
@@ -215,11 +219,15 @@ def _judged(
     return found
 
 
-def _recurrence(oracle: Oracle, versions: Mapping[str, str], known: Values, number: int) -> Reference:
-    """Return a step whose gradients are those of older versions of weights, where a plan has some."""
-    older = {weight: known[version] for version, weight in versions.items()}
-    step = oracle({**known, **older}, number)
-    return step._replace(buffers={**step.buffers, **{version: known[weight] for version, weight in versions.items()}})
+def _recurrence(oracle: Oracle, model: Model, known: Values, number: int) -> Reference:
+    """Return a step whose gradients are those of the oldest versions of weights that a plan has; each version becomes
+    the next younger one.
+    """
+    versions = model.versions
+    step = oracle({**known, **{weight: known[version] for version, weight in versions.items()}}, number)
+    pairs = ((op.inputs[0].tensor, op.inputs[1].tensor) for op in model.ops if op.is_write)
+    aged = {older: known[younger] for older, younger in pairs if older in versions}
+    return step._replace(buffers={**step.buffers, **aged})
 
 
 def draw_of(step: int) -> Draw:
@@ -239,10 +247,15 @@ def _refusal(check: Callable[[], None]) -> str:
     return ""
 
 
-def run_steps(step: Step, batch: Values) -> list[Result]:
-    """Return what a rank has after each of the steps that are compared."""
+def run_steps(step: Step, batch: Values, count: int = STEPS) -> list[Result]:
+    """Return what a rank has after each of `count` steps."""
     step.state.keep_gradients = True
-    return [_result(step, step(batch)) for _ in range(STEPS)]
+    return [_result(step, step(batch)) for _ in range(count)]
+
+
+def _steps(compiled: Compiled) -> int:
+    """Return how many steps are compared: until the weights that are read have changed, and once more."""
+    return STEPS + max(compiled.graph.model.ages.values(), default=0)
 
 
 def _result(step: Step, made: Any) -> Result:
@@ -255,7 +268,7 @@ def _result(step: Step, made: Any) -> Result:
 
 
 def _threads(compiled: Compiled, values: Values, batch: Values, timeout: float) -> list[list[Result]]:
-    return on_threads(compiled, values, lambda step: run_steps(step, batch), timeout)
+    return on_threads(compiled, values, lambda step: run_steps(step, batch, _steps(compiled)), timeout)
 
 
 def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> list[list[Result]]:
@@ -263,18 +276,18 @@ def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> l
         folder = Path(name)
         write(compiled, folder / "plan", values)
         save_file(_plain(batch), folder / "batch")
-        moved = call(_rank, compiled.program.world, name)
+        moved = call(_rank, compiled.program.world, name, str(_steps(compiled)))
         return [
             [_read(folder / f"rank{rank}.{number}", count) for number, count in enumerate(counts)]
             for rank, counts in enumerate(moved)
         ]
 
 
-def _rank(name: str) -> list[int]:
+def _rank(name: str, count: str) -> list[int]:
     """Run the plan in a folder on this rank, and write what it has after each step; return the bytes moved by then."""
     folder = Path(name)
     step = load(folder / "plan")
-    results = run_steps(step, load_file(folder / "batch"))
+    results = run_steps(step, load_file(folder / "batch"), int(count))
     for number, result in enumerate(results):
         stored = {"loss ": result.loss} | {f"weights {n}": w for n, w in result.weights.items()}
         stored |= {f"gradients {n}": g for n, g in result.gradients.items() if g is not None}

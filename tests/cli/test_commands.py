@@ -247,7 +247,13 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
         **{"equal": False, "loss_error": 0.5, "gradient_error": float("nan"), "parameter_error": 0.0},
         **{"conservation": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
         "first_difference": "head.weight[0:10, 0:64] on device 1 arrives off by 0.5 at linear (head)",
-        **{"shrunk": {}, "reference": "export", "note": "the module has no data", "stale": 0, "module_compared": False},
+        **{
+            "shrunk": {},
+            "reference": "export",
+            "note": "the module has no data",
+            "stale": [0],
+            "module_compared": False,
+        },
         **{"trains": True, "outputs": [], "dropped": [0, 0]},
     }
     monkeypatch.setattr("superscaler.plan.Plan.verify", lambda *_: result)

@@ -1,0 +1,20 @@
+"""PipeDream (Narayanan et al., 2019): 1F1B whose stage s of p reads weights as they were p - 1 - s updates ago, without
+vertical sync: what a weight is in the forward of a step, it is in the backward too.
+
+w(t+1) = update(w(t), gradient by w at (each weight v as v(t - n))), n = p - 1 - s of the first stage s that reads v
+"""
+
+from __future__ import annotations
+
+from superscaler.plans.along import along_axis
+from superscaler.plans.pipeline import pipeline
+from superscaler.plans.shared import stages
+from superscaler.verbs import Graph, Stale, op_trans
+
+
+@along_axis()
+def pipedream(graph: Graph, n: int, axis: str, microbatches: int | None = None, blocks: str = "") -> None:
+    for age, ops in zip(range(n - 1, 0, -1), stages(graph, n, blocks), strict=False):
+        if any(o.tensor in graph.updates for op in ops for o in op.inputs):
+            op_trans(graph, ops, Stale(age))
+    pipeline.cut(graph, n, axis, microbatches=microbatches, blocks=blocks)
