@@ -18,7 +18,7 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.steps import Emitted
 from superscaler.errors import InputError
-from superscaler.ir.graph import Model, Op, without_sources
+from superscaler.ir.graph import Model, Op, once, without_sources
 from superscaler.ir.listing import print_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import print_model
@@ -72,6 +72,7 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
         "aliases": dict(model.aliases),
         "loss_dtype": model.tensors[model.loss].wide_dtype if model.loss else "",
         **({"result": model.result} if model.result else {}),
+        **({"iterations": model.iterations} if model.iterations > 1 else {}),
         "optimizer": {
             "name": model.optimizer.name,
             "groups": [dict(g) for g in model.optimizer.groups],
@@ -82,6 +83,7 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
 
 def reads(model: Model) -> dict[str, Any]:
     """Return of the inputs of a step what a batch is checked by."""
+    model = once(model)
     return {
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "bounds": bounds(model),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superscaler.ir.graph import Model, Op, Operand, draw_number
+from superscaler.ir.graph import Model, Op, Operand, draw_number, first
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.program import Function, Program
 from superscaler.ir.text import unique
@@ -26,19 +26,22 @@ from superscaler.runtime import functional
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A random tensor of an op on one part: the number of its op, and the box of its elements in the whole tensor."""
+    """A random tensor of an op on one part: the number of its op, the box of its elements in the whole tensor, and
+    how many iterations of the step are before it.
+    """
 
     op: int
     box: Box
     extents: tuple[int, ...]
     shape: tuple[int, ...]
+    ahead: int = 0
 
 
 def draws_of(model: Model, function: Function, boxes: Sequence[Box]) -> list[Draw]:
     """Return what a function draws at random, in order, where its random ops are parts with these boxes."""
     drawn = ((op, random) for op in function.ops if (random := row_of(op.target).random))
     return [
-        Draw(draw_number(op.origin or op.name), *random(op, box, model.tensors))
+        Draw(draw_number(first(op.origin or op.name)), *random(op, box, model.tensors), ahead=op.iteration)
         for (op, random), box in zip(drawn, boxes, strict=True)
     ]
 
@@ -142,7 +145,7 @@ class _Writer:
 
     def _short(self, tensor: str) -> str:
         """Return a name that is equal in all layers: numbers of blocks and of repeated ops are left out."""
-        tensor = self.tensors[tensor].origin or tensor
+        tensor = first(self.tensors[tensor].origin or tensor)
         if self.tensors[tensor].kind == "activation":
             name = re.sub(r"_\d+$", "", re.sub(r"\W", "_", tensor))
             return f"{name}_" if keyword.iskeyword(name) else name

@@ -223,8 +223,8 @@ class _Writer:
             case p.Loss() if not self.model.loss:
                 return "return rt.finish()"
             case p.Loss():
-                counted = self.number("counted", lambda j: j.counted)
-                return f"return rt.loss({self.tuple_of(i.parts)}, {counted})"
+                counted, of = self.number("counted", lambda j: j.counted), f", {i.of}" * (self.model.iterations > 1)
+                return f"return rt.loss({self.tuple_of(i.parts)}, {counted}{of})"
             case p.Free():
                 return "del " + ", ".join(_name(n) for n in i.names)
 
@@ -361,8 +361,8 @@ def _given(i: p.Collective, k: int) -> str:
 
 
 def _record(row: Weight | Draw) -> dict[str, Any]:
-    # Few are on hosts.
-    return {f.name: value for f in fields(row) if (value := getattr(row, f.name)) or f.name != "host"}
+    # Few are on hosts, or of later iterations.
+    return {f.name: value for f in fields(row) if (value := getattr(row, f.name)) or f.name not in ("host", "ahead")}
 
 
 def _name(value: Value) -> str:

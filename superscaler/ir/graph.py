@@ -18,11 +18,12 @@ from itertools import takewhile
 from math import prod
 from typing import Any, Literal
 
-TensorKind = Literal["input", "parameter", "buffer", "constant", "activation", "output"]
+TensorKind = Literal["input", "parameter", "buffer", "constant", "activation", "output", "next"]
 OpKind = Literal["forward", "backward", "optimizer"]
 Mark = Literal["spatial", "summed", "frozen"]
 MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
 
+_LATER = re.compile(r"\+\d+$")
 _BITS = re.compile(r"\d+")
 
 
@@ -41,7 +42,8 @@ class PTensor:
     `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
     `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
     `origin` is the tensor whose value a twin makes again, or a copy is; of a buffer, the weight that it was before.
-    Of a `largest` one, which has no gradient, the value is the largest of its parts, not their sum.
+    One of kind `next` is what an update makes of a weight, or a write of a buffer, for the next iteration of a step; it is
+    where that is. Of a `largest` one, which has no gradient, the value is the largest of its parts, not their sum.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Op:
     `origin` is the op that a twin computes again, and `region` with what; `checkpoint` names the region of the model's
     own `torch.utils.checkpoint` that the op is in. Mirrors of ops with one `split` run together in two halves, first
     for gradients of activations, then for those of weights. Ops with one `regather` keep no weights for their mirrors.
+    `iteration` is that of the ones of a step (`Graph.unroll`) in which the op is.
     """
 
     name: str
@@ -150,6 +153,7 @@ class Op:
     checkpoint: str = ""
     split: str = ""
     regather: str = ""
+    iteration: int = 0
 
     @property
     def is_write(self) -> bool:
@@ -230,7 +234,7 @@ class Model:
     `aliases` has for each further name of a tied parameter the one that is kept; `segments` for each parameter that is
     a segment of a packed one that one, the dim, and the range there; `unsupported` how often operators without a rule
     occur. `loss` and the optimizer's name are '' where nothing is trained; `result` is the form, in JSON, of what the
-    step returns beside its loss, '' where that is nothing.
+    step returns beside its loss, '' where that is nothing. A step has so many `iterations`.
     """
 
     tensors: Mapping[str, PTensor]
@@ -243,6 +247,7 @@ class Model:
     unsupported: Mapping[str, int]
     segments: Mapping[str, tuple[str, int, int, int]] = field(default_factory=dict)
     result: str = ""
+    iterations: int = 1
 
     def producers(self) -> dict[str, tuple[Op, int]]:
         """Return for each activation the op that writes it and which of its outputs it is."""
@@ -279,6 +284,22 @@ class Model:
         found = {op.inputs[0].tensor: 0 for op in self.ops if op.kind == "optimizer" and not op.is_write}
         return {**found, **Counter(self.versions.values())}
 
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Return the loss of each iteration."""
+        return tuple(later(self.loss, k) for k in range(self.iterations)) if self.loss else ()
+
+    @property
+    def nexts(self) -> dict[str, str]:
+        """Return what weights and buffers are in later iterations, each with what it is made of by an update."""
+        made = ((op.outputs[0].tensor, op.inputs[0].tensor) for op in self.ops if not op.is_forward)
+        return {new: old for new, old in made if self.tensors[new].kind == "next"}
+
+    @property
+    def weights(self) -> set[str]:
+        """Return the names of parameters, of their older versions, and of what they are in later iterations."""
+        return {t.name for t in self.parameters()} | self.versions.keys() | self.nexts.keys()
+
     def mirror(self, op: Op) -> Op:
         """Return the backward op of a forward one.
 
@@ -291,6 +312,24 @@ class Model:
     def parameters(self) -> Iterator[PTensor]:
         """Yield the trained and frozen parameters in the order of the module."""
         return (t for t in self.tensors.values() if t.kind == "parameter")
+
+
+def later(name: str, iteration: int) -> str:
+    """Return the name that something has in an iteration of a step.
+
+    >>> later("h", 0), later("h", 2)
+    ('h', 'h+2')
+    """
+    return f"{name}+{iteration}" if iteration else name
+
+
+def first(name: str) -> str:
+    """Return the name that something has in the first iteration.
+
+    >>> first("h"), first("h+2")
+    ('h', 'h')
+    """
+    return _LATER.sub("", name)
 
 
 def draw_number(op: str) -> int:
@@ -361,6 +400,17 @@ def without_twins(model: Model) -> Model:
     kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))
     ops = tuple(map(plain, kept))
     return replace(model, tensors={n: t for n, t in model.tensors.items() if not t.origin}, ops=ops)
+
+
+def once(model: Model) -> Model:
+    """Return the model of the first of its iterations."""
+    if model.iterations == 1:
+        return model
+    own = (op for op in model.ops if not op.iteration)
+    ops = tuple(op if op.is_forward else replace(op, outputs=op.inputs[:1]) for op in own)
+    tensors = {name: t for name, t in model.tensors.items() if first(name) == name}
+    inputs = tuple(name for name in model.inputs if name in tensors)
+    return replace(model, tensors=tensors, ops=ops, inputs=inputs, iterations=1)
 
 
 def without_sources(model: Model) -> Model:

@@ -277,7 +277,7 @@ class Wait:
 @dataclass(frozen=True, slots=True)
 class Update:
     """Run the optimizer on `weights` at rest with their `gradients`, and set `buffers` to `values`. `is_early`: another
-    one follows on the device.
+    one follows on the device. Those that are in `goes_on` are then what they are in the next iteration.
     """
 
     weights: Reads
@@ -285,6 +285,7 @@ class Update:
     buffers: Reads = ()
     values: Reads = ()
     is_early: bool = False
+    goes_on: Writes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,10 +300,13 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The end of a step. Its loss is the sum of the `counted` parts over all devices; the others are replicas."""
+    """The end of a step. Its loss is the sum of the `counted` parts over all devices; the others are replicas. With
+    several iterations `of` tells of which one each part is, and there is a loss of each.
+    """
 
     parts: Reads
     counted: Annotated[tuple[bool, ...], Role.EVEN]
+    of: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from superscaler.ir.graph import MARKS, Factor, Index, Model, Op, Operand, Optim
 
 _MARK_OF = {shown: mark for mark, shown in MARKS.items() if shown}
 _REST = ("kind", "has_mirror", "module", "source", "flops", "from_data", "from_weights", "group", "linear", "passes",
-         "origin", "region", "checkpoint", "split", "regather")  # fmt: skip
+         "origin", "region", "checkpoint", "split", "regather", "iteration")  # fmt: skip
 _DEFAULTS = {f.name: f.default for f in fields(Op)}
 
 
@@ -48,6 +48,7 @@ def print_model(model: Model) -> str:
         "factors": {f.name: f.size for f in model.factors.values()},
     }
     head |= {"result": model.result} if model.result else {}
+    head |= {"iterations": model.iterations} if model.iterations > 1 else {}
     lines = [f"model {json.dumps(head)}"]
     lines += [print_tensor(tensor) for tensor in model.tensors.values()]
     lines += [print_op(op) for op in model.ops]
@@ -113,7 +114,7 @@ def parse_model(text: str) -> Model:
     options = tuple(tuple((k, _frozen(v)) for k, v in g.items()) for g in groups)
     optimizer = Optimizer(name, options, tuple(scaler.items()))
     segments = {name: tuple(segment) for name, segment in head["segments"].items()}
-    rest = optimizer, head["aliases"], head["unsupported"], segments, head.get("result", "")
+    rest = optimizer, head["aliases"], head["unsupported"], segments, head.get("result", ""), head.get("iterations", 1)
     return Model(tensors, tuple(ops), factors, tuple(head["inputs"]), head["loss"], *rest)
 
 

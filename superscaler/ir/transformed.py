@@ -16,6 +16,7 @@ import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.graph import Factor, Model, Op, renamed
+from superscaler.ir.unroll import unrolled
 from superscaler.ir.parts import UNASSIGNED, Grid, Ints, Rows, cuts_of, expand, read_by
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
@@ -247,6 +248,25 @@ class Graph:
             raise InputError(f"rename_factor('{old}', '{new}'): '{new}' {why}; choose another.")
         self.rewrite(renamed(self.model, old, new))
         self.journal.append(Entry("rename_factor", old, f"to {new}", caller()))
+
+    def unroll(self, iterations: int = 2) -> None:
+        """Let a step be several iterations: each on a batch of its own, by the weights that the one before left.
+
+        y = f(x, w); w = update(w, d(w))
+        ->  y = f(x, w); w+1 = update(w, d(w)); y+1 = f(x+1, w+1); w = update(w+1, d(w+1))
+
+        What belongs to iteration k has `op.iteration` k, and the same factors. Comes before all other verbs: updates of
+        one weight have the same parts, and are at the same places. A step is then given a list of as many batches, and
+        returns their losses. Raises TransformError for what cannot be unrolled.
+        """
+        where = caller()
+        try:
+            if any(grid.is_touched for grid in self.grids.values()) or self.orders:
+                raise TransformError("it comes before ops are cut, placed and ordered.")
+            self.rewrite(unrolled(self.model, iterations))
+        except TransformError as error:
+            raise TransformError(f"unroll at {where}: {error}") from None
+        self.journal.append(Entry("unroll", "", str(iterations), where))
 
     def send_gradients_last(self) -> None:
         """Send the gradients of weights once the backward of a device has ended, not while others are computed."""

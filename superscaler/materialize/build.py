@@ -69,11 +69,12 @@ class _Builder:
     def __init__(self, schedule: Schedule, writer: Writer) -> None:
         self.schedule, self.model = schedule, schedule.edges.model
         self.writer, self.code, self.context = writer, writer.code, writer.context
+        self.losses, self.nexts = self.model.losses, self.model.nexts
         self.values = Values(writer)
         self.residents = Residents(schedule.edges, self.code)
         self.functions = Functions(schedule.edges)
         self.loss_places = self._loss_places()
-        self.loss_parts: list[list[tuple[Value, bool]]] = [[] for _ in self.code.of]
+        self.loss_parts: list[list[tuple[Value, bool, int]]] = [[] for _ in self.code.of]
         self._moving: dict[tuple[int, int], bool] = {}
 
     def run(self) -> None:
@@ -107,7 +108,8 @@ class _Builder:
             for at, i in updates[:-1]:
                 code[at] = replace(i, is_early=True)
             parts = self.loss_parts[rank]
-            code.append(Loss(tuple(name for name, _ in parts), tuple(counted for _, counted in parts)))
+            turns = tuple(turn for *_, turn in parts) if self.model.iterations > 1 else ()
+            code.append(Loss(tuple(name for name, *_ in parts), tuple(counted for _, counted, _ in parts), turns))
         key = None if self.context.steady else str
         devices: Sequence[Device] = tuple(
             Device(
@@ -155,8 +157,8 @@ class _Builder:
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
             self.values.made(place, name, rank)
-            if output.tensor == self.model.loss:
-                self.loss_parts[rank].append((name, place in self.loss_places))
+            if output.tensor in self.losses:
+                self.loss_parts[rank].append((name, place in self.loss_places, self.losses.index(output.tensor)))
 
     def _input(self, segment: Segment, alias: Alias, number: int, at: int) -> Value:
         key, tensor = segment.keys[at], alias.tensor
@@ -210,7 +212,8 @@ class _Builder:
                 continue
             name = self.values.value(Place(BACKWARD, segment.number, key, number))
             row = int(segment.row_of[output.op.name][at])
-            is_one = self.model.origin(output.tensor) == self.model.loss and self.schedule.edges.seeds_gradient(row)
+            loss = self.model.origin(output.tensor)
+            is_one = loss in self.losses and self.schedule.edges.seeds_gradient(loss, row)
             gradients.append(ONE if is_one else name)
         return tuple(gradients)
 
@@ -229,6 +232,7 @@ class _Builder:
     def _update(self, nodes: Sequence[Node]) -> None:
         """Update the weights of some nodes, those of a device as one, after what takes over their values."""
         pairs: dict[int, tuple[list[tuple[Value, Value]], ...]] = {}
+        kept = set[Value]()
         for node in nodes:
             place = Place(*node[:3], 0)
             value = self.values.value(place)
@@ -243,6 +247,8 @@ class _Builder:
                 if not self.writer.transfers[number].is_local:
                     self.writer.settle(number, node.device % HOSTS)
             weights, buffers, versions = pairs.setdefault(node.device % HOSTS, ([], [], []))
+            if self.schedule.edges.by_home[node.number].outputs[0].tensor in self.nexts:
+                kept.add(weight.name)
             if value is not None:
                 is_version = self.model.tensors[weight.tensor].origin
                 kind = weights if weight.trained else versions if is_version else buffers
@@ -250,18 +256,19 @@ class _Builder:
         for rank, (weights, buffers, versions) in pairs.items():
             if versions:
                 self.code.write(rank, Update((), (), *_sides(versions)))
-            self.code.write(rank, Update(*_sides(weights), *_sides(buffers)))
+            goes_on = tuple(name for name, _ in (*weights, *buffers) if name in kept)
+            self.code.write(rank, Update(*_sides(weights), *_sides(buffers), goes_on=goes_on))
 
     def _loss_places(self) -> set[Place]:
-        """Return the parts of the loss that together are its value: one replica of each addend."""
-        loss = self.model.loss
-        if not loss:
-            return set()
-        segment = next(s for s in self.schedule.segments for o in s.outputs if o.tensor == loss)
-        number = [o.tensor for o in segment.outputs].index(loss)
-        output = segment.outputs[number]
-        keys = self.schedule.edges.rows[output.op.name].keys
-        return {Place(FORWARD, segment.number, keys[r], number) for r in self.schedule.edges.loss_rows()}
+        """Return the parts of losses that together are their values: one replica of each addend."""
+        found = set[Place]()
+        for segment in self.schedule.segments:
+            for number, output in enumerate(segment.outputs):
+                if output.tensor in self.losses:
+                    keys = self.schedule.edges.rows[output.op.name].keys
+                    rows = self.schedule.edges.loss_rows(output.tensor)
+                    found |= {Place(FORWARD, segment.number, keys[row], number) for row in rows}
+        return found
 
 
 def _together(node: Node) -> tuple[object, ...]:

@@ -27,6 +27,7 @@ class Residents:
 
     def load_weights(self) -> Iterator[tuple[Place, Value]]:
         """Load all weights at rest; yield where each is made, and its name."""
+        nexts = self.edges.model.nexts
         for tensor, op in self.edges.homes.items():
             rows, held = self.edges.rows[op.name], self.edges.held(op, 0)
             counted = set() if op.is_write else set(self.edges.whole(held))
@@ -35,6 +36,10 @@ class Residents:
                 place = Place(UPDATE, self.edges.home_number[tensor], key, 0)
                 if op.is_output:
                     self.given[place] = tensor, box
+                    continue
+                if tensor in nexts:
+                    self.of[place] = self.of[place._replace(segment=self.edges.home_number[nexts[tensor]])]
+                    yield place, self.of[place].name
                     continue
                 name = self.code.fresh(rank, self.code.like(tensor)._replace(part=key[2]))
                 weight = Weight(name, tensor, box, not op.is_write, row in counted, op.group, rank >= HOSTS)

@@ -73,7 +73,7 @@ def sequences(graph: Graph, plan: str, count: int, parts: str = "devices") -> li
     found: dict[str, None] = {}
     for block in graph.blocks:
         read = (graph.model.tensors[o.tensor] for op in block.ops for o in op.inputs)
-        own = {f for tensor in read if tensor.kind == "parameter" for dim in tensor.slots for f in dim} | {"batch"}
+        own = {f for tensor in read if tensor.name in graph.model.weights for dim in tensor.slots for f in dim} | {"batch"}
         given = graph.model.tensors[block.ops[-1].outputs[0].tensor].slots
         tokens = [f for dim in given for f in dim if f not in own]
         fitting = [f for f in tokens if graph.factors[f].size % count == 0]
@@ -178,8 +178,7 @@ def undivided(graph: Graph, parts: int) -> InputError:
 
 
 def _weights_of(graph: Graph) -> set[str]:
-    weights = {t.name for t in graph.model.parameters()} | graph.model.versions.keys()
-    return weights | {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
+    return graph.model.weights | {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
 
 
 def _scopes(graph: Graph) -> list[tuple[Op, ...]]:

@@ -39,6 +39,8 @@ class Rank:
     seed: int = 0
     scaler: Scaler | None = None
     steps: int = 0
+    # How many iterations a step is.
+    iterations: int = 1
     batch: Mapping[str, Tensor] = field(default_factory=dict)
     clip: float | None = None
     last_norm: float | None = None
@@ -156,7 +158,8 @@ class Rank:
 
         def random(k: int) -> Tensor:
             e = entries[k]
-            drawn = functional.draw(self.seed, self.steps, e["op"], e["box"], e["extents"], self.device)
+            steps = self.steps + e.get("ahead", 0)
+            drawn = functional.draw(self.seed, steps, e["op"], e["box"], e["extents"], self.device)
             return drawn.reshape(e["shape"])
 
         return random
@@ -307,13 +310,18 @@ class Rank:
         if scale < 1.0:
             gradients.update({name: gradient * scale for name, gradient in gradients.items()})
 
-    def loss(self, parts: Sequence[Tensor], counted: int) -> Tensor:
-        """Return the loss of the step: the sum of the parts of all devices that count, equal on all of them."""
-        pairs = zip(parts, self.tables["counted"][counted], strict=True)
-        kept = [p.reshape(()).to(self.dtype) for p, counts in pairs if counts]
-        here = torch.stack(kept).sum() if kept else torch.zeros((), dtype=self.dtype, device=self.device)
-        self.steps += 1
-        return self._world_sum(here)
+    def loss(self, parts: Sequence[Tensor], counted: int, of: Sequence[int] = ()) -> Tensor:
+        """Return the loss of the step: the sum of the parts of all devices that count, equal on all of them. Where `of`
+        tells the iterations of the parts, return the loss of each.
+        """
+        kept: list[list[Tensor]] = [[] for _ in range(self.iterations)]
+        for part, counts, turn in zip(parts, self.tables["counted"][counted], of or (0,) * len(parts), strict=True):
+            if counts:
+                kept[turn].append(part.reshape(()).to(self.dtype))
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        here = [torch.stack(some).sum() if some else zero for some in kept]
+        self.steps += self.iterations
+        return self._world_sum(torch.stack(here) if self.iterations > 1 else here[0])
 
     def _world_sum(self, x: Tensor) -> Tensor:
         world = self.communicator.world

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from superscaler.cluster import Cluster
 from superscaler.cluster.start import how_to_start
 from superscaler.errors import InputError
+from superscaler.ir.graph import later
 from superscaler.runtime import finite
 from superscaler.runtime.checkpoint import save
 from superscaler.runtime.communicator import Communicator
@@ -36,7 +37,8 @@ class Step:
     trained, what the module returns.
 
     `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar,
-    equal on all ranks. With `clip`, the gradients are scaled so that their global norm is at most `clip`, and
+    equal on all ranks. A plan whose steps are several `iterations` (`graph.unroll`) takes a list of as many batches, and
+    returns a tensor of their losses. With `clip`, the gradients are scaled so that their global norm is at most `clip`, and
     `last_norm` is the norm before. With `check_finite`, a loss or a gradient that is not finite raises RuntimeFailure,
     which names the operator that it comes from, on all ranks and with nothing changed.
     """
@@ -62,13 +64,24 @@ class Step:
         # Where the plan was loaded from.
         self.directory: Path | None = None
         self.trains = bool(plan["loss_dtype"])
+        self.iterations: int = plan.get("iterations", 1)
         self._form = json.loads(plan.get("result") or "null")
         self._function = programs[plan["programs"][self.rank]].step
         # Of all parameter groups, those without a weight here too: what is equal or not must be so on all ranks.
         self._lr = [float(group["lr"]) for group in plan["optimizer"]["groups"]]
 
-    def __call__(self, batch: Mapping[str, Tensor], clip: float | None = None, check_finite: bool = False) -> Any:
-        check_batch(batch, self.plan)
+    def __call__(
+        self,
+        batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        clip: float | None = None,
+        check_finite: bool = False,
+    ) -> Any:
+        batch = check_batches(batch, self.plan)
+        if self.iterations > 1 and (clip is not None or check_finite):
+            raise InputError(
+                f"this plan runs {self.iterations} iterations at once, whose updates do not wait for all gradients, "
+                f"which {'clip' if clip is not None else 'check_finite'} looks at; leave it out, or take another plan."
+            )
         if not self.trains:
             return self._infer(batch, clip is not None or check_finite)
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
@@ -214,6 +227,24 @@ class Step:
         self.state.communicator.close()
 
 
+def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """Return the tensors of a batch, or of a list of as many as a step has iterations, by the names that these have in
+    the plan. Raises InputError for anything else.
+    """
+    count = plan.get("iterations", 1)
+    if count == 1:
+        check_batch(given, plan)
+        return cast(Mapping[str, Tensor], given)
+    if not isinstance(given, Sequence) or len(given) != count:
+        told = f"{len(given)} batches" if isinstance(given, Sequence) else type(given).__name__
+        raise InputError(
+            f"this plan runs {count} iterations at once: a step takes a list of {count} batches, not {told}."
+        )
+    for batch in given:
+        check_batch(batch, plan)
+    return {later(name, k): x for k, batch in enumerate(given) for name, x in batch.items()}
+
+
 def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
     """Raise InputError unless a batch has the inputs of a plan, of their shapes, dtypes and rows."""
     inputs = plan["inputs"]
@@ -271,7 +302,9 @@ def build_step(
     communicator.prepare(
         sorted({tuple(g) for d in plan["devices"] for g in d["groups"]} | {tuple(range(communicator.world))})
     )
-    return Step(plan, programs, Rank(communicator, tables, local, optimizer, dtype, plan["seed"], scaler), fixed)
+    rank = Rank(communicator, tables, local, optimizer, dtype, plan["seed"], scaler)
+    rank.iterations = plan.get("iterations", 1)
+    return Step(plan, programs, rank, fixed)
 
 
 def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]:

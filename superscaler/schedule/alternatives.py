@@ -62,7 +62,7 @@ def find_turns(edges: Edges) -> Mapping[Unit, int]:
 
 def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
     """Yield what waits for any one of what, the nearest first; work that waits for nothing with an empty list."""
-    graph = edges.graph
+    graph, nexts = edges.graph, edges.model.nexts
     for op in graph.model.ops:
         mirror = edges.mirrors.get(op.name)
         for key in edges.rows[op.name].keys:
@@ -76,6 +76,10 @@ def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
                 for key in edges.rows[op.name].keys:
                     last = op.name if mirror is None else mirror.name, key
                     yield from ((update, [last]) for device, update in at if device == key[0])
+            if older := edges.homes.get(nexts.get(operand.tensor, "")):
+                # What a weight is in a later iteration, after the update that makes it.
+                for key in edges.rows[op.name].keys:
+                    yield from (((op.name, key), [(older.name, at)]) for at in edges.rows[older.name].keys if at[0] == key[0])
             if operand.tensor in edges.producers:
                 yield from _data(edges, edges.producers[operand.tensor], (op, k))
             gradient = mirror.outputs[k].tensor if mirror is not None else ""

@@ -236,7 +236,7 @@ class Edges:
         served: list[set[Hashable]] = [set() for _ in rows.boxes]
         first: list[set[Hashable]] = [set() for _ in served]
         for j, gradient in enumerate(mirror.inputs):
-            if gradient.tensor == self.model.gradient(self.model.loss):
+            if gradient.tensor in map(self.model.gradient, self.model.losses):
                 for addends in served:
                     addends.add("loss")
                 for row in self.whole(self.held(op, j)):
@@ -258,9 +258,9 @@ class Edges:
         found = self._served[mirror.name] = list(map(frozenset, first))
         return found
 
-    def loss_rows(self) -> list[int]:
-        """Return the parts of the loss that together are its value: one replica of each addend."""
-        return self.whole(self.held(*self.producers[self.model.loss]))
+    def loss_rows(self, loss: str) -> list[int]:
+        """Return the parts of a loss that together are its value: one replica of each addend."""
+        return self.whole(self.held(*self.producers[loss]))
 
     @staticmethod
     def whole(held: Held) -> list[int]:
@@ -268,9 +268,9 @@ class Edges:
         nowhere = np.full(1, -1, dtype=np.int64)
         return join(held, Wanted(held.lo.min(0, keepdims=True), held.hi.max(0, keepdims=True), nowhere, nowhere))[0]
 
-    def seeds_gradient(self, row: int) -> bool:
-        """Tell whether the mirror of a part of the loss starts from one: all do, but of routing replicas one."""
-        ((mirror, _),) = self.readers[self.model.gradient(self.model.loss)]
+    def seeds_gradient(self, loss: str, row: int) -> bool:
+        """Tell whether the mirror of a part of a loss starts from one: all do, but of routing replicas one."""
+        ((mirror, _),) = self.readers[self.model.gradient(loss)]
         return not self.rows[mirror.name].routes or "loss" in self.served(mirror)[row]
 
     def _one_tiling(self, mirror: Op, k: int) -> list[int]:

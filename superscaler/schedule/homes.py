@@ -6,6 +6,7 @@ from collections.abc import Collection, Hashable, Iterable
 
 import numpy as np
 
+from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Op, Operand, PTensor
 from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.parts import Axis, Grid, expand
@@ -19,16 +20,20 @@ def place_updates(graph: Graph, world: int) -> None:
     """Place the optimizer ops that no op_assign placed: where their weight is read, or else made; outputs of the step
     on all devices.
     """
-    producers, uses = graph.model.producers(), graph.model.uses()
+    producers, uses, nexts = graph.model.producers(), graph.model.uses(), graph.model.nexts
     for version, weight in graph.model.versions.items():
         # Where all that reads a weight reads an older version, that is where it is read.
         uses[weight] = uses[weight] or uses[version]
     for version, weight in graph.model.versions.items():
         uses[version] = uses[version] or uses[weight]
+    homes = {op.inputs[0].tensor: op for op in graph.model.ops if not op.is_forward}
     places: dict[Hashable, frozenset[Located]] = {}
     grids: dict[Hashable, Grid] = {}
     for op in graph.model.ops:
         grid = graph.grids[op.name]
+        if not op.is_forward and op.inputs[0].tensor in nexts:
+            _stay(graph, op, homes[nexts[op.inputs[0].tensor]])
+            continue
         if op.is_forward or grid.axes or grid.children or int(grid.devices) >= 0:
             continue
         if op.is_output:
@@ -45,6 +50,19 @@ def place_updates(graph: Graph, world: int) -> None:
         if key not in grids:
             grids[key] = follow(op, tensor, found)
         graph.grids[op.name] = grids[key].copy()
+
+
+def _stay(graph: Graph, op: Op, before: Op) -> None:
+    """Let the update of a later iteration be where the one before it is. Raises ScheduleError where it is elsewhere."""
+    own, theirs = graph.grids[op.name], graph.grids[before.name]
+    is_same = own.signature() == theirs.signature() and (op.name in graph.hosted) == (before.name in graph.hosted)
+    if own.is_touched and not is_same:
+        raise ScheduleError(
+            f"{op.name} is cut or placed otherwise than {before.name}, but a weight stays where it is between the "
+            "iterations of a step; cut and place both alike, or the first only."
+        )
+    graph.grids[op.name] = theirs
+    graph.hosted |= {op.name} if before.name in graph.hosted else set()
 
 
 def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozenset[Located]]) -> frozenset[Located]:

@@ -81,6 +81,7 @@ class Nodes:
         self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
         # By op, mirrors included.
         self.segment_of |= {m.name: self.segment_of[name] for name, m in schedule.edges.mirrors.items()}
+        self.nexts = schedule.edges.model.nexts
         self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
         for segment in schedule.segments:
             for key in segment.keys:
@@ -134,8 +135,11 @@ class Nodes:
         edges = self.schedule.edges
         uses, known = edges.model.uses(), dict[Hashable, list[tuple[Key, Key]]]()
         for tensor, op in edges.homes.items():
+            older = edges.home_number.get(self.nexts.get(tensor, ""))
             for key in edges.rows[op.name].keys:
                 self._add(Node("U", edges.home_number[tensor], key))
+                if older is not None:
+                    self._edge(Node("U", older, key), Node("U", edges.home_number[tensor], key), "next iteration")
             for reader, k in uses[tensor]:
                 ends = id(edges.rows[op.name]), op.inputs[0].slots, id(edges.rows[reader.name]), reader.inputs[k].slots
                 if ends not in known:
@@ -145,6 +149,8 @@ class Nodes:
                 for home, key in known[ends]:
                     update = Node("U", edges.home_number[tensor], home)
                     self._edge(Node(kind, segment.number, key), update, "read before update")
+                    if older is not None:
+                        self._edge(Node("U", older, home), Node("F", segment.number, key), "read after update")
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
         if transfer.is_one and transfer.links:
@@ -162,9 +168,12 @@ class Nodes:
                     self._edge(Node(*maker_of(segments, place)), node)
                 elif transfer.kind == FORWARD:
                     self._edge(node, Node(*place[:3]), "sent before update")
+                    older = self.schedule.edges.home_number.get(self.nexts.get(transfer.tensor, ""))
+                    if older is not None:
+                        self._edge(Node("U", older, place.key), node, "sent after update")
                     # An older version is set before the weight changes, which it may read in place.
-                    older = (end for end in readers if end.device == piece.device and end.places[0].kind == UPDATE)
-                    for end in older:
+                    aged = (end for end in readers if end.device == piece.device and end.places[0].kind == UPDATE)
+                    for end in aged:
                         self._edge(Node(*end.places[0][:3]), Node(*place[:3]), "read before update")
         for reader in readers:
             for place in reader.places:

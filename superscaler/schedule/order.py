@@ -190,4 +190,7 @@ def _priority(nodes: Nodes, number: int) -> tuple[int, int, int, int, int]:
         # Just before its backward.
         rank = 3 if segment.region else rank
     is_late = node.kind == "C" and nodes.schedule.transfers[node.number].is_to_updates
+    if node.kind == "C" and nodes.schedule.transfers[node.number].tensor in nodes.nexts and not is_late:
+        # After all updates that can be: these then are one.
+        rank, is_late = 2, True
     return rank, is_late or node.key[1], place, node.key[0], number

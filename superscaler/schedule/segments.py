@@ -260,8 +260,9 @@ def _normal(labels: list[Hashable]) -> Labels:
 
 def _find_outputs(edges: Edges, segments: list[Segment]) -> None:
     read = {a.tensor for s in segments for a in s.aliases} | set(edges.readers)
-    gradient, loss = edges.model.gradient, edges.model.loss
-    with_gradient = {gradient(a.tensor) for s in segments for a in s.aliases if a.labels is not None} | {gradient(loss)}
+    gradient, losses = edges.model.gradient, edges.model.losses
+    with_gradient = {gradient(a.tensor) for s in segments for a in s.aliases if a.labels is not None}
+    with_gradient |= set(map(gradient, losses))
     for segment in segments:
         found = [
             Output(o.tensor, op, j, op.has_mirror and gradient(o.tensor) in with_gradient)
@@ -269,4 +270,4 @@ def _find_outputs(edges: Edges, segments: list[Segment]) -> None:
             for j, o in enumerate(op.outputs)
         ]
         # The gradient of what a twin makes may come from readers of the value that was made first.
-        segment.outputs = tuple(o for o in found if o.tensor in read or o.tensor == loss or o.has_gradient)
+        segment.outputs = tuple(o for o in found if o.tensor in read or o.tensor in losses or o.has_gradient)

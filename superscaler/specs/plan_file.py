@@ -46,6 +46,7 @@ class Draw(Checked):
     box: Box
     extents: list[Count]
     shape: list[Count]
+    ahead: Count = 0
 
 
 class Tables(Checked):
@@ -124,6 +125,7 @@ class PlanFile(Checked):
     aliases: dict[str, str]
     loss_dtype: str
     result: str = ""
+    iterations: Count = 1
     optimizer: Optimizer
     operators: dict[Target, Operator | None]
     manifest: Manifest

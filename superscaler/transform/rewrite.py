@@ -76,6 +76,8 @@ class Stale:
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
         if not isinstance(self.updates, int) or self.updates < 1:
             raise TransformError(f"Stale({self.updates!r}) is no number of updates; give 1 or more, or leave it out.")
+        if model.iterations > 1:
+            raise TransformError("Stale of a graph with several iterations; unroll it, or let weights be older.")
         updates = {op.inputs[0].tensor: op for op in model.ops if not op.is_forward and not op.is_write}
         read = dict.fromkeys(o.tensor for op in ops if op.is_forward for o in op.inputs if o.tensor in updates)
         if not read:
@@ -259,7 +261,9 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
     before = graph.model
     names = {op.name for op in ops}
     try:
-        after = algorithm.rewrite(before, tuple(op for op in before.ops if op.name in names))
+        after = before
+        for turn in sorted({op.iteration for op in ops}):
+            after = algorithm.rewrite(after, tuple(o for o in after.ops if o.name in names and o.iteration == turn))
     except TransformError as error:
         raise TransformError(f"op_trans at {where}: {error}") from None
     wrong = _wrong(before, after)

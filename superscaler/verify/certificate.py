@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.graph import Model, Operand
+from superscaler.ir.graph import Model, Operand, later
 from superscaler.ir.interpret import interpret
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import Ints
@@ -33,7 +33,8 @@ def check_program(program: Program) -> None:
     _check_weights(program, masks)
     _check_outputs(program, masks)
     if program.model.loss:
-        _check_loss(program, masks)
+        for loss in program.model.losses:
+            _check_loss(program, masks, loss)
 
 
 def _check_twins(model: Model) -> None:
@@ -86,12 +87,14 @@ def _check_weights(program: Program, masks: Masks) -> None:
             if not op.is_write and (not weight.trained or weight.group != op.group):
                 what = f"in parameter group {weight.group}" if weight.trained else "at rest as if it were frozen"
                 raise ScheduleError(f"{where} is {what}, but {op.name} trains it in group {op.group}.")
-            expected = op.is_write or bool(masks.kinds.heads(weight.tensor, True))
-            if (weight.name in masks.updated[number]) != expected:
-                raise ScheduleError(
-                    f"{where} is given {int(not expected)} gradients in a step instead of {int(expected)}."
-                )
+            turns = [later(weight.tensor, k) for k in range(model.iterations)]
+            expected = sum(op.is_write or bool(masks.kinds.heads(tensor, True)) for tensor in turns)
+            given = sum((weight.name, tensor) in masks.updated[number] for tensor in turns)
+            if given != expected:
+                raise ScheduleError(f"{where} is given {given} gradients in a step instead of {expected}.")
     for tensor, op in masks.homes.items():
+        if tensor in masks.nexts:
+            continue
         whole = np.array([(0, e) for e in model.tensors[tensor].extents], dtype=np.int64).reshape(1, -1, 2)
         if not held[tensor]:
             raise ScheduleError(f"{tensor} is at rest on no device.")
@@ -125,12 +128,11 @@ def _cover(boxes: Ints, whole: Ints) -> bool:
     return bool(found.all())
 
 
-def _check_loss(program: Program, masks: Masks) -> None:
-    """The parts of the loss that count are together its value, each once."""
+def _check_loss(program: Program, masks: Masks, loss: str) -> None:
+    """The parts of a loss that count are together its value, each once."""
     found: dict[object, list[np.ndarray]] = {}
-    loss = program.model.loss
     for parts in masks.losses.values():
-        for content, counts in parts:
+        for content, counts in (part for part in parts if part[0].tensor == loss):
             for chain, boxes in masks.sums.told(content).items():
                 kept = boxes.rows(counts).whole
                 found.setdefault(chain, []).append(kept.reshape(kept.shape[0] * kept.shape[1], *kept.shape[2:]))

@@ -74,7 +74,7 @@ class Kinds:
             yield ("rest",) if made is None else ("made", made[0].name, ())
             return
         yield from (("use", op.name, k, (), ()) for op, k in self.uses.get(tensor, ()))
-        if tensor == self.model.loss:
+        if tensor in self.model.losses:
             yield SEED
 
     def columns(self, chain: Chain, tensor: str) -> Mapping[Column, int]:
@@ -114,7 +114,7 @@ class Kinds:
         if not is_gradient:
             op, _ = self.producers[tensor]
             return tuple(("made", op.name, sides) for sides in self._sides(op, chains))
-        found = [SEED] if tensor == self.model.loss else []
+        found = [SEED] if tensor in self.model.losses else []
         for op, k in self.uses[tensor]:
             own = [c for c in chains if c[:3] == ("use", op.name, k)]
             found += [("use", op.name, k, *both) for both in product(self._mirrors(op, own), self._sides(op, own))]

@@ -15,7 +15,7 @@ from superscaler.artifact import describe, slots_of
 from superscaler.compiler import Compiled
 from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import RuntimeFailure
-from superscaler.ir.graph import Model, Op, unread_twins, without_twins
+from superscaler.ir.graph import Model, Op, once, unread_twins, without_twins
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.program import Forward, Function, Program
 from superscaler.materialize.names import task
@@ -54,7 +54,7 @@ def first_difference(exact: Compiled, values: Values, batch: Values, timeout: fl
 
 def model_step(exact: Compiled, known: Values, step: int = 0) -> tuple[Values, Values]:
     """Return every tensor of one step on whole tensors, in the names of the graph, and the gradients of those."""
-    model = without_twins(exact.graph.model)
+    model = once(without_twins(exact.graph.model))
     forward = model.forward_ops
     made = {o.tensor for op in forward for o in op.outputs}
     uses = {
@@ -119,7 +119,7 @@ def _record(
             events[step.rank, name, kind] = Event(copies, [x.clone() for x in made])
 
         step.state.watch = watch
-        step(batch)
+        step([batch] * step.iterations if step.iterations > 1 else batch)
 
     try:
         on_threads(exact, values, run, timeout)
@@ -152,7 +152,8 @@ class _Search:
     def differences(self) -> Iterator[str]:
         for node in self.exact.whole_schedule.order:
             segment = self.exact.whole_schedule.segments[node.number] if node.is_run else None
-            if segment is None or node.kind not in ("F", segment.taking):
+            # On one device there is only the first iteration.
+            if segment is None or node.kind not in ("F", segment.taking) or segment.ops[0].iteration:
                 continue
             is_forward = node.kind == "F"
             event = self.events.get((node.key[0], str(task(node.number, node.key)), "F" if is_forward else "B"))

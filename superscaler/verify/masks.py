@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.ir.cohorts import Cohort
-from superscaler.ir.graph import PTensor
+from superscaler.ir.graph import PTensor, first
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import Ints
@@ -68,7 +68,8 @@ class Masks:
         self.homes = {op.inputs[0].tensor: op for op in updates if not op.is_output}
         self.outputs = {op.inputs[0].tensor: op.inputs[1].tensor for op in updates if op.is_output}
         self.given: dict[str, list[Ints]] = {}
-        self.updated: dict[int, set[Value]] = {}
+        self.nexts = program.model.nexts
+        self.updated: dict[int, set[tuple[Value, str]]] = {}
         self.losses: dict[int, list[tuple[Content, NDArray[Any]]]] = {}
         self.cohorts: dict[int, Cohort] = {}
 
@@ -263,20 +264,20 @@ class Masks:
         is_last = not any(isinstance(other, Update) for other in cohort.code[at + 1 :])
         if i.is_early == is_last:
             raise Refusal("is the last of its device." if is_last else "is not the last of its device.")
-        done = self.updated.setdefault(cohort.number, set())
+        done, made = self.updated.setdefault(cohort.number, set()), dict[Value, Content]()
         weights = {w.name: w for w in cohort.weights}
         count, ends = len(i.weights), len(i.weights) * 2 + len(i.buffers)
         pairs = [*zip(i.weights, read[:count], read[count : 2 * count], strict=True)]
         pairs += zip(i.buffers, read[2 * count : ends], read[ends:], strict=True)
         for name, weight, value in pairs:
             home, held = self.homes.get(weight.tensor), weights.get(name)
-            if home is None or held is None or held.tensor != weight.tensor:
+            if home is None or held is None or held.tensor != first(weight.tensor):
                 raise Refusal(f"changes {name}, which no op updates.")
-            if name in done:
+            if (name, weight.tensor) in done:
                 raise Refusal(f"changes {name} twice.")
             if value.is_stale:
                 raise Refusal(f"sets {name} to {value.tensor} once that is updated.")
-            done.add(name)
+            done.add((name, weight.tensor))
             wanted = (home.inputs[1].tensor, False) if home.is_write else (weight.tensor, True)
             if (value.tensor, value.is_gradient) != wanted or home.is_write != (name in i.buffers):
                 raise Refusal(f"changes {name} ({weight.tensor}) by {kind_of(value)}.")
@@ -289,7 +290,11 @@ class Masks:
             if value.addends is not None:
                 raise Refusal(f"changes {name}, but {self.sums.fault(value)}", self.sums.faulty(value))
             weight.is_stale = True
-        return []
+            if home.outputs[0].tensor in self.nexts:
+                made[name] = replace(weight, tensor=home.outputs[0].tensor, is_stale=False)
+        if list(made) != list(i.goes_on):
+            raise Refusal(f"goes on with {', '.join(map(str, i.goes_on))} instead of {', '.join(map(str, made))}.")
+        return list(made.values())
 
     def _give(self, cohort: Cohort, at: int, i: Give, read: Sequence[Content]) -> Sequence[Content]:
         (value,) = read
@@ -314,8 +319,8 @@ class Masks:
         if len(i.counted) != len(i.parts):
             raise Refusal(f"counts {len(i.counted)} of {len(i.parts)} parts.")
         counted = cohort.data(at, "counted").reshape(len(cohort), len(read))
-        for content in read:
-            if (content.tensor, content.is_gradient) != (self.model.loss, False):
+        for content, turn in zip(read, i.of or (0,) * len(read), strict=True):
+            if (content.tensor, content.is_gradient) != (self.model.losses[turn], False):
                 raise Refusal(f"gives {kind_of(content)} as the loss.")
         self.losses[cohort.number] = [(content, counted[:, n]) for n, content in enumerate(read)]
         return []

@@ -207,7 +207,7 @@ class Passes:
 
     def _seed(self, tensor: str, box: Ints) -> Content:
         tensor = self.model.origin(tensor)
-        if tensor != self.model.loss:
+        if tensor not in self.model.losses:
             raise Refusal(f"starts the gradient of {tensor} from one, which is not the loss.")
         heads = self.kinds.heads(tensor, True)
         addends = None if heads == (SEED,) else {SEED: Boxes.of(box[:, None])}

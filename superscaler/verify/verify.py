@@ -17,13 +17,14 @@ from torch import Tensor
 from superscaler.artifact import initial_values, reads, write
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
-from superscaler.ir.graph import Model, draw_number
+from superscaler.ir.graph import Model, draw_number, once
 from superscaler.runtime import functional
 from superscaler.runtime.launch import call
 from superscaler.runtime.step import Step, check_batch, load
 from superscaler.verify.checks import CHECKS
 from superscaler.verify.compare import Comparison, Errors, Result
 from superscaler.verify.eager import Eager, Unlike
+from superscaler.verify.iterations import run_iterations
 from superscaler.verify.locate import Values, first_difference, model_step, on_threads
 from superscaler.verify.oracle import Draw, Reference, reference_step, retyped
 from superscaler.verify.retype import retype
@@ -87,7 +88,7 @@ def verify(
 
 def _graph_step(exact: Compiled, inputs: Values) -> Oracle:
     """Return what gives a step of the graph on one device."""
-    model = exact.graph.model
+    model = once(exact.graph.model)
 
     def step(known: Values, number: int) -> Reference:
         made, gradients = model_step(exact, {**known, **inputs}, number)
@@ -248,8 +249,10 @@ def _refusal(check: Callable[[], None]) -> str:
 
 
 def run_steps(step: Step, batch: Values, count: int = STEPS) -> list[Result]:
-    """Return what a rank has after each of `count` steps."""
+    """Return what a rank has after each of `count` steps, or each iteration of these."""
     step.state.keep_gradients = True
+    if step.iterations > 1:
+        return [result for _ in range(count) for result in run_iterations(step, batch)]
     return [_result(step, step(batch)) for _ in range(count)]
 
 

@@ -1,0 +1,66 @@
+"""Several iterations of a model in one graph, each reading the weights that the one before it left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from superscaler.errors import TransformError
+from superscaler.ir.graph import Model, Op, Operand, PTensor, later
+
+
+def unrolled(model: Model, count: int) -> Model:
+    """Return the model of `count` iterations: x of iteration k is x+k, and so are its ops.
+
+    y = f(x, w); w = update(w, d(w))
+    ->  y = f(x, w); w+1 = update(w, d(w)); y+1 = f(x+1, w+1); w = update(w+1, d(w+1))
+
+    What no iteration changes, as constants and frozen weights, has one name. Raises TransformError for a model that
+    trains nothing, returns something beside its loss, scales its loss, or is unrolled already.
+    """
+    for is_wrong, why in _refusals(model, count):
+        if is_wrong:
+            raise TransformError(why)
+    changed = {op.inputs[0].tensor for op in model.ops if not op.is_forward}
+    fixed = {t.name for t in model.tensors.values() if t.kind in ("parameter", "buffer", "constant")} - changed
+
+    def name(tensor: str, k: int) -> str:
+        return tensor if tensor in fixed else later(tensor, k)
+
+    def side(operands: tuple[Operand, ...], k: int) -> tuple[Operand, ...]:
+        return tuple(replace(o, tensor=name(o.tensor, k)) for o in operands)
+
+    def op_of(op: Op, k: int) -> Op:
+        made = side(op.outputs, k if op.is_forward else (k + 1) % count)
+        given = {"inputs": side(op.inputs, k), "outputs": made, "iteration": k}
+        return replace(op, name=later(op.name, k), checkpoint=op.checkpoint and later(op.checkpoint, k), **given)
+
+    def tensor_of(tensor: PTensor, k: int) -> PTensor:
+        kind = "next" if k and tensor.name in changed else tensor.kind
+        return replace(tensor, name=name(tensor.name, k), kind=kind)
+
+    turns = range(count)
+    tensors = {made.name: made for k in turns for t in model.tensors.values() if (made := tensor_of(t, k))}
+    forward = (op_of(op, k) for k in turns for op in model.forward_ops)
+    updates = (op_of(op, k) for k in turns for op in model.ops if not op.is_forward)
+    inputs = tuple(later(name, k) for k in turns for name in model.inputs)
+    return replace(model, tensors=tensors, ops=(*forward, *updates), inputs=inputs, iterations=count)
+
+
+def _refusals(model: Model, count: int) -> list[tuple[bool, str]]:
+    """Return what cannot be unrolled, each with whether it is so."""
+    is_number = isinstance(count, int) and not isinstance(count, bool) and count > 1
+    return [
+        (not is_number, f"{count!r} is no number of iterations; give 2 or more."),
+        (model.iterations > 1, f"the graph has {model.iterations} iterations already; unroll it once."),
+        (not model.loss, "nothing is trained, so that no iteration waits for one before it; capture an optimizer."),
+        (bool(model.result), "the step returns more than its loss; capture it without outputs."),
+        (
+            bool(model.optimizer.scaler),
+            "a GradScaler looks at the gradients of all weights before the first update, which then no other iteration "
+            "could begin before; capture without scaler=, with bf16.",
+        ),
+        (
+            any(op.origin or op.region or op.is_copy for op in model.ops) or bool(model.versions),
+            "other ops are in the place of some already; unroll the graph first.",
+        ),
+    ]
