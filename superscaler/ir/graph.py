@@ -42,8 +42,8 @@ class PTensor:
     `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
     `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
     `origin` is the tensor whose value a twin makes again, or a copy is; of a buffer, the weight that it was before.
-    One of kind `next` is what an update makes of a weight, or a write of a buffer, for the next iteration of a step; it is
-    where that is. Of a `largest` one, which has no gradient, the value is the largest of its parts, not their sum.
+    One of kind `next` is what a weight or buffer is in a later iteration of a step; it is where that is. Of a `largest`
+    one, which has no gradient, the value is the largest of its parts, not their sum.
     """
 
     name: str

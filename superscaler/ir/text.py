@@ -38,7 +38,7 @@ def print_model(model: Model) -> str:
     tensor h float32 (8, 32, 64) activation grad [batch=8 | input_ids.1=32 | wte.1=64]
     op linear = aten.linear.default(%0, %1) h[0 1 2], w[3 2] -> y[0 1 3] {batch=8 s=32 hidden+=64 mlp=256} {...}
     """
-    head = {
+    head: dict[str, Any] = {
         "inputs": list(model.inputs),
         "loss": model.loss,
         "optimizer": [model.optimizer.name, [dict(g) for g in model.optimizer.groups], dict(model.optimizer.scaler)],

@@ -15,9 +15,9 @@ from typing import Any, overload
 import numpy as np
 
 from superscaler.errors import InputError, TransformError, unknown
-from superscaler.ir.graph import Factor, Model, Op, renamed
-from superscaler.ir.unroll import unrolled
+from superscaler.ir.graph import Factor, Model, Op, first, later, renamed
 from superscaler.ir.parts import UNASSIGNED, Grid, Ints, Rows, cuts_of, expand, read_by
+from superscaler.ir.unroll import unrolled
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 # The kinds of work that `select` knows.
@@ -116,6 +116,10 @@ class Group:
         """Return both as one thing to order."""
         return Groups((self,)) | other
 
+    def later(self, iteration: int) -> Group:
+        """Return the same parts in another iteration of a step."""
+        return replace(self, members=tuple((later(name, iteration), paths) for name, paths in self.members))
+
 
 class Groups(tuple[Group, ...]):
     """Several groups that are ordered as one: `a | b`."""
@@ -137,6 +141,10 @@ class Order:
 
     def __str__(self) -> str:
         return f"{self.before} {'in turns with' if self.turns else 'before'} {self.after}"
+
+    def later(self, iteration: int) -> Order:
+        """Return the same order in another iteration of a step."""
+        return Order(self.before.later(iteration), self.after.later(iteration), self.where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,17 +263,22 @@ class Graph:
         y = f(x, w); w = update(w, d(w))
         ->  y = f(x, w); w+1 = update(w, d(w)); y+1 = f(x+1, w+1); w = update(w+1, d(w+1))
 
-        What belongs to iteration k has `op.iteration` k, and the same factors. Comes before all other verbs: updates of
-        one weight have the same parts, and are at the same places. A step is then given a list of as many batches, and
+        What belongs to iteration k has `op.iteration` k, the same factors, and the parts, places and orders that there
+        are so far; updates of one weight stay where the first is. A step is then given a list of as many batches, and
         returns their losses. Raises TransformError for what cannot be unrolled.
         """
         where = caller()
         try:
-            if any(grid.is_touched for grid in self.grids.values()) or self.orders:
-                raise TransformError("it comes before ops are cut, placed and ordered.")
-            self.rewrite(unrolled(self.model, iterations))
+            model = unrolled(self.model, iterations)
         except TransformError as error:
             raise TransformError(f"unroll at {where}: {error}") from None
+        more = [(op, first(op.name)) for op in model.ops if op.iteration]
+        self.grids |= {op.name: self.grids[name].copy() for op, name in more}
+        self.reduced |= {op.name: self.reduced[name] for op, name in more if name in self.reduced}
+        self.hosted |= {op.name for op, name in more if name in self.hosted}
+        self.ahead |= {later(name, k): n for name, n in self.ahead.items() for k in range(1, iterations)}
+        self.orders += [order.later(k) for k in range(1, iterations) for order in self.orders]
+        self.rewrite(model)
         self.journal.append(Entry("unroll", "", str(iterations), where))
 
     def send_gradients_last(self) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from superscaler.errors import TransformError
 from superscaler.ir.graph import Model, Op, Operand, PTensor, later
+
+# The fields of an op that name it, and others of its iteration.
+_NAMES = ("name", "origin", "region", "checkpoint", "split", "regather")
 
 
 def unrolled(model: Model, count: int) -> Model:
@@ -15,11 +19,11 @@ def unrolled(model: Model, count: int) -> Model:
     ->  y = f(x, w); w+1 = update(w, d(w)); y+1 = f(x+1, w+1); w = update(w+1, d(w+1))
 
     What no iteration changes, as constants and frozen weights, has one name. Raises TransformError for a model that
-    trains nothing, returns something beside its loss, scales its loss, or is unrolled already.
+    trains nothing, returns something beside its loss, scales its loss, reads older weights, or is unrolled already.
     """
-    for is_wrong, why in _refusals(model, count):
-        if is_wrong:
-            raise TransformError(why)
+    why = next((why for is_wrong, why in _refusals(model, count) if is_wrong), "")
+    if why:
+        raise TransformError(why)
     changed = {op.inputs[0].tensor for op in model.ops if not op.is_forward}
     fixed = {t.name for t in model.tensors.values() if t.kind in ("parameter", "buffer", "constant")} - changed
 
@@ -31,12 +35,13 @@ def unrolled(model: Model, count: int) -> Model:
 
     def op_of(op: Op, k: int) -> Op:
         made = side(op.outputs, k if op.is_forward else (k + 1) % count)
-        given = {"inputs": side(op.inputs, k), "outputs": made, "iteration": k}
-        return replace(op, name=later(op.name, k), checkpoint=op.checkpoint and later(op.checkpoint, k), **given)
+        told: dict[str, Any] = {field: later(own, k) for field in _NAMES if (own := getattr(op, field))}
+        return replace(op, inputs=side(op.inputs, k), outputs=made, iteration=k, **told)
 
     def tensor_of(tensor: PTensor, k: int) -> PTensor:
         kind = "next" if k and tensor.name in changed else tensor.kind
-        return replace(tensor, name=name(tensor.name, k), kind=kind)
+        origin = tensor.origin and name(tensor.origin, k)
+        return replace(tensor, name=name(tensor.name, k), kind=kind, origin=origin)
 
     turns = range(count)
     tensors = {made.name: made for k in turns for t in model.tensors.values() if (made := tensor_of(t, k))}
@@ -59,8 +64,5 @@ def _refusals(model: Model, count: int) -> list[tuple[bool, str]]:
             "a GradScaler looks at the gradients of all weights before the first update, which then no other iteration "
             "could begin before; capture without scaler=, with bf16.",
         ),
-        (
-            any(op.origin or op.region or op.is_copy for op in model.ops) or bool(model.versions),
-            "other ops are in the place of some already; unroll the graph first.",
-        ),
+        (bool(model.versions), "weights are read as they were updates ago (Stale); leave one of the two out."),
     ]

@@ -70,10 +70,10 @@ def sequences(graph: Graph, plan: str, count: int, parts: str = "devices") -> li
     """Return the factors along which the blocks carry tokens from one to the next: of what a block gives the first
     that is not the batch and that no weight of the block has, of those that `count` divides. `parts`: what is counted.
     """
-    found: dict[str, None] = {}
+    found, weights = dict[str, None](), graph.model.weights
     for block in graph.blocks:
-        read = (graph.model.tensors[o.tensor] for op in block.ops for o in op.inputs)
-        own = {f for tensor in read if tensor.name in graph.model.weights for dim in tensor.slots for f in dim} | {"batch"}
+        read = [graph.model.tensors[o.tensor] for op in block.ops for o in op.inputs if o.tensor in weights]
+        own = {f for tensor in read for dim in tensor.slots for f in dim} | {"batch"}
         given = graph.model.tensors[block.ops[-1].outputs[0].tensor].slots
         tokens = [f for dim in given for f in dim if f not in own]
         fitting = [f for f in tokens if graph.factors[f].size % count == 0]

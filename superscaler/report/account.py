@@ -187,8 +187,8 @@ def _microbatches(compiled: Compiled, code: Sequence[Instruction], stages: Mappi
 def _stages(graph: Graph) -> dict[str, int | str]:
     """Return the number of the stage of each op in a group that is labelled as its work, as 2F0."""
     groups = (group for order in graph.orders for group in (order.before, order.after) if group.kind == "F")
-    found = {Work.parse(group.label).stage: group.members for group in groups if Work.matches(group.label)}
-    return {name: stage for stage, members in found.items() for name, _ in members}
+    labelled = (group for group in groups if Work.matches(group.label))
+    return {name: Work.parse(group.label).stage for group in labelled for name, _ in group.members}
 
 
 def ranges(devices: Iterable[int]) -> str:

@@ -37,10 +37,10 @@ class Step:
     trained, what the module returns.
 
     `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar,
-    equal on all ranks. A plan whose steps are several `iterations` (`graph.unroll`) takes a list of as many batches, and
-    returns a tensor of their losses. With `clip`, the gradients are scaled so that their global norm is at most `clip`, and
-    `last_norm` is the norm before. With `check_finite`, a loss or a gradient that is not finite raises RuntimeFailure,
-    which names the operator that it comes from, on all ranks and with nothing changed.
+    equal on all ranks. A plan whose steps are several `iterations` (`graph.unroll`) takes a list of as many batches,
+    and returns a tensor of their losses. With `clip`, the gradients are scaled so that their global norm is at most
+    `clip`, and `last_norm` is the norm before. With `check_finite`, a loss or a gradient that is not finite raises
+    RuntimeFailure, which names the operator that it comes from, on all ranks and with nothing changed.
     """
 
     def __init__(

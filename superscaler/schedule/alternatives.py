@@ -77,9 +77,10 @@ def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
                     last = op.name if mirror is None else mirror.name, key
                     yield from ((update, [last]) for device, update in at if device == key[0])
             if older := edges.homes.get(nexts.get(operand.tensor, "")):
-                # What a weight is in a later iteration, after the update that makes it.
+                # What a weight is in a later iteration is read after the update that makes it.
+                made = [(key[0], (older.name, key)) for key in edges.rows[older.name].keys]
                 for key in edges.rows[op.name].keys:
-                    yield from (((op.name, key), [(older.name, at)]) for at in edges.rows[older.name].keys if at[0] == key[0])
+                    yield from (((op.name, key), [update]) for device, update in made if device == key[0])
             if operand.tensor in edges.producers:
                 yield from _data(edges, edges.producers[operand.tensor], (op, k))
             gradient = mirror.outputs[k].tensor if mirror is not None else ""

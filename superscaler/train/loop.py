@@ -82,18 +82,23 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         if step.rank == 0:
             metrics = stack.enter_context(_writable(options.metrics, start)) if options.metrics else None
             reporter = Reporter(options.steps, metrics)
-        for number in range(start, options.steps):
-            batch = batches(number)
+        turns = _turns(step, start, options.steps)
+        for number in turns:
+            several = [batches(turn) for turn in range(number, number + turns.step)]
             started = time.perf_counter()
-            loss = step(batch, clip=options.clip, check_finite=options.check_finite)
+            given = several if step.iterations > 1 else several[0]
+            loss = step(given, clip=options.clip, check_finite=options.check_finite)
             if reporter is not None:
-                value = float(loss)
-                reporter.add(number, value, time.perf_counter() - started, _count_tokens(batch), step.last_norm)
+                values = loss.reshape(-1).tolist()
+                seconds = (time.perf_counter() - started) / len(values)
+                for turn, (value, batch) in enumerate(zip(values, several, strict=True), number):
+                    reporter.add(turn, value, seconds, _count_tokens(batch), step.last_norm)
+            done, every = number + turns.step, options.save_every or math.inf
             if saver is not None and asked is not None:
                 is_asked, has_failed = signs(saver, asked)
                 if has_failed:
                     saver.finish()
-                if is_asked or number + 1 == options.steps or (number + 1) % (options.save_every or math.inf) == 0:
+                if is_asked or done == options.steps or done % every < min(turns.step, every):
                     saver.save(position)
                 why = "SIGTERM" if is_asked else ""
                 why = "a failed save" if saver.failures and options.on_failed_save == STOP else why
@@ -105,6 +110,16 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
     step.close()
     if saver is not None and step.rank == 0:
         report(saver, why, start, options.launched)
+
+
+def _turns(step: Step, start: int, steps: int) -> range:
+    """Return the numbers of the steps with which those that run together begin."""
+    if left := (steps - start) % step.iterations:
+        raise InputError(
+            f"--steps {steps} leaves {steps - start} to train from step {start} on, but this plan runs "
+            f"{step.iterations} at once; give --steps {steps - left + step.iterations}."
+        )
+    return range(start, steps, step.iterations)
 
 
 def _writable(path: Path, start: int) -> TextIO:

@@ -1,0 +1,210 @@
+"""Several iterations in one step: each reads the weights that the one before it left, whatever the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.artifact import initial_values
+from superscaler.errors import InputError, ScheduleError, TransformError
+from superscaler.ir.text import parse_model, print_model
+from superscaler.models import build
+from superscaler.plan import Plan
+from superscaler.plans import resolve
+from superscaler.runtime.step import Step
+from superscaler.train.loop import _turns
+from superscaler.verify.locate import on_threads
+
+SProgram = Callable[[ss.Graph, ss.Cluster], Any]
+Batch = Mapping[str, Tensor]
+
+
+def library(spec: str, momentum: bool = False) -> ss.Graph:
+    built = build(spec)
+    weights = list(built.module.parameters())
+    adam = torch.optim.AdamW(weights, lr=1e-3)
+    return ss.capture(
+        built.module, built.args, built.kwargs, torch.optim.SGD(weights, lr=0.1, momentum=0.9) if momentum else adam
+    )
+
+
+def unrolled(plan: str, iterations: int = 2) -> SProgram:
+    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        resolve(plan)(graph, cluster)
+        graph.unroll(iterations)
+
+    return sprogram
+
+
+def losses_of(plan: Plan, batches: Sequence[Batch]) -> list[float]:
+    graph = plan.compiled.graph
+
+    def train(step: Step) -> list[float]:
+        n = step.iterations
+        given = [list(batches[k : k + n]) if n > 1 else batches[k] for k in range(0, len(batches), n)]
+        return [float(x) for some in given for x in step(some).reshape(-1)]
+
+    found: list[float] = on_threads(plan.compiled, initial_values(graph.model, graph.captured.values), train, 60.0)[0]
+    return found
+
+
+def shuffled(batch: Batch, count: int) -> list[Batch]:
+    """Return batches of the same rows, in which each row of an input has another's label."""
+    generator = torch.Generator().manual_seed(0)
+    return [{n: x[torch.randperm(len(x), generator=generator)] for n, x in batch.items()} for _ in range(count)]
+
+
+@pytest.mark.parametrize("plan", ["single", "data_parallel", "zero:stage=3", "pipeline_1f1b:microbatches=2"])
+def test_losses_are_those_of_the_plan_itself_bit_by_bit(plan: str) -> None:
+    graph = library("gpt2:size=tiny,batch=4", momentum=True)
+    world = 1 if plan == "single" else 2
+    batches = shuffled(graph.captured.batch, 4)
+    plain = losses_of(ss.compile(graph, resolve(plan), f"local:{world}"), batches)
+    assert losses_of(ss.compile(graph, unrolled(plan), f"local:{world}"), batches) == plain
+    assert len(set(plain)) == 4
+
+
+def test_each_update_of_an_unrolled_plan_is_verified() -> None:
+    found = ss.compile(library("llama:size=tiny,batch=4"), unrolled("tensor_parallel", 3), "local:2").verify()
+    assert found["equal"], found["first_difference"]
+    assert found["module_compared"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "world"),
+    [
+        ("zero:stage=1", 2), ("zero:stage=3", 4), ("recompute", 2), ("zb_h1:microbatches=4", 2), ("swap:what=both", 2),
+        ("hybrid:dp=2,tp=2,pp=2", 8), ("interlaced:microbatches=2", 2), ("chimera:microbatches=2", 2),
+    ],
+)  # fmt: skip
+def test_any_plan_can_be_unrolled(plan: str, world: int, momentum: bool) -> None:
+    found = ss.compile(library("gpt2:size=tiny,batch=8", momentum), unrolled(plan), f"local:{world}").verify()
+    assert found["equal"], found["first_difference"]
+
+
+class Normed(nn.Module):
+    """Changes buffers, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.head = nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.drop(self.norm(x))), y)
+
+
+def test_buffers_and_random_numbers_go_on_from_iteration_to_iteration() -> None:
+    torch.manual_seed(0)
+    module = Normed()
+    args = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    graph = ss.capture(module, args, optimizer=torch.optim.SGD(module.parameters(), lr=0.5))
+    plain, both = (ss.compile(graph, plan, "local:1") for plan in ("single", unrolled("single")))
+    batches = shuffled(graph.captured.batch, 4)
+    assert losses_of(both, batches) == losses_of(plain, batches)
+    found = both.verify()
+    assert found["equal"], found["first_difference"]
+
+
+def test_checkpoints_of_unrolled_plans_and_of_others_resume_each_other(tmp_path: Path) -> None:
+    graph = library("mlp")
+    batch = graph.captured.batch
+    ss.compile(graph, "single", "local:1").save(tmp_path / "plain")
+    ss.compile(graph, unrolled("single"), "local:1").save(tmp_path / "both")
+    plain, both = ss.load(tmp_path / "plain"), ss.load(tmp_path / "both")
+    plain(batch)
+    plain.save(tmp_path / "a")
+    assert both.restore(tmp_path / "a") == 1
+    losses = both([batch, batch]).tolist()
+    assert losses == [float(plain(batch)), float(plain(batch))]
+    both.save(tmp_path / "b")
+    assert plain.restore(tmp_path / "b") == 3
+    assert float(plain(batch)) == float(both([batch, batch])[0])
+
+
+def test_one_learning_rate_is_that_of_all_iterations_of_a_step(tmp_path: Path) -> None:
+    graph = library("mlp", momentum=True)
+    batch = graph.captured.batch
+    for name, plan in (("plain", "single"), ("both", unrolled("single"))):
+        ss.compile(graph, plan, "local:1").save(tmp_path / name)
+    plain, both = ss.load(tmp_path / "plain"), ss.load(tmp_path / "both")
+    for rate in (0.5, 0.01):
+        plain.lr = both.lr = rate
+        assert both([batch, batch]).tolist() == [float(plain(batch)), float(plain(batch))]
+
+
+def test_the_text_of_an_unrolled_model_reads_back() -> None:
+    graph = library("mlp").copy()
+    graph.unroll(2)
+    text = print_model(graph.model)
+    assert parse_model(text) == graph.model
+    assert "op update.head.weight = ss.AdamW(Ref(0)) : head.weight[0 1] -> head.weight+1[0 1]" in text
+
+
+def test_a_step_takes_as_many_batches_as_it_has_iterations(tmp_path: Path) -> None:
+    graph = library("mlp")
+    batch = graph.captured.batch
+    ss.compile(graph, unrolled("single"), "local:1").save(tmp_path / "plan")
+    step = ss.load(tmp_path / "plan")
+    for given, told in ((batch, "dict"), ([batch], "1 batches"), ([batch] * 3, "3 batches")):
+        with pytest.raises(InputError, match=f"at once: a step takes a list of 2 batches, not {told}"):
+            step(given)
+    with pytest.raises(InputError, match="'x' has shape"):
+        step([batch, {**batch, "x": batch["x"][:1]}])
+    for options in ({"clip": 1.0}, {"check_finite": True}):
+        with pytest.raises(InputError, match=f"2 iterations at once, whose updates .* {next(iter(options))} looks at"):
+            step([batch, batch], **options)
+    with pytest.raises(InputError, match=r"--steps 5 leaves 5 to train from step 0 on, .* 2 at once; give --steps 6"):
+        _turns(step, 0, 5)
+    assert list(_turns(step, 1, 5)) == [1, 3]
+
+
+def stale(graph: ss.Graph) -> None:
+    ss.op_trans(graph, graph.forward_ops, ss.Stale())
+
+
+def twice(graph: ss.Graph) -> None:
+    graph.unroll(2)
+
+
+@pytest.mark.parametrize(
+    ("before", "iterations", "told"),
+    [
+        (None, 1, "1 is no number of iterations; give 2 or more"),
+        (None, 2.0, "2.0 is no number of iterations"),
+        (twice, 2, "2 iterations already"),
+        (stale, 2, "weights are read as they were updates ago"),
+    ],
+)
+def test_what_cannot_be_unrolled_is_told(before: Any, iterations: Any, told: str) -> None:
+    graph = library("mlp").copy()
+    if before is not None:
+        before(graph)
+    with pytest.raises(TransformError, match=rf"unroll at .*test_unroll.py:\d+: .*{told}"):
+        graph.unroll(iterations)
+
+
+def test_a_loss_scale_is_refused() -> None:
+    module = build("mlp")
+    optimizer = torch.optim.SGD(module.module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    graph = ss.capture(module.module, module.args, module.kwargs, optimizer, scaler=scaler)
+    with pytest.raises(TransformError, match="a GradScaler looks at the gradients of all weights"):
+        graph.unroll(2)
+
+
+def test_updates_of_one_weight_stay_where_the_first_is() -> None:
+    def moved(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_assign(graph, graph.forward_ops, 0)
+        graph.unroll(2)
+        ss.op_assign(graph, graph.op("update.head.weight+1"), 1)
+
+    with pytest.raises(ScheduleError, match=r"update.head.weight\+1 is cut or placed otherwise than update.head"):
+        ss.compile(library("mlp"), moved, "local:2")
