@@ -14,6 +14,7 @@ import superscaler as ss
 from superscaler.artifact import initial_values
 from superscaler.cli.main import main
 from superscaler.errors import TransformError
+from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve
 from superscaler.report.account import summary
