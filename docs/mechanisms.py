@@ -53,7 +53,7 @@ MECHANISMS = [
     ("Recompute", "recompute", 2),
     ("Chain recompute", "chain_recompute:every=sqrt", 2),
     ("Swap", "swap:what=both", 2),
-    ("*ByteScheduler*", "", 0),
+    ("*ByteScheduler*", "bytescheduler", 2),
     ("All-reduce overlap", "data_parallel", 2),
     ("co-shard (the paper's)", "co_shard:parts=2", 2),
     ("Interlaced pipeline (the paper's)", "interlaced:microbatches=4", 2),

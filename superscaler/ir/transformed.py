@@ -21,7 +21,7 @@ from superscaler.ir.unroll import unrolled
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 # The kinds of work that `select` knows.
-KINDS = ("F", "B", "I", "W", "R")
+KINDS = ("F", "B", "I", "W", "R", "C")
 Address = tuple[tuple[int, int], ...]
 
 
@@ -101,7 +101,8 @@ class Group:
     """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
 
     Kind F is the forward of ops that take part in training (not of those that only prepare data), B the mirrors, I and
-    W the halves of those that are split, R the twins that are computed again.
+    W the halves of those that are split, R the twins that are computed again, C the communication that brings gradients
+    to updates.
     """
 
     kind: str
@@ -386,6 +387,7 @@ class Graph:
             mirrored = ((o, self.twins.get(o.name, self.op(o.name))) for o in chosen)
             chosen = tuple(o for o, of in mirrored if of.has_mirror and (kind == "B" or of.split))
         chosen = tuple(o for o in chosen if not o.from_data and (kind != "R" or o.name in self.twins))
+        chosen = tuple(o for o in chosen if kind != "C" or not (o.is_forward or o.is_write))
         if not chosen:
             paths = {o.module for o in self.forward_ops}
             raise InputError(f"{where}: {unknown('module', module, paths) if module else 'it matches no op.'}")

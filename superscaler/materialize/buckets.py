@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Hashable, Iterator, Set
 from dataclasses import dataclass, field
 
 from superscaler.materialize.steps import Collective
@@ -40,13 +40,17 @@ class Buckets:
 
     def __init__(self, overlap: bool) -> None:
         self._overlap = overlap
-        self._waiting: dict[tuple[tuple[int, ...], str, int, str, bool, str], _Bucket] = {}
+        self._waiting: dict[tuple[tuple[int, ...], str, int, str, bool, str, Hashable], _Bucket] = {}
 
-    def add(self, entry: Entry, transfer: Transfer, dtype: str, largest: bool) -> None:
-        """Add a collective; one to updates, which come last, waits until there are enough of them."""
+    def add(self, entry: Entry, transfer: Transfer, dtype: str, largest: bool, turn: Hashable = ()) -> None:
+        """Add a collective; one to updates, which come last, waits until there are enough of them, or the next `turn`
+        comes: those that a plan orders apart.
+        """
         is_late, how = transfer.is_to_updates, entry.step.how
         way = "to updates" if is_late else "from weights at rest" if transfer.is_from_rest else "between segments"
-        key = how.group, how.kind, how.root, dtype, largest, way
+        key = how.group, how.kind, how.root, dtype, largest, way, turn
+        for other, waiting in self._waiting.items():
+            waiting.is_due |= is_late and other[-1] != turn and other[5] == way
         some = self._waiting.setdefault(key, _Bucket())
         some.entries.append(entry)
         some.microbatches |= transfer.microbatches if is_late else set()

@@ -38,7 +38,7 @@ from superscaler.materialize.spmd import fold_devices
 from superscaler.materialize.values import Values
 from superscaler.materialize.whole import rolled
 from superscaler.materialize.writer import Writer
-from superscaler.schedule.edges import Key
+from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.loops import Steady
 from superscaler.schedule.nodes import Node, Schedule
 from superscaler.schedule.segments import Alias, Segment
@@ -55,8 +55,8 @@ def materialize(
     """
     model = schedule.edges.model
     from_weights = frozenset(o.tensor for op in model.ops if op.from_weights for o in op.outputs)
-    overlaps = schedule.edges.graph.overlaps
-    context = Context(model.tensors, from_weights, costs, schedule.edges.fold, fold, overlaps, steady)
+    overlaps, turns = schedule.edges.graph.overlaps, _turns(schedule.edges)
+    context = Context(model.tensors, from_weights, costs, schedule.edges.fold, fold, overlaps, steady, turns)
     builder = _Builder(schedule, Writer(schedule.transfers, Code(model.tensors, world, steady is not None), context))
     builder.run()
     program = builder.program()
@@ -269,6 +269,17 @@ class _Builder:
                     rows = self.schedule.edges.loss_rows(output.tensor)
                     found |= {Place(FORWARD, segment.number, keys[row], number) for row in rows}
         return found
+
+
+def _turns(edges: Edges) -> dict[int, frozenset[tuple[int, int]]]:
+    """Return for the updates whose gradients come in an order of their own in which orders these are, on which side."""
+    found: dict[int, set[tuple[int, int]]] = {}
+    for number, order in enumerate(edges.graph.orders):
+        for side, group in enumerate((order.before, order.after)):
+            for name, _ in group.members if group.kind == "C" else ():
+                tensor = edges.graph.op(name).inputs[0].tensor
+                found.setdefault(edges.home_number[tensor], set()).add((number, side))
+    return {home: frozenset(orders) for home, orders in found.items()}
 
 
 def _together(node: Node) -> tuple[object, ...]:

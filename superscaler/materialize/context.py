@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from superscaler.ir.graph import PTensor
@@ -17,8 +17,8 @@ from superscaler.schedule.transfers import BACKWARD, Transfer
 class Context:
     """The tensors, those of them that depend on weights only, what exchanges cost, which devices are `close`, and the
     fold of which transfers show the compiled places. `overlaps`: gradients of weights go while others are computed.
-    With `steady` transfers show the first microbatches, by which values and messages are named.
-    `paths` keeps what was searched.
+    With `steady` transfers show the first microbatches, by which values and messages are named. `turns` has for
+    updates, by home number, in which orders of communication they are. `paths` keeps what was searched.
     """
 
     tensors: Mapping[str, PTensor]
@@ -28,6 +28,7 @@ class Context:
     fold: Fold | None = None
     overlaps: bool = True
     steady: Steady | None = None
+    turns: Mapping[int, Hashable] = field(default_factory=dict)
     paths: Cache = field(default_factory=dict)
 
     def dtype(self, transfer: Transfer, *, trained: bool = False) -> str:
@@ -39,6 +40,10 @@ class Context:
         tensor = tensor.trained if trained else tensor
         is_summed = transfer.kind == BACKWARD and transfer.tensor in self.from_weights
         return tensor.wide_dtype if is_summed else tensor.dtype
+
+    def turn(self, transfer: Transfer) -> Hashable:
+        """Return in which orders of communication a transfer is."""
+        return self.turns.get(transfer.readers[0].places[0].segment, ()) if transfer.is_to_updates else ()
 
     def is_told(self, *devices: int) -> bool:
         """Tell whether the code of devices between which something goes is written: of all of them, or of none."""

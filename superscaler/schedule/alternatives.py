@@ -88,6 +88,9 @@ def _needs(edges: Edges) -> Iterator[tuple[Unit, list[Unit]]]:
                 assert mirror is not None
                 yield from _data(edges, (mirror, k), reader)
     for number, order in enumerate(graph.orders):
+        if "C" in (order.before.kind, order.after.kind):
+            # No part reads or makes what communication is ordered by.
+            continue
         if order.turns:
             continue
         hub: Unit = (ORDER, (number, -1, -1))

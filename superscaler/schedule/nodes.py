@@ -89,6 +89,8 @@ class Nodes:
                 for first, second in pairwise("F" + segment.backwards):
                     reason = "saved activations" if first == "F" else "kept gradients"
                     self._edge(Node(first, segment.number, key), Node(second, segment.number, key), reason)
+        # What brings gradients to updates.
+        self.brings: dict[Node, list[Node]] = {}
         self._add_updates()
         for number, transfer in enumerate(schedule.transfers):
             self._add_transfer(number, transfer)
@@ -178,6 +180,8 @@ class Nodes:
         for reader in readers:
             for place in reader.places:
                 self._edge(node, Node(*reader_of(segments, place)))
+                if transfer.is_to_updates:
+                    self.brings.setdefault(Node(*place[:3]), []).append(node)
 
     def _delay(self) -> Again:
         """Let what is computed again wait for the backward, unless a plan orders it."""
@@ -211,6 +215,8 @@ class Nodes:
                 found[Node("U", self.schedule.edges.home_number[self.graph.op(name).inputs[0].tensor], key)] = None
             else:
                 found.update(dict.fromkeys(Node(kind, segment.number, key) for kind in self._kinds(group, segment)))
+        if group.kind == "C":
+            found = dict.fromkeys(bring for node in found for bring in self.brings.get(node, ()))
         existing = [n for n in found if n in self.number]
         if not existing:
             raise ScheduleError(
