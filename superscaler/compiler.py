@@ -143,7 +143,9 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
     phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0}
     with without_garbage_collection():
         with timed(phases, "schedule"):
-            close, steady = find_fold(planned), find_steady(planned)
+            close = find_fold(planned)
+            # Of several iterations each has its own steady state.
+            steady = find_steady(planned) if planned.model.iterations == 1 else None
         schedule, program = _compiled(planned, cluster, close, steady, phases)
         with timed(phases, "emit"):
             emitted = emit(program)
