@@ -11,33 +11,25 @@ tensor is the least; `predicted` is what the search expects of its path. --full 
 devices a side, in 16 processes, of half the bytes at half the speed, so that on few cores the link
 stays what is waited for; without it they are 4 and 2.
 
-Needs Linux, iproute2 (ip, tc) and util-linux (unshare, nsenter), root or user namespaces; says so where they are
-missing. The namespaces have no name: they and their link end with the processes, however these end.
+Needs what two_servers.py does; says so where it is missing.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from two_servers import NotPermitted, cluster, enter_namespace, other_server, run
 
 from superscaler.cluster import Cluster
-from superscaler.cluster.links import LINKS, Link
 from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd.paths import find_path
 from superscaler.materialize.rvd.route import Route, Steps
@@ -45,25 +37,11 @@ from superscaler.materialize.rvd.search import Path
 from superscaler.materialize.rvd.transitions import LAST, Step, messages
 from superscaler.runtime.distributed import DistributedCommunicator, connect
 
-TOOLS = ("unshare", "nsenter", "ip", "tc")
 CASES = ("R-R", "R-D", "V-R", "V-D", "D-R", "D-D")
-ADDRESSES, PORT, INTERFACE = ("10.0.0.1", "10.0.0.2"), "29500", "between"
-# A full packet has 1448 bytes of a tensor among the 1514 that tbf counts.
-PAYLOAD = 1448 / 1514
-PR_SET_PDEATHSIG = 1
-
-
-class NotPermitted(Exception):
-    """This machine does not let us make namespaces and links."""
 
 
 def layout(kind: str, devices: range) -> Layout:
     return Layout(np.array(devices).reshape([len(devices) if axis == kind else 1 for axis in "RVD"]))
-
-
-def cluster(per_server: int, mbit: float) -> Cluster:
-    links = replace(LINKS["local"], network=Link(LINKS["local"].network.alpha, mbit * 1e6 / 8 * PAYLOAD))
-    return Cluster.of("two servers", "local", 2, per_server, links)
 
 
 def p2p(source: Layout, goal: Layout, size: int, itemsize: int, costs: Cluster) -> Path:
@@ -208,87 +186,6 @@ def measure(comm: DistributedCommunicator, path: Path, size: int) -> float:
     return float(ends.sum())
 
 
-def call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NotPermitted(f"`{' '.join(command)}` says: {(done.stderr.strip().splitlines() or ['nothing'])[0]}")
-
-
-@contextmanager
-def other_server(mbit: float) -> Iterator[list[str]]:
-    """Join this namespace to a new one by a slow link; yield the command that enters it."""
-    # cat ends when we do; its namespace ends with the last process in it.
-    holder = subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    try:
-        holder.stdin.write("ready\n")
-        holder.stdin.flush()
-        if not holder.stdout.readline():
-            raise NotPermitted("`unshare -n` makes no second namespace")
-        enter = ["nsenter", "-t", str(holder.pid), "-n"]
-        call("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(holder.pid))
-        # A queue that holds everything: packets that are dropped would be sent again, after a while.
-        shape = ["rate", f"{mbit:g}mbit", "burst", f"{mbit * 0.64:g}kb", "limit", "512mb"]
-        for into, address in zip(([], enter), ADDRESSES, strict=True):
-            call(*into, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
-            call(*into, "ip", "link", "set", "lo", "up")
-            call(*into, "ip", "link", "set", INTERFACE, "up")
-            call(*into, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)
-        yield enter
-    finally:
-        holder.kill()
-        holder.wait()
-
-
-def end_with_parent() -> None:
-    """Make this process end when its parent does, however that is, and leave Ctrl-C to the parent."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Start the ranks on both servers; return 0 when all have ended well."""
-    options.world = 16 if options.full else 8
-    with other_server(options.mbit) as enter:
-        ranks: list[subprocess.Popen[bytes]] = []
-        variables = {
-            "WORLD_SIZE": str(options.world), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT,
-            "GLOO_SOCKET_IFNAME": INTERFACE, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-            # Names of addresses, which nobody knows here.
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # fmt: skip
-        command = [sys.executable, *sys.argv, "--world", str(options.world)]
-        try:
-            for rank in range(options.world):
-                into = enter if rank >= options.world // 2 else []
-                ranks.append(
-                    subprocess.Popen(
-                        [*into, *command],
-                        env={**os.environ, **variables, "RANK": str(rank)},
-                        preexec_fn=end_with_parent,
-                    )
-                )
-            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-                time.sleep(0.1)
-            return max(abs(rank.poll() or 0) for rank in ranks)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-
-
-def enter_namespace() -> None:
-    """Become the same program in a network namespace of its own: as root, else as root of a user namespace."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if missing:
-        raise NotPermitted(f"no {', '.join(missing)} on this machine: install iproute2 and util-linux")
-    for how in ("-n", "-rn"):
-        if subprocess.run(["unshare", how, "true"], capture_output=True, check=False).returncode == 0:
-            os.execvp("unshare", ["unshare", how, sys.executable, *sys.argv, "--inside"])
-    raise NotPermitted("neither `unshare -n` nor `unshare -rn` is permitted: run it as root")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float)
@@ -296,7 +193,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.mbit = options.mbit or (25 if options.full else 50)
@@ -306,9 +202,10 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        if not options.inside:
-            enter_namespace()
-        sys.exit(run(options))
+        enter_namespace()
+        world = 16 if options.full else 8
+        with other_server(options.mbit) as other:
+            sys.exit(run([sys.executable, *sys.argv, "--world", str(world)], world, other))
     except NotPermitted as reason:
         print(f"not measured: two servers need network namespaces and a slow link; {reason}.")
     except KeyboardInterrupt:

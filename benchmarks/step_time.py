@@ -1,13 +1,23 @@
 """Step time of our plans against their peers, interleaved in one run: median of the ratios ours / peer.
 
-    python benchmarks/step_time.py [--steps 12] [--only single,data_parallel]
+    python benchmarks/step_time.py [--steps 12] [--only single,data_parallel] [--mbit 1000]
 
 GPT-2 (Hugging Face) with 4 layers, hidden 512, sequence 256, vocabulary 8192, batch 8, dropout 0; float32, AdamW;
-2 processes x 1 thread on gloo (`single`: 1 x 1). Peers: the plain module (`single`), torch DDP (`data_parallel`),
-`torch.distributed.pipelining` with 8 microbatches and the same cut between the stages (`pipeline_1f1b`, `gpipe`,
-`interleaved` and `zbv`, two stages a process for these; embeddings untied on both sides, because the peer cannot tie
-weights of two stages), DTensor `parallelize_module` (`tensor_parallel`, `sequence_parallel`; both sides a llama of the
-same size, because DTensor has no style for GPT-2's Conv1D).
+2 processes x 1 thread on gloo (`single`: 1 x 1). Peers:
+
+single             the plain module
+data_parallel      torch DDP; `hierarchical`: the same with 4 processes
+tensor_parallel    DTensor `parallelize_module` (`sequence_parallel` too; both sides a llama of the same size, because
+                   DTensor has no style for GPT-2's Conv1D)
+pipeline_1f1b      `torch.distributed.pipelining` with 8 microbatches and the same cut between the stages (`gpipe`,
+                   `interleaved` and `zbv` too, two stages a process for the last two; embeddings untied on both sides,
+                   because the peer cannot tie weights of two stages)
+zero3              `torch.distributed.fsdp.fully_shard`, a group of parameters a block, its blocks in activation
+                   checkpoints: both gather weights twice and compute blocks twice
+zero3_keep         the same without checkpoints, which keeps the activations and gathers weights twice
+zero1              `zero`, and fully_shard(reshard_after_forward=False): weights are gathered once
+
+With --mbit half of the processes are on another server (see two_servers.py), behind a link of so many Mbit/s.
 """
 
 from __future__ import annotations
@@ -20,10 +30,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import two_servers
 from torch import Tensor, nn
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH, MICROBATCHES = 4, 512, 8, 256, 8192, 8, 8
@@ -33,7 +45,15 @@ PLANS = {
     "tensor_parallel": (2, "tensor_parallel"),
     "sequence_parallel": (2, "sequence_parallel"),
     **{name: (2, f"{name}:microbatches={MICROBATCHES}") for name in ("pipeline_1f1b", "gpipe", "interleaved", "zbv")},
+    "zero3": (2, "zero:stage=3"),
+    "zero3_keep": (2, "zero:stage=3,keep=1000"),
+    "zero1": (2, "zero"),
+    "hierarchical": (4, "data_parallel"),
 }
+# What waits for the network, where there is one.
+NETWORKED = ("data_parallel", "sequence_parallel", "zero3", "zero1", "hierarchical")
+# Whether the peer's blocks are in checkpoints, and whether it frees weights after the forward.
+SHARDED = {"zero3": (True, True), "zero3_keep": (False, True), "zero1": (False, False)}
 # The schedules of the pipelines: torch's name, and how many stages each process has.
 PEERS = {
     "pipeline_1f1b": ("Schedule1F1B", 1), "gpipe": ("ScheduleGPipe", 1), "interleaved": ("ScheduleInterleaved1F1B", 2),
@@ -65,7 +85,7 @@ def llama() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "single": gpt2, "data_parallel": gpt2, "tensor_parallel": llama, "sequence_parallel": llama,
+    **dict.fromkeys(PLANS, gpt2), "tensor_parallel": llama, "sequence_parallel": llama,
     **dict.fromkeys(PEERS, lambda: gpt2(tied=False)),
 }  # fmt: skip
 # Per stage its first block, the one after its last, and whether it has the head.
@@ -104,7 +124,31 @@ def peer_single(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
 def peer_data_parallel(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
     from torch.nn.parallel import DistributedDataParallel
 
-    return local_step(DistributedDataParallel(gpt2()), lambda x: x.chunk(2)[rank])
+    return local_step(DistributedDataParallel(gpt2()), own_share)
+
+
+def own_share(x: Tensor) -> Tensor:
+    import torch.distributed as dist
+
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+peer_hierarchical = peer_data_parallel
+
+
+def peer_sharded(name: str, rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    is_again, is_freed = SHARDED[name]
+    module, mesh = gpt2(), init_device_mesh("cpu", (2,))
+    blocks: Any = module.transformer.h
+    for number, block in enumerate(blocks):
+        blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False) if is_again else block
+        fully_shard(blocks[number], mesh=mesh, reshard_after_forward=is_freed)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    return local_step(module, own_share)
 
 
 def peer_tensor_parallel(rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
@@ -212,7 +256,8 @@ def worker(name: str, directory: str, steps: int, cuts: Cuts) -> None:
 
     torch.set_num_threads(1)
     ours = ss.load(directory)
-    make = functools.partial(peer_pipeline, name) if name in PEERS else globals()[f"peer_{name}"]
+    several = peer_pipeline if name in PEERS else peer_sharded if name in SHARDED else None
+    make = globals()[f"peer_{name}"] if several is None else functools.partial(several, name)
     peer = make(ours.rank, cuts)
     pairs = []
     for number in range(steps + 2):
@@ -231,7 +276,8 @@ def worker(name: str, directory: str, steps: int, cuts: Cuts) -> None:
     ours.close()
 
 
-def measure(name: str, steps: int) -> list[tuple[float, float]]:
+def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[tuple[float, float]]:
+    """Return our and the peer's seconds of each step; half of the ranks are on the server that `other` enters."""
     import superscaler as ss
     from superscaler.plans import resolve
     from superscaler.runtime.launch import launch
@@ -239,16 +285,16 @@ def measure(name: str, steps: int) -> list[tuple[float, float]]:
     world, spec = PLANS[name]
     module = MODELS[name]()
     graph = ss.capture(module, kwargs=batch_at(0), optimizer=optimizer_of(module))
-    plan = ss.compile(graph, resolve(spec), ss.Cluster.local(world))
+    plan = ss.compile(graph, resolve(spec), two_servers.cluster(world // 2, mbit) if other else ss.Cluster.local(world))
     print(plan.summary(), file=sys.stderr)
     cuts = list(cuts_of(graph, 2 * PEERS[name][1])) if name in PEERS else []
     with tempfile.TemporaryDirectory() as folder:
         plan.save(folder)
-        launch(
-            Path(__file__),
-            ["--worker", name, "--plan", folder, "--steps", str(steps), "--cuts", json.dumps(cuts)],
-            world,
-        )
+        options = ["--worker", name, "--plan", folder, "--steps", str(steps), "--cuts", json.dumps(cuts)]
+        if not other:
+            launch(Path(__file__), options, world)
+        elif failed := two_servers.run([sys.executable, __file__, *options], world, other):
+            sys.exit(failed)
         lines = Path(folder, "pairs.txt").read_text().splitlines()
     return [(float(a), float(b)) for a, b in (line.split() for line in lines)]
 
@@ -274,9 +320,10 @@ def row(name: str, pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--only", default=",".join(PLANS))
+    parser.add_argument("--only")
+    parser.add_argument("--mbit", type=float, default=0.0)
     parser.add_argument("--worker")
     parser.add_argument("--plan")
     parser.add_argument("--cuts", default="[]")
@@ -284,11 +331,21 @@ def main() -> None:
     if options.worker:
         worker(options.worker, options.plan, options.steps, json.loads(options.cuts))
         return
-    print(f"torch {torch.__version__}; seconds a step (median of {options.steps}), and the median of the ratios")
-    print(f"{'plan':18} {'ours':>8} {'peer':>8} {'ours/peer':>10} {'range':>15}")
-    for name in options.only.split(","):
-        pairs = measure(name, options.steps)
-        print(row(f"{name:18}", pairs), flush=True)
+    with ExitStack() as stack:
+        other: list[str] = []
+        if options.mbit:
+            try:
+                two_servers.enter_namespace()
+                other = stack.enter_context(two_servers.other_server(options.mbit))
+            except two_servers.NotPermitted as reason:
+                print(f"not measured: two servers need network namespaces and a slow link; {reason}.")
+                return
+        where = f"{options.mbit:g} Mbit/s between two servers; " if other else ""
+        print(f"torch {torch.__version__}; {where}seconds a step (median of {options.steps}), median of the ratios")
+        print(f"{'plan':18} {'ours':>8} {'peer':>8} {'ours/peer':>10} {'range':>15}")
+        for name in options.only.split(",") if options.only else NETWORKED if other else PLANS:
+            pairs = measure(name, options.steps, options.mbit, other)
+            print(row(f"{name:18}", pairs), flush=True)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,8 @@ class Cluster:
 
     @property
     def _wiring(self) -> Wiring:
-        return Wiring(self.links, self.devices_per_server, len(self.devices))
+        # gloo knows no hierarchy.
+        return Wiring(self.links, self.devices_per_server, len(self.devices), rings=self.kind == LOCAL)
 
     def __str__(self) -> str:
         is_preset = self.links == LINKS[self.kind] and self.device_kind == PRESETS.get(self.kind)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from typing import Any
 
+from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError, divisors, unknown
 
 
@@ -57,6 +58,21 @@ class Mesh:
         wheres = (dict(zip(self.sizes, where, strict=True)) for where in product(*map(range, self.sizes.values())))
         chosen = [d for where, d in zip(wheres, self.devices, strict=True) if where | places == where]
         return Mesh({name: size for name, size in self.sizes.items() if name not in places}, chosen)
+
+    def by_server(self, name: str) -> tuple[int, ...]:
+        """Return into how many an axis is best cut, one cut after the other: of local devices by server, then inside of
+        each, so that what is summed is summed there first (NCCL does so by itself). One number where that is not so.
+
+        >>> from superscaler.cluster import Cluster
+        >>> mesh = Cluster.of("lab", "local", servers=2, devices_per_server=4).mesh(dp=4, tp=2)
+        >>> mesh.by_server("dp"), mesh.by_server("tp")
+        ((2, 2), (2,))
+        """
+        line = self.at(**dict.fromkeys(self.sizes.keys() - {name}, 0)).devices
+        servers = [device.server if getattr(device, "kind", "") == LOCAL else 0 for device in line]
+        counts = [len(list(some)) for _, some in groupby(servers)]
+        is_nested = len(set(counts)) == 1 and 1 < len(counts) < len(line)
+        return (len(counts), counts[0]) if is_nested else (len(line),)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.sizes.items())

@@ -19,11 +19,12 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What the time of a collective depends on, beside its groups and its size."""
+    """What the time of a collective depends on, beside its groups and its size. `rings`: devices know nothing else."""
 
     links: Links
     per_server: int
     count: int
+    rings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[tuple[float,
         return ((_messages(wiring, kind, busy),),)
     spread = [_by_server(wiring, group) for group in busy]
     ways = [_exchange if kind == "all_to_all" else _ring]
-    ways += [_hierarchy] if any(1 < len(m) < sum(map(len, m.values())) for m in spread) else []
+    ways += [_hierarchy] if not wiring.rings and any(1 < len(m) < sum(map(len, m.values())) for m in spread) else []
     shares = [_shares(wiring, members) if len(members) > 1 else {} for members in spread]
     return tuple({_timed(wiring, shares, [way(wiring, kind, m) for m in spread]): None for way in ways})
 

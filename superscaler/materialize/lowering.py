@@ -17,7 +17,7 @@ from superscaler.ir.parts import HOSTS
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
 from superscaler.materialize.context import Context
 from superscaler.materialize.pricing import cheapest
-from superscaler.materialize.reduction import finer, reduction
+from superscaler.materialize.reduction import by_server, finer, reduction
 from superscaler.materialize.rvd.route import Route, is_collective, route
 from superscaler.materialize.rvd.transitions import Step as PathStep
 from superscaler.materialize.steps import Collective, Cut, Join, Lowered, Message, Slot, Step, common, slots_of
@@ -41,7 +41,9 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
     found, largest = match(transfer, context.fold), context.tensors[transfer.tensor].largest
     # Of what is the largest of its parts there is an all_reduce, but no other sum and no path.
     if found is not None and not (largest and found.kind in ("reduce_scatter", "reduce")):
-        return _collective(transfer, found, context)
+        nested = None if largest else by_server(transfer, found, context)
+        forms = [form for form in (nested, _collective(transfer, found, context)) if form is not None]
+        return cheapest(forms, context, width(context.dtype(transfer, trained=True)))
     dtype = context.dtype(transfer, trained=True)
     closed = (form(transfer, context) for form in (finer, reduction)) if transfer.is_to_updates else ()
     if forms := [form for form in closed if form is not None]:

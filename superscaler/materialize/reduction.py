@@ -84,6 +84,31 @@ def finer(transfer: Transfer, context: Context) -> Lowered | None:
     return steps.lowered(found) if len(found) == len(read) else None
 
 
+def by_server(transfer: Transfer, found: Match, context: Context) -> Lowered | None:
+    """Return how a sum over several servers is made in slices inside of each, then of the same slices over all, and
+    gathered inside; None where the servers do not have several devices each, and equally many.
+    """
+    per_server, rows = getattr(context.costs, "devices_per_server", len(found.group)), dict[int, list[int]]()
+    for device in found.group:
+        rows.setdefault(device // per_server, []).append(device)
+    first, *others = rows.values()
+    box = transfer.pieces[0].box
+    slots = [slot for slot, (lo, hi) in enumerate(box) if (hi - lo) % len(first) == 0]
+    is_nested = others and len(first) > 1 and all(len(row) == len(first) for row in others)
+    if found.kind != "all_reduce" or not is_nested or not slots:
+        return None
+    widest = max(slots, key=lambda slot: box[slot][1] - box[slot][0])
+    own = {device: part for row in rows.values() for device, part in _cut(box, widest, row)}
+    how = [match_boxes(dict.fromkeys(row, box), {d: own[d] for d in row}) for row in rows.values()]
+    steps, held = _Steps(transfer, context), {slot.device: slot for slot in slots_of(transfer)}
+    parts = dict.fromkeys(own[d] for d in held)
+    made = {part: steps.item(part, {d: held[d] for d in held if own[d] == part}) for part in parts}
+    outs = {d: steps.slots[made[own[d]]][d] for d in held}
+    steps.rounds[0] += steps.collectives([one for one in how if one is not None], held, outs)
+    whole = steps.join([steps.sum(part, steps.slots[n]) for part, n in made.items()], list(held), box)
+    return None if whole is None else steps.lowered([[whole]] * len(transfer.readers))
+
+
 def _cut(box: Box, slot: int, devices: Sequence[int]) -> Iterator[tuple[int, Box]]:
     """Yield for each of the devices its part of a box along a slot."""
     (lo, hi), n = box[slot], len(devices)

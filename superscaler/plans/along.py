@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, NamedTuple, Protocol, cast
 
 from superscaler.errors import InputError
@@ -14,10 +15,12 @@ SProgram = Callable[..., None]
 
 
 class MeshAxis(NamedTuple):
-    """What a plan along one axis is given in the place of a cluster, when it is a factor of a product."""
+    """What a plan along one axis is given in the place of a cluster, when it is a factor of a product: the name, and
+    the size, as it is cut by server and then inside of each.
+    """
 
     name: str
-    size: int
+    sizes: tuple[int, ...]
 
 
 class AlongAxis(Protocol):
@@ -30,7 +33,7 @@ class AlongAxis(Protocol):
 
 
 def along_axis(
-    *, first: bool = False, batches: bool = False, again: bool = False, last: bool = False
+    *, first: bool = False, batches: bool = False, again: bool = False, last: bool = False, nests: bool = False
 ) -> Callable[[SProgram], AlongAxis]:
     """Make an sProgram of `cut(graph, n, axis, **options)`, which cuts ops into `n` along the mesh axis of that name.
 
@@ -38,9 +41,10 @@ def along_axis(
     a product cuts is replicated; updates that none cuts follow what reads their weight. Wherever it stands in a
     product, `first` is for what puts other ops in the place of some, `batches` for what makes microbatches, which
     others cut further, `again` for what computes ops again, `last` for what follows the cuts of others
-    (`graph.follow`). `.cut` is the function itself.
+    (`graph.follow`). `nests`: cutting into a and then into b is cutting into a * b, and is done so on several servers.
+    `.cut` is the function itself.
 
-    @ss.along_axis()
+    @ss.along_axis(nests=True)
     def data_parallel(graph, n, axis):
         ss.op_trans(graph, graph.forward_ops, ss.Split("batch", n, axis=axis))
     """
@@ -49,7 +53,8 @@ def along_axis(
         @functools.wraps(cut)
         def run(graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None:
             if isinstance(cluster, MeshAxis):
-                cut(graph, cluster.size, cluster.name, **options)
+                for n in cluster.sizes if nests else [prod(cluster.sizes)]:
+                    cut(graph, n, cluster.name, **options)
             else:
                 _multiply(graph, cluster.mesh(**{cut.__name__: -1}), {cut.__name__: functools.partial(run, **options)})
 
@@ -79,7 +84,7 @@ def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
 
 def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, SProgram]) -> None:
     for name, plan in sorted(plans.items(), key=lambda item: _mark(item[1], "turn")):
-        plan(graph, MeshAxis(name, mesh.sizes[name]))
+        plan(graph, MeshAxis(name, mesh.by_server(name)))
     # Copies that none cuts are where they are read; on the hosts of their devices, if a plan says so.
     hosted = [op for op in graph.ops if op.name in graph.hosted]
     chosen = (op for op in graph.ops if (op.is_forward and not op.is_copy) or graph.grids[op.name].is_touched)

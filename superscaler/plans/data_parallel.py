@@ -6,6 +6,6 @@ from superscaler.plans.along import along_axis
 from superscaler.verbs import Graph, Split, op_trans
 
 
-@along_axis()
+@along_axis(nests=True)
 def data_parallel(graph: Graph, n: int, axis: str) -> None:
     op_trans(graph, graph.forward_ops, Split("batch", n, axis=axis))

@@ -20,6 +20,7 @@ def hybrid(
 ) -> None:
     mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
     pipeline.cut(graph, pp, "pp", microbatches=microbatches)
-    data_parallel.cut(graph, dp, "dp")
+    for n in mesh.by_server("dp"):
+        data_parallel.cut(graph, n, "dp")
     tensor_parallel.cut(graph, tp, "tp", vocabulary=vocabulary)
     op_assign(graph, graph.forward_ops, mesh)

@@ -23,7 +23,7 @@ S = 64e6
 
 
 def lab(servers: int, per_server: int, **changes: object) -> Cluster:
-    return Cluster.of("lab", LOCAL, servers, per_server, replace(LAB, **changes))
+    return Cluster.of("lab", "v100", servers, per_server, replace(LAB, **changes))
 
 
 def textbook(kind: str, n: int, alpha: float, bandwidth: float, size: float) -> float:
@@ -58,6 +58,13 @@ def test_over_servers_with_one_nic_all_reduce_is_hierarchical() -> None:
     between = 2 * 3 * LAB.network.alpha + 2 * 3 / 4 * S / LAB.network.bandwidth
     assert lab(4, 8).seconds("all_reduce", [range(32)], S) == pytest.approx(inside + between, rel=1e-12)
     assert lab(4, 8).bound("all_reduce", [range(32)], S) == pytest.approx(2 * 3 / 4 * S / 12.5e9)
+
+
+def test_local_devices_know_rings_only() -> None:
+    rings, nccl = (Cluster.of("lab", kind, 4, 8, LAB) for kind in (LOCAL, "v100"))
+    ring = 2 * (28 * LAB.intra.alpha + 3 * LAB.network.alpha) + 2 * 31 / 32 * S / LAB.network.bandwidth
+    assert rings.seconds("all_reduce", [range(32)], S) == pytest.approx(ring, rel=1e-12)
+    assert nccl.seconds("all_reduce", [range(32)], S) < ring
 
 
 @pytest.mark.parametrize(

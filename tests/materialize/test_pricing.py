@@ -53,6 +53,22 @@ def test_slices_inside_servers_are_summed_there_and_then_between_them() -> None:
     ]
 
 
+def test_where_rings_are_all_there_is_a_sum_over_servers_is_nested() -> None:
+    slow = "{name: slow, preset: local, servers: 2, devices_per_server: 2, links: {network: {bandwidth: 1e8}}}"
+    whole = gradient([[d] for d in range(4)])
+    assert shown(lower(whole, context(slow))) == [
+        *(("reduce_scatter", row) for row in ((0, 1), (2, 3))),
+        *(("all_reduce", column) for column in ((0, 2), (1, 3))),
+        *(("all_gather", row) for row in ((0, 1), (2, 3))),
+    ]
+    for cluster in (
+        "local:4",
+        "v100:2x2",
+        slow.replace("servers: 2, devices_per_server: 2", "servers: 4, devices_per_server: 1"),
+    ):
+        assert shown(lower(whole, context(cluster))) == [("all_reduce", (0, 1, 2, 3))]
+
+
 @pytest.mark.parametrize(("servers", "devices"), [(2, 4), (8, 8)])
 def test_slices_across_servers_are_summed_in_finer_ones_where_that_is_cheaper(servers: int, devices: int) -> None:
     """Else each device's addend would go through the one NIC of its server. Of 64 devices no path is searched."""

@@ -11,6 +11,7 @@ from chains import chain
 import superscaler as ss
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError
+from superscaler.ir.program import Collective
 from superscaler.plans import names, resolve
 from tests.graphs import graph_of
 
@@ -25,6 +26,18 @@ def hidden(graph, n, axis, required=False):
 
 def devices(graph: ss.Graph, op: str) -> list[int]:
     return graph.rows(graph.op(op)).device.tolist()
+
+
+@pytest.mark.parametrize(("servers", "devices"), [(2, 2), (3, 4)])
+def test_gradients_are_summed_by_server_first(servers: int, devices: int) -> None:
+    """Of three servers with four devices each, of which some tell of all."""
+    links = "links: {network: {bandwidth: 1e8}}"
+    cluster = f"{{name: slow, preset: local, servers: {servers}, devices_per_server: {devices}, {links}}}"
+    plan = ss.compile(graph_of("mlp:layers=2,hidden=24,batch=12"), "data_parallel", cluster)
+    kinds = [i.kind for i in plan.compiled.program.devices[0].instructions if isinstance(i, Collective)]
+    # The ten numbers of a bias are no four slices.
+    assert [kind for kind in kinds if kind != "all_reduce"] == ["reduce_scatter", "all_gather"]
+    assert plan.verify()["equal"]
 
 
 @pytest.mark.parametrize(
