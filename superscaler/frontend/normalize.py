@@ -10,6 +10,7 @@ from torch.fx import Node
 from superscaler.errors import CaptureError
 from superscaler.frontend import decompositions
 from superscaler.frontend.constants import simplify
+from superscaler.frontend.fusions import fuse
 from superscaler.frontend.trace import (
     Trace,
     argument,
@@ -29,7 +30,7 @@ _VIEWS = aten(True, "_to_copy view _unsafe_view expand unsqueeze slice.Tensor sq
 
 def normalize(trace: Trace) -> None:
     """Apply the rewrites in order, then drop what no result depends on."""
-    for step in (remove_dead, simplify, _decompose, _keep_loss, remove_dead):
+    for step in (remove_dead, simplify, fuse, _decompose, _keep_loss, remove_dead):
         step(trace)
     for refuse in (_refuse_random, _refuse_frequencies, _refuse_complex, _refuse_mixed):
         refuse(trace)

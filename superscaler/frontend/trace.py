@@ -97,7 +97,7 @@ class Trace:
         where the call stays. The results, and what draws random numbers, have the names that the call had.
         """
         writer = _Writer(self, node)
-        given = map_arg((args, kwargs), lambda x: x.meta["val"])
+        given = map_arg((args, kwargs), writer.give)
         # Above autograd, torch would write composite operators in others.
         with torch._C._AutoDispatchBelowAutograd(), writer:
             found = function(*given[0], **given[1])
@@ -134,8 +134,13 @@ class _Writer(TorchDispatchMode):
     def __init__(self, trace: Trace, node: Node) -> None:
         super().__init__()
         self.trace, self.node = trace, node
-        self.known = {id(x.meta["val"]): x for x in reads(node)}
+        self.known: dict[int, Node] = {}
         self.made: list[Node] = []
+
+    def give(self, node: Node) -> Tensor:
+        """Return what a function is given of an operand."""
+        self.known[id(node.meta["val"])] = node
+        return node.meta["val"]  # type: ignore[no-any-return]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         value = function(*args, **(kwargs or {}))

@@ -392,5 +392,13 @@ def _optimizer(
     for entry in table:
         if entry["trained"]:
             members[entry["group"]].append(weights[entry["name"]])
-    used = [{"params": params, **options} for params, options in zip(members, groups, strict=True) if params]
+    pairs = [(params, dict(options)) for params, options in zip(members, groups, strict=True) if params]
+    for params, options in pairs:
+        # One pass over memory, where the user leaves to torch how, and torch has it.
+        is_chosen = options.get("fused") is not None or any(
+            map(options.get, ("foreach", "differentiable", "capturable"))
+        )
+        if not is_chosen and all(x.is_floating_point() for x in params):
+            options["fused"] = True
+    used = [{"params": params, **options} for params, options in pairs]
     return getattr(torch.optim, name)(used) if used else None

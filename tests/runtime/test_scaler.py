@@ -48,7 +48,7 @@ def scaler(**options: Any) -> torch.amp.GradScaler:
 @functools.cache
 def graph() -> Graph:
     built = build("mlp")
-    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-2, fused=True)
     return capture(built.module, built.args, built.kwargs, optimizer, autocast="fp16", scaler=scaler())
 
 
@@ -61,7 +61,7 @@ def batches() -> list[dict[str, Tensor]]:
 def plain(clip: float | None) -> History:
     """Train as a user of torch does."""
     module, scaling = build("mlp").module, scaler()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     found = History([], [], [], dict(module.named_parameters()))
     for batch in batches():
         with torch.autocast("cpu", dtype=torch.float16):
