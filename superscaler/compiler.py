@@ -167,7 +167,7 @@ def _folded(
     planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[str, float], steady: Steady | None = None
 ) -> tuple[Schedule, Program]:
     """Compile as few places of each fold axis as tell of all; those of an axis that does not fold after all, all."""
-    fold, kept = close, planned if steady is None else first_microbatches(planned, steady.few)
+    fold, kept = close, planned if steady is None else first_microbatches(planned, steady)
     while True:
         fold = None if fold is None or max(fold.widths, default=0) <= KEPT else fold
         try:

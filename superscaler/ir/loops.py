@@ -36,16 +36,41 @@ class Loop:
     def repetition(self, at: int) -> Iterator[Instruction]:
         """Yield the instructions of a repetition, which may be one that is not done."""
         for i, moved in zip(self.first, self._moved, strict=True):
-            yield replace(i, **{name: evenly(pair, (at,)) for name, pair in moved}) if moved and at else i
+            yield replace(i, **{name: move(at) for name, move in moved}) if moved and at else i
 
     @cached_property
-    def _moved(self) -> list[list[tuple[str, tuple[Any, Any]]]]:
-        """Return per instruction the fields that move, each as it is in both repetitions."""
+    def _moved(self) -> list[list[tuple[str, Callable[[int], Any]]]]:
+        """Return per instruction the fields that move, and what they are in a repetition."""
         found = []
         for a, b in zip(self.first, self.second, strict=True):
-            pairs = ((f.name, (getattr(a, f.name), getattr(b, f.name))) for f in fields(a) if f.compare)
-            found.append([(name, (x, y)) for name, (x, y) in pairs if x != y])
+            names = (f.name for f in fields(a) if f.compare)
+            moves = ((name, _mover(getattr(a, name), getattr(b, name))) for name in names)
+            found.append([(name, move) for name, move in moves if move is not None])
         return found
+
+
+def _mover(first: Any, second: Any) -> Callable[[int], Any] | None:
+    """Return what gives `evenly([first, second], (at,))`, None where both are equal: what moves is looked up once.
+
+    Raises ValueError for tuples of other lengths.
+    """
+    if first == second:
+        return None
+    if type(first) is int:
+        return lambda at: first + at * (second - first)
+    if not isinstance(first, tuple):
+        return lambda at: evenly([first, second], (at,))
+    pairs = enumerate(zip(first, second, strict=True))
+    moving = [(n, move) for n, (a, b) in pairs if (move := _mover(a, b)) is not None]
+    make: Callable[[list[Any]], Any] = getattr(first, "_make", tuple)
+
+    def moved(at: int) -> Any:
+        found = list(first)
+        for n, move in moving:
+            found[n] = move(at)
+        return make(found)
+
+    return moved
 
 
 @dataclass(frozen=True)

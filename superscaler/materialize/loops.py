@@ -109,7 +109,9 @@ def roll(code: Sequence[Instruction], shape: Shape, added: int, period: int) -> 
 def _roll(code: Sequence[Instruction], shape: Shape, loops: Sequence[Loop], added: int, period: int) -> Rolled:
     told: dict[int, Loop] = {}
     for span, loop in zip(shape.spans, loops, strict=True):
-        if any(a != b for a, b in zip(loop, code[span.start : span.end], strict=True)):
+        # The first two are told.
+        others = (i for at in range(2, loop.count) for i in loop.repetition(at))
+        if any(a != b for a, b in zip(others, code[span.start + 2 * span.length : span.end], strict=True)):
             raise Aperiodic
         for n, pair in enumerate(zip(loop.first, loop.second, strict=True), span.start):
             told[n] = Loop((pair[0],), (pair[1],))

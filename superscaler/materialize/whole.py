@@ -30,7 +30,7 @@ from superscaler.ir.program import (
 )  # fmt: skip
 from superscaler.ir.rendezvous import check_rendezvous
 from superscaler.ir.spmd import Folded
-from superscaler.ir.transformed import Group, Order
+from superscaler.ir.transformed import Group
 from superscaler.materialize.loops import Aperiodic, find_shape, roll
 from superscaler.schedule.loops import Steady
 from superscaler.schedule.nodes import Schedule
@@ -135,16 +135,11 @@ def _family(v: Value) -> Hashable:
     return (v.name, v.is_gradient, v.part, v.slice, v.is_handle, v.number)
 
 
-def check_whole(few: Sequence[Instruction], code: Rolled, counts: tuple[int, int]) -> tuple[Rolled, Uses]:
-    """Return code with loops, its loss of all microbatches, and its uses; `counts`: of microbatches in `few`, and all.
-
-    Raises Aperiodic where it is not the code of all microbatches.
+def check_whole(few: Sequence[Instruction], after: Uses, counts: tuple[int, int]) -> None:
+    """Raise Aperiodic where the uses of code with loops are not of all microbatches; `counts`: of those in `few`, and
+    all.
     """
-    families = dict[Hashable, int]()
-    before = Uses.of(Rolled((tuple(few),)), families)
-    code = _with_loss(code, families)
-    after = Uses.of(code, families)
-    before = replace(before, families=families)
+    before = Uses.of(Rolled((tuple(few),)), after.families)
     after.check()
     if (after.microbatch >= counts[1]).any():
         raise Aperiodic
@@ -156,10 +151,9 @@ def check_whole(few: Sequence[Instruction], code: Rolled, counts: tuple[int, int
         was = some[:, role] == some[:, MADE]
         if (all_of[was, role] != all_of[was, MADE]).any():
             raise Aperiodic
-    return code, after
 
 
-def _with_loss(code: Rolled, families: dict[Hashable, int]) -> Rolled:
+def _with_loss(code: Rolled, made: Uses) -> Rolled:
     """Return code whose loss counts the parts of all microbatches, in the order in which they are made."""
     *rest, (*last, loss) = code.runs
     assert isinstance(loss, Loss)
@@ -169,8 +163,7 @@ def _with_loss(code: Rolled, families: dict[Hashable, int]) -> Rolled:
     is_told = all(counted[_family(v)] == is_counted for v, is_counted in zip(loss.parts, loss.counted, strict=True))
     if not is_told or any(v.microbatch == NONE for v in loss.parts):
         raise Aperiodic
-    made = Uses.of(code, families)
-    known = {families[name]: like for name, like in ((_family(v), v) for v in loss.parts)}
+    known = {made.families[name]: like for name, like in ((_family(v), v) for v in loss.parts)}
     own = (made.role == MADE) & np.isin(made.family, list(known))
     order = np.argsort(made.time[own], kind="stable")
     pairs = zip(made.family[own][order].tolist(), made.microbatch[own][order].tolist(), strict=True)
@@ -191,10 +184,15 @@ def rolled(program: Program, schedule: Schedule, steady: Steady) -> Program:
         shape = find_shape(first.instructions, steady.period, steady.total - steady.few)
         for device in samples:
             code = roll(device.instructions, shape, steady.added, steady.period)
-            code, uses_of = check_whole(device.instructions, code, (steady.few, steady.total))
-            found[device.rank] = replace(device, instructions=code)
             if device is first:
-                _check_orders(steady.orders, schedule, uses_of, steady.total)
+                made = Uses.of(code, {})
+            code = _with_loss(code, made)
+            # All names are those of the first one.
+            if device is first:
+                made = Uses.of(code, made.families)
+                check_whole(device.instructions, made, (steady.few, steady.total))
+                _check_orders(steady, schedule, made)
+            found[device.rank] = replace(device, instructions=code)
     if isinstance(devices, Folded):
         idle = found.get(devices.idle.rank, devices.idle)
         devices = replace(devices, compiled={rank: found[rank] for rank in devices.compiled}, idle=idle)
@@ -232,26 +230,22 @@ def _check_meetings(program: Program) -> None:
         raise Aperiodic from None
 
 
-def _check_orders(orders: Sequence[Order], schedule: Schedule, made: Uses, total: int) -> None:
+def _check_orders(steady: Steady, schedule: Schedule, made: Uses) -> None:
     """Raise Aperiodic where a device does its work in another order than a plan says."""
     segment_of = {op.name: s for s in schedule.segments for op in s.ops}
     segment_of |= {m.name: segment_of[name] for name, m in schedule.edges.mirrors.items()}
-    ends, known = _ends(made, schedule.segments, total), dict[Hashable, tuple[Ints, Ints] | None]()
+    ends = _ends(made, schedule.segments, steady.total)
 
-    def end_of(group: Group) -> tuple[Ints, Ints] | None:
-        symbol = group.kind, group.members
-        if symbol not in known:
-            some = {segment_of[name].number: segment_of[name] for name, _ in group.members if name in segment_of}
-            kinds = ((k, s.number) for s in some.values() for k in (s.backwards if group.kind == "B" else group.kind))
-            found = [ends[work] for work in kinds if work in ends]
-            known[symbol] = None
-            if found:
-                known[symbol] = np.min([first for first, _ in found], 0), np.max([last for _, last in found], 0)
-        return known[symbol]
+    def ends_of(group: Group) -> tuple[Ints, Ints] | None:
+        some = {segment_of[name].number: segment_of[name] for name, _ in group.members if name in segment_of}
+        kinds = ((k, s.number) for s in some.values() for k in (s.backwards if group.kind == "B" else group.kind))
+        found = [ends[work] for work in kinds if work in ends]
+        return (np.min([first for first, _ in found], 0), np.max([last for _, last in found], 0)) if found else None
 
-    for order in orders:
-        before, after = end_of(order.before), end_of(order.after)
-        if before and after and before[1][order.before.microbatch] >= after[0][order.after.microbatch]:
+    known = [ends_of(group) for group in steady.works]
+    for (before, one), (after, other) in steady.orders:
+        first, second = known[before], known[after]
+        if first and second and first[1][one] >= second[0][other]:
             raise Aperiodic
 
 

@@ -7,7 +7,7 @@ what is left out only repeats is told by the program (materialize/loops.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,9 +16,8 @@ from superscaler.ir.loops import SEEN, find_spans, steady_spans
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.transformed import Graph, Group, Order
 
-# The symbol of a work: its kind, and of what it is.
-Symbol = tuple[str, tuple[tuple[str, object], ...]]
-Name = tuple[Symbol, int]
+# A work: the number of what it is but for its microbatch, and that.
+Name = tuple[int, int]
 # How often the steady state is compiled: a few times before the code of all devices repeats.
 REPEATED = 6
 # The longest steady state, in microbatches, that is looked for.
@@ -28,13 +27,14 @@ LONGEST = 16
 @dataclass(frozen=True)
 class Steady:
     """A plan of which the first `few` of `total` microbatches are compiled: what is done repeats every `period`. The
-    `orders` are those of all.
+    `orders` are those of all; `works` has a group of each number.
     """
 
     period: int
     few: int
     total: int
-    orders: Sequence[Order]
+    orders: Sequence[tuple[Name, Name]]
+    works: Sequence[Group]
 
     @property
     def added(self) -> int:
@@ -44,15 +44,16 @@ class Steady:
 
 def find_steady(graph: Graph) -> Steady | None:
     """Return what of a plan tells all its microbatches, None where that is all of them, or rows do not repeat."""
-    total, rows = _count(graph), _rows(graph.orders)
-    if rows is None:
+    total, found_names = _count(graph), _named(graph.orders)
+    rows = None if found_names is None else _rows(found_names[0])
+    if found_names is None or rows is None:
         return None
     for period in range(1, min(LONGEST, total // SEEN) + 1):
         found = [_left(row, period, total) for row in rows]
         if None not in found:
             few = max((n for n in found if n is not None), default=0) + REPEATED * period
             few += (total - few) % period
-            return Steady(period, few, total, graph.orders) if 2 * few <= total else None
+            return Steady(period, few, total, *found_names) if 2 * few <= total else None
     return None
 
 
@@ -64,12 +65,31 @@ def _left(row: Sequence[Name], period: int, total: int) -> int | None:
     return total - min(inside.values()) if inside.keys() == set(forms) else None
 
 
-def _rows(orders: Iterable[Order]) -> list[list[Name]] | None:
-    """Return the works that are ordered one after the other, None where one of them is at two places, or in turns."""
+def _named(orders: Iterable[Order]) -> tuple[list[tuple[Name, Name]], list[Group]] | None:
+    """Return orders by the names of their works, and a work of each number; None where one is of no microbatch, or of
+    some parts only.
+    """
+    numbers, works = dict[Hashable, int](), list[Group]()
+
+    def name(group: Group) -> Name | None:
+        if group.microbatch is None:
+            return None
+        number = numbers.setdefault((group.kind, group.members), len(works))
+        if number == len(works):
+            works.append(group)
+        return number, group.microbatch
+
+    pairs = [(name(order.before), name(order.after)) for order in orders]
+    found = [(a, b) for a, b in pairs if a is not None and b is not None]
+    is_whole = len(found) == len(pairs) and not any(paths for group in works for _, paths in group.members)
+    return (found, works) if is_whole else None
+
+
+def _rows(orders: Iterable[tuple[Name, Name]]) -> list[list[Name]] | None:
+    """Return the works that are ordered one after the other, None where one of them is at two places."""
     after, first = dict[Name, Name](), dict[Name, bool]()
-    for order in orders:
-        one, other = _name(order.before), _name(order.after)
-        if order.turns or one is None or other is None or one in after:
+    for one, other in orders:
+        if one in after:
             return None
         after[one] = other
         first[other] = False
@@ -81,13 +101,6 @@ def _rows(orders: Iterable[Order]) -> list[list[Name]] | None:
             row.append(after[row[-1]])
         rows.append(row)
     return rows if sum(map(len, rows)) == len(first) else None
-
-
-def _name(group: Group) -> Name | None:
-    """Return which work a group is, None where it is of no microbatch, or of some parts only."""
-    if group.microbatch is None or any(paths for _, paths in group.members):
-        return None
-    return (group.kind, group.members), group.microbatch
 
 
 def _count(graph: Graph) -> int:
@@ -110,10 +123,10 @@ def _all_axes(grid: Grid) -> Iterator[Axis]:
         yield from _all_axes(child)
 
 
-def first_microbatches(graph: Graph, count: int) -> Graph:
+def first_microbatches(graph: Graph, steady: Steady) -> Graph:
     """Return a graph whose works are in rows with the first microbatches only, in the same order."""
-    twin = graph.copy()
-    twin.orders = list(_orders(graph.orders, count))
+    twin, count = graph.copy(), steady.few
+    twin.orders = list(_orders(graph.orders, steady))
     done: dict[object, Grid] = {}
     for name, grid in twin.grids.items():
         key = grid.signature()
@@ -132,12 +145,14 @@ def _first(grid: Grid, count: int) -> Grid:
     return Grid(tuple(axes), grid.devices[tuple(kept)], children, grid.replaced_at)
 
 
-def _orders(orders: Sequence[Order], count: int) -> Iterator[Order]:
+def _orders(orders: Sequence[Order], steady: Steady) -> Iterator[Order]:
     """Yield the orders of the first microbatches: what was before and after others is ordered directly."""
-    following = {_name(order.before): order.after for order in orders}
-    for order in orders:
-        after: Group | None = order.after
-        while after is not None and (after.microbatch or 0) >= count:
-            after = following.get(_name(after))
-        if after is not None and (order.before.microbatch or 0) < count:
-            yield replace(order, after=after)
+    following = {one: (other, order.after) for order, (one, other) in zip(orders, steady.orders, strict=True)}
+    for order, (one, other) in zip(orders, steady.orders, strict=True):
+        if one[1] >= steady.few:
+            continue
+        found: tuple[Name, Group] | None = (other, order.after)
+        while found is not None and found[0][1] >= steady.few:
+            found = following.get(found[0])
+        if found is not None:
+            yield replace(order, after=found[1])
