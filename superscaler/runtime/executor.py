@@ -273,7 +273,11 @@ class Rank:
             self.gradients = {**self.gradients, **gradients}
         if self.optimizer is not None and is_finite:
             for name, gradient in gradients.items():
-                self.weights[name].grad = gradient.to(self.weights[name].dtype)
+                weight = self.weights[name]
+                gradient = gradient.to(weight.dtype)
+                # A fused optimizer goes through both in the order in which they lie in memory.
+                is_alike = gradient.stride() == weight.stride()
+                weight.grad = gradient if is_alike else torch.empty_like(weight).copy_(gradient)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 

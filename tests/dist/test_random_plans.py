@@ -86,9 +86,8 @@ def captured_case(name: str, graph: ss.Graph, sprogram: Callable[..., None]) -> 
 
     def check(results: Sequence[Sequence[Result]]) -> None:
         module, comparison = Eager(captured, batch), Comparison(exact, values)
-        versions = exact.graph.model.versions
         for number, step in enumerate(zip(*results, strict=True)):
-            expected = recurrence(lambda known, n: module.step(known, draw_of(n)), versions, comparison.known, number)
+            expected = recurrence(lambda known, n: module.step(known, draw_of(n)), exact.graph.model, comparison.known, number)
             comparison.add(step, expected)
         assert comparison.errors.is_equal, (name, comparison.errors)
 

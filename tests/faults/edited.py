@@ -36,7 +36,7 @@ class Edit:
 
 
 PLANS = {
-    "grid": ("mlp:hidden=8", "hybrid:dp=2,tp=2", "local:4"),
+    "grid": ("mlp:hidden=8", "hybrid:dp=2,tp=2,vocabulary=false", "local:4"),
     "pipe": ("mlp:hidden=12", "pipeline_1f1b:stages=2,microbatches=2", "local:2"),
 }
 PLAN, SEGMENTS, WEIGHTS, CODE = "plan.json", "segments.py", "initial.safetensors", "program_0.py"

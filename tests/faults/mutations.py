@@ -58,10 +58,10 @@ class Mutation:
 
 
 TABLE: list[Mutation] = []
-DP, TP = "data_parallel", "tensor_parallel"
+DP, TP = "data_parallel", "tensor_parallel:vocabulary=false"
 PIPE = "pipeline_1f1b:stages=2,microbatches=4"
-HYBRID = "hybrid:dp=2,tp=2"
-GRID = "hybrid:dp=1,tp=2,pp=2,microbatches=2"
+HYBRID = "hybrid:dp=2,tp=2,vocabulary=false"
+GRID = "hybrid:dp=1,tp=2,pp=2,microbatches=2,vocabulary=false"
 WORLD = {GRID: 4, DP: 2, TP: 2, PIPE: 2, HYBRID: 4}
 
 

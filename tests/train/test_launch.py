@@ -35,6 +35,7 @@ class Step:
     last_norm = None
     watch = None
     trains = True
+    iterations = 1
     count = 0
 
     def __init__(self):
