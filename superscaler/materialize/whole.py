@@ -183,13 +183,13 @@ def rolled(program: Program, schedule: Schedule, steady: Steady) -> Program:
         first = samples[0]
         shape = find_shape(first.instructions, steady.period, steady.total - steady.few)
         for device in samples:
-            code = roll(device.instructions, shape, steady.added, steady.period)
-            if device is first:
-                made = Uses.of(code, {})
-            code = _with_loss(code, made)
+            repeated = roll(device.instructions, shape, steady.added, steady.period)
             # All names are those of the first one.
             if device is first:
-                made = Uses.of(code, made.families)
+                made = Uses.of(repeated, {})
+            code = _with_loss(repeated, made)
+            if device is first:
+                made = made if code is repeated else Uses.of(code, made.families)
                 check_whole(device.instructions, made, (steady.few, steady.total))
                 _check_orders(steady, schedule, made)
             found[device.rank] = replace(device, instructions=code)
