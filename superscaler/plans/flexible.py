@@ -14,50 +14,45 @@ parts or a list of sizes: these lie on `devices` in order, the first factor oute
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from superscaler.errors import unknown
-from superscaler.specs.yaml_file import read, table
+from superscaler.specs.yaml_file import of_kind, read, table
 from superscaler.verbs import Cluster, Graph, InputError, Mesh, Microbatch, Split, op_assign, op_trans, sprogram
 
 
 @sprogram
 def flexible(graph: Graph, cluster: Cluster, choices: Any = "") -> None:
-    given = choices if isinstance(choices, Mapping) else read(choices, f"choices={choices}")
-    given = table(given, "choices: the table", ("mesh", "microbatches", "modules"))
-    mesh = cluster.mesh(**table(given.get("mesh", {"copies": -1}), "choices: mesh"))
-    rows = {p: _row(f"choices: {p}", row, mesh) for p, row in table(given.get("modules"), "choices: modules").items()}
-    paths = dict.fromkeys(op.module for op in graph.forward_ops)
-    fits = {p: [path for path in paths if fnmatchcase(path, p) or fnmatchcase(path, f"{p}.*")] for p in rows}
-    for pattern in (pattern for pattern, found in fits.items() if not found):
-        raise InputError(f"choices: {unknown('module', pattern, paths)}")
-    chosen = {path: rows[pattern] for pattern, found in fits.items() for path in found}
-    op_trans(graph, graph.forward_ops, Microbatch(given.get("microbatches", 1)))
+    known = {"mesh": {"copies": -1}, "microbatches": 1, "modules": {}}
+    shape, microbatches, modules = table(read(choices, f"choices={choices}"), "choices: the table", known).values()
+    mesh = cluster.mesh(**shape)
+    chosen = {op.module: (list[Split](), mesh) for op in graph.forward_ops}
+    for pattern, row in modules.items():
+        fitting = [path for path in chosen if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")]
+        if not fitting:
+            raise InputError(f"choices: {unknown('module', pattern, chosen)}")
+        chosen |= dict.fromkeys(fitting, _row(f"choices: {pattern}", row, mesh))
+    op_trans(graph, graph.forward_ops, Microbatch(microbatches))
     for op in graph.forward_ops:
-        splits, devices = chosen.get(op.module, ([], None))
+        splits, place = chosen[op.module]
         for split in splits:
             op_trans(graph, op, split)
-        own = {split.axis: split.parts for split in splits} | {"copies": -1}
-        op_assign(graph, op, mesh if devices is None else Mesh(own, devices))
+        op_assign(graph, op, place)
 
 
-def _row(where: str, row: Any, mesh: Mesh) -> tuple[list[Split], list[int] | None]:
-    cuts = dict(table(row, where))
-    devices = cuts.pop("devices", None)
-    if not isinstance(devices, list | None):
-        raise InputError(f"{where}: devices is {devices!r}; give a list of numbers.")
-    return [_split(f"{where}: {factor}", factor, how, mesh, devices) for factor, how in cuts.items()], devices
+def _row(where: str, row: Any, mesh: Mesh) -> tuple[list[Split], Mesh]:
+    cuts = table(row, where)
+    devices = of_kind([], cuts.pop("devices", []), f"{where}: devices")
+    splits = [_split(f"{where}: {f}", f, how, mesh, f if devices else "") for f, how in cuts.items()]
+    own = {split.axis: split.parts for split in splits} | {"copies": -1}
+    return splits, Mesh(own, devices) if devices else mesh
 
 
-def _split(where: str, factor: str, how: Any, mesh: Mesh, devices: list[int] | None) -> Split:
-    kinds = {"axis": str, "parts": int, "sizes": list}
-    cut = table(next(({key: how} for key, kind in kinds.items() if isinstance(how, kind)), how), where, kinds)
-    if not cut or not all(isinstance(cut[key], kinds[key]) for key in cut):
-        raise InputError(f"{where} is {how!r}; give an axis, a number of parts or a list of sizes.")
-    axis, sizes = cut.get("axis", ""), cut.get("sizes", [])
+def _split(where: str, factor: str, how: Any, mesh: Mesh, own: str) -> Split:
+    short = {str: "axis", int: "parts", list: "sizes"}.get(type(how))
+    axis, parts, sizes = table({short: how} if short else how, where, {"axis": "", "parts": 0, "sizes": []}).values()
     if axis and axis not in mesh.sizes:
         raise InputError(f"{where}: {unknown('axis of the mesh', axis, mesh.sizes)}")
-    names, parts = tuple(map(str.strip, factor.split(","))), cut.get("parts") or len(sizes) or mesh.sizes.get(axis, 0)
-    return Split(names, parts, tuple(sizes), axis=axis if axis or devices is None else factor)
+    names, count = tuple(map(str.strip, factor.split(","))), parts or len(sizes) or mesh.sizes.get(axis, 0)
+    return Split(names, count, tuple(sizes), axis=axis or own)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from superscaler.errors import InputError, unknown
+
+_KINDS = {int: "an integer", str: "a name", list: "a list"}
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -32,19 +34,36 @@ def parse(text: str, where: str) -> Any:
         raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}.") from None
 
 
-def read(file: str, where: str) -> Any:
-    """Return what a YAML file says. Raises InputError for one that cannot be read, or is none."""
+def read(given: Any, where: str) -> Any:
+    """Return what a YAML file says, or what is given in the place of its name. Raises InputError for a file that cannot
+    be read, or is none.
+    """
+    if not isinstance(given, str):
+        return given
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InputError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     return parse(text, where)
 
 
-def table(given: Any, where: str, known: Collection[str] = ()) -> Mapping[str, Any]:
-    """Return a table of names. Raises InputError for anything else, and for names that are not among the known."""
+def table(given: Any, where: str, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a table of names, where some are `known` with their defaults in its place. Raises InputError for anything
+    else, then also for other names, and for values of another kind than their default.
+    """
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         raise InputError(f"{where} is {given!r}, but it must be a table of names.")
-    for key in (key for key in given if known and key not in known):
+    if known is None:
+        return dict(given)
+    for key in (key for key in given if key not in known):
         raise InputError(f"{where}: {unknown('key', key, known)}")
+    return {**known, **{key: of_kind(known[key], value, f"{where}: {key}") for key, value in given.items()}}
+
+
+def of_kind(default: Any, given: Any, where: str) -> Any:
+    """Return what is given. Raises InputError unless it is what the default is: a number, a name, a list or a table."""
+    if isinstance(default, Mapping):
+        return table(given, where)
+    if type(given) is not type(default):
+        raise InputError(f"{where} is {given!r}, but it must be {_KINDS[type(default)]}.")
     return given

@@ -62,8 +62,8 @@ def cases() -> Iterator[ParameterSet]:
     for plan, models in ROWS.items():
         for model in models:
             for devices in (2, 4, 8)[plan.count(" x ") :]:
-                if model == "swin" and devices > 2 * 2 ** plan.count(" x "):
-                    # Its blocks give tokens along factors of 2 and 3.
+                if model in ("swin", "vit") and devices > 2 * 2 ** plan.count(" x "):
+                    # The tokens of their blocks are along factors of 2 and 3, and along one of 26.
                     continue
                 marks = () if (plan, model, devices) in ALWAYS else (pytest.mark.slow,)
                 yield pytest.param(plan, model, devices, marks=marks, id=f"{plan}-{model}-{devices}")

@@ -13,7 +13,11 @@ from superscaler.specs.yaml_file import parse, read, table
 def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
     file = tmp_path / "table.yaml"
     file.write_text("mesh: {dp: 2}\nmodules: {}")
-    assert table(read(str(file), "here"), "here", ("mesh", "modules")) == {"mesh": {"dp": 2}, "modules": {}}
+    assert table(read(str(file), "here"), "here", {"mesh": {}, "parts": 1, "modules": {}}) == {
+        "mesh": {"dp": 2},
+        "parts": 1,
+        "modules": {},
+    }
 
 
 @pytest.mark.parametrize(
@@ -25,11 +29,13 @@ def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
         ("[1]", r"here is \[1\], but it must be a table of names"),
         ("1: 2", "here is {1: 2}, but it must be a table of names"),
         ("mush: {}", "here: unknown key 'mush'; did you mean 'mesh'"),
+        ("mesh: 1", "here: mesh is 1, but it must be a table of names"),
+        ("parts: two", "here: parts is 'two', but it must be an integer"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(text: str, told: str) -> None:
     with pytest.raises(InputError, match=told) as error:
-        table(parse(text, "here"), "here", ("mesh",))
+        table(parse(text, "here"), "here", {"mesh": {}, "parts": 1})
     assert "\n" not in str(error.value)
 
 
