@@ -3,7 +3,7 @@
     python benchmarks/step_time.py [--steps 12] [--only single,data_parallel] [--mbit 1000]
 
 GPT-2 (Hugging Face) with 4 layers, hidden 512, sequence 256, vocabulary 8192, batch 8, dropout 0; float32, AdamW;
-2 processes x 1 thread on gloo (`single`: 1 x 1). Peers:
+2 processes x 1 thread on gloo (`single`: 1 x 1). LAYERS and VOCABULARY in the environment are read. Peers:
 
 single             the plain module
 data_parallel      torch DDP; `hierarchical`: the same with 4 processes
@@ -12,10 +12,14 @@ tensor_parallel    DTensor `parallelize_module` (`sequence_parallel` too; both s
 pipeline_1f1b      `torch.distributed.pipelining` with 8 microbatches and the same cut between the stages (`gpipe`,
                    `interleaved` and `zbv` too, two stages a process for the last two; embeddings untied on both sides,
                    because the peer cannot tie weights of two stages)
+balanced           the same 1F1B, ours with stages balanced by FLOPs, the peer's with as many layers each
 zero3              `torch.distributed.fsdp.fully_shard`, a group of parameters a block, its blocks in activation
                    checkpoints: both gather weights twice and compute blocks twice
 zero3_keep         the same without checkpoints, which keeps the activations and gathers weights twice
 zero1              `zero`, and fully_shard(reshard_after_forward=False): weights are gathered once
+
+Below a pipeline is the share of a step in which the main thread of each device did not run, beside what the formula of
+the schedule says of equal stages, without an optimizer; with LAYERS=8 VOCABULARY=512 stages are nearly equal.
 
 With --mbit half of the processes are on another server (see two_servers.py), behind a link of so many Mbit/s.
 """
@@ -25,6 +29,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -38,13 +43,15 @@ import torch
 import two_servers
 from torch import Tensor, nn
 
-LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY, BATCH, MICROBATCHES = 4, 512, 8, 256, 8192, 8, 8
+HIDDEN, HEADS, SEQUENCE, BATCH, MICROBATCHES = 512, 8, 256, 8, 8
+LAYERS, VOCABULARY = int(os.environ.get("LAYERS", "4")), int(os.environ.get("VOCABULARY", "8192"))
 PLANS = {
     "single": (1, "single"),
     "data_parallel": (2, "data_parallel"),
     "tensor_parallel": (2, "tensor_parallel"),
     "sequence_parallel": (2, "sequence_parallel"),
     **{name: (2, f"{name}:microbatches={MICROBATCHES}") for name in ("pipeline_1f1b", "gpipe", "interleaved", "zbv")},
+    "balanced": (2, f"pipeline_1f1b:microbatches={MICROBATCHES}"),
     "zero3": (2, "zero:stage=3"),
     "zero3_keep": (2, "zero:stage=3,keep=1000"),
     "zero1": (2, "zero"),
@@ -54,11 +61,14 @@ PLANS = {
 NETWORKED = ("data_parallel", "sequence_parallel", "zero3", "zero1", "hierarchical")
 # Whether the peer's blocks are in checkpoints, and whether it frees weights after the forward.
 SHARDED = {"zero3": (True, True), "zero3_keep": (False, True), "zero1": (False, False)}
-# The schedules of the pipelines: torch's name, and how many stages each process has.
+# The schedules of the pipelines: torch's name, how many stages each process has, and how long it is idle for each
+# process after the first, where its work for a microbatch takes 1.
 PEERS = {
-    "pipeline_1f1b": ("Schedule1F1B", 1), "gpipe": ("ScheduleGPipe", 1), "interleaved": ("ScheduleInterleaved1F1B", 2),
-    "zbv": ("ScheduleZBVZeroBubble", 2),
+    "pipeline_1f1b": ("Schedule1F1B", 1, 1.0), "balanced": ("Schedule1F1B", 1, 1.0), "gpipe": ("ScheduleGPipe", 1, 1.0),
+    "interleaved": ("ScheduleInterleaved1F1B", 2, 1 / 2), "zbv": ("ScheduleZBVZeroBubble", 2, 1 / 6),
 }  # fmt: skip
+# Seconds of a step, ours and the peer's, and for how long of each the main thread ran.
+Times = tuple[float, ...]
 
 
 def gpt2(tied: bool = True) -> nn.Module:
@@ -90,6 +100,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 # Per stage its first block, the one after its last, and whether it has the head.
 Cuts = list[tuple[int, int, bool]]
+EVEN: Cuts = [(0, LAYERS // 2, False), (LAYERS // 2, LAYERS, True)]
 
 
 def batch_at(step: int) -> dict[str, Tensor]:
@@ -229,7 +240,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def peer_pipeline(name: str, rank: int, cuts: Cuts) -> Callable[[dict[str, Tensor]], Any]:
     from torch.distributed import pipelining
 
-    rule, chunks = PEERS[name]
+    rule, chunks, _ = PEERS[name]
     own = [rank] if chunks == 1 else [rank, 3 - rank] if name == "zbv" else [rank, rank + 2]
     model = gpt2(tied=False)
     modules = nn.ModuleList(Stage(model, *cuts[number]) for number in own)
@@ -249,7 +260,7 @@ def peer_pipeline(name: str, rank: int, cuts: Cuts) -> Callable[[dict[str, Tenso
 
 
 def worker(name: str, directory: str, steps: int, cuts: Cuts) -> None:
-    """Time ours and the peer's steps in turn on one rank; rank 0 writes the pairs of seconds."""
+    """Time ours and the peer's steps in turn on one rank, and write these times."""
     import torch.distributed as dist
 
     import superscaler as ss
@@ -259,25 +270,26 @@ def worker(name: str, directory: str, steps: int, cuts: Cuts) -> None:
     several = peer_pipeline if name in PEERS else peer_sharded if name in SHARDED else None
     make = globals()[f"peer_{name}"] if several is None else functools.partial(several, name)
     peer = make(ours.rank, cuts)
-    pairs = []
+    lines = []
     for number in range(steps + 2):
-        batch, seconds = batch_at(number), []
+        batch, seconds = batch_at(number), {}
         for step in (ours, peer) if number % 2 else (peer, ours):
             if ours.world > 1:
                 dist.barrier()
-            start = time.perf_counter()
+            start, started = time.perf_counter(), time.thread_time()
             step(batch)
+            ran = time.thread_time() - started
             if ours.world > 1:
                 dist.barrier()
-            seconds.append(time.perf_counter() - start)
-        pairs.append(seconds if number % 2 else seconds[::-1])
-    if ours.rank == 0:
-        Path(directory, "pairs.txt").write_text("\n".join(f"{a} {b}" for a, b in pairs[2:]))
+            seconds[step] = time.perf_counter() - start, ran
+        (whole, ran), (peer_whole, peer_ran) = seconds[ours], seconds[peer]
+        lines.append(f"{whole} {peer_whole} {ran} {peer_ran}")
+    Path(directory, f"times{ours.rank}.txt").write_text("\n".join(lines[2:]))
     ours.close()
 
 
-def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[tuple[float, float]]:
-    """Return our and the peer's seconds of each step; half of the ranks are on the server that `other` enters."""
+def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[list[Times]]:
+    """Return the times of each step by rank; half of the ranks are on the server that `other` enters."""
     import superscaler as ss
     from superscaler.plans import resolve
     from superscaler.runtime.launch import launch
@@ -287,7 +299,7 @@ def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[tu
     graph = ss.capture(module, kwargs=batch_at(0), optimizer=optimizer_of(module))
     plan = ss.compile(graph, resolve(spec), two_servers.cluster(world // 2, mbit) if other else ss.Cluster.local(world))
     print(plan.summary(), file=sys.stderr)
-    cuts = list(cuts_of(graph, 2 * PEERS[name][1])) if name in PEERS else []
+    cuts = [] if name not in PEERS else EVEN if name == "balanced" else list(cuts_of(graph, 2 * PEERS[name][1]))
     with tempfile.TemporaryDirectory() as folder:
         plan.save(folder)
         options = ["--worker", name, "--plan", folder, "--steps", str(steps), "--cuts", json.dumps(cuts)]
@@ -295,8 +307,8 @@ def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[tu
             launch(Path(__file__), options, world)
         elif failed := two_servers.run([sys.executable, __file__, *options], world, other):
             sys.exit(failed)
-        lines = Path(folder, "pairs.txt").read_text().splitlines()
-    return [(float(a), float(b)) for a, b in (line.split() for line in lines)]
+        texts = [Path(folder, f"times{rank}.txt").read_text() for rank in range(world)]
+    return [[tuple(map(float, line.split())) for line in text.splitlines()] for text in texts]
 
 
 def cuts_of(graph: Any, count: int) -> Iterator[tuple[int, int, bool]]:
@@ -311,12 +323,22 @@ def cuts_of(graph: Any, count: int) -> Iterator[tuple[int, int, bool]]:
         first = after
 
 
-def row(name: str, pairs: Sequence[tuple[float, float]]) -> str:
+def row(name: str, times: Sequence[Times]) -> str:
     """Return the medians of our and the peer's seconds, and of their ratios, with the range of these."""
-    ratios = sorted(a / b for a, b in pairs)
-    ours, peer = statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+    ratios = sorted(ours / peer for ours, peer, *_ in times)
+    ours, peer, *_ = map(statistics.median, zip(*times, strict=True))
     spread = f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
     return f"{name} {ours:8.3f} {peer:8.3f} {statistics.median(ratios):10.3f} {spread:>15}"
+
+
+def idle(ranks: Sequence[Sequence[Times]], each: float) -> str:
+    """Return the medians of the share of a step in which each device is idle, and what the formula says of it."""
+    ours, peer = (
+        " ".join(f"{statistics.median(1 - line[n + 2] / line[n] for line in times):.3f}" for times in ranks)
+        for n in range(2)
+    )
+    bubble = each * (len(ranks) - 1)
+    return f"{'':18} idle by device: ours {ours}, peer {peer}; by formula {bubble / (MICROBATCHES + bubble):.3f}"
 
 
 def main() -> None:
@@ -344,8 +366,10 @@ def main() -> None:
         print(f"torch {torch.__version__}; {where}seconds a step (median of {options.steps}), median of the ratios")
         print(f"{'plan':18} {'ours':>8} {'peer':>8} {'ours/peer':>10} {'range':>15}")
         for name in options.only.split(",") if options.only else NETWORKED if other else PLANS:
-            pairs = measure(name, options.steps, options.mbit, other)
-            print(row(f"{name:18}", pairs), flush=True)
+            ranks = measure(name, options.steps, options.mbit, other)
+            print(row(f"{name:18}", ranks[0]), flush=True)
+            if name in PEERS:
+                print(idle(ranks, PEERS[name][2]), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from superscaler.plans import resolve
 from tests.graphs import graph_of
 
 MODELS = {
-    "alphafold2": "alphafold2:size=tiny,layers=1,passes=2,sequences=8,residues=8,hidden=32,heads=8",
+    "alphafold2": "alphafold2:size=tiny,layers=1,passes=2,sequences=8,residues=8,hidden=32,heads=8,pair_heads=8",
     "bert": "bert:size=tiny,seq=16,heads=8",
     "gpt2": "gpt2:size=tiny,heads=8",
     "gpt3": "gpt3:size=tiny,seq=16,heads=8",
