@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from superscaler.emit.loops import Row, Run, Spelling, runs_of
 from superscaler.emit.segments import Draw, draws_of, emit_segments
 from superscaler.ir import program as p
-from superscaler.ir.loops import Loop, Rolled
 from superscaler.ir.mask import Box
-from superscaler.ir.program import ONE, Device, Function, Instruction, Program, Value, Weight
+from superscaler.ir.program import Device, Function, Instruction, Program, Value, Weight
 from superscaler.ir.spmd import Folded, evenly
 from superscaler.ops.table import PLACED, RANDOM, parts_of
 
@@ -94,34 +93,60 @@ def _runs(program: Program) -> Iterator[tuple[list[int], list[Device]]]:
         yield idle, [devices.idle]
 
 
+@dataclass(slots=True)
+class _Entries:
+    """What the samples of a program ask one table for: entries that loops ask for in turn have their second one too."""
+
+    size: int = 0
+    known: dict[Any, int] = field(default_factory=dict)
+    rows: list[tuple[Any, Any, int]] = field(default_factory=list)
+
+    def number(self, entry: Any, later: Any, count: int) -> int:
+        """Return the number of an entry, or of the first of `count` that move evenly."""
+        if entry == later and entry in self.known:
+            return self.known[entry]
+        found, count = self.size, 1 if entry == later else count
+        self.size += count
+        self.rows.append((entry, later, count))
+        if count == 1:
+            self.known[entry] = found
+        return found
+
+
 class _Writer:
     """Writes one program from the devices that tell it; what differs between these goes into numbered tables."""
 
     def __init__(self, program: Program, samples: Sequence[Device], names: list[str]) -> None:
-        self.program, self.model, self.samples, self.functions = program, program.model, samples, names
-        self.at = 0
-        told = [shortened(device.instructions) for device in samples]
-        self.codes, self.loops = [code for code, _ in told], told[0][1]
-        self.entries: dict[str, dict[Any, int]] = {f.name: {} for f in fields(Tables)}
-        # What was numbered, in order.
-        self.asked: list[tuple[str, Any, int]] = []
+        self.program, self.model, self.functions = program, program.model, names
+        self.runs = runs_of([device.instructions for device in samples])
+        self.spelling = Spelling(self.runs)
+        self.entries = {f.name: _Entries() for f in fields(Tables)}
+        # The current instruction of each sample, what it is in the second repetition, and how many there are.
+        self.now: Row = ()
+        self.later: Row = ()
+        self.count = 1
 
-    def number(self, table: str, get: Callable[[Any], Any]) -> int:
+    def number(self, table: str, get: Callable[[Any], Any]) -> str:
         """Return the number in a table of what `get` takes from the current instruction of each sample."""
-        return self._numbered(table, tuple(get(code[self.at]) for code in self.codes))
-
-    def _numbered(self, table: str, entry: Any) -> int:
-        number = self.entries[table].setdefault(entry, len(self.entries[table]))
-        self.asked.append((table, entry, number))
-        return number
+        entry, later = (tuple(map(get, some)) for some in (self.now, self.later))
+        found = self.entries[table].number(entry, later, self.count)
+        return str(found) if entry == later else self.spelling.number(found, 1)
 
     def tables_of(self, rank: int) -> Tables:
         devices = self.program.devices
         fold = devices.fold if isinstance(devices, Folded) and rank in devices.fold.places else None
         place = fold.place(rank) if fold is not None else ()
 
+        def told(table: str, tell: Callable[[Any], Any]) -> list[Any]:
+            found = list[Any]()
+            for entry, later, count in self.entries[table].rows:
+                first = tell(entry)
+                second = first if count == 1 else tell(later)
+                found += (evenly((first, second), (turn,)) for turn in range(count))
+            return found
+
         def even(table: str) -> list[Any]:
-            return [evenly(entry, place) for entry in self.entries[table]]
+            return told(table, lambda entry: evenly(entry, place))
 
         def moved(members: tuple[int, ...]) -> tuple[int, ...]:
             return members if fold is None else fold.move(members, place)
@@ -130,8 +155,8 @@ class _Writer:
         return Tables(
             [_record(w) | {"name": str(w.name)} for w in self.program.weights(rank)],
             even("inputs"),
-            [moved(entry[0]) for entry in self.entries["groups"]],
-            [(moved((entry[0][0],))[0], entry[0][1]) for entry in self.entries["messages"]],
+            told("groups", lambda entry: moved(entry[0])),
+            told("messages", lambda entry: (moved((entry[0][0],))[0], entry[0][1])),
             even("boxes"),
             [list(map(_record, some)) for some in draws],
             even("parts"),
@@ -139,49 +164,41 @@ class _Writer:
         )
 
     def write(self) -> str:
-        lines: list[str] = []
-        module, end, instructions = "", -1, self.codes[0]
-        ends = _batches(instructions)
-        marks: dict[int, tuple[int, int]] = {}
-        for at, instruction in enumerate(instructions):
-            self.at = at
-            marks[at] = len(lines), len(self.asked)
-            if at in self.loops:
-                length, left = self.loops[at]
-                first, second = marks[at - 2 * length], marks[at - length]
-                lines += self._others(lines, self.asked, first, second, left)
-            if isinstance(instruction, p.Forward) and (where := self._function(instruction).module) != module:
-                module = where
-                lines.append(f"# {module}" if module else "#")
-            if at in ends:
-                lines.append("with rt.together():")
-                end = ends[at]
-            lines.append("    " * (at <= end) + self._line(instruction))
-        return "".join(f"    {line}\n" for line in lines if line != "#")
+        lines = [f"{name} = {{}}" for name in self.spelling.dicts]
+        for run in self.runs:
+            self.count = run.count
+            if run.count == 1:
+                lines += self._body(run)
+                continue
+            lines.append(self.spelling.enter(run))
+            lines += (f"    {line}" for line in self._body(run))
+            self.spelling.leave()
+        return "".join(f"    {line}\n" for line in lines)
 
-    def _others(
-        self,
-        lines: list[str],
-        asked: list[tuple[str, Any, int]],
-        first: tuple[int, int],
-        second: tuple[int, int],
-        left: int,
-    ) -> list[str]:
-        """Return the lines of what follows two repetitions, and number what these ask for."""
-        entries = list(zip(asked[first[1] : second[1]], asked[second[1] :], strict=True))
-        for turn in range(2, left + 2):
-            for (table, one, _), (_, other, _) in entries:
-                self._numbered(table, evenly((one, other), (turn,)))
-        pairs = zip(lines[first[0] : second[0]], lines[second[0] :], strict=True)
-        moved = [_moving(a, b) for a, b in pairs]
-        return [line(turn) for turn in range(2, left + 2) for line in moved]
+    def _body(self, run: Run) -> Iterator[str]:
+        module, end = "", -1
+        ends = _batches([row[0] for row in run.rows])
+        for at, (now, later) in enumerate(zip(run.rows, run.later or run.rows, strict=True)):
+            self.now, self.later = now, later
+            if isinstance(now[0], p.Forward) and (where := self._function(now[0]).module) != module:
+                module = where
+                yield from [f"# {module}"] * bool(module)
+            if at in ends:
+                yield "with rt.together():"
+                end = ends[at]
+            yield from ("    " * (at <= end) + line for line in self._line(now[0]).splitlines())
+            if run.count == 1:
+                self.spelling.did(now[0])
 
     def _function(self, i: p.Forward) -> Function:
         return self.program.functions[i.function]
 
+    def name(self, value: Value) -> str:
+        return self.spelling.value(value)
+
     def tuple_of(self, names: Sequence[Value | None], gap: str = "None") -> str:
-        inner = ", ".join(gap if n is None else _name(n) for n in names)
-        return f"({inner},)" if len(names) == 1 else f"({inner})"
+        inner = self.spelling.several(names, gap)
+        return f"({inner[0]},)" if len(inner) == 1 else f"({', '.join(inner)})"
 
     def _line(self, i: Instruction) -> str:
         match i:
@@ -193,45 +210,51 @@ class _Writer:
                 return self._backward(i)
             case p.Slice():
                 box = self.number("boxes", lambda j: j.ranges)
-                return f"{_name(i.out)} = rt.slice({_name(i.source)}, {i.view}, {box}, {i.shape})"
+                return f"{self.name(i.out)} = rt.slice({self.name(i.source)}, {i.view}, {box}, {i.shape})"
             case p.Combine():
                 return self._combine(i)
             case p.Accumulate():
                 if i.largest:
-                    return f"{_name(i.out)} = {_name(i.into)}.maximum({_name(i.value)})"
-                sign = "+=" if i.in_place else f"= {_name(i.into)} +"
-                return f"{_name(i.out)} {sign} {_name(i.value)}"
+                    return f"{self.name(i.out)} = {self.name(i.into)}.maximum({self.name(i.value)})"
+                sign = "+=" if i.in_place else f"= {self.name(i.into)} +"
+                return f"{self.name(i.out)} {sign} {self.name(i.value)}"
             case p.Collective():
                 return self._collective(i)
             case p.Send():
-                return f"rt.send({_name(i.source)}, {self._message()})"
+                return f"rt.send({self.name(i.source)}, {self._message()})"
             case p.Recv():
-                return f'{_name(i.work)} = rt.recv({self._message()}, {i.shape}, "{i.dtype}")'
+                return f'{self.name(i.work)} = rt.recv({self._message()}, {i.shape}, "{i.dtype}")'
             case p.Copy():
-                return f"{_name(i.work)} = rt.{'to_host' if i.to_host else 'to_device'}({_name(i.source)})"
+                return f"{self.name(i.work)} = rt.{'to_host' if i.to_host else 'to_device'}({self.name(i.source)})"
             case p.Wait():
-                return f"{_name(i.out)} = {_name(i.work)}.wait().reshape({i.shape})"
+                return f"{self.name(i.out)} = {self.name(i.work)}.wait().reshape({i.shape})"
             case p.Update():
                 early = ", early=True" if i.is_early else ""
                 update = f"rt.update({self._pairs(i.weights, i.gradients)}{early})"
                 write = f"rt.write({self._pairs(i.buffers, i.values)})" if i.buffers else ""
                 # What only sets buffers needs no update, but for the last one, for which global norms wait.
                 is_one = bool(i.weights) or not i.is_early
-                return "\n    ".join([update] * is_one + [write] * bool(write)) or "pass"
+                return "\n".join([update] * is_one + [write] * bool(write)) or "pass"
             case p.Give():
-                return f"rt.give({i.tensor!r}, {_name(i.value)}, {i.shape})"
+                return f"rt.give({i.tensor!r}, {self.name(i.value)}, {i.shape})"
             case p.Loss() if not self.model.loss:
                 return "return rt.finish()"
             case p.Loss():
                 counted, of = self.number("counted", lambda j: j.counted), f", {i.of}" * (self.model.iterations > 1)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted}{of})"
             case p.Free():
-                return "del " + ", ".join(_name(n) for n in i.names)
+                return self._free(i.names)
+
+    def _free(self, names: Sequence[Value]) -> str:
+        several = self.spelling.several(names)
+        cleared = [name[1:].replace(".values()", ".clear()") for name in several if name.startswith("*")]
+        others = [name for name in several if not name.startswith("*")]
+        return "\n".join([f"del {', '.join(others)}"] * bool(others) + cleared)
 
     def _backward(self, i: p.Backward) -> str:
         names = i.outputs if not i.half else tuple(n for n in i.outputs if n is not None)
         left = f"{self.tuple_of(names, '_')} = " if set(names) - {None} else ""
-        given = [f'"{i.task}"', *([] if i.half == "weight" else [self.tuple_of(i.gradients)])]
+        given = [self._task(i), *([] if i.half == "weight" else [self.tuple_of(i.gradients)])]
         given += [f'"{_bits([n is not None for n in i.outputs])}"'] if i.half else []
         given += [f'"{_bits(i.wide)}"'] if any(i.wide) and i.half != "input" else []
         given += [f"again={self.tuple_of(i.again)}"] if i.again else []
@@ -239,14 +262,14 @@ class _Writer:
 
     def _pairs(self, weights: Sequence[Value], values: Sequence[Value]) -> str:
         pairs = zip(weights, values, strict=True)
-        inner = "".join(f"\n        ({_name(weight)!r}, {_name(value)})," for weight, value in pairs)
-        return f"[{inner}\n    ]" if inner else "[]"
+        inner = "".join(f"\n    ({str(weight)!r}, {self.name(value)})," for weight, value in pairs)
+        return f"[{inner}\n]" if inner else "[]"
 
     def _load(self, i: p.Load) -> str:
         if self.model.tensors[i.tensor].kind == "input":
             number = self.number("inputs", lambda j: (j.tensor, j.box))
-            return f"{_name(i.out)} = rt.input({number})  # {i.tensor}"
-        return f'{_name(i.out)} = rt.weight("{i.out}")'
+            return f"{self.name(i.out)} = rt.input({number})  # {i.tensor}"
+        return f'{self.name(i.out)} = rt.weight("{i.out}")'
 
     def _forward(self, i: p.Forward) -> str:
         left = f"{self.tuple_of(i.outputs)} = " if i.outputs else ""
@@ -258,7 +281,7 @@ class _Writer:
             extra += f", parts={self.number('parts', self._parts)}"
         extra += f", again={i.again}" if i.again else ""
         inputs = self.tuple_of(i.inputs)
-        return f'{left}rt.forward("{i.task}", {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
+        return f'{left}rt.forward({self._task(i)}, {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
 
     def _parts(self, i: p.Forward) -> tuple[Box, ...]:
         function = self._function(i)
@@ -267,16 +290,16 @@ class _Writer:
         return tuple(part for op, box in pairs for part in parts_of(op, box, self.model.tensors).values())
 
     def _combine(self, i: p.Combine) -> str:
-        whole = tuple((0, size) for size in i.view)
+        whole, out = tuple((0, size) for size in i.view), self.name(i.out)
         if i.pieces and all(box == whole for box in i.boxes):
-            first, *others = map(_name, i.pieces)
-            return f"{i.out} = {first}" + "".join(f".maximum({x})" if i.largest else f" + {x}" for x in others)
+            first, *others = map(self.name, i.pieces)
+            return f"{out} = {first}" + "".join(f".maximum({x})" if i.largest else f" + {x}" for x in others)
         boxes, extra = self.number("boxes", lambda j: j.boxes), ", largest=True" * i.largest
-        return f'{i.out} = rt.combine({self.tuple_of(i.pieces)}, {boxes}, {i.view}, {i.shape}, "{i.dtype}"{extra})'
+        return f'{out} = rt.combine({self.tuple_of(i.pieces)}, {boxes}, {i.view}, {i.shape}, "{i.dtype}"{extra})'
 
     def _collective(self, i: p.Collective) -> str:
         group = self.number("groups", lambda j: j.group)
-        shown = [_given(i, k) for k in range(len(i.works))]
+        shown = [self._given(i, k) for k in range(len(i.works))]
         made = f"{self.tuple_of(i.works)} = " if any(i.works) else ""
         root = f", {i.root}" if i.root >= 0 else ""
         if len(i.works) > 1:
@@ -297,46 +320,19 @@ class _Writer:
         }[i.kind]
         return f"{'' if work is None else f'{work} = '}rt.{i.kind}({shown[0]}, {group}{root}{extra})"
 
-    def _message(self) -> int:
+    def _given(self, i: p.Collective, k: int) -> str:
+        """Return what a collective is given of its k-th tensor, in slots where these matter."""
+        source, way = i.sources[k], i.ways[k]
+        is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast", "reduce")
+        return ("None" if source is None else self.name(source)) + (f".reshape({way.view})" if is_cut else "")
+
+    def _task(self, i: p.Forward | p.Backward) -> str:
+        later = self.later[0]
+        assert isinstance(later, p.Forward | p.Backward)
+        return self.spelling.task(i.task, later.task)
+
+    def _message(self) -> str:
         return self.number("messages", lambda j: (j.peer, j.message))
-
-
-# A loop is written by its first three repetitions and its last one; all others are told by the second and third.
-TOLD = 3
-
-
-def shortened(code: Sequence[Instruction]) -> tuple[list[Instruction], dict[int, tuple[int, int]]]:
-    """Return code without the repetitions that others tell, and where these were: length, and how many."""
-    found, places = list[Instruction](), dict[int, tuple[int, int]]()
-    for run in code.runs if isinstance(code, Rolled) else (code,):
-        if not isinstance(run, Loop) or run.count <= TOLD + 1:
-            found += run
-            continue
-        for at in range(TOLD):
-            found += run.repetition(at)
-        places[len(found)] = len(run.first), run.count - TOLD - 1
-        found += run.repetition(run.count - 1)
-    return found, places
-
-
-def _moving(first: str, second: str) -> Callable[[int], str]:
-    """Return how a line goes on of which two are given: all numbers move as they do from one to the other."""
-    if first == second:
-        return lambda _: first
-    one, other = (_NUMBER.split(line) for line in (first, second))
-    assert one[::2] == other[::2], (first, second)
-    steps = [(k, int(a), int(b) - int(a)) for k, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
-
-    def line(turn: int) -> str:
-        found = list(one)
-        for k, start, step in steps:
-            found[k] = str(start + turn * step)
-        return "".join(found)
-
-    return line
-
-
-_NUMBER = re.compile(r"(\d+)")
 
 
 def _batches(code: Sequence[Instruction]) -> dict[int, int]:
@@ -353,20 +349,9 @@ def _batches(code: Sequence[Instruction]) -> dict[int, int]:
     return found
 
 
-def _given(i: p.Collective, k: int) -> str:
-    """Return what a collective is given of its k-th tensor, in slots where these matter."""
-    source, way = i.sources[k], i.ways[k]
-    is_cut = source is not None and way.view != way.local and i.kind not in ("all_reduce", "broadcast", "reduce")
-    return ("None" if source is None else _name(source)) + (f".reshape({way.view})" if is_cut else "")
-
-
 def _record(row: Weight | Draw) -> dict[str, Any]:
     # Few are on hosts, or of later iterations.
     return {f.name: value for f in fields(row) if (value := getattr(row, f.name)) or f.name not in ("host", "ahead")}
-
-
-def _name(value: Value) -> str:
-    return f"rt.{value}" if value == ONE else str(value)
 
 
 def _bits(flags: Sequence[bool]) -> str:

@@ -47,7 +47,11 @@ class Value(NamedTuple):
     number: int = 1
 
     def __str__(self) -> str:
-        kept = f"_m{self.microbatch}" if self.microbatch >= 0 else ""
+        return self.spelled(str(self.microbatch))
+
+    def spelled(self, microbatch: str) -> str:
+        """Return the name with another text for the number of its microbatch."""
+        kept = f"_m{microbatch}" if self.microbatch >= 0 else ""
         kept += (f"_p{self.part}" if self.part else "") + (f"_s{self.slice}" if self.slice else "")
         kept += ("_work" if self.is_handle else "") + (f"__{self.number}" if self.number > 1 else "")
         return f"{'d_' if self.is_gradient else ''}{self.name}{kept}"
@@ -85,7 +89,11 @@ class Task(NamedTuple):
         >>> str(Task(3)), str(Task(3, 0, 1))
         ('s3', 's3_m0_p1')
         """
-        kept = (f"_m{self.microbatch}" if self.microbatch >= 0 else "") + (f"_p{self.part}" if self.part else "")
+        return self.spelled(str(self.microbatch))
+
+    def spelled(self, microbatch: str) -> str:
+        """Return the name with another text for the number of its microbatch."""
+        kept = (f"_m{microbatch}" if self.microbatch >= 0 else "") + (f"_p{self.part}" if self.part else "")
         return f"s{self.segment}{kept}"
 
     @staticmethod

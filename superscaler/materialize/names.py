@@ -11,8 +11,8 @@ from superscaler.ir.program import ONE, Task, Value
 from superscaler.schedule.edges import Key
 
 # What names of values have before and after an identifier, and what emitted code calls its own.
-_DERIVED = re.compile(r"_[mps]\d+$|_work$|__\d+$")
-_RESERVED = {str(ONE), "rt", "segments", "_"}
+_DERIVED = re.compile(r"_m\d*$|_[ps]\d+$|_work$|__\d+$")
+_RESERVED = {str(ONE), "rt", "segments", "_", "m"}
 
 
 def identifier(tensor: str) -> str:

@@ -154,7 +154,9 @@ def check_whole(few: Sequence[Instruction], after: Uses, counts: tuple[int, int]
 
 
 def _with_loss(code: Rolled, made: Uses) -> Rolled:
-    """Return code whose loss counts the parts of all microbatches, in the order in which they are made."""
+    """Return code whose loss counts the parts of all microbatches, those that are alike in the order in which they are
+    made.
+    """
     *rest, (*last, loss) = code.runs
     assert isinstance(loss, Loss)
     if not loss.parts:
@@ -165,7 +167,7 @@ def _with_loss(code: Rolled, made: Uses) -> Rolled:
         raise Aperiodic
     known = {made.families[name]: like for name, like in ((_family(v), v) for v in loss.parts)}
     own = (made.role == MADE) & np.isin(made.family, list(known))
-    order = np.argsort(made.time[own], kind="stable")
+    order = np.lexsort((made.time[own], made.family[own]))
     pairs = zip(made.family[own][order].tolist(), made.microbatch[own][order].tolist(), strict=True)
     parts = tuple(known[name]._replace(microbatch=at) for name, at in pairs)
     loss = replace(loss, parts=parts, counted=tuple(counted[_family(v)] for v in parts))

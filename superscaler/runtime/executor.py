@@ -39,6 +39,8 @@ class Rank:
     seed: int = 0
     scaler: Scaler | None = None
     steps: int = 0
+    # How many segments ran, forward or backward.
+    works: int = 0
     # How many iterations a step is.
     iterations: int = 1
     batch: Mapping[str, Tensor] = field(default_factory=dict)
@@ -108,9 +110,14 @@ class Rank:
             # Where gradients come in, without the outputs: these may be freed before.
             edges = [get_gradient_edge(outputs[k]) if outputs[k].requires_grad else None for k in saved]
             self._tapes[tag] = (edges, wanted)
-        made = tuple(o.detach() for o in outputs)
+        return self._done("F", tag, inputs, tuple(o.detach() for o in outputs))
+
+    def _done(
+        self, kind: str, tag: str, given: Sequence[Tensor | None], made: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        self.works += 1
         if self.watch is not None:
-            self.watch("F", tag, inputs, made)
+            self.watch(kind, tag, given, made)
         return made
 
     def _leaf(self, x: Tensor) -> Tensor:
@@ -132,20 +139,14 @@ class Rank:
             self._dropped.pop(tag).give(again)
         edges, aliases = self._tapes.pop(tag)
         found = halves.grad(_given(edges, gradients), list(map(get_gradient_edge, aliases)))
-        result = _filled(aliases, found, "1" * len(aliases), wide)
-        if self.watch is not None:
-            self.watch("B", tag, gradients, result)
-        return result
+        return self._done("B", tag, gradients, _filled(aliases, found, "1" * len(aliases), wide))
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> tuple[Tensor, ...]:
         """Return the gradients of a segment's aliases with a 1 in `wanted`; keep what `backward_weight` needs."""
         edges, aliases = self._tapes.pop(tag)
         found, rest = halves.first_half(_given(edges, gradients), aliases, [w == "1" for w in wanted])
         self._rests[tag] = aliases, rest
-        result = _filled(aliases, found, wanted)
-        if self.watch is not None:
-            self.watch("B", tag, gradients, result)
-        return result
+        return self._done("B", tag, gradients, _filled(aliases, found, wanted))
 
     def backward_weight(self, tag: str, wanted: str, wide: str = "") -> tuple[Tensor, ...]:
         """Return the gradients of a segment's aliases with a 1 in `wanted`, others than `backward_input` has given."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -49,11 +51,85 @@ class Line:
 
 
 def lines_of(function: FunctionType) -> list[Line]:
-    """Return the statements of an emitted function."""
+    """Return the statements of an emitted function, those of loops as often as they are done."""
     with PARSING:
         tree = ast.parse(function.__globals__["__source__"])
     found = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function.__name__)
-    return [_line(function, statement) for statement in found.body]
+    return [_line(function, statement) for statement in _straight(found.body, _Unrolled())]
+
+
+def _straight(statements: Sequence[ast.stmt], unrolled: _Unrolled) -> Iterator[ast.stmt]:
+    for statement in statements:
+        if isinstance(statement, ast.For):
+            assert isinstance(statement.target, ast.Name)
+            assert isinstance(statement.iter, ast.Call)
+            for turn in range(*map(ast.literal_eval, statement.iter.args)):
+                unrolled.names = {statement.target.id: turn}
+                yield from _straight(statement.body, unrolled)
+            unrolled.names = {}
+        elif (found := unrolled.visit(copy.deepcopy(statement))) is not None:
+            yield found
+
+
+class _Unrolled(ast.NodeTransformer):
+    """Makes of a statement of a loop what it is in one repetition: each element of a dict is a name of its own."""
+
+    def __init__(self) -> None:
+        # The variable of the loop, and per dict the elements that are there.
+        self.names: dict[str, int] = {}
+        self.dicts: dict[str, list[str]] = {}
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        if isinstance(node.value, ast.Dict):
+            self.dicts[ast.unparse(node.targets[0])] = []
+            return None
+        return self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if (found := self._method(node.value, "clear")) is None:
+            return self.generic_visit(node)
+        targets: list[ast.expr] = [ast.Name(name, ast.Del()) for name in found]
+        found.clear()
+        return ast.copy_location(ast.Delete(targets), node)
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
+        elements = list[ast.expr]()
+        for one in node.elts:
+            some = self._method(one.value, "values") if isinstance(one, ast.Starred) else None
+            elements += [one] if some is None else [ast.Name(name, ast.Load()) for name in some]
+        return self.generic_visit(ast.Tuple(elements, node.ctx))
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(self.names[node.id]) if node.id in self.names else node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        found = self.generic_visit(node)
+        is_known = not any(isinstance(n, ast.Name | ast.Attribute) for n in ast.walk(found))
+        return ast.Constant(eval(ast.unparse(found))) if is_known else found
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        return ast.Constant(eval(ast.unparse(self.generic_visit(node))))
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if not isinstance(node.value, ast.Name) or node.value.id not in self.dicts:
+            return self.generic_visit(node)
+        there, microbatch = self.dicts[node.value.id], ast.unparse(self.visit(node.slice))
+        name = _MICROBATCH.sub(f"_m{microbatch}", node.value.id)
+        if isinstance(node.ctx, ast.Store) and name not in there:
+            there.append(name)
+        if isinstance(node.ctx, ast.Del):
+            there.remove(name)
+        return ast.Name(name, node.ctx)
+
+    def _method(self, node: ast.expr, method: str) -> list[str] | None:
+        """Return the elements of the dict whose method is called."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
+            return self.dicts.get(ast.unparse(node.func.value))
+        return None
+
+
+# Where a name of any microbatch has the number of one.
+_MICROBATCH = re.compile(r"_m(?=(_p\d+)?(_s\d+)?(_work)?(__\d+)?$)")
 
 
 def _line(function: FunctionType, statement: ast.stmt) -> Line:

@@ -347,5 +347,6 @@ def load(directory: str | Path, manifest: bool = True) -> Step:
     with saved.building():
         step = build_step(plan, modules(saved.code, f"{path}/"), weights, communicator, fixed)
     step.directory = path
-    step.watch = watch(step.rank, step.world, f"{path}/", lambda: step.state.steps, communicator.start)
+    state = step.state
+    step.watch = watch(step.rank, step.world, f"{path}/", lambda: (state.steps, state.works), communicator.start)
     return step

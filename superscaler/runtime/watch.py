@@ -33,6 +33,8 @@ LOOK, SILENCE, LEAST, FIRST, TIMES = 1.0, 15.0, 20.0, 600.0, 20.0
 # In these files a rank waits for others.
 _WAITS = (communicator.__file__, distributed.__file__)
 
+Progress = tuple[int, int]
+
 
 class Store(Protocol):
     """What ranks share: a `torch.distributed.Store`."""
@@ -46,9 +48,12 @@ class Store(Protocol):
 
 @dataclass
 class Spot:
-    """Where a rank is: the step, a line of the plan's code (0: in none), whether it waits there, and since when."""
+    """Where a rank is: the step, how many segments ran, a line of the plan's code (0: in none), whether it waits there,
+    and since when.
+    """
 
     step: int = 0
+    works: int = 0
     line: int = 0
     is_waiting: bool = False
     since: float = 0.0
@@ -56,11 +61,13 @@ class Spot:
 
 
 class Watch:
-    """Watches the thread that made it. `folder` is that of the plan's code, `steps` tells how many steps are done."""
+    """Watches the thread that made it. `folder` is that of the plan's code, `progress` tells how many steps are done,
+    and how many segments ran.
+    """
 
-    def __init__(self, store: Store, rank: int, world: int, folder: str, steps: Callable[[], int]) -> None:
+    def __init__(self, store: Store, rank: int, world: int, folder: str, progress: Callable[[], Progress]) -> None:
         self._store, self._rank, self._world = store, rank, world
-        self._folder, self._steps = folder, steps
+        self._folder, self._progress = folder, progress
         self._thread, self._parent = threading.get_ident(), os.getppid()
         self._spot, self._longest = Spot(since=time.monotonic()), 0.0
         self._next, self._word, self._heard = (rank + 1) % world, b"", 0.0
@@ -114,11 +121,11 @@ class Watch:
         while frame is not None and not self._is_plan(frame):
             is_waiting |= frame.f_code.co_filename in _WAITS
             frame = frame.f_back
-        line, now, spot, step = frame.f_lineno if frame else 0, time.monotonic(), self._spot, self._steps()
-        if (step, line, is_waiting) != (spot.step, spot.line, spot.is_waiting):
+        line, now, spot, (step, works) = frame.f_lineno if frame else 0, time.monotonic(), self._spot, self._progress()
+        if (step, works, line, is_waiting) != (spot.step, spot.works, spot.line, spot.is_waiting):
             if spot.line and not spot.is_waiting:
                 self._longest = max(self._longest, now - spot.since)
-            self._spot = Spot(step, line, is_waiting, now, self._text(frame) if frame else Spot.text)
+            self._spot = Spot(step, works, line, is_waiting, now, self._text(frame) if frame else Spot.text)
             return
         limit = max(LEAST, TIMES * self._longest) if step else FIRST
         if line and not is_waiting and now - spot.since > limit:
@@ -151,12 +158,12 @@ class Watch:
             )
 
 
-def watch(rank: int, world: int, folder: str, steps: Callable[[], int], start: str) -> Watch | None:
+def watch(rank: int, world: int, folder: str, progress: Callable[[], Progress], start: str) -> Watch | None:
     """Watch the calling thread, if torchrun started this process. `start` is the name of this start of all ranks."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    found = Watch(PrefixStore(start, store), rank, world, folder, steps)
+    found = Watch(PrefixStore(start, store), rank, world, folder, progress)
     found.start()
     return found
 

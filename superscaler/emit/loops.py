@@ -1,0 +1,194 @@
+"""Loops over microbatches as Python writes them: where a body starts, and which values have an index."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from superscaler.ir.loops import NONE, Loop, Rolled
+from superscaler.ir.program import ONE, Free, Instruction, Recv, Role, Send, Slice, Task, Value, names
+
+# The variable of a loop: the first microbatch of its body.
+TURN = "m"
+# An instruction of each of the devices that tell a program.
+Row = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Instructions that are done once, or as often as `count`: then `later` has them in the second repetition."""
+
+    rows: Sequence[Row]
+    later: Sequence[Row] = ()
+    count: int = 1
+
+    @property
+    def moves(self) -> Iterator[tuple[Value, Value]]:
+        """Yield the values of a body with what they are in the second repetition."""
+        for (one, *_), (other, *_) in zip(self.rows, self.later, strict=False):
+            yield from zip(_values(one), _values(other), strict=True)
+
+
+def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Run]:
+    """Return the code of devices that run one program; messages that start together are of one repetition."""
+    told = [_unparted(code) if isinstance(code, Rolled) else [tuple(code)] for code in codes]
+    found = []
+    for run, *others in zip(*told, strict=True):
+        some = (run, *others)
+        if not isinstance(run, Loop):
+            found.append(Run(list(zip(*some, strict=True))))
+            continue
+        first, second = ([getattr(r, name) for r in some] for name in ("first", "second"))
+        loop = Run(list(zip(*first, strict=True)), list(zip(*second, strict=True)), run.count)
+        # What does not move by microbatches alone is written out.
+        found.append(loop if _period(loop) else Run(list(zip(*some, strict=True))))
+    return found
+
+
+def _unparted(code: Rolled) -> list[tuple[Instruction, ...] | Loop]:
+    """Return code whose loops start where no messages that start together are parted."""
+    found: list[tuple[Instruction, ...] | Loop] = [()]
+    pending = list(code.runs)
+    while pending:
+        run = pending.pop(0)
+        before = found[-1]
+        assert isinstance(before, tuple)
+        if not isinstance(run, Loop):
+            found[-1] = before + run
+            continue
+        after = pending.pop(0) if pending and not isinstance(pending[0], Loop) else ()
+        assert isinstance(after, tuple)
+        last = tuple(run.repetition(run.count - 1))
+        places = (k for k in range(len(run.first)) if _is_between(before, run, last, after, k))
+        if (at := next(places, None)) is None:
+            found[-1] = before + tuple(run) + after
+            continue
+        if at:
+            third = tuple(run.repetition(2))
+            before, after = before + run.first[:at], last[at:] + after
+            run = Loop(run.first[at:] + run.second[:at], run.second[at:] + third[:at], run.count - 1)
+        found[-1:] = [before, run, after]
+    return found
+
+
+def _is_between(before: Row, loop: Loop, last: Row, after: Row, at: int) -> bool:
+    """Tell whether a body may start at one of its instructions: messages before it do not start with those behind."""
+    end = (last[:at], last[at:] + after) if at else (last, after)
+    parts = ((before + loop.first[:at], loop.first[at:]), (loop.first + loop.second[:at], loop.second[at:]), end)
+    return not any(_is_one(left, right) for left, right in parts)
+
+
+def _is_one(left: Row, right: Row) -> bool:
+    a, b = (next((i for i in some if not isinstance(i, Slice | Free)), None) for some in (left[::-1], right))
+    return isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and a.point == b.point
+
+
+def _period(loop: Run) -> int:
+    """Return how many microbatches later each repetition is, 0 where something else moves in its values."""
+    steps = {b.microbatch - a.microbatch for a, b in loop.moves if a != b}
+    moving, fixed = ({a for a, b in loop.moves if (a != b) == is_moving} for is_moving in (True, False))
+    is_plain = all(a._replace(microbatch=b.microbatch) == b for a, b in loop.moves)
+    return steps.pop() if len(steps) == 1 and is_plain and not moving & fixed else 0
+
+
+class Spelling:
+    """How the values of a program are written. Of those that move in a loop some are made and freed in one repetition;
+    all others are in a dict by microbatch.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.kept = set[Value]()
+        for run in runs:
+            self.kept |= {_family(a) for a in _moving(run)} - _own(run)
+        freed = {_family(v) for run in runs if run.count > 1 for i, *_ in run.rows for v in names(i, Role.END)}
+        # By family what is there of those that loops only make, in the order in which it was made.
+        self._there: dict[Value, list[int]] = {family: [] for family in self.kept - freed}
+        self._moving: set[Value] = set()
+        self._first, self._period = 0, 1
+
+    @property
+    def dicts(self) -> list[str]:
+        return sorted(value.spelled("") for value in self.kept)
+
+    def enter(self, loop: Run) -> str:
+        """Start to write the body of a loop; return its head."""
+        self._moving, self._period = _moving(loop), _period(loop)
+        self._first = min(value.microbatch for value in self._moving)
+        made = [v for i, *_ in loop.rows for v in names(i, Role.WRITE) if v in self._moving]
+        for turn in range(loop.count):
+            for value in made:
+                if (family := _family(value)) in self._there:
+                    self._there[family].append(value.microbatch + turn * self._period)
+        step = f", {self._period}" * (self._period > 1)
+        return f"for {TURN} in range({self._first}, {self._first + self._period * loop.count}{step}):"
+
+    def leave(self) -> None:
+        self._moving = set()
+
+    def value(self, value: Value) -> str:
+        if value == ONE:
+            return f"rt.{value}"
+        is_moving = value in self._moving
+        if value.microbatch == NONE or not (is_moving or _family(value) in self.kept):
+            return str(value)
+        name = value.spelled("")
+        if _family(value) not in self.kept:
+            return name
+        return f"{name}[{self.number(value.microbatch, self._period) if is_moving else value.microbatch}]"
+
+    def task(self, task: Task, later: Task) -> str:
+        if later == task:
+            return f'"{task}"'
+        return f'f"{task.spelled(f"{{{self.number(task.microbatch, self._period)}}}")}"'
+
+    def number(self, start: int, step: int) -> str:
+        """Return a number that is `start` in the first repetition, and `step` larger in each that follows."""
+        period = 1 if step % self._period == 0 else self._period
+        factor = step * period // self._period
+        start -= self._first // period * factor
+        turn = (f"{factor} * " if factor > 1 else "") + (f"({TURN} // {period})" if period > 1 else TURN)
+        return turn + (f" {'-' if start < 0 else '+'} {abs(start)}" if start else "")
+
+    def did(self, i: Instruction) -> None:
+        """Note what an instruction outside of loops makes and frees."""
+        for value in names(i, Role.WRITE):
+            if value.microbatch != NONE and _family(value) in self._there:
+                self._there[_family(value)].append(value.microbatch)
+        for value in names(i, Role.END):
+            if value.microbatch != NONE and _family(value) in self._there:
+                self._there[_family(value)].remove(value.microbatch)
+
+    def _is_all(self, numbers: list[int], family: Value) -> bool:
+        return NONE not in numbers and numbers == self._there.get(family)
+
+    def several(self, values: Sequence[Value | None], gap: str = "None") -> list[str]:
+        """Return how values are written one after the other: a dict that has some of them, and no others, at once."""
+        found = []
+        for _, some in groupby(values, lambda v: None if v is None else _family(v)):
+            own = list(some)
+            if own[0] is not None and self._is_all([v.microbatch for v in own if v is not None], _family(own[0])):
+                found.append(f"*{own[0].spelled('')}.values()")
+            else:
+                found += [gap if v is None else self.value(v) for v in own]
+        return found
+
+
+def _family(value: Value) -> Value:
+    return value._replace(microbatch=0)
+
+
+def _values(i: Instruction) -> tuple[Value, ...]:
+    return tuple(value for role in (Role.READ, Role.WRITE, Role.END) for value in names(i, role))
+
+
+def _moving(run: Run) -> set[Value]:
+    return {a for a, b in run.moves if a != b}
+
+
+def _own(loop: Run) -> set[Value]:
+    """Return what moves in a loop, and is made and freed in one repetition, of one microbatch."""
+    made, freed = ({v for i, *_ in loop.rows for v in names(i, role)} for role in (Role.WRITE, Role.END))
+    times = Counter(map(_family, _moving(loop)))
+    return {_family(a) for a in _moving(loop) & made & freed if times[_family(a)] == 1}
