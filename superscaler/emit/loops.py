@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from superscaler.ir.loops import NONE, Loop, Rolled
+from superscaler.ir.loops import NONE, Loop, Rolled, Run
 from superscaler.ir.program import ONE, Free, Instruction, Recv, Role, Send, Slice, Task, Value, names
 
 # The variable of a loop: the first microbatch of its body.
@@ -17,7 +17,7 @@ Row = tuple[Instruction, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class Section:
     """Instructions that are done once, or as often as `count`: then `later` has them in the second repetition."""
 
     rows: Sequence[Row]
@@ -31,25 +31,25 @@ class Run:
             yield from zip(_values(one), _values(other), strict=True)
 
 
-def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Run]:
+def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Section]:
     """Return the code of devices that run one program; messages that start together are of one repetition."""
     told = [_unparted(code) if isinstance(code, Rolled) else [tuple(code)] for code in codes]
     found = []
     for run, *others in zip(*told, strict=True):
         some = (run, *others)
         if not isinstance(run, Loop):
-            found.append(Run(list(zip(*some, strict=True))))
+            found.append(Section(list(zip(*some, strict=True))))
             continue
         first, second = ([getattr(r, name) for r in some] for name in ("first", "second"))
-        loop = Run(list(zip(*first, strict=True)), list(zip(*second, strict=True)), run.count)
+        loop = Section(list(zip(*first, strict=True)), list(zip(*second, strict=True)), run.count)
         # What does not move by microbatches alone is written out.
-        found.append(loop if _period(loop) else Run(list(zip(*some, strict=True))))
+        found.append(loop if _period(loop) else Section(list(zip(*some, strict=True))))
     return found
 
 
-def _unparted(code: Rolled) -> list[tuple[Instruction, ...] | Loop]:
+def _unparted(code: Rolled) -> list[Run]:
     """Return code whose loops start where no messages that start together are parted."""
-    found: list[tuple[Instruction, ...] | Loop] = [()]
+    found: list[Run] = [()]
     pending = list(code.runs)
     while pending:
         run = pending.pop(0)
@@ -85,7 +85,7 @@ def _is_one(left: Row, right: Row) -> bool:
     return isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and a.point == b.point
 
 
-def _period(loop: Run) -> int:
+def _period(loop: Section) -> int:
     """Return how many microbatches later each repetition is, 0 where something else moves in its values."""
     steps = {b.microbatch - a.microbatch for a, b in loop.moves if a != b}
     moving, fixed = ({a for a, b in loop.moves if (a != b) == is_moving} for is_moving in (True, False))
@@ -98,7 +98,7 @@ class Spelling:
     all others are in a dict by microbatch.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Section]) -> None:
         self.kept = set[Value]()
         for run in runs:
             self.kept |= {_family(a) for a in _moving(run)} - _own(run)
@@ -112,7 +112,7 @@ class Spelling:
     def dicts(self) -> list[str]:
         return sorted(value.spelled("") for value in self.kept)
 
-    def enter(self, loop: Run) -> str:
+    def enter(self, loop: Section) -> str:
         """Start to write the body of a loop; return its head."""
         self._moving, self._period = _moving(loop), _period(loop)
         self._first = min(value.microbatch for value in self._moving)
@@ -183,11 +183,11 @@ def _values(i: Instruction) -> tuple[Value, ...]:
     return tuple(value for role in (Role.READ, Role.WRITE, Role.END) for value in names(i, role))
 
 
-def _moving(run: Run) -> set[Value]:
+def _moving(run: Section) -> set[Value]:
     return {a for a, b in run.moves if a != b}
 
 
-def _own(loop: Run) -> set[Value]:
+def _own(loop: Section) -> set[Value]:
     """Return what moves in a loop, and is made and freed in one repetition, of one microbatch."""
     made, freed = ({v for i, *_ in loop.rows for v in names(i, role)} for role in (Role.WRITE, Role.END))
     times = Counter(map(_family, _moving(loop)))

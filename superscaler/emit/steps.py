@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from superscaler.emit.loops import Row, Run, Spelling, runs_of
+from superscaler.emit.loops import Row, Section, Spelling, runs_of
 from superscaler.emit.segments import Draw, draws_of, emit_segments
 from superscaler.ir import program as p
 from superscaler.ir.mask import Box
@@ -175,7 +175,7 @@ class _Writer:
             self.spelling.leave()
         return "".join(f"    {line}\n" for line in lines)
 
-    def _body(self, run: Run) -> Iterator[str]:
+    def _body(self, run: Section) -> Iterator[str]:
         module, end = "", -1
         ends = _batches([row[0] for row in run.rows])
         for at, (now, later) in enumerate(zip(run.rows, run.later or run.rows, strict=True)):

@@ -8,24 +8,26 @@
       linear = Forward(task=s0, function=0, at=T[2], inputs=(x, layers_0_weight), grads=(False, True), saved=(0,))
       T[2] = [(0, 0), (16, 0), (32, 0), (48, 0)]
 
-Each section is one program: T has what differs between its devices, in their order. Of a program that folds, `fold` has
-the devices by base and place, and a section those at place 0, and at place 1 of each axis, of a base. In a function an
-op has its inputs (%k is input k of the function) and per index where a part starts and ends, and at which coordinate.
+Each section is one program: T has what differs between its devices, in their order. `loop 30 of 18` tells that of a
+loop's 30 repetitions the first two follow, 18 instructions each. Of a program that folds, `fold` has the devices by
+base and place, and a section those at place 0, and at place 1 of each axis, of a base. In a function an op has its
+inputs (%k is input k of the function) and per index where a part starts and ends, and at which coordinate.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from superscaler.errors import InputError
 from superscaler.ir.cohorts import form
 from superscaler.ir.graph import Model
+from superscaler.ir.loops import Loop, Rolled, Run
 from superscaler.ir.program import (
     KINDS,
     ROLES,
@@ -74,7 +76,7 @@ def _lines(program: Program) -> Iterator[str]:
     if not isinstance(devices, Folded):
         alike: dict[object, list[Device]] = {}
         for device in devices:
-            alike.setdefault(form(device), []).append(device)
+            alike.setdefault((form(device), _loops(device)), []).append(device)
         sections = list(alike.values())
     else:
         sections = [[devices.compiled[d] for d in devices.fold.samples(b)] for b in range(len(devices.fold.devices))]
@@ -86,10 +88,26 @@ def _lines(program: Program) -> Iterator[str]:
 
 def _section(devices: Sequence[Device]) -> Iterator[str]:
     tables: dict[tuple[Any, ...], int] = {}
-    for rows in (
-        *zip(*(d.weights for d in devices), strict=True),
-        *zip(*(d.instructions for d in devices), strict=True),
-    ):
+    yield from _rows(zip(*(d.weights for d in devices), strict=True), tables)
+    for some in zip(*(_runs(d) for d in devices), strict=True):
+        told = [run.first + run.second if isinstance(run, Loop) else run for run in some]
+        if isinstance(loop := some[0], Loop):
+            yield f"loop {loop.count} of {len(loop.first)}"
+        yield from _rows(zip(*told, strict=True), tables)
+
+
+def _runs(device: Device) -> Sequence[Run]:
+    code = device.instructions
+    return code.runs if isinstance(code, Rolled) else (tuple(code),)
+
+
+def _loops(device: Device) -> tuple[tuple[int, int], ...]:
+    """Return where a device has loops, and how often each is done."""
+    return tuple((len(run), getattr(run, "count", 1)) for run in _runs(device))
+
+
+def _rows(each: Iterable[tuple[Any, ...]], tables: dict[tuple[Any, ...], int]) -> Iterator[str]:
+    for rows in each:
         known = len(tables)
         kind, made, given = type(rows[0]).__name__, [], []
         for name, role in _ROLES[kind].items():
@@ -133,7 +151,7 @@ def parse_program(text: str, model: Model) -> Program:
             ) from None
     try:
         return reader.program()
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise InputError(f"the text of the program is not whole ({error}).") from None
 
 
@@ -186,6 +204,11 @@ class _Reader:
         function["ops"].append((op, box, where))
 
     def _line(self, line: str) -> None:
+        if line.startswith("loop "):
+            count, length = map(int, line.removeprefix("loop ").split(" of "))
+            for code in self.sections[-1][1]:
+                code.append(_Repeat(count, length))
+            return
         statement = ast.parse(line).body[0]
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
             self.tables.append(self._value(statement.value))
@@ -250,6 +273,19 @@ class _Reader:
         return Program(self.model, tuple(functions), Folded(self.fold, compiled, devices[last], self.world))
 
 
+class _Repeat(NamedTuple):
+    times: int
+    length: int
+
+
 def _device(rank: int, rows: Sequence[Any]) -> Device:
-    weights = tuple(row for row in rows if isinstance(row, Weight))
-    return Device(rank, weights, tuple(row for row in rows if not isinstance(row, Weight)))
+    weights, code = (tuple(row for row in rows if isinstance(row, Weight) == is_one) for is_one in (True, False))
+    runs, here = list[Run](), 0
+    for at, repeat in ((n, row) for n, row in enumerate(code) if isinstance(row, _Repeat)):
+        body, end = code[at + 1 :], at + 1 + 2 * repeat.length
+        loop = Loop(body[: repeat.length], body[repeat.length : end - at - 1], repeat.times)
+        if repeat.times < 2 or end > len(code) or tuple(loop.repetition(1)) != loop.second:
+            raise ValueError(f"device {rank} has a loop whose first two repetitions are not {2 * repeat.length} lines")
+        runs += [code[here:at], loop]
+        here = end
+    return Device(rank, weights, Rolled((*(run for run in runs if len(run)), code[here:])) if runs else code)

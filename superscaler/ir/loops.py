@@ -73,11 +73,14 @@ def _mover(first: Any, second: Any) -> Callable[[int], Any] | None:
     return moved
 
 
+Run = tuple[Instruction, ...] | Loop
+
+
 @dataclass(frozen=True)
 class Rolled(Sequence[Instruction]):
     """Instructions in turn: some that are done once, and loops."""
 
-    runs: tuple[tuple[Instruction, ...] | Loop, ...]
+    runs: tuple[Run, ...]
 
     def __len__(self) -> int:
         return sum(map(len, self.runs))
@@ -95,7 +98,7 @@ class Rolled(Sequence[Instruction]):
 
     def only(self, is_chosen: Callable[[Instruction], bool]) -> Rolled:
         """Return the same with some of the instructions."""
-        runs = list[tuple[Instruction, ...] | Loop]()
+        runs = list[Run]()
         for run in self.runs:
             if isinstance(run, Loop):
                 first, second = (tuple(filter(is_chosen, some)) for some in (run.first, run.second))

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from superscaler.ir.loops import NONE, Loop, Rolled, Span, find_spans, steady_spans
+from superscaler.ir.loops import NONE, Loop, Rolled, Run, Span, find_spans, steady_spans
 from superscaler.ir.program import FIELDS, ROLES, Backward, Forward, Instruction, Loss, Role, Value
 
 
@@ -115,7 +115,7 @@ def _roll(code: Sequence[Instruction], shape: Shape, loops: Sequence[Loop], adde
             raise Aperiodic
         for n, pair in enumerate(zip(loop.first, loop.second, strict=True), span.start):
             told[n] = Loop((pair[0],), (pair[1],))
-    runs: list[tuple[Instruction, ...] | Loop] = []
+    runs: list[Run] = []
     here = 0
     for span, loop in zip((*shape.spans, Span(len(code), 0, 0)), (*loops, Loop((), ())), strict=True):
         once = []
