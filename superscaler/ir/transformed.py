@@ -204,6 +204,8 @@ class Graph:
         self.reduced: dict[str, int] = {}
         # The weights that are brought other than one segment before their first reader: how many before.
         self.ahead: dict[str, int] = {}
+        # The updates whose gradient comes in so many pieces, each communicated by itself.
+        self.pieces: dict[str, int] = {}
         # Ops whose parts go to the hosts of the devices where they would be.
         self.hosted: set[str] = set()
         self._uses: dict[str, list[tuple[Op, int]]] | None = None
@@ -217,7 +219,7 @@ class Graph:
         twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
         twin.orders, twin.journal = list(self.orders), list(self.journal)
         twin.reduced, twin.ahead, twin.hosted = dict(self.reduced), dict(self.ahead), set(self.hosted)
-        twin.overlaps = self.overlaps
+        twin.pieces, twin.overlaps = dict(self.pieces), self.overlaps
         return twin
 
     @property
@@ -276,6 +278,7 @@ class Graph:
         more = [(op, first(op.name)) for op in model.ops if op.iteration]
         self.grids |= {op.name: self.grids[name].copy() for op, name in more}
         self.reduced |= {op.name: self.reduced[name] for op, name in more if name in self.reduced}
+        self.pieces |= {op.name: self.pieces[name] for op, name in more if name in self.pieces}
         self.hosted |= {op.name for op, name in more if name in self.hosted}
         self.ahead |= {later(name, k): n for name, n in self.ahead.items() for k in range(1, iterations)}
         self.orders += [order.later(k) for k in range(1, iterations) for order in self.orders]
@@ -286,6 +289,23 @@ class Graph:
         """Send the gradients of weights once the backward of a device has ended, not while others are computed."""
         self.overlaps = False
         self.journal.append(Entry("send_gradients_last", "", "", caller()))
+
+    def send_in_pieces(self, update: Op | str, count: int) -> None:
+        """Bring the gradient of an update, given itself or by the name of its weight, in so many pieces along a dim,
+        each by itself: piece k is `select(ops=[update], microbatch=k, kind="C")`.
+        """
+        op = self._update(update)
+        if not isinstance(count, Integral) or count < 1:
+            raise InputError(f"send_in_pieces at {caller()}: {op.name} in {count!r} pieces; give 1 or more.")
+        self.pieces[op.name] = int(count)
+        self.journal.append(Entry("send_in_pieces", op.name, str(count), caller()))
+
+    def _update(self, update: Op | str) -> Op:
+        """Return an optimizer op, given itself or by the name of its weight."""
+        name = update.inputs[0].tensor if isinstance(update, Op) else self.model.aliases.get(update, update)
+        if name not in self.updates:
+            raise InputError(unknown("trained parameter", name, self.updates))
+        return self.updates[name]
 
     @property
     def uses(self) -> Mapping[str, list[tuple[Op, int]]]:
@@ -345,10 +365,8 @@ class Graph:
         only the cuts that all have in common are taken, and the stage of the first. Raises InputError for what is not
         trained, TransformError where the op is cut or placed already.
         """
-        name = update.inputs[0].tensor if isinstance(update, Op) else self.model.aliases.get(update, update)
-        if name not in self.updates:
-            raise InputError(unknown("trained parameter", name, self.updates))
-        op = self.updates[name]
+        op = self._update(update)
+        name = op.inputs[0].tensor
         if self.grids[op.name].is_touched:
             raise TransformError(f"graph.follow of {op.name} comes after it was cut or placed; follow first.")
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
@@ -369,7 +387,8 @@ class Graph:
         kind: str = "F",
         label: str = "",
     ) -> Group:
-        """Return the parts of the ops inside `module` (a path; its submodules too) or of `ops`, as one group.
+        """Return the parts of the ops inside `module` (a path; its submodules too) or of `ops`, as one group; of kind C
+        those of a piece (`send_in_pieces`) in the place of a microbatch.
 
         Raises InputError when nothing matches.
         """
@@ -388,6 +407,10 @@ class Graph:
             chosen = tuple(o for o, of in mirrored if of.has_mirror and (kind == "B" or of.split))
         chosen = tuple(o for o in chosen if not o.from_data and (kind != "R" or o.name in self.twins))
         chosen = tuple(o for o in chosen if kind != "C" or not (o.is_forward or o.is_write))
+        if kind == "C" and microbatch is not None:
+            for name, count in ((o.name, self.pieces.get(o.name, 1)) for o in chosen):
+                if not 0 <= microbatch < count:
+                    raise InputError(f"{where}: {name} has no piece {microbatch} of {count}; send_in_pieces before.")
         if not chosen:
             paths = {o.module for o in self.forward_ops}
             raise InputError(f"{where}: {unknown('module', module, paths) if module else 'it matches no op.'}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from superscaler.ir.mask import extents
+from superscaler.ir.mask import Box, extents
 from superscaler.ir.parts import HOSTS
 from superscaler.ir.program import (
     ONE,
@@ -125,7 +125,7 @@ class _Builder:
 
     def _reads(self, node: Node) -> Iterator[Place]:
         if node.kind == "U":
-            yield Place(*node[:3], 0)
+            yield from (Place(*node[:3], n) for n in range(self._pieces(node)))
         else:
             segment = self.schedule.segments[node.number]
             is_forward = node.kind == "F"
@@ -134,6 +134,11 @@ class _Builder:
             yield from (Place(kind, node.number, node.key, n) for n in range(len(read)))
             if node.kind == segment.taking:
                 yield from self._again(segment, node.key)
+
+    def _pieces(self, node: Node) -> int:
+        """Return in how many pieces an update gets its gradient."""
+        edges = self.schedule.edges
+        return edges.graph.pieces.get(edges.by_home[node.number].name, 1)
 
     def _again(self, segment: Segment, key: Key) -> list[Place]:
         """Return where a backward reads weights again."""
@@ -163,7 +168,7 @@ class _Builder:
     def _input(self, segment: Segment, alias: Alias, number: int, at: int) -> Value:
         key, tensor = segment.keys[at], alias.tensor
         place = Place(FORWARD, segment.number, key, number)
-        box = tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
+        box = _box(alias, at)
         if place in self.values.readers_of:
             name = self.values.value(place)
             assert name is not None, (tensor, key)
@@ -199,9 +204,11 @@ class _Builder:
         again = [self.values.value(place) for place in self._again(segment, key)]
         weights = tuple(name for name in again if name is not None)
         self.code.write(node.device, Backward(task(segment.number, key), gradients, outputs, wide, half, weights))
+        at = segment.keys.index(key) if self.schedule.edges.graph.pieces else None
         for number, output in made.items():
             if output is not None:
-                self.values.made(Place(BACKWARD, segment.number, key, number), output, node.device)
+                box = None if at is None else _box(segment.aliases[number], at)
+                self.values.made(Place(BACKWARD, segment.number, key, number), output, node.device, box)
 
     def _gradients(self, segment: Segment, key: Key) -> tuple[Value | None, ...]:
         """Return what comes as the gradients of a segment's outputs."""
@@ -235,14 +242,15 @@ class _Builder:
         kept = set[Value]()
         for node in nodes:
             place = Place(*node[:3], 0)
-            value = self.values.value(place)
             if place in self.residents.given:
                 tensor, box = self.residents.given[place]
+                value = self.values.value(place)
                 assert value is not None, tensor
                 shape = self.model.tensors[tensor].local_shape(extents(box))
                 self.code.write(node.device, Give(value, tensor, box, shape))
                 continue
             weight = self.residents.of[place]
+            value = self.values.gradient(place, self._pieces(node), weight.box)
             for number, _ in self.values.pieces_of.get(place, ()):
                 if not self.writer.transfers[number].is_local:
                     self.writer.settle(number, node.device % HOSTS)
@@ -271,15 +279,22 @@ class _Builder:
         return found
 
 
-def _turns(edges: Edges) -> dict[int, frozenset[tuple[int, int]]]:
-    """Return for the updates whose gradients come in an order of their own in which orders these are, on which side."""
-    found: dict[int, set[tuple[int, int]]] = {}
+def _box(alias: Alias, at: int) -> Box:
+    return tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
+
+
+def _turns(edges: Edges) -> dict[tuple[int, int], frozenset[tuple[int, int]]]:
+    """Return for the updates whose gradients come in an order of their own, and the piece, in which orders these are,
+    on which side.
+    """
+    found: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for number, order in enumerate(edges.graph.orders):
         for side, group in enumerate((order.before, order.after)):
             for name, _ in group.members if group.kind == "C" else ():
-                tensor = edges.graph.op(name).inputs[0].tensor
-                found.setdefault(edges.home_number[tensor], set()).add((number, side))
-    return {home: frozenset(orders) for home, orders in found.items()}
+                home, count = edges.home_number[edges.graph.op(name).inputs[0].tensor], edges.graph.pieces.get(name, 1)
+                for piece in range(count) if group.microbatch is None else (group.microbatch,):
+                    found.setdefault((home, piece), set()).add((number, side))
+    return {piece: frozenset(orders) for piece, orders in found.items()}
 
 
 def _together(node: Node) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ class Context:
     """The tensors, those of them that depend on weights only, what exchanges cost, which devices are `close`, and the
     fold of which transfers show the compiled places. `overlaps`: gradients of weights go while others are computed.
     With `steady` transfers show the first microbatches, by which values and messages are named. `turns` has for
-    updates, by home number, in which orders of communication they are. `paths` keeps what was searched.
+    updates, by home number and piece, in which orders of communication they are. `paths` keeps what was searched.
     """
 
     tensors: Mapping[str, PTensor]
@@ -28,7 +28,7 @@ class Context:
     fold: Fold | None = None
     overlaps: bool = True
     steady: Steady | None = None
-    turns: Mapping[int, Hashable] = field(default_factory=dict)
+    turns: Mapping[tuple[int, int], Hashable] = field(default_factory=dict)
     paths: Cache = field(default_factory=dict)
 
     def dtype(self, transfer: Transfer, *, trained: bool = False) -> str:
@@ -43,7 +43,8 @@ class Context:
 
     def turn(self, transfer: Transfer) -> Hashable:
         """Return in which orders of communication a transfer is."""
-        return self.turns.get(transfer.readers[0].places[0].segment, ()) if transfer.is_to_updates else ()
+        place = transfer.readers[0].places[0]
+        return self.turns.get((place.segment, place.number), ()) if transfer.is_to_updates else ()
 
     def is_told(self, *devices: int) -> bool:
         """Tell whether the code of devices between which something goes is written: of all of them, or of none."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from superscaler.ir.mask import Box
 from superscaler.ir.program import Value
 from superscaler.materialize.writer import Writer
-from superscaler.schedule.transfers import BACKWARD, Place
+from superscaler.schedule.transfers import BACKWARD, End, Place
 
 EndOf = tuple[int, int]
 
@@ -31,10 +32,12 @@ class Values:
         self._so_far: dict[tuple[EndOf, ...], Value] = {}
         writer.landed = self._add_up
 
-    def made(self, place: Place, name: Value, rank: int) -> None:
-        """Record that a value exists; add it to the sums that it belongs to."""
+    def made(self, place: Place, name: Value, rank: int, box: Box | None = None) -> None:
+        """Record that a value exists, of a box that may move in pieces; add it to the sums that it belongs to."""
+        whole = name
         for number, p in self.pieces_of.get(place, ()):
-            names, key = self.writer.names, (number, rank, p)
+            names, key, transfer = self.writer.names, (number, rank, p), self.transfers[number]
+            name = whole if box is None else self.code.cut(rank, whole, transfer.tensor, box, transfer.pieces[p].box)
             names[key] = self.code.add(rank, names[key], name) if key in names else name
 
     def value(self, place: Place) -> Value | None:
@@ -47,13 +50,27 @@ class Values:
         if len(names) < 2:
             return names[0] if names else None
         transfer = self.transfers[owners[0][0]]
-        reader = transfer.readers[owners[0][1]]
+        reader = self._end(place)
         like, parts = self.code.like(transfer.tensor, transfer.kind == BACKWARD), [(name, reader.box) for name in names]
         if self.code.rolls and len({name.microbatch for name in names}) == 1:
             like = like._replace(microbatch=names[0].microbatch)
         dtype = self.writer.context.dtype(transfer)
         self._totals[owners] = self.code.join(reader.device, like, transfer.tensor, parts, reader.box, dtype)
         return self._totals[owners]
+
+    def gradient(self, place: Place, count: int, box: Box) -> Value | None:
+        """Return the name of what an update reads, of which `count` pieces came; None where nothing did."""
+        places = [own for n in range(count) if (own := place._replace(number=n)) in self.readers_of]
+        parts = [(name, self._end(own).box) for own in places if (name := self.value(own)) is not None]
+        if len(parts) < 2:
+            return parts[0][0] if parts else None
+        transfer = self.transfers[self.readers_of[places[0]][0][0]]
+        like, dtype = self.code.like(transfer.tensor, is_gradient=True), self.writer.context.dtype(transfer)
+        return self.code.join(place.key[0], like, transfer.tensor, parts, box, dtype)
+
+    def _end(self, place: Place) -> End:
+        number, r = self.readers_of[place][0]
+        return self.transfers[number].readers[r]
 
     def _add_up(self, number: int) -> None:
         """Add what a transfer brought to the sums that it belongs to."""

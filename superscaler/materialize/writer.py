@@ -89,10 +89,7 @@ class Writer:
         for step in some:
             if is_joined and isinstance(step, steps.Collective) and step.how.kind in KINDS:
                 largest = self.context.tensors[transfer.tensor].largest
-                turn = (
-                    self.context.turns.get(transfer.readers[0].places[0].segment, ()) if transfer.is_to_updates else ()
-                )
-                dtype = self.context.dtype(transfer, trained=True)
+                dtype, turn = self.context.dtype(transfer, trained=True), self.context.turn(transfer)
                 self.buckets.add(self._entry(number, step), transfer, dtype, largest, turn)
             else:
                 self._write(number, step)

@@ -1,44 +1,48 @@
 """ByteScheduler (Peng et al., 2019): data parallelism whose gradients are summed in the order in which the next forward
 needs the weights, while that forward runs. Two iterations are a step.
 
-ahead  of how many of the last blocks gradients are sent as they are made, while the backward goes on (default: half);
-       those of the others are, first layers first, once it has ended
+piece  bytes of a sum: larger gradients are cut into such, small ones of a layer go together
+ahead  which share of all gradients the links carry while the backward runs, by which the order is chosen: whenever they
+       are free, they take what the next forward needs first of what is made by then. With 0 all go in the order of that
+       forward, once the backward has ended; with 1 and more nearly as they are made
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import groupby, pairwise
 
+from superscaler.plans import pieces
 from superscaler.plans.along import along_axis
 from superscaler.plans.data_parallel import data_parallel
 from superscaler.verbs import Graph, InputError, Op, op_order
 
 
 @along_axis(last=True)
-def bytescheduler(graph: Graph, n: int, axis: str, ahead: int | None = None) -> None:
+def bytescheduler(graph: Graph, n: int, axis: str, piece: int = 4 * 2**20, ahead: float = 0.5) -> None:
+    if piece < 1 or ahead < 0:
+        raise InputError(f"bytescheduler:piece={piece},ahead={ahead}: give 1 byte or more, and a share from 0 on.")
     data_parallel.cut(graph, n, axis)
     graph.unroll(2)
-    found = _layers(graph)
-    ahead = len(found) // 2 if ahead is None else ahead
-    if not 0 <= ahead <= len(found):
-        raise InputError(f"bytescheduler:ahead={ahead} of {len(found)} layers; choose 0 to {len(found)}.")
-    late = len(found) - ahead
-    order = [*reversed(found[late:]), *found[:late]]
-    for (_, before), (_, after) in pairwise(order):
-        op_order(graph, graph.select(ops=before, kind="C"), graph.select(ops=after, kind="C"))
-    for (forward, _), (_, updates) in pairwise(found):
+    layers, made = list(_layers(graph)), pieces.made(graph)
+    found = [one for k, (_, ops) in enumerate(layers) for one in pieces.pieces_of(graph, ops, k, piece, made)]
+    for before, after in pairwise(pieces.sent(found, ahead)):
+        op_order(graph, before.group, after.group)
+    for (forward, _), (_, updates) in pairwise(layers):
         op_order(graph, graph.select(ops=forward), graph.select(ops=updates))
 
 
-def _layers(graph: Graph) -> list[tuple[list[Op], list[Op]]]:
-    """Return the layers in order: their ops in the second iteration, and the updates of their weights before that."""
-    block_of = {op.name: block.path for block in graph.blocks for op in block.ops}
-    found: dict[str, tuple[list[Op], list[Op]]] = {}
-    taken: set[str] = set()
-    for op in (op for op in graph.forward_ops if op.iteration):
-        forward, updates = found.setdefault(block_of.get(op.name, op.name), ([], []))
-        forward.append(op)
-        read = dict.fromkeys(o.tensor for o in op.inputs if o.tensor in graph.updates and o.tensor not in taken)
-        updates += (graph.updates[graph.model.nexts[tensor]] for tensor in read)
-        taken |= read.keys()
-    return [layer for layer in found.values() if layer[1]]
+def _layers(graph: Graph) -> Iterator[tuple[list[Op], list[Op]]]:
+    """Yield the ops of the second iteration in runs of a block or other module, and the updates of what each is the
+    first to read.
+
+    What a block reads again when it is called again is there.
+    """
+    block_of, taken = {op.name: block.path for block in graph.blocks for op in block.ops}, set[str]()
+    second = (op for op in graph.forward_ops if op.iteration)
+    for _, run in groupby(second, key=lambda op: block_of.get(op.name, op.module)):
+        ops = list(run)
+        read = dict.fromkeys(o.tensor for op in ops for o in op.inputs if o.tensor in graph.updates)
+        if new := [tensor for tensor in read if tensor not in taken]:
+            taken.update(new)
+            yield ops, [graph.updates[graph.model.nexts[tensor]] for tensor in new]

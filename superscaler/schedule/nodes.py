@@ -89,8 +89,8 @@ class Nodes:
                 for first, second in pairwise("F" + segment.backwards):
                     reason = "saved activations" if first == "F" else "kept gradients"
                     self._edge(Node(first, segment.number, key), Node(second, segment.number, key), reason)
-        # What brings gradients to updates.
-        self.brings: dict[Node, list[Node]] = {}
+        # What brings gradients to updates, each with the number of the piece.
+        self.brings: dict[Node, list[tuple[int, Node]]] = {}
         self._add_updates()
         for number, transfer in enumerate(schedule.transfers):
             self._add_transfer(number, transfer)
@@ -181,7 +181,7 @@ class Nodes:
             for place in reader.places:
                 self._edge(node, Node(*reader_of(segments, place)))
                 if transfer.is_to_updates:
-                    self.brings.setdefault(Node(*place[:3]), []).append(node)
+                    self.brings.setdefault(Node(*place[:3]), []).append((place.number, node))
 
     def _delay(self) -> Again:
         """Let what is computed again wait for the backward, unless a plan orders it."""
@@ -209,14 +209,16 @@ class Nodes:
                 keys = self._keys(segment, group.microbatch)
                 kinds = self._kinds(group, segment)
                 found.update(dict.fromkeys(Node(kind, segment.number, key) for key in keys for kind in kinds))
-        for name, key in parts_of(self.schedule.edges, replace(group, members=tuple(rest))):
+        microbatch = None if group.kind == "C" else group.microbatch
+        for name, key in parts_of(self.schedule.edges, replace(group, members=tuple(rest), microbatch=microbatch)):
             segment = self.segment_of.get(name)
             if segment is None:
                 found[Node("U", self.schedule.edges.home_number[self.graph.op(name).inputs[0].tensor], key)] = None
             else:
                 found.update(dict.fromkeys(Node(kind, segment.number, key) for kind in self._kinds(group, segment)))
         if group.kind == "C":
-            found = dict.fromkeys(bring for node in found for bring in self.brings.get(node, ()))
+            brings = (bring for node in found for bring in self.brings.get(node, ()))
+            found = {bring: None for number, bring in brings if group.microbatch in (None, number)}
         existing = [n for n in found if n in self.number]
         if not existing:
             raise ScheduleError(

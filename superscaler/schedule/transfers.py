@@ -15,7 +15,7 @@ import numpy as np
 
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import unread_twins
-from superscaler.ir.mask import Box
+from superscaler.ir.mask import Box, intersect
 from superscaler.ir.parts import HOSTS, Tree
 from superscaler.schedule.cover import Held, Wanted
 from superscaler.schedule.edges import Edges, Key, Port
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
     kind F: an output of the forward, or an alias that the forward reads; B: the gradient of an alias that a backward
     makes, or of an output that it reads; G: an alias that the backward reads again; U: the part `key` of the optimizer
-    op that `segment` stands for: the weight at rest, and the gradient or the new value that it reads.
+    op that `segment` stands for: the weight at rest, and piece `number` of the gradient or the new value that it reads.
     """
 
     kind: str
@@ -133,7 +133,9 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
             parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
             apart = edges.graph.reduced.get(port[0].name, 0)
-            found += _move(edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins, apart)
+            moved = _move(edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins, apart)
+            count = edges.graph.pieces.get(port[0].name, 0)
+            found += _in_pieces(moved, edges.extents[tensor], count) if count else moved
     return found
 
 
@@ -188,6 +190,27 @@ def _move(
         for some in _by_microbatch(side.boxes, pairs, tensor, apart) if apart else (pairs,):
             found += _group(tensor, kind, side.boxes, side.places, wanted, users, some, joins)
     return found
+
+
+def _in_pieces(transfers: Sequence[Transfer], extents: Sequence[int], count: int) -> list[Transfer]:
+    """Return transfers to updates in pieces along the first dim that is long enough, by which memory lies."""
+    slot = next((n for n, extent in enumerate(extents) if extent >= count), int(np.argmax(extents)))
+    bounds = [extents[slot] * k // count for k in range(count + 1)]
+    return [part for t in transfers for k in range(count) for part in _within(t, k, slot, *bounds[k : k + 2])]
+
+
+def _within(transfer: Transfer, number: int, slot: int, first: int, end: int) -> list[Transfer]:
+    """Return what is between two bounds of a transfer to updates, for which it is piece `number`."""
+
+    def clipped(side: End) -> End:
+        (lo, hi), box = side.box[slot], side.box
+        return replace(side, box=(*box[:slot], (max(lo, first), min(hi, end)), *box[slot + 1 :]))
+
+    pieces, readers = list(map(clipped, transfer.pieces)), list(map(clipped, transfer.readers))
+    readers = [replace(end, places=tuple(place._replace(number=number) for place in end.places)) for end in readers]
+    links = [(p, r) for p, r in transfer.links if intersect(pieces[p].box, readers[r].box)]
+    parts = _components(pieces, readers, links)
+    return [Transfer(transfer.tensor, transfer.kind, *part) for part in parts if part[-1]]
 
 
 def _own(held: Held, wanted: Wanted, pairs: list[list[int]]) -> list[list[int]]:

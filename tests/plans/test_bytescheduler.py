@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import torch
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.ir.program import Collective, Forward, Update, Wait
-from superscaler.models import build
+from superscaler.ir.program import Backward, Collective, Forward, Update, Value, Wait
 from superscaler.plans import resolve
 from tests.graphs import graph_of
-from tests.integration.test_unroll import losses_of, shuffled
+from tests.integration.test_unroll import library, losses_of, shuffled, unrolled
 
 GPT = "gpt2:size=tiny,batch=4"
+# Layers of more than a piece, each with a backward of its own.
+LAYERS = "mlp:layers=6,hidden=1300,inputs=1300"
+PIECE = 4 * 2**20
 
 
 @pytest.mark.parametrize("ahead", ["", ":ahead=0"])
@@ -42,19 +45,79 @@ def test_losses_are_those_of_data_parallelism(optimizer: str) -> None:
     assert losses_of(both, batches) == pytest.approx(losses_of(plain, batches), rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [GPT, "llama:size=tiny,batch=4"])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("momentum", [False, True])
-def test_each_update_is_that_of_the_model(model: str, world: int, momentum: bool) -> None:
-    built = build(model)
-    weights = list(built.module.parameters())
-    adam, sgd = torch.optim.AdamW(weights, lr=1e-3), torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    graph = ss.capture(built.module, built.args, built.kwargs, sgd if momentum else adam)
-    found = ss.compile(graph, resolve("bytescheduler"), f"local:{world}").verify()
+def seconds(plan: ss.Plan, link: float) -> tuple[float, list[int]]:
+    """Return the time of a step, a backward being 1, if a link carries one sum of gradients at a time, all of an
+    iteration in `link`; and the bytes of each sum.
+    """
+    program, graph = plan.compiled.program, plan.compiled.graph
+    weight = sum(t.nbytes for t in graph.model.parameters())
+    flops = sum(op.flops for op in graph.forward_ops) / graph.model.iterations
+    now = free = 0.0
+    share, there, sent = dict[Any, float](), dict[Value | None, float](), list[int]()
+    for i in program.devices[0].instructions:
+        if isinstance(i, Forward):
+            share[i.task] = sum(op.flops for op in program.functions[i.function].ops) / flops
+            now += share[i.task] / 2
+        elif isinstance(i, Backward):
+            now += share[i.task]
+        elif isinstance(i, Collective) and any(w and w.is_gradient for w in i.works):
+            free = max(now, free) + link * i.bytes / weight
+            there |= dict.fromkeys(i.works, free)
+            sent.append(i.bytes)
+        elif isinstance(i, Wait):
+            now = max(now, there.get(i.work, 0.0))
+    return now, sent
+
+
+def test_large_gradients_are_summed_in_pieces_and_small_ones_together() -> None:
+    graph = graph_of(LAYERS)
+    plain, both = (ss.compile(graph, plan, "local:2") for plan in (unrolled("data_parallel"), "bytescheduler"))
+    assert max(seconds(plain, 1.0)[1]) > 6 * 2**20
+    sent = seconds(both, 1.0)[1]
+    first = [size for n, size in enumerate(sent) if sum(sent[:n]) < sum(sent) / 2]
+    assert sum(first) == sum(sent) / 2 == sum(seconds(plain, 1.0)[1]) / 2
+    # The weight of a layer in two, its bias; weight and bias of the head.
+    assert len(first) == 6 * 3 + 1
+    assert max(first) <= PIECE
+
+
+def test_a_slow_link_is_waited_for_less() -> None:
+    """One that carries all gradients in twice the time of a backward: half of them, by default, while that runs."""
+    graph, plans = graph_of(LAYERS), (unrolled("data_parallel"), "bytescheduler:ahead=0", "bytescheduler")
+    plain, last, both = (seconds(ss.compile(graph, plan, "local:2"), 2.0)[0] for plan in plans)
+    assert both < 0.93 * last < 0.93 * plain
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "plan"),
+    [
+        (GPT, 4, "bytescheduler:piece=16000"),
+        pytest.param("mbart:size=tiny,batch=4", 2, "bytescheduler:piece=16000", marks=pytest.mark.slow),
+        pytest.param("mbart:size=tiny,batch=4", 4, "bytescheduler", marks=pytest.mark.slow),
+        pytest.param("alphafold2:size=tiny,batch=4", 2, "bytescheduler", marks=pytest.mark.slow),
+        pytest.param("alphafold2:size=tiny,batch=4", 4, "bytescheduler:piece=4000", marks=pytest.mark.slow),
+        pytest.param("llama:size=tiny,batch=4", 4, "bytescheduler:ahead=0,piece=16000", marks=pytest.mark.slow),
+        pytest.param(GPT, 4, "bytescheduler:2,piece=9000 x tensor_parallel:2", marks=pytest.mark.slow),
+        pytest.param(GPT, 4, "bytescheduler:2,piece=9000 x recompute:2", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("momentum", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_update_is_that_of_the_model(model: str, world: int, plan: str, momentum: bool) -> None:
+    """Of alphafold2, too, whose blocks run several times."""
+    found = ss.compile(library(model, momentum), plan, f"local:{world}").verify()
     assert found["equal"], found["first_difference"]
 
 
-def test_more_layers_than_there_are_cannot_go_ahead() -> None:
-    with pytest.raises(InputError, match="bytescheduler:ahead=9 of 5 layers; choose 0 to 5"):
-        ss.compile(graph_of(GPT), resolve("bytescheduler:ahead=9"), "local:2")
+@pytest.mark.parametrize("options", ["ahead=-1", "piece=0"])
+def test_what_is_no_share_or_piece_is_told(options: str) -> None:
+    with pytest.raises(InputError, match=rf"bytescheduler:.*{options}.*: give 1 byte or more, and a share from 0 on"):
+        ss.compile(graph_of(GPT), resolve(f"bytescheduler:{options}"), "local:2")
+
+
+def test_pieces_that_there_are_not_are_told() -> None:
+    graph = graph_of(GPT).copy()
+    update = graph.updates["transformer.wte.weight"]
+    with pytest.raises(InputError, match="has no piece 1 of 1; send_in_pieces before"):
+        graph.select(ops=[update], microbatch=1, kind="C")
+    with pytest.raises(InputError, match=r"test_bytescheduler.py:\d+: update.transformer.wte.weight in 0 pieces"):
+        graph.send_in_pieces(update, 0)
