@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from superscaler.ir.loops import NONE, Loop, Rolled, Run
@@ -24,11 +25,34 @@ class Section:
     later: Sequence[Row] = ()
     count: int = 1
 
-    @property
-    def moves(self) -> Iterator[tuple[Value, Value]]:
-        """Yield the values of a body with what they are in the second repetition."""
-        for (one, *_), (other, *_) in zip(self.rows, self.later, strict=False):
-            yield from zip(_values(one), _values(other), strict=True)
+    @cached_property
+    def _moves(self) -> set[tuple[Value, Value]]:
+        """Return the values of a body with what they are in the second repetition."""
+        pairs = zip(self.rows, self.later, strict=False)
+        return {pair for (one, *_), (other, *_) in pairs for pair in zip(_values(one), _values(other), strict=True)}
+
+    @cached_property
+    def moving(self) -> set[Value]:
+        """Return the values of a body that are others in each repetition."""
+        return {a for a, b in self._moves if a != b}
+
+    @cached_property
+    def period(self) -> int:
+        """Return how many microbatches later each repetition is, 0 where something else moves in its values."""
+        steps = {b.microbatch - a.microbatch for a, b in self._moves if a != b}
+        is_plain = all(a._replace(microbatch=b.microbatch) == b for a, b in self._moves)
+        fixed = {a for a, b in self._moves if a == b}
+        return steps.pop() if len(steps) == 1 and is_plain and not self.moving & fixed else 0
+
+    def made(self) -> Iterator[Value]:
+        """Yield what moves and is made in the body, in order."""
+        return (v for i, *_ in self.rows for v in names(i, Role.WRITE) if v in self.moving)
+
+    def own(self) -> set[Value]:
+        """Return what moves in a loop and is made and freed in one repetition, where it is of one microbatch."""
+        freed = {v for i, *_ in self.rows for v in names(i, Role.END)}
+        times = Counter(map(_family, self.moving))
+        return {_family(v) for v in self.made() if v in freed and times[_family(v)] == 1}
 
 
 def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Section]:
@@ -43,7 +67,7 @@ def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Section]:
         first, second = ([getattr(r, name) for r in some] for name in ("first", "second"))
         loop = Section(list(zip(*first, strict=True)), list(zip(*second, strict=True)), run.count)
         # What does not move by microbatches alone is written out.
-        found.append(loop if _period(loop) else Section(list(zip(*some, strict=True))))
+        found.append(loop if loop.period else Section(list(zip(*some, strict=True))))
     return found
 
 
@@ -85,14 +109,6 @@ def _is_one(left: Row, right: Row) -> bool:
     return isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and a.point == b.point
 
 
-def _period(loop: Section) -> int:
-    """Return how many microbatches later each repetition is, 0 where something else moves in its values."""
-    steps = {b.microbatch - a.microbatch for a, b in loop.moves if a != b}
-    moving, fixed = ({a for a, b in loop.moves if (a != b) == is_moving} for is_moving in (True, False))
-    is_plain = all(a._replace(microbatch=b.microbatch) == b for a, b in loop.moves)
-    return steps.pop() if len(steps) == 1 and is_plain and not moving & fixed else 0
-
-
 class Spelling:
     """How the values of a program are written. Of those that move in a loop some are made and freed in one repetition;
     all others are in a dict by microbatch.
@@ -101,7 +117,7 @@ class Spelling:
     def __init__(self, runs: Sequence[Section]) -> None:
         self.kept = set[Value]()
         for run in runs:
-            self.kept |= {_family(a) for a in _moving(run)} - _own(run)
+            self.kept |= set(map(_family, run.moving)) - run.own()
         freed = {_family(v) for run in runs if run.count > 1 for i, *_ in run.rows for v in names(i, Role.END)}
         # By family what is there of those that loops only make, in the order in which it was made.
         self._there: dict[Value, list[int]] = {family: [] for family in self.kept - freed}
@@ -114,13 +130,12 @@ class Spelling:
 
     def enter(self, loop: Section) -> str:
         """Start to write the body of a loop; return its head."""
-        self._moving, self._period = _moving(loop), _period(loop)
+        self._moving, self._period = loop.moving, loop.period
         self._first = min(value.microbatch for value in self._moving)
-        made = [v for i, *_ in loop.rows for v in names(i, Role.WRITE) if v in self._moving]
+        made = [(there, v.microbatch) for v in loop.made() if (there := self._there.get(_family(v))) is not None]
         for turn in range(loop.count):
-            for value in made:
-                if (family := _family(value)) in self._there:
-                    self._there[family].append(value.microbatch + turn * self._period)
+            for there, microbatch in made:
+                there.append(microbatch + turn * self._period)
         step = f", {self._period}" * (self._period > 1)
         return f"for {TURN} in range({self._first}, {self._first + self._period * loop.count}{step}):"
 
@@ -160,15 +175,13 @@ class Spelling:
             if value.microbatch != NONE and _family(value) in self._there:
                 self._there[_family(value)].remove(value.microbatch)
 
-    def _is_all(self, numbers: list[int], family: Value) -> bool:
-        return NONE not in numbers and numbers == self._there.get(family)
-
     def several(self, values: Sequence[Value | None], gap: str = "None") -> list[str]:
         """Return how values are written one after the other: a dict that has some of them, and no others, at once."""
         found = []
         for _, some in groupby(values, lambda v: None if v is None else _family(v)):
             own = list(some)
-            if own[0] is not None and self._is_all([v.microbatch for v in own if v is not None], _family(own[0])):
+            numbers = [NONE if v is None else v.microbatch for v in own]
+            if own[0] is not None and NONE not in numbers and numbers == self._there.get(_family(own[0])):
                 found.append(f"*{own[0].spelled('')}.values()")
             else:
                 found += [gap if v is None else self.value(v) for v in own]
@@ -181,14 +194,3 @@ def _family(value: Value) -> Value:
 
 def _values(i: Instruction) -> tuple[Value, ...]:
     return tuple(value for role in (Role.READ, Role.WRITE, Role.END) for value in names(i, role))
-
-
-def _moving(run: Section) -> set[Value]:
-    return {a for a, b in run.moves if a != b}
-
-
-def _own(loop: Section) -> set[Value]:
-    """Return what moves in a loop, and is made and freed in one repetition, of one microbatch."""
-    made, freed = ({v for i, *_ in loop.rows for v in names(i, role)} for role in (Role.WRITE, Role.END))
-    times = Counter(map(_family, _moving(loop)))
-    return {_family(a) for a in _moving(loop) & made & freed if times[_family(a)] == 1}
