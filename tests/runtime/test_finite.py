@@ -21,6 +21,7 @@ from superscaler.runtime.threads import run_ranks
 from superscaler.train.launch import train
 
 PLANS = {"single": 1, "data_parallel": 2, "tensor_parallel": 2, "pipeline_1f1b:stages=2,microbatches=2": 2}
+LOOPS = "pipeline_1f1b:stages=2,microbatches=32"
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def run(
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)) if batch is None else batch
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     made = ss.compile(
-        ss.capture(module, (torch.zeros_like(x),), optimizer=optimizer, **capture), plan, f"local:{PLANS[plan]}"
+        ss.capture(module, (torch.zeros_like(x),), optimizer=optimizer, **capture), plan, f"local:{PLANS.get(plan, 2)}"
     )
     if folder is not None:
         made.save(folder)
@@ -87,7 +88,7 @@ def run(
             raise
         return losses, {n: w.detach() for n, w in step.state.weights.items()}
 
-    return run_ranks(PLANS[plan], work)
+    return run_ranks(PLANS.get(plan, 2), work)
 
 
 def failure(module: nn.Module, plan: str, folder: Path | None, **options: Any) -> str:
@@ -232,3 +233,13 @@ def test_processes_end_and_say_it(tmp_path: Path) -> None:
         train(tmp_path / "plan", world=2, steps=2, check_finite=True)
     assert "\n" not in str(end.value)
     assert all(math.isnan(loss) for loss in train(tmp_path / "plan", world=2, steps=2)["losses"])
+
+
+@pytest.mark.parametrize("bad", [0, 20, 31])
+def test_the_repetition_of_a_loop_is_named(bad: int, tmp_path: Path) -> None:
+    batch = torch.randn(32, 4)
+    batch[bad] += 1e6
+    text = failure(Net(lambda h: (1e4 - h.abs()).log()), LOOPS, tmp_path / "plan", batch=batch)
+    assert "the forward of log (blocks.2) at segments.py" in text
+    assert f"rank 1, microbatch {bad}," in text
+    assert "    for m in range(" in (tmp_path / "plan" / "program_1.py").read_text()
