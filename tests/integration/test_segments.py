@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,10 +15,9 @@ import superscaler as ss
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
 
 
-def phi3() -> PreTrainedModel:
-    return Phi3ForCausalLM(
-        Phi3Config(**SIZES, intermediate_size=40, num_key_value_heads=4, pad_token_id=0, eos_token_id=1)
-    )
+def phi3(**options: Any) -> PreTrainedModel:
+    sizes = {**SIZES, "intermediate_size": 40, "num_key_value_heads": 4, "pad_token_id": 0, "eos_token_id": 1}
+    return Phi3ForCausalLM(Phi3Config(**(sizes | options)))
 
 
 def falcon(grouped: bool) -> PreTrainedModel:
@@ -40,6 +41,21 @@ def test_hugging_face(module, pieces: int) -> None:  # type: ignore[no-untyped-d
         assert ss.compile(graph, plan, ss.Cluster.local(4)).verify()["equal"]
     cut = next(op for op in graph.ops if op.target.endswith("scaled_dot_product_attention.default"))
     assert "spatial" in {cut.indices[i].mark for i in cut.outputs[0].slots[1:2] if i is not None}
+
+
+@pytest.mark.parametrize("plan", ["pipedream", "pipedream_2bw"])
+def test_segments_and_tied_weights_of_uneven_stages_may_be_old(plan: str) -> None:
+    torch.manual_seed(0)
+    ids, module = torch.randint(2, 96, (4, 6)), phi3(num_hidden_layers=3, tie_word_embeddings=True)
+    graph = ss.capture(
+        module, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)
+    )
+    compiled = ss.compile(graph, f"{plan}:microbatches=2,blocks=2+1", "local:2")
+    ages, first = compiled.compiled.graph.model.ages, int(plan == "pipedream_2bw")
+    assert [ages[f"model.layers.{k}.self_attn.qkv_proj.weight.1"] for k in range(3)] == [1, 1, first]
+    assert ages["model.embed_tokens.weight"] == 1
+    found = compiled.verify()
+    assert found["equal"], found["first_difference"]
 
 
 class Packed(nn.Module):

@@ -14,13 +14,13 @@ import superscaler as ss
 from superscaler.artifact import initial_values
 from superscaler.cli.main import main
 from superscaler.errors import TransformError
-from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve
 from superscaler.report.account import summary
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
 from tests.graphs import graph_of
+from tests.integration.test_unroll import library
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 
@@ -107,11 +107,7 @@ def test_a_weight_of_several_stages_is_as_old_as_the_first_of_them_reads_it() ->
 @pytest.mark.parametrize("microbatches", [4, 8])
 @pytest.mark.parametrize("optimizer", ["AdamW", "momentum"])
 def test_pipedream_equals_its_recurrence(model: str, stages: int, microbatches: int, optimizer: str) -> None:
-    built = build(model)
-    weights = built.module.parameters()
-    momentum = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    chosen = momentum if optimizer == "momentum" else torch.optim.AdamW(weights, lr=1e-3)
-    graph = ss.capture(built.module, built.args, built.kwargs, chosen)
+    graph = library(model, momentum=optimizer == "momentum")
     found = ss.compile(graph, resolve(f"pipedream:microbatches={microbatches}"), f"local:{stages}").verify()
     assert found["equal"], found["first_difference"]
     assert found["stale"] == list(range(stages))
