@@ -66,6 +66,25 @@ def test_training_from_the_command_line_gives_the_losses_of_one_device() -> None
     assert found[1] == pytest.approx(found[0], abs=1e-5)
 
 
+@pytest.mark.slow
+def test_a_plan_with_loops_trains_from_its_directory_and_others_go_on(tmp_path: Path) -> None:
+    def losses(plan: str, steps: int, *options: str) -> list[float]:
+        world = 1 if plan == "single" else 2
+        told = "train", model, "--plan", plan, "--cluster", f"local:{world}", "--steps", f"{steps}", *options, "--json"
+        done = subprocess.run(superscaler(*told), capture_output=True, text=True, timeout=240, check=True)
+        found: list[float] = json.loads(done.stdout.splitlines()[-1])["losses"]
+        return found
+
+    model, loops = "mlp:layers=4,batch=32", "pipeline_1f1b:microbatches=32"
+    plan, save = tmp_path / "plan", ("--save", str(tmp_path / "saved"))
+    go_on = *save, "--resume", str(tmp_path / "saved")
+    found = losses(loops, 2, "--out", str(plan), *save)
+    assert "for m in range(" in (plan / "program_0.py").read_text()
+    subprocess.run(superscaler("validate", str(plan)), check=True, timeout=120)
+    found += losses("data_parallel", 4, *go_on) + losses(loops, 6, *go_on)
+    assert found == pytest.approx(losses("single", 6), rel=1e-5)
+
+
 def test_killing_one_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
     out = tmp_path / "plan"
     command = superscaler(
