@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import pairwise, product
 from typing import Any, ParamSpec, TypeVar, cast, overload
@@ -35,6 +36,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Target = Op | Parts | Sequence[Op | Parts]
 Pair = tuple[Work, Work]
+Known = dict[tuple[int, str], Group | None]
 
 
 def sprogram(function: Callable[P, R]) -> Callable[P, R]:
@@ -256,32 +258,42 @@ def order(
     A stage that trains nothing has no backward, and one may compute nothing again: such a work is left out. Raises
     InputError for a stage that is none.
     """
-    where = _where(graph)
+    where, known = _where(graph), Known()
     for row in rows:
-        found = (_of_row(graph, item, stages, where) for item in row)
+        found = (_of_row(graph, item, stages, known, where) for item in row)
         for before, after in pairwise(item for item in found if item is not None):
             op_order(graph, before, after)
 
 
 def _of_row(
-    graph: Graph, item: Target | Group | Groups | Work | Pair, stages: Sequence[Sequence[Op]], where: str
+    graph: Graph, item: Target | Group | Groups | Work | Pair, stages: Sequence[Sequence[Op]], known: Known, where: str
 ) -> Target | Group | Groups | None:
     works = [work for work in (item if isinstance(item, tuple) else (item,)) if isinstance(work, Work)]
     if not works:
         return cast(Target | Group | Groups, item)
-    groups = Groups(group for work in works if (group := _work(graph, work, stages, where)))
+    groups = Groups(group for work in works if (group := _work(graph, work, stages, known, where)))
     for one, other in pairwise(groups):
         op_order(graph, one, other, turns=True)
     return groups or None
 
 
-def _work(graph: Graph, work: Work, stages: Sequence[Sequence[Op]], where: str) -> Group | None:
+def _work(graph: Graph, work: Work, stages: Sequence[Sequence[Op]], known: Known, where: str) -> Group | None:
+    """Return the parts of a work; `known` are those of all microbatches that were looked up."""
+    key = work.stage, work.kind
+    if key not in known:
+        known[key] = _in_all(graph, work, stages, where)
+    group = known[key]
+    return group and replace(group, microbatch=work.microbatch, label=str(work))
+
+
+def _in_all(graph: Graph, work: Work, stages: Sequence[Sequence[Op]], where: str) -> Group | None:
+    """Return what a work is in all microbatches."""
     if work.stage >= len(stages):
         raise InputError(f"order at {where}: {work} is of stage {work.stage}, but there are {len(stages)}; give these.")
     ops = stages[work.stage]
     if work.kind != "F" and not any(op.name in graph.twins if work.kind == "R" else op.has_mirror for op in ops):
         return None
-    return graph.select(ops=ops, microbatch=work.microbatch, kind=work.kind, label=str(work))
+    return graph.select(ops=ops, kind=work.kind)
 
 
 def _groups(graph: Graph, target: Target | Group | Groups, where: str) -> Groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -44,12 +44,12 @@ class Loop:
         found = []
         for a, b in zip(self.first, self.second, strict=True):
             names = (f.name for f in fields(a) if f.compare)
-            moves = ((name, _mover(getattr(a, name), getattr(b, name))) for name in names)
+            moves = ((name, mover(getattr(a, name), getattr(b, name))) for name in names)
             found.append([(name, move) for name, move in moves if move is not None])
         return found
 
 
-def _mover(first: Any, second: Any) -> Callable[[int], Any] | None:
+def mover(first: Any, second: Any) -> Callable[[int], Any] | None:
     """Return what gives `evenly([first, second], (at,))`, None where both are equal: what moves is looked up once.
 
     Raises ValueError for tuples of other lengths.
@@ -61,7 +61,7 @@ def _mover(first: Any, second: Any) -> Callable[[int], Any] | None:
     if not isinstance(first, tuple):
         return lambda at: evenly([first, second], (at,))
     pairs = enumerate(zip(first, second, strict=True))
-    moving = [(n, move) for n, (a, b) in pairs if (move := _mover(a, b)) is not None]
+    moving = [(n, move) for n, (a, b) in pairs if (move := mover(a, b)) is not None]
     make: Callable[[list[Any]], Any] = getattr(first, "_make", tuple)
 
     def moved(at: int) -> Any:
@@ -96,16 +96,18 @@ class Rolled(Sequence[Instruction]):
         """Return all instructions."""
         return tuple(self)
 
-    def only(self, is_chosen: Callable[[Instruction], bool]) -> Rolled:
-        """Return the same with some of the instructions."""
-        runs = list[Run]()
-        for run in self.runs:
-            if isinstance(run, Loop):
-                first, second = (tuple(filter(is_chosen, some)) for some in (run.first, run.second))
-                runs.append(replace(run, first=first, second=second))
-            else:
-                runs.append(tuple(filter(is_chosen, run)))
-        return Rolled(tuple(runs))
+    def changed(self, change: Callable[[Instruction], Instruction | None]) -> Rolled:
+        """Return the same of other instructions, without those that become None."""
+
+        def made(some: Iterable[Instruction]) -> tuple[Instruction, ...]:
+            return tuple(i for i in map(change, some) if i is not None)
+
+        return Rolled(
+            tuple(
+                replace(run, first=made(run.first), second=made(run.second)) if isinstance(run, Loop) else made(run)
+                for run in self.runs
+            )
+        )
 
 
 @dataclass(frozen=True)

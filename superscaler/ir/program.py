@@ -32,6 +32,9 @@ class Role(Enum):
     MESSAGE = "the number of a message, the same at both ends"
     NOTE = "what is told of it"
 
+    # By identity: roles are looked up for each instruction.
+    __hash__ = object.__hash__
+
 
 class Value(NamedTuple):
     """A name on a device, as `d_h_m2_work__3`: of the tensor with an identifier `name`, its gradient, or the handle of

@@ -98,6 +98,8 @@ class _Builder:
             for node in told:
                 work = self._forward if kind == "F" else self._backward
                 work(self.schedule.segments[node.number], node)
+        # Nothing refers to itself, so that all that only writing needs is freed at once.
+        del self.writer.landed
 
     def program(self) -> Program:
         for rank, code in enumerate(self.code.of):

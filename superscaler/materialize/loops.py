@@ -8,11 +8,11 @@ should be, and that the communication of all devices meets, is checked for all m
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from superscaler.ir.loops import NONE, Loop, Rolled, Run, Span, find_spans, steady_spans
+from superscaler.ir.loops import NONE, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
 from superscaler.ir.program import FIELDS, ROLES, Backward, Forward, Instruction, Loss, Role, Value
 
 
@@ -25,6 +25,12 @@ _KEPT = {
     kind: tuple(n for role in (None, Role.GROUP, Role.PEER) for n in FIELDS[kind, role] if n != "task")
     for kind in ROLES
 }
+# What a form leaves out, or what moves along a fold.
+_MOVING = {
+    kind: tuple(n for role in (Role.EVEN, Role.MESSAGE, Role.GROUP, Role.PEER) for n in FIELDS[kind, role])
+    for kind in ROLES
+}
+Moves = Mapping[str, Callable[[int], Any]]
 # What has numbers of its own for each microbatch.
 _PLACED = {kind for kind in ROLES if FIELDS[kind, Role.EVEN] or FIELDS[kind, Role.MESSAGE]}
 
@@ -76,69 +82,80 @@ def find_shape(code: Sequence[Instruction], period: int, missing: int) -> Shape:
         else:
             later = missing if n > like else 0
             outside[n] = like, (at[n] - at[like]) // period, later
+    shifts = _shifts(at, spans, outside)
     for n in unknown:
-        outside[n] = NONE, 0, _shift(n, at, spans, outside)
-        if outside[n][2] and type(code[n]) in _PLACED:
+        gap = _gap(n, spans)
+        found = shifts.get((gap, at[n])) or shifts.get((gap, None), {0})
+        if len(found) > 1 or (found != {0} and type(code[n]) in _PLACED):
             raise Aperiodic
+        outside[n] = NONE, 0, next(iter(found))
     return Shape(tuple(spans), outside)
 
 
-def _shift(n: int, at: Sequence[int], spans: Sequence[Span], outside: Mapping[int, tuple[int, int, int]]) -> int:
-    """Return how much later the microbatch of an instruction is, by its neighbours between the same loops."""
-    lo = max((span.end for span in spans if span.end <= n), default=0)
-    hi = min((span.start for span in spans if span.start > n), default=len(at))
-    known = {k: outside[k][2] for k in range(lo, hi) if k in outside and outside[k][0] != NONE}
-    same = {later for k, later in known.items() if at[k] == at[n]} or set(known.values())
-    if len(same) > 1:
-        raise Aperiodic
-    return same.pop() if same else 0
+def _shifts(
+    at: Sequence[int], spans: Sequence[Span], outside: Mapping[int, tuple[int, int, int]]
+) -> dict[tuple[int, int | None], set[int]]:
+    """Return how much later what is between the same loops is, of each microbatch and (None) of all."""
+    found: dict[tuple[int, int | None], set[int]] = {}
+    for n, (like, _, later) in outside.items():
+        for microbatch in (at[n], None) if like != NONE else ():
+            found.setdefault((_gap(n, spans), microbatch), set()).add(later)
+    return found
+
+
+def _gap(n: int, spans: Sequence[Span]) -> int:
+    """Return between which loops an instruction is."""
+    return sum(span.start <= n for span in spans)
 
 
 def roll(code: Sequence[Instruction], shape: Shape, added: int, period: int) -> Rolled:
-    """Return code with `added` more repetitions in each loop. Raises Aperiodic where a number does not move evenly."""
+    """Return code with `added` more repetitions in each loop; its shape is that of code which is equal to it but for
+    what moves along a fold. Raises Aperiodic where a number does not move evenly.
+    """
     code = tuple(code)
-    pairs = ((span.body, span.count) for span in shape.spans)
-    loops = [Loop(code[b.start : b.stop], code[b.stop : b.stop + len(b)], count) for b, count in pairs]
     try:
-        return _roll(code, shape, loops, added, period)
+        told = {n: _moves(code[n : span.end : span.length]) for span in shape.spans for n in span.body}
+        runs, here = list[Run](), 0
+        for span in (*shape.spans, Span(len(code), 0, 0)):
+            runs.append(tuple(_outside(code[n], told, shape.outside[n], period) for n in range(here, span.start)))
+            second, here = span.start + span.length, span.end
+            body = code[span.start : second], code[second : second + span.length]
+            runs.append(Loop(*body, count=span.count + added))
     except ValueError:
         # Numbers of other lengths.
         raise Aperiodic from None
-
-
-def _roll(code: Sequence[Instruction], shape: Shape, loops: Sequence[Loop], added: int, period: int) -> Rolled:
-    told: dict[int, Loop] = {}
-    for span, loop in zip(shape.spans, loops, strict=True):
-        # The first two are told.
-        others = (i for at in range(2, loop.count) for i in loop.repetition(at))
-        if any(a != b for a, b in zip(others, code[span.start + 2 * span.length : span.end], strict=True)):
-            raise Aperiodic
-        for n, pair in enumerate(zip(loop.first, loop.second, strict=True), span.start):
-            told[n] = Loop((pair[0],), (pair[1],))
-    runs: list[Run] = []
-    here = 0
-    for span, loop in zip((*shape.spans, Span(len(code), 0, 0)), (*loops, Loop((), ())), strict=True):
-        once = []
-        for n in range(here, span.start):
-            like, repetition, later = shape.outside[n]
-            once.append(_moved(code[n], told.get(like), repetition, later, period))
-        runs += [tuple(once), replace(loop, count=loop.count + added)]
-        here = span.end
     return Rolled(tuple(run for run in runs if len(run)))
 
 
-def _moved(i: Instruction, like: Loop | None, repetition: int, later: int, period: int) -> Instruction:
-    if like is None:
-        return _shifted(i, later) if later else i
-    (found,) = like.repetition(repetition)
-    if found != i:
+def _moves(repetitions: Sequence[Instruction]) -> Moves:
+    """Return what the fields of an instruction that may move are in each repetition."""
+    found = dict[str, Callable[[int], Any]]()
+    for name in _MOVING[type(repetitions[0])]:
+        values = [getattr(i, name) for i in repetitions]
+        move = mover(values[0], values[1]) or _always(values[0])
+        if list(map(move, range(len(values)))) != values:
+            raise Aperiodic
+        found[name] = move
+    return found
+
+
+def _always(value: Any) -> Callable[[int], Any]:
+    return lambda at: value
+
+
+def _outside(i: Instruction, told: Mapping[int, Moves], stands: tuple[int, int, int], period: int) -> Instruction:
+    """Return an instruction outside of loops in the code of all microbatches."""
+    like, repetition, later = stands
+    moves = told.get(like, {})
+    if any(getattr(i, name) != move(repetition) for name, move in moves.items()):
         raise Aperiodic
-    return next(like.repetition(repetition + later // period))
+    if not later:
+        return i
+    return _shifted(i, later, {name: move(repetition + later // period) for name, move in moves.items()})
 
 
-def _shifted(i: Instruction, later: int) -> Instruction:
-    """Return an instruction of a later microbatch."""
-    changed: dict[str, Any] = {}
+def _shifted(i: Instruction, later: int, changed: dict[str, Any]) -> Instruction:
+    """Return an instruction of a later microbatch, of which some fields are others."""
     for name in _NAMES[type(i)]:
         value = getattr(i, name)
         is_one = isinstance(value, Value)

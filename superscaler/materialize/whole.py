@@ -37,7 +37,6 @@ from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.segments import Segment
 
 MADE, READ, FREED = range(3)
-Row = tuple[int, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,8 @@ class Uses:
     time: Ints
 
     @staticmethod
-    def of(code: Rolled, families: dict[Hashable, int]) -> Uses:
-        rows = np.array(list(_rows(code, families)), dtype=np.int64).reshape(-1, 7)
-        family, role, microbatch, step, time, length, count = (rows[:, n] for n in range(7))
-        turn = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        microbatch, time = (
-            np.repeat(x, count) + turn * np.repeat(y, count) for x, y in ((microbatch, step), (time, length))
-        )
-        return Uses(families, np.repeat(family, count), np.repeat(role, count), microbatch, time)
+    def of(code: Rolled, told: Told) -> Uses:
+        return Uses(told.families, *np.concatenate(list(_rows(code, told))).T)
 
     def key(self, role: int) -> tuple[Ints, Ints]:
         """Return per use in a role which value it is of, as one number, and its time."""
@@ -102,15 +95,39 @@ class Uses:
         return found
 
 
-def _rows(code: Rolled, families: dict[Hashable, int]) -> Iterator[Row]:
+class Told:
+    """What instructions use, as numbers: looked up once for each, which are the same in code with and without loops."""
+
+    def __init__(self) -> None:
+        self.families: dict[Hashable, int] = {}
+        self._known: dict[int, tuple[Instruction, list[int]]] = {}
+
+    def rows(self, code: Sequence[Instruction]) -> Ints:
+        """Return the uses of instructions [uses, 4]: value but for its microbatch, role, microbatch, instruction."""
+        found = list[int]()
+        counts = list[int]()
+        for i in code:
+            if id(i) not in self._known:
+                numbers = self.families
+                of = ((numbers.setdefault(name, len(numbers)), role, at) for name, role, at in uses(i))
+                self._known[id(i)] = i, [n for some in of for n in some]
+            found += (own := self._known[id(i)][1])
+            counts.append(len(own) // 3)
+        where = np.repeat(np.arange(len(counts)), counts)
+        return np.column_stack([np.array(found, dtype=np.int64).reshape(-1, 3), where])
+
+
+def _rows(code: Rolled, told: Told) -> Iterator[Ints]:
+    """Yield the uses of code, repetition by repetition [uses, 4]: as of instructions, by time."""
     time = 0
     for run in code.runs:
-        pairs = zip(run.first, run.second, strict=True) if isinstance(run, Loop) else ((i, i) for i in run)
-        length, count = (len(run.first), run.count) if isinstance(run, Loop) else (0, 1)
-        for n, (first, second) in enumerate(pairs):
-            later = uses(second) if second is not first else uses(first)
-            for (name, role, at), (_, _, other) in zip(uses(first), later, strict=True):
-                yield families.setdefault(name, len(families)), role, at, other - at, time + n, length, count
+        first, second, count = (run.first, run.second, run.count) if isinstance(run, Loop) else (run, run, 1)
+        one, other = told.rows(first), told.rows(second)
+        step = other - one
+        step[:, -1] = len(first)
+        found = one + step * np.arange(count)[:, None, None]
+        found[..., -1] += time
+        yield found.reshape(-1, 4)
         time += len(run)
 
 
@@ -135,11 +152,10 @@ def _family(v: Value) -> Hashable:
     return (v.name, v.is_gradient, v.part, v.slice, v.is_handle, v.number)
 
 
-def check_whole(few: Sequence[Instruction], after: Uses, counts: tuple[int, int]) -> None:
-    """Raise Aperiodic where the uses of code with loops are not of all microbatches; `counts`: of those in `few`, and
-    all.
+def check_whole(before: Uses, after: Uses, counts: tuple[int, int]) -> None:
+    """Raise Aperiodic where the uses of code with loops are not of all microbatches; `counts`: of those in the code
+    `before`, and all.
     """
-    before = Uses.of(Rolled((tuple(few),)), after.families)
     after.check()
     if (after.microbatch >= counts[1]).any():
         raise Aperiodic
@@ -188,11 +204,12 @@ def rolled(program: Program, schedule: Schedule, steady: Steady) -> Program:
             repeated = roll(device.instructions, shape, steady.added, steady.period)
             # All names are those of the first one.
             if device is first:
-                made = Uses.of(repeated, {})
+                told = Told()
+                made = Uses.of(repeated, told)
             code = _with_loss(repeated, made)
             if device is first:
-                made = made if code is repeated else Uses.of(code, made.families)
-                check_whole(device.instructions, made, (steady.few, steady.total))
+                made = made if code is repeated else Uses.of(code, told)
+                check_whole(Uses.of(Rolled((tuple(device.instructions),)), told), made, (steady.few, steady.total))
                 _check_orders(steady, schedule, made)
             found[device.rank] = replace(device, instructions=code)
     if isinstance(devices, Folded):
@@ -219,7 +236,7 @@ def _check_meetings(program: Program) -> None:
 
     def only(device: Device) -> Device:
         assert isinstance(device.instructions, Rolled)
-        return replace(device, instructions=device.instructions.only(lambda i: isinstance(i, Collective | Send | Recv)))
+        return replace(device, instructions=device.instructions.changed(_meeting))
 
     devices = program.devices
     if isinstance(devices, Folded):
@@ -230,6 +247,13 @@ def _check_meetings(program: Program) -> None:
         check_rendezvous(replace(program, devices=devices))
     except ScheduleError:
         raise Aperiodic from None
+
+
+def _meeting(i: Instruction) -> Instruction | None:
+    """Return with whom an instruction communicates, without the values, which move; None if with nobody."""
+    if isinstance(i, Collective):
+        return replace(i, works=(), sources=(), ways=(), notes=())
+    return replace(i, source=ONE) if isinstance(i, Send) else replace(i, work=ONE) if isinstance(i, Recv) else None
 
 
 def _check_orders(steady: Steady, schedule: Schedule, made: Uses) -> None:

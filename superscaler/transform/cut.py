@@ -49,7 +49,7 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
 
 def _check_factor(graph: Graph, name: str, where: str) -> None:
     factor, at, which = name.partition("@")
-    if not any(is_named(known, factor) for known in graph.model.factors):
+    if factor not in graph.model.factors and not any(is_named(known, factor) for known in graph.model.factors):
         raise InputError(f"op_trans at {where}: {unknown('factor', factor, graph.model.factors)}")
     if at and not (which.isdigit() or which in MARKS):
         raise InputError(f"op_trans at {where}: '{name}': {unknown('index', which, [*MARKS, '0, 1, ...'])}")
@@ -75,7 +75,8 @@ def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
     if not isinstance(axis, Axis):
         return f"gives {axis!r}; its method cut must return an Axis."
     listed = axis.sizes if isinstance(axis.sizes, tuple | list) else ()
-    if not listed or not all(isinstance(size, Integral) and size >= 1 for size in listed):
+    kinds = {*map(type, listed)}
+    if not kinds or not all(issubclass(kind, Integral) for kind in kinds) or min(listed) < 1:
         return f"makes parts of sizes {axis.sizes}; give one or more, each an integer of at least 1."
     if axis.at and (len(axis.at) != len(listed) or min(axis.at) < 0):
         return f"has the places {axis.at} for {len(listed)} parts; give each one from 0 on."
@@ -128,8 +129,8 @@ def _sizes(graph: Graph, op: Op, parts: Parts) -> list[tuple[int, ...]]:
     found = {start: None}
     for axis in grid.axes:
         if axis.index is not None:
-            at = axis.index
-            found = {(*sizes[:at], size, *sizes[at + 1 :]): None for sizes in found for size in axis.sizes}
+            at, distinct = axis.index, dict.fromkeys(axis.sizes)
+            found = {(*sizes[:at], size, *sizes[at + 1 :]): None for sizes in found for size in distinct}
     return list(found)
 
 
