@@ -42,9 +42,11 @@ class Buckets:
         self._overlap = overlap
         self._waiting: dict[tuple[tuple[int, ...], str, int, str, bool, str, Hashable], _Bucket] = {}
 
-    def add(self, entry: Entry, transfer: Transfer, dtype: str, largest: bool, turn: Hashable = ()) -> None:
-        """Add a collective; one to updates, which come last, waits until there are enough of them, or the next `turn`
-        comes: those that a plan orders apart.
+    def add(
+        self, entry: Entry, transfer: Transfer, dtype: str, largest: bool, turn: Hashable = (), is_due: bool = False
+    ) -> None:
+        """Add a collective; one to updates, which come last, waits until there are enough of them, unless it `is_due`,
+        or the next `turn` comes: those that a plan orders apart.
         """
         is_late, how = transfer.is_to_updates, entry.step.how
         way = "to updates" if is_late else "from weights at rest" if transfer.is_from_rest else "between segments"
@@ -55,7 +57,7 @@ class Buckets:
         some.entries.append(entry)
         some.microbatches |= transfer.microbatches if is_late else set()
         some.weight += entry.weight
-        some.is_due |= not is_late or (self._overlap and some.weight >= SEGMENT_BYTES)
+        some.is_due |= is_due or not is_late or (self._overlap and some.weight >= SEGMENT_BYTES)
 
     def take(self, ended: Set[int]) -> Iterator[list[Entry]]:
         """Yield the buckets that are due, and those that devices whose backward has `ended` add nothing to."""

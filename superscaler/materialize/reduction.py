@@ -93,12 +93,12 @@ def by_server(transfer: Transfer, found: Match, context: Context) -> Lowered | N
         rows.setdefault(device // per_server, []).append(device)
     first, *others = rows.values()
     box = transfer.pieces[0].box
-    slots = [slot for slot, (lo, hi) in enumerate(box) if (hi - lo) % len(first) == 0]
+    # The outermost one, whose slices lie in memory one after the other.
+    slot = next((slot for slot, (lo, hi) in enumerate(box) if (hi - lo) % len(first) == 0), None)
     is_nested = others and len(first) > 1 and all(len(row) == len(first) for row in others)
-    if found.kind != "all_reduce" or not is_nested or not slots:
+    if found.kind != "all_reduce" or not is_nested or slot is None:
         return None
-    widest = max(slots, key=lambda slot: box[slot][1] - box[slot][0])
-    own = {device: part for row in rows.values() for device, part in _cut(box, widest, row)}
+    own = {device: part for row in rows.values() for device, part in _cut(box, slot, row)}
     how = [match_boxes(dict.fromkeys(row, box), {d: own[d] for d in row}) for row in rows.values()]
     steps, held = _Steps(transfer, context), {slot.device: slot for slot in slots_of(transfer)}
     parts = dict.fromkeys(own[d] for d in held)

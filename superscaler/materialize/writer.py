@@ -41,8 +41,10 @@ class Writer:
         # which `landed` is told.
         self.landed: Callable[[int], None] = lambda number: None
         self._flying: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
-        # Transfers of which rounds are left: they follow at the first read, so that nothing is waited for before.
+        # Transfers of which rounds are left, and how many are done with: they follow at the first read, so that nothing
+        # is waited for before; but once slices have landed, their next round is started.
         self._left: set[int] = set()
+        self._done = Counter[int]()
         self._messages = self._started = self._point = 0
         self._numbered = Counter[tuple[int, int, int]]()
         self._points: dict[int, int] = {}
@@ -82,7 +84,7 @@ class Writer:
             self._start(number, first)
         self.flush(frozenset())
 
-    def _start(self, number: int, some: Sequence[Step]) -> None:
+    def _start(self, number: int, some: Sequence[Step], is_due: bool = False) -> None:
         """Write steps of a transfer; its collectives wait for those of others where that holds nothing up."""
         transfer = self.transfers[number]
         is_joined = number not in self._left or self._is_joined(number)
@@ -90,7 +92,7 @@ class Writer:
             if is_joined and isinstance(step, steps.Collective) and step.how.kind in KINDS:
                 largest = self.context.tensors[transfer.tensor].largest
                 dtype, turn = self.context.dtype(transfer, trained=True), self.context.turn(transfer)
-                self.buckets.add(self._entry(number, step), transfer, dtype, largest, turn)
+                self.buckets.add(self._entry(number, step), transfer, dtype, largest, turn, is_due)
             else:
                 self._write(number, step)
 
@@ -107,7 +109,7 @@ class Writer:
 
     def flush(self, ended: Set[int]) -> None:
         """Start the buckets that are due, and those that devices whose backward has `ended` add nothing to."""
-        for bucket in self.buckets.take(ended):
+        for bucket in list(self.buckets.take(ended)):
             self._collective(bucket)
 
     def turn(self, devices: Set[int], microbatch: int) -> None:
@@ -130,15 +132,20 @@ class Writer:
 
     def _finish(self, numbers: Sequence[int], ended: Set[int]) -> None:
         """Take the rounds that are left of transfers together."""
-        rounds = {number: self.lowered(number).rounds for number in numbers}
-        for at in range(1, max(map(len, rounds.values()), default=0)):
-            self.flush(ended)
-            self._point += 1
-            for number, some in rounds.items():
-                for step in some[at - 1] if at < len(some) else ():
-                    self._receive(number, step)
-                self._start(number, some[at] if at < len(some) else ())
         self.flush(ended)
+        while going := [n for n in numbers if self._done[n] + 1 < len(self.lowered(n).rounds)]:
+            self._point += 1
+            for number in going:
+                self._go_on(number)
+            self.flush(ended)
+
+    def _go_on(self, number: int, is_due: bool = False) -> None:
+        """Wait for a round of a transfer, and start the next one."""
+        first, second, *_ = self.lowered(number).rounds[self._done[number] :]
+        for step in first:
+            self._receive(number, step)
+        self._done[number] += 1
+        self._start(number, second, is_due)
 
     @property
     def is_busy(self) -> bool:
@@ -276,17 +283,32 @@ class Writer:
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
             flying = self._flying.setdefault(how.group, [])
             flying.append(bucket)
-            if len(flying) > FLYING:
+            # What goes on elsewhere lands as soon as the next one is made.
+            if len(flying) > (1 if bucket[0].number in self._left else FLYING):
                 self._land(flying)
 
     def _land(self, flying: list[Sequence[Entry]]) -> None:
-        for entry in flying.pop(0):
+        """Wait for the first bucket of those on their way, and start what can go on with it."""
+        bucket = flying.pop(0)
+        for entry in bucket:
             if self._goes_on_to_hosts(entry.number):
                 self.finish([entry.number])
             else:
                 self._receive(entry.number, entry.step)
             if entry.number not in self._left:
                 self.landed(entry.number)
+        going = {entry.number: None for entry in bucket if self._can_go_on(entry.number)}
+        for number in going:
+            self._go_on(number, is_due=True)
+        if going:
+            self.flush(frozenset())
+
+    def _can_go_on(self, number: int) -> bool:
+        """Tell whether the second round of a transfer can start: all of the first one, on all devices, has."""
+        first = self.lowered(number).rounds[0]
+        outs = (out for step in first if isinstance(step, steps.Collective) for out in step.outs)
+        is_started = all((number, out.device, out.item) in self.works for out in outs)
+        return number in self._left and not self._done[number] and self._is_joined(number) and is_started
 
     def _entry(self, number: int, step: steps.Collective) -> Entry:
         transfer, elements = self.transfers[number], self._way(number, step, *step.slots[0]).elements

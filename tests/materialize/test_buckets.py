@@ -8,9 +8,10 @@ from math import prod
 import pytest
 
 import superscaler as ss
-from superscaler.ir.program import Collective, Forward, Send, Wait
+from superscaler.ir.program import Backward, Collective, Forward, Send, Wait
 from superscaler.materialize import buckets
 from superscaler.plans import resolve
+from superscaler.schedule import segments
 from tests.graphs import graph_of
 
 
@@ -82,3 +83,19 @@ def test_uneven_slices_travel_in_collectives_too() -> None:
     # Gathered and reduced once each, in float64; slices differ by one row at most.
     weight = 8 * sum(prod(weight.shape) for weight in graph.model.parameters())
     assert 4 * weight <= result["bytes_moved"] <= 4.2 * weight
+
+
+def test_sums_travel_between_servers_while_the_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices are summed inside of each server; those of a layer go on while the next layer computes."""
+    for module in (buckets, segments):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", 2000)
+    links = "links: {network: {bandwidth: 1e8}}"
+    cluster = f"{{name: slow, preset: local, servers: 2, devices_per_server: 2, {links}}}"
+    plan = ss.compile(graph_of("mlp:layers=4,hidden=24,batch=12"), "data_parallel", cluster)
+    for rank, device in enumerate(plan.compiled.program.devices):
+        code = [i for i in device.instructions if isinstance(i, Backward | Collective)]
+        last = max(at for at, i in enumerate(code) if isinstance(i, Backward))
+        across = [i for i in code[:last] if isinstance(i, Collective) and i.group == (rank % 2, rank % 2 + 2)]
+        assert len(across) == 2
+    result = plan.verify()
+    assert result["equal"], result["first_difference"]
