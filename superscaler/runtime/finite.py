@@ -137,7 +137,7 @@ class Program(Origins):
         line.run(self.values)
         if is_start or method in _COPIES:
             self._start(line, arguments[0])
-        elif method in ("forward", "backward"):
+        elif method in ("forward", "backward", "backward_input", "backward_weight"):
             self._segment(line, method, arguments)
         else:
             self._plain(line, method, arguments)
@@ -151,10 +151,15 @@ class Program(Origins):
 
     def _segment(self, line: Line, method: str, arguments: list[Any]) -> None:
         tag = arguments[0].value
-        segment = self.segments[tag] if method == "forward" else self.segments.pop(tag)
+        segment = self.segments.pop(tag) if method in ("backward", "backward_weight") else self.segments[tag]
+        if method in ("backward", "backward_input"):
+            segment.take(line, arguments[1].elts)
         if not any(is_bad(self.values[name]) for name in line.writes):
             return
-        inner = segment.forward() if method == "forward" else segment.backward(line, arguments[1].elts)
+        inner = segment.forward() if method == "forward" else segment.backward()
+        if method in ("backward_input", "backward_weight"):
+            wanted = arguments[2 if method == "backward_input" else 1].value
+            inner = [found for found, is_wanted in zip(inner, wanted, strict=True) if is_wanted == "1"]
         for name, found in zip(line.writes, inner, strict=True):
             value = self.values[name]
             told = partial(self.made, line, value)

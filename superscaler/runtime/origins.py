@@ -115,6 +115,10 @@ class Segment(Origins):
         self.lines: list[Line] = []
         self.ops: dict[str, Op] = {}
         self.tape: list[tuple[Line, dict[str, Tensor], dict[str, Tensor]]] = []
+        # The line that runs the mirror, and what it is given per result; then what is wrong with what that makes.
+        self.call: Line | None = None
+        self.given: list[tuple[int, Tensor, list[Bad]]] = []
+        self.mirrored: list[Bad | None] | None = None
 
     def _wanted(self) -> list[str]:
         """Return the inputs that want a gradient."""
@@ -146,14 +150,24 @@ class Segment(Origins):
                 told = partial(self._made, line, "the forward of ", x, leaves)
                 self.mark(name, x, self.read(line.reads), self._called(line), FORWARD, told)
 
-    def backward(self, call: Line, given: Sequence[ast.expr]) -> list[Bad | None]:
-        """Run the mirror; return what is wrong with the gradients of the inputs that want one."""
+    def take(self, call: Line, given: Sequence[ast.expr]) -> None:
+        """Note what the mirror is given, by the line that runs it or its first half."""
+        values = ((k, node, call.value(node, self.program.values)) for k, node in zip(self.saved, given, strict=True))
+        self.call = call
+        self.given = [(k, x, self.program.read(names_in(node))) for k, node, x in values if x is not None]
+
+    def backward(self) -> list[Bad | None]:
+        """Run the mirror, if it was not run yet; return what is wrong with the gradients of the inputs that want one."""
+        if self.mirrored is None:
+            self.mirrored = self._mirror()
+        return self.mirrored
+
+    def _mirror(self) -> list[Bad | None]:
         self.forward()
+        assert self.call is not None
         found, results = Origins(self.numbers, {}, {}), self._results()
-        for k, node in zip(self.saved, given, strict=True):
-            if (value := call.value(node, self.program.values)) is not None:
-                read = self.program.read(names_in(node))
-                self._add(found, results[k], value, read, call, partial(self.program.made, call, value))
+        for k, value, read in self.given:
+            self._add(found, results[k], value, read, self.call, partial(self.program.made, self.call, value))
         for line, leaves, outputs in reversed(self.tape):
             pairs = [(x, found.values[n]) for n, x in outputs.items() if x.requires_grad and n in found.values]
             wanted = {n: x for n, x in leaves.items() if x.requires_grad}
