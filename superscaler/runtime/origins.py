@@ -157,7 +157,7 @@ class Segment(Origins):
         self.given = [(k, x, self.program.read(names_in(node))) for k, node, x in values if x is not None]
 
     def backward(self) -> list[Bad | None]:
-        """Run the mirror, if it was not run yet; return what is wrong with the gradients of the inputs that want one."""
+        """Run the mirror, if it was not run yet; return what is wrong with the gradients of inputs that want one."""
         if self.mirrored is None:
             self.mirrored = self._mirror()
         return self.mirrored
