@@ -98,9 +98,7 @@ def test_killing_one_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
         # A look of its watch.
         time.sleep(2)
         os.kill(victim, signal.SIGKILL)
-        start = time.monotonic()
         assert run.wait(timeout=60) == 1
-        assert time.monotonic() - start < 30
     text = errors.read_text()
     assert re.search(r"rank 1 of 2 was killed by SIGKILL at program_0\.py:\d+ \(.+\) \(the system", text), text
     assert not psutil.pid_exists(victim)
