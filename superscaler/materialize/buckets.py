@@ -46,18 +46,16 @@ class Buckets:
         self, entry: Entry, transfer: Transfer, dtype: str, largest: bool, turn: Hashable = (), is_due: bool = False
     ) -> None:
         """Add a collective; one to updates, which come last, waits until there are enough of them, unless it `is_due`,
-        or the next `turn` comes: those that a plan orders apart.
+        or a plan orders it apart: of a `turn` what is made at once starts together.
         """
         is_late, how = transfer.is_to_updates, entry.step.how
         way = "to updates" if is_late else "from weights at rest" if transfer.is_from_rest else "between segments"
         key = how.group, how.kind, how.root, dtype, largest, way, turn
-        for other, waiting in self._waiting.items():
-            waiting.is_due |= is_late and other[-1] != turn and other[5] == way
         some = self._waiting.setdefault(key, _Bucket())
         some.entries.append(entry)
         some.microbatches |= transfer.microbatches if is_late else set()
         some.weight += entry.weight
-        some.is_due |= is_due or not is_late or (self._overlap and some.weight >= SEGMENT_BYTES)
+        some.is_due |= is_due or not is_late or (self._overlap and (turn != () or some.weight >= SEGMENT_BYTES))
 
     def take(self, ended: Set[int]) -> Iterator[list[Entry]]:
         """Yield the buckets that are due, and those that devices whose backward has `ended` add nothing to."""

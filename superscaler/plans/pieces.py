@@ -20,16 +20,18 @@ class Piece(NamedTuple):
 
 
 def pieces_of(graph: Graph, updates: Sequence[Op], urgency: int, size: int, made: Mapping[str, float]) -> list[Piece]:
-    """Cut the gradients of updates into pieces of a size at most, in bytes; small ones are one."""
+    """Cut the gradients of updates, whose ops have one backward, into pieces of a size at most, in bytes; small ones
+    are one.
+    """
     found: list[tuple[int, list[Op]]] = []
     weights = ((graph.model.tensors[op.inputs[0].tensor].nbytes, op) for op in updates)
     for weight, op in sorted(weights, key=lambda own: own[0]):
         if not found or found[-1][0] + weight > size:
             found.append((0, []))
         found[-1] = found[-1][0] + weight, [*found[-1][1], op]
-    pieces: list[Piece] = []
+    there, pieces = max(made[op.inputs[0].tensor] for op in updates), list[Piece]()
     for total, ops in found:
-        there, count = max(made[op.inputs[0].tensor] for op in ops), -(-total // size)
+        count = -(-total // size)
         if count > 1:
             graph.send_in_pieces(ops[0], count)
         groups = (graph.select(ops=ops, microbatch=k, kind="C") for k in (range(count) if count > 1 else (None,)))
