@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -109,6 +109,25 @@ class Grid:
         """Tell whether a verb has cut or placed anything."""
         return bool(self.axes or self.children) or int(self.devices) != UNASSIGNED
 
+    def only(self, places: Places, outer: tuple[Axis, ...] = ()) -> Grid:
+        """Return the grid with some places of its axes only: those that `places` tells of the axes above a grid and of
+        the grid, one row for each of its axes. Axes lose their places on a mesh.
+        """
+        kept, devices = places(outer, self), self.devices
+        for at, some in enumerate(kept):
+            # Of a range what is the same along an axis stays so.
+            whole = range(min(some, default=0), max(some, default=-1) + 1)
+            chosen = slice(whole.start, whole.stop) if list(some) == list(whole) else list(some)
+            devices = devices[(*(slice(None),) * at, chosen)]
+        pairs = zip(self.axes, kept, strict=True)
+        axes = (Axis(a.index, tuple(a.sizes[k] for k in some), a.mirror, a.is_microbatch, a.value) for a, some in pairs)
+        children: dict[int, Grid] = {}
+        if self.children:
+            cells = np.arange(self.devices.size).reshape(self.devices.shape)[np.ix_(*kept)].reshape(-1)
+            own = ((at, self.children.get(cell)) for at, cell in enumerate(cells.tolist()))
+            children = {at: child.only(places, (*outer, *self.axes)) for at, child in own if child is not None}
+        return Grid(tuple(axes), devices, children, self.replaced_at)
+
     def on_hosts(self) -> Grid:
         """Return the same parts, each on the host of its device."""
         children = {cell: child.on_hosts() for cell, child in self.children.items()}
@@ -120,6 +139,10 @@ class Grid:
             return set(np.unique(self.once).tolist())
         own = np.delete(self.devices.reshape(-1), list(self.children))
         return set(own.tolist()).union(*(child.used() for child in self.children.values()))
+
+
+# Of the axes above a grid, and the grid, which places of its axes.
+Places = Callable[[tuple[Axis, ...], Grid], Sequence[Sequence[int]]]
 
 
 def place_name(device: int) -> str:

@@ -6,63 +6,101 @@ what is left out only repeats is told by the program (materialize/loops.py).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, prod
 
-import numpy as np
-
-from superscaler.ir.loops import SEEN, find_spans, steady_spans
+from superscaler.ir.loops import SEEN, Span, find_spans, steady_spans
 from superscaler.ir.parts import Axis, Grid
 from superscaler.ir.transformed import Graph, Group, Order
 
 # A work: the number of what it is but for its microbatch, and that.
 Name = tuple[int, int]
-# How often the steady state is compiled: a few times before the code of all devices repeats.
-REPEATED = 6
+# How many microbatches of each work are compiled beside those that repeat, before the code of all devices does.
+AROUND = 3
 # The longest steady state, in microbatches, that is looked for.
 LONGEST = 16
 
 
 @dataclass(frozen=True)
 class Steady:
-    """A plan of which the first `few` of `total` microbatches are compiled: what is done repeats every `period`. The
-    `orders` are those of all; `works` has a group of each number.
+    """A plan of which `few` of `total` microbatches are compiled, `inner` of which are in one that is cut further: what
+    is done repeats every `period`. The `orders` are those of all; `works` has a group of each number. The `rows` are
+    those of the few, where what is done last is done of the last of them; each work is with the one that it is of all.
     """
 
     period: int
     few: int
     total: int
+    inner: int
     orders: Sequence[tuple[Name, Name]]
     works: Sequence[Group]
+    rows: Sequence[Sequence[tuple[Name, Name]]]
 
     @property
     def added(self) -> int:
         """How many repetitions are not compiled."""
         return (self.total - self.few) // self.period
 
+    def group(self, name: Name) -> Group:
+        """Return the parts of a work."""
+        return replace(self.works[name[0]], microbatch=name[1])
+
 
 def find_steady(graph: Graph) -> Steady | None:
     """Return what of a plan tells all its microbatches, None where that is all of them, or rows do not repeat."""
-    total, found_names = _count(graph), _named(graph.orders)
+    (total, inner), found_names = _count(graph), _named(graph.orders)
     rows = None if found_names is None else _rows(found_names[0])
     if found_names is None or rows is None:
         return None
-    for period in range(1, min(LONGEST, total // SEEN) + 1):
-        found = [_left(row, period, total) for row in rows]
-        if None not in found:
-            few = max((n for n in found if n is not None), default=0) + REPEATED * period
-            few += (total - few) % period
-            return Steady(period, few, total, *found_names) if 2 * few <= total else None
+    for period in range(inner, min(LONGEST, total // SEEN) + 1, inner):
+        spans = [_spans(row, period) for row in rows]
+        left = [_left(row, span) for row, some in zip(rows, spans, strict=True) for span in some]
+        added = min(left, default=total // period - SEEN - AROUND) if all(spans) else 0
+        if 2 * added * period < total:
+            continue
+        few = total - added * period
+        kept = [_kept(row, some, few, total) for row, some in zip(rows, spans, strict=True)]
+        found = [row for row in kept if row is not None]
+        if len(found) == len(kept):
+            return Steady(period, few, total, inner, *found_names, found)
     return None
 
 
-def _left(row: Sequence[Name], period: int, total: int) -> int | None:
-    """Return how many microbatches of a row are done outside of its steady state, None where it has none."""
+def _spans(row: Sequence[Name], period: int) -> list[Span]:
+    """Return where a row is in its steady state."""
     forms, at = zip(*row, strict=True)
-    spans = steady_spans(find_spans(forms, at, period), forms, at, [True] * len(row))
-    inside = Counter(forms[n] for span in spans for n in range(span.start, span.end))
-    return total - min(inside.values()) if inside.keys() == set(forms) else None
+    return steady_spans(find_spans(forms, at, period), forms, at, [True] * len(row))
+
+
+def _left(row: Sequence[Name], span: Span) -> int:
+    """Return how many repetitions need not be compiled."""
+    body = [row[n][0] for n in span.body]
+    return span.count - SEEN - ceil(AROUND * len(set(body)) / len(body))
+
+
+def _kept(row: Sequence[Name], spans: Sequence[Span], few: int, total: int) -> list[tuple[Name, Name]] | None:
+    """Return a row of the first `few` microbatches, each work with the one that it is of all: without the last
+    repetitions, and what comes after these of as much earlier microbatches. None where that is not clear.
+    """
+    missing, found = total - few, dict[Name, Name]()
+    ends: dict[int, int] = {}
+    for span in spans:
+        ends |= {form: max(at, ends.get(form, 0)) for form, at in row[span.start : span.end]}
+    first, last = spans[0].start, spans[-1].end
+    for n, (form, at) in enumerate(row):
+        is_inside = any(span.start <= n < span.end for span in spans)
+        if not is_inside and form not in ends and first <= n < last:
+            return None
+        is_late = at > ends[form] if form in ends else n >= last
+        if is_inside and at > ends[form] - missing:
+            continue
+        name = form, at - missing if is_late else at
+        if not 0 <= name[1] < few or name in found:
+            return None
+        found[name] = form, at
+    return list(found.items())
 
 
 def _named(orders: Iterable[Order]) -> tuple[list[tuple[Name, Name]], list[Group]] | None:
@@ -103,56 +141,41 @@ def _rows(orders: Iterable[tuple[Name, Name]]) -> list[list[Name]] | None:
     return rows if sum(map(len, rows)) == len(first) else None
 
 
-def _count(graph: Graph) -> int:
-    """Return in how many microbatches a plan does its work, 0 where they do not correspond."""
-    cuts = {axis.sizes for grid in graph.grids.values() for axis in _all_axes(grid) if axis.is_microbatch}
-    if any(_depth(grid) > 1 for grid in graph.grids.values()):
-        return 0
-    numbers = {len(sizes) for sizes in cuts}
-    return numbers.pop() if len(numbers) == 1 and all(len(set(sizes)) == 1 for sizes in cuts) else 0
+def _count(graph: Graph) -> tuple[int, int]:
+    """Return in how many microbatches a plan does its work, 0 where they do not correspond, and how many are in one."""
+    cuts = {cut for grid in graph.grids.values() for cut in _cuts(grid) if cut}
+    if len({tuple(map(len, cut)) for cut in cuts}) != 1 or any(len(set(sizes)) > 1 for sizes, *_ in cuts):
+        return 0, 1
+    outer, *inner = map(len, cuts.pop())
+    return outer * prod(inner), prod(inner)
 
 
-def _depth(grid: Grid) -> int:
-    """Return how many cuts into microbatches are inside each other."""
-    return sum(axis.is_microbatch for axis in grid.axes) + max(map(_depth, grid.children.values()), default=0)
-
-
-def _all_axes(grid: Grid) -> Iterator[Axis]:
-    yield from grid.axes
-    for child in grid.children.values():
-        yield from _all_axes(child)
+def _cuts(grid: Grid) -> set[tuple[tuple[int, ...], ...]]:
+    """Return the sizes into which the parts of a grid are cut as microbatches, those inside others after these."""
+    own = tuple(axis.sizes for axis in grid.axes if axis.is_microbatch)
+    below = {cut for child in grid.children.values() for cut in _cuts(child)}
+    below |= {()} if len(grid.children) < grid.devices.size else set()
+    return {(*own, *cut) for cut in below}
 
 
 def first_microbatches(graph: Graph, steady: Steady) -> Graph:
-    """Return a graph whose works are in rows with the first microbatches only, in the same order."""
-    twin, count = graph.copy(), steady.few
-    twin.orders = list(_orders(graph.orders, steady))
+    """Return a graph whose works are in rows with few microbatches only, in the same order."""
+    twin, count = graph.copy(), steady.few // steady.inner
+
+    def places(outer: Sequence[Axis], grid: Grid) -> list[range]:
+        cut = next((axis for axis in (*outer, *grid.axes) if axis.is_microbatch), None)
+        return [range(count if axis is cut else len(axis.sizes)) for axis in grid.axes]
+
+    where = {one: order for order, (one, _) in zip(graph.orders, steady.orders, strict=True)}
+    twin.orders = [
+        replace(where[of], before=steady.group(before), after=steady.group(after))
+        for row in steady.rows
+        for (before, of), (after, _) in pairwise(row)
+    ]
     done: dict[object, Grid] = {}
     for name, grid in twin.grids.items():
         key = grid.signature()
         if key not in done:
-            done[key] = _first(grid, count)
+            done[key] = grid.only(places)
         twin.grids[name] = done[key]
     return twin
-
-
-def _first(grid: Grid, count: int) -> Grid:
-    kept = [slice(0, count if axis.is_microbatch else None) for axis in grid.axes]
-    axes = (replace(a, sizes=a.sizes[some]) for a, some in zip(grid.axes, kept, strict=True))
-    places = np.arange(grid.devices.size).reshape(grid.devices.shape)[tuple(kept)].reshape(-1)
-    cells = places.tolist() if grid.children else ()
-    children = {at: _first(grid.children[cell], count) for at, cell in enumerate(cells) if cell in grid.children}
-    return Grid(tuple(axes), grid.devices[tuple(kept)], children, grid.replaced_at)
-
-
-def _orders(orders: Sequence[Order], steady: Steady) -> Iterator[Order]:
-    """Yield the orders of the first microbatches: what was before and after others is ordered directly."""
-    following = {one: (other, order.after) for order, (one, other) in zip(orders, steady.orders, strict=True)}
-    for order, (one, other) in zip(orders, steady.orders, strict=True):
-        if one[1] >= steady.few:
-            continue
-        found: tuple[Name, Group] | None = (other, order.after)
-        while found is not None and found[0][1] >= steady.few:
-            found = following.get(found[0])
-        if found is not None:
-            yield replace(order, after=found[1])

@@ -201,26 +201,15 @@ def restrict(graph: Graph, fold: Fold, places: int = KEPT) -> Graph:
     for name, grid in twin.grids.items():
         signature = grid.signature()
         if signature not in done:
-            done[signature] = _restricted(grid, kept)
+            done[signature] = grid.only(lambda _, grid: _places(grid, kept))
         twin.grids[name] = done[signature]
     return twin
 
 
-def _restricted(grid: Grid, kept: set[int]) -> Grid:
+def _places(grid: Grid, kept: set[int]) -> list[list[int]]:
+    """Return for each axis of a grid the places that have some of the devices: all, where its cells are grids."""
     if grid.children:
-        children = {cell: _restricted(child, kept) for cell, child in grid.children.items()}
-        return Grid(grid.axes, grid.devices, children, grid.replaced_at)
-    axes: list[Axis] = []
-    devices = grid.devices
-    for at, (axis, places) in enumerate(zip(grid.axes, _kept_places(grid, kept), strict=True)):
-        if len(places) < len(axis.sizes):
-            devices = devices.take(places, at)
-        axes.append(Axis(axis.index, tuple(axis.sizes[k] for k in places), axis.mirror, axis.is_microbatch, axis.value))
-    return Grid(tuple(axes), devices, {}, grid.replaced_at)
-
-
-def _kept_places(grid: Grid, kept: set[int]) -> list[list[int]]:
-    """Return for each axis of a grid the places that have some of the devices."""
+        return [list(range(len(axis.sizes))) for axis in grid.axes]
     wanted, devices, found = np.array(sorted(kept)), grid.devices, list[list[int]]()
     for at in range(devices.ndim):
         other = tuple(a for a in range(devices.ndim) if a != at)
@@ -244,7 +233,7 @@ def _restricted_group(graph: Graph, group: Group, kept: set[int]) -> Group:
     members = []
     for name, paths in group.members:
         grid = graph.grids[name]
-        places = _kept_places(grid, kept) if paths else []
+        places = _places(grid, kept) if paths else []
         found = tuple(path for path in (moved(grid, places, path) for path in paths) if path is not None)
         members += [(name, found)] if found or not paths else []
     return replace(group, members=tuple(members))

@@ -60,7 +60,12 @@ PLANS = [
     ("pipeline_1f1b:microbatches=32", 2),
     ("gpipe:microbatches=32", 2),
     ("interleaved:microbatches=32,chunks=2", 2),
+    ("interleaved:microbatches=64,chunks=2", 4),
     ("zb_h1:microbatches=32", 2),
+    ("zb_h2:microbatches=32", 2),
+    ("zbv:microbatches=32", 2),
+    ("dualpipe_v:microbatches=32", 2),
+    ("chimera:microbatches=32", 2),
     ("gradient_accumulation:microbatches=32", 1),
     ("hybrid:dp=2,tp=1,pp=2,microbatches=32", 4),
 ]
