@@ -103,7 +103,7 @@ def _runs(device: Device) -> Sequence[Run]:
 
 def _loops(device: Device) -> tuple[tuple[int, int], ...]:
     """Return where a device has loops, and how often each is done."""
-    return tuple((len(run), getattr(run, "count", 1)) for run in _runs(device))
+    return tuple((len(run), run.count if isinstance(run, Loop) else 1) for run in _runs(device))
 
 
 def _rows(each: Iterable[tuple[Any, ...]], tables: dict[tuple[Any, ...], int]) -> Iterator[str]:
