@@ -162,8 +162,9 @@ def test_loops_that_do_not_repeat_are_refused(mlp: Graph, was: str, now: str) ->
         parse_program(text.replace(was, now, 1), program.model)
 
 
-def test_code_is_as_long_for_any_number_of_microbatches(mlp: Graph) -> None:
-    few, many = (compiled(mlp, f"pipeline_1f1b:microbatches={count}", 2).emitted.files for count in (16, 64))
+@pytest.mark.parametrize("plan", ["pipeline_1f1b", "zbv", "chimera"])
+def test_code_is_as_long_for_any_number_of_microbatches(mlp: Graph, plan: str) -> None:
+    few, many = (compiled(mlp, f"{plan}:microbatches={count}", 2).emitted.files for count in (32, 64))
     assert {name: text.count("\n") for name, text in few.items()} == {n: t.count("\n") for n, t in many.items()}
 
 
