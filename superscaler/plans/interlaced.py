@@ -16,7 +16,7 @@ from superscaler.verbs import Graph, InputError, op_trans
 @along_axis(batches=True)
 def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None, recompute: str = "") -> None:
     decompose_losses(graph, n)
-    splits = tensor_splits(graph, n, axis, in_blocks=False)
+    splits = tensor_splits(graph, n, axis, in_blocks=False, lookups=True)
     inside = {op.name for block in graph.blocks for op in block.ops}
     ops = list(graph.forward_ops)
     at = [k for k, op in enumerate(ops) if op.name in inside]

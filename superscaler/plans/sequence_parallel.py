@@ -20,7 +20,7 @@ def sequence_parallel(graph: Graph, n: int, axis: str, regather: bool = False, v
     tokens = sequences(graph, "sequence_parallel", n)
     if vocabulary:
         decompose_losses(graph, n)
-    splits = tensor_splits(graph, n, axis)
+    splits = tensor_splits(graph, n, axis, lookups=vocabulary)
     for op in graph.forward_ops:
         factor = "" if op.from_data else along(op, tokens)
         for cut in splits.get(op.name, [Split(factor, n, axis=axis)] if factor else []):

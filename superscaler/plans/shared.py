@@ -134,7 +134,7 @@ def decompose_losses(graph: Graph, parts: int) -> None:
 
 
 def tensor_splits(
-    graph: Graph, parts: int, axis: str = "", in_blocks: bool = True
+    graph: Graph, parts: int, axis: str = "", in_blocks: bool = True, lookups: bool = False
 ) -> dict[str, list[Split | Replicate]]:
     """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors; or
     of those outside the blocks only.
@@ -142,15 +142,15 @@ def tensor_splits(
     A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
     sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
     result does not carry it. Grouped-query heads are two such factors, which are cut one after the other. Outside the
-    blocks, products with a weight are cut on the weight's own dim; where nothing needs this whole (`decompose_losses`),
-    so are all ops that have it.
+    blocks, products with a weight are cut on the weight's own dim, and `lookups` in one on its rows; where nothing
+    needs these whole (`decompose_losses`), so are all ops that have them.
 
     Ops of a block that have only some of these factors (keys and values of grouped queries) are replicated along the
     others, and each replica's mirror reads only what its own queries send: then the gradients of what queries, keys and
     values read are all of one kind, and are summed together.
     """
     splits = _inner_splits(graph, parts) if in_blocks else {}
-    outer = {name: factor for name, factor in _outer_factors(graph, parts).items() if name not in splits}
+    outer = {name: factor for name, factor in _outer_factors(graph, parts, lookups).items() if name not in splits}
     inside = splits.keys() | {op.name for block in graph.blocks for op in block.ops}
     for factor in dict.fromkeys(outer.values()):
         own, whole = _with(graph, factor)
@@ -201,11 +201,13 @@ def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
     return splits
 
 
-def _outer_factors(graph: Graph, parts: int) -> dict[str, str]:
-    """Return the factor of each product with a weight outside the blocks that `parts` divides: the weight's own."""
+def _outer_factors(graph: Graph, parts: int, lookups: bool = False) -> dict[str, str]:
+    """Return the factor of each product with a weight outside the blocks that `parts` divides, the weight's own; and
+    of each look-up in one the factor of its rows.
+    """
     weights, inside = _weights_of(graph), {op.name for block in graph.blocks for op in block.ops}
     outside = (op for op in graph.forward_ops if op.name not in inside)
-    return {op.name: factor for op in outside if (factor := _own_factor(weights, op, parts))}
+    return {op.name: factor for op in outside if (factor := _own_factor(graph, weights, op, parts, lookups))}
 
 
 def _with(graph: Graph, factor: str) -> tuple[list[Op], list[Op]]:
@@ -285,10 +287,13 @@ def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int) -> list[list
     return [splits for splits, _, _ in chains]
 
 
-def _own_factor(weights: set[str], op: Op, parts: int) -> str | None:
-    own = [op.indices[i] for i in _weights(weights, op)]
-    fits = [i.factor for i in own if i.mark == "spatial" and i.size % parts == 0]
-    return fits[0] if fits else None
+def _own_factor(graph: Graph, weights: set[str], op: Op, parts: int, lookups: bool) -> str | None:
+    used, mark = _weights(weights, op), "spatial"
+    # What constants look up, as positions, is little.
+    if lookups and not used and any(graph.model.tensors[o.tensor].kind in ("input", "activation") for o in op.inputs):
+        used, mark = [i for o in op.inputs if o.tensor in weights for i in o.slots if i is not None], "summed"
+    own = (op.indices[i] for i in used)
+    return next((i.factor for i in own if i.mark == mark and i.size % parts == 0), None)
 
 
 def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -> list[list[Op]]:

@@ -1,7 +1,7 @@
 """Tensor parallelism as in Megatron-LM: heads and MLP hidden of each block, found from the factors.
 
-Where a loss is of classes that the devices divide, head and loss are cut on these, with an embedding that shares the
-head's weight: three numbers a token travel, and no scores. `vocabulary=false` leaves losses whole.
+Where a loss is of classes that the devices divide, embedding, head and loss are cut on these: three numbers a token
+travel, and no scores. `vocabulary=false` leaves embeddings and losses whole.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ from superscaler.verbs import Graph, op_trans
 def tensor_parallel(graph: Graph, n: int, axis: str, vocabulary: bool = True) -> None:
     if vocabulary:
         decompose_losses(graph, n)
-    for name, cuts in tensor_splits(graph, n, axis).items():
+    for name, cuts in tensor_splits(graph, n, axis, lookups=vocabulary).items():
         for cut in cuts:
             op_trans(graph, [graph.op(name)], cut)

@@ -102,13 +102,14 @@ def test_keys_pass_from_neighbour_to_neighbour() -> None:
                 assert i.peer == (device.rank + 1) % 4
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_a_loss_over_a_cut_vocabulary_takes_three_numbers_a_token(devices: int) -> None:
+@pytest.mark.parametrize(("model", "devices"), [("gpt2", 2), ("gpt2", 4), ("llama", 4)])
+def test_a_loss_over_a_cut_vocabulary_takes_three_numbers_a_token(model: str, devices: int) -> None:
     """The largest score, the sum of exponentials and the label's score, each in an all_reduce; no scores. And a row of
-    the embedding for each token, forward only, as it shares the head's weight; the head's input has a gradient.
+    the embedding for each token, forward only, whether or not it shares the head's weight; the head's input has a
+    gradient.
     """
-    found, rows = moved(program("gpt2", 1, "tensor_parallel", devices)), 2 * (devices - 1) * BATCH * TOKENS
-    blocks = per_layer("gpt2", "tensor_parallel", devices)
+    found, rows = moved(program(model, 1, "tensor_parallel", devices)), 2 * (devices - 1) * BATCH * TOKENS
+    blocks = per_layer(model, "tensor_parallel", devices)
     assert blocks == {("forward", "all_reduce"): 2 * rows * HIDDEN, ("backward", "all_reduce"): 2 * rows * HIDDEN}
     assert {key: count - blocks[key] for key, count in found.items()} == {
         ("forward", "all_reduce"): rows * HIDDEN + 3 * rows,
