@@ -135,7 +135,7 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
             apart = edges.graph.reduced.get(port[0].name, 0)
             moved = _move(edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins, apart)
             count = edges.graph.pieces.get(port[0].name, 0)
-            found += _in_pieces(moved, edges.extents[tensor], count) if count else moved
+            found += _in_pieces(moved, edges.extents[tensor], count) if count and edges.extents[tensor] else moved
     return found
 
 

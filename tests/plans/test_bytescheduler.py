@@ -108,6 +108,12 @@ def test_each_update_is_that_of_the_model(model: str, world: int, plan: str, mom
     assert found["equal"], found["first_difference"]
 
 
+def test_pieces_are_verified_where_weights_have_fewer_elements() -> None:
+    plan = ss.compile(graph_of(GPT), "bytescheduler:piece=200", "local:2")
+    assert max(plan.compiled.graph.pieces.values()) > 512
+    assert plan.verify(shapes="small")["equal"]
+
+
 @pytest.mark.parametrize("options", ["ahead=-1", "piece=0"])
 def test_what_is_no_share_or_piece_is_told(options: str) -> None:
     with pytest.raises(InputError, match=rf"bytescheduler:.*{options}.*: give 1 byte or more, and a share from 0 on"):
