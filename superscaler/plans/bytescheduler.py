@@ -20,7 +20,7 @@ from superscaler.verbs import Graph, InputError, Op, op_order
 
 @along_axis(last=True)
 def bytescheduler(graph: Graph, n: int, axis: str, piece: int = 4 * 2**20, ahead: float = 0.5) -> None:
-    if piece < 1 or ahead < 0:
+    if not (piece >= 1 and ahead >= 0):
         raise InputError(f"bytescheduler:piece={piece},ahead={ahead}: give 1 byte or more, and a share from 0 on.")
     data_parallel.cut(graph, n, axis)
     graph.unroll(2)

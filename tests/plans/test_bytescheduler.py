@@ -114,7 +114,7 @@ def test_pieces_are_verified_where_weights_have_fewer_elements() -> None:
     assert plan.verify(shapes="small")["equal"]
 
 
-@pytest.mark.parametrize("options", ["ahead=-1", "piece=0"])
+@pytest.mark.parametrize("options", ["ahead=-1", "ahead=nan", "piece=0"])
 def test_what_is_no_share_or_piece_is_told(options: str) -> None:
     with pytest.raises(InputError, match=rf"bytescheduler:.*{options}.*: give 1 byte or more, and a share from 0 on"):
         ss.compile(graph_of(GPT), resolve(f"bytescheduler:{options}"), "local:2")
