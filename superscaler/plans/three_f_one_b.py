@@ -29,8 +29,14 @@ def three_f_one_b(graph: Graph, n: int, axis: str, microbatches: int | None = No
     parts = stages(graph, n, ops=passes[-1])
     stage_of = {op.name: stage for stage, own in enumerate(parts) for op in own}
     blocks = {op.name: stage_of[block.calls[-1][0].name] for block in graph.blocks for op in block.ops}
+    others = [part for own in passes[:-1] for part in _like(own, blocks, n)]
+    if not all(others):
+        raise InputError(
+            f"three_f_one_b over {n} devices: stage {others.index([]) % n} of the passes without gradients has none of "
+            f"the model's {len(graph.blocks)} blocks; choose fewer devices, or more layers."
+        )
     table = schedules.three_f_one_b(n, 2 * n if microbatches is None else microbatches, len(calls))
-    lay(graph, axis, table, [part for own in passes[:-1] for part in _like(own, blocks, n)] + parts)
+    lay(graph, axis, table, others + parts)
 
 
 def _like(ops: list[Op], blocks: dict[str, int], n: int) -> list[list[Op]]:
