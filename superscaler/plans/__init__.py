@@ -16,7 +16,7 @@ from superscaler.specs.user_file import from_file
 from superscaler.verbs import Cluster, Graph
 
 SProgram = Callable[[Graph, Cluster], None]
-HELPERS = ("along", "chains", "pieces", "schedules", "shared", "tables")
+HELPERS = ("along", "chains", "lay", "pieces", "schedules", "shared", "tables")
 _FACTOR = re.compile(r"(?P<name>[^:]+(?:\.py:\w+)?):(?P<size>\d+)(?:,(?P<keys>.*))?")
 
 

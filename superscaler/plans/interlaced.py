@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
-from superscaler.plans.pipeline import compute_again, lay
+from superscaler.plans.lay import compute_again, lay
 from superscaler.plans.shared import decompose_losses, stages, tensor_splits
 from superscaler.verbs import Graph, InputError, op_trans
 

@@ -8,11 +8,13 @@ activations that each rule keeps are in docs/pipelines.md.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from superscaler.plans.tables import Table, fill, finish
-from superscaler.verbs import InputError, Work
+from superscaler.verbs import InputError, Work, parse_schedule, unknown
 
 
 def gpipe(devices: int, microbatches: int) -> Table:
@@ -263,3 +265,26 @@ RULES: Mapping[str, Callable[..., Table]] = {
     "zb_h2": zb_h2,
     "zbv": zbv,
 }
+
+
+def table_of(schedule: str, n: int, microbatches: int | None, options: Mapping[str, int]) -> tuple[Table, int]:
+    """Return the table of a rule, or of a file, on `n` devices, and how many of its microbatches are slices of one.
+
+    Raises InputError for an option that a rule does not have, and for a file of another number of devices.
+    """
+    microbatches = 2 * n if microbatches is None else microbatches
+    if schedule in RULES:
+        rule = RULES[schedule]
+        known = inspect.signature(rule).parameters
+        for name in options.keys() - known.keys():
+            raise InputError(f"{schedule}:{name}={options[name]}: this schedule has no choice of {name}; leave it out.")
+        slices = options.get("slices", known["slices"].default if "slices" in known else 1)
+        return rule(n, microbatches, **options), slices
+    file = Path(schedule)
+    if not file.is_file():
+        told = unknown("schedule", schedule, RULES)
+        raise InputError(f"{told} Or give a file with a row of work for each device.")
+    table = parse_schedule(file.read_text(errors="replace"))
+    if len(table) != n:
+        raise InputError(f"{file} has {len(table)} rows, but the pipeline {n} devices; make the two numbers equal.")
+    return table, options.get("slices", 1)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
-from superscaler.plans.pipeline import lay
+from superscaler.plans.lay import lay
 from superscaler.plans.shared import stages
 from superscaler.verbs import Graph, InputError, Op
 

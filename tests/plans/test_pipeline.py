@@ -197,7 +197,7 @@ def test_three_passes_and_one_backward_equal_the_model() -> None:
     assert found["equal"], found
     with pytest.raises(InputError, match="runs 1 times a step, 1 of them with a backward"):
         plan_of(GPT, "three_f_one_b", 2)
-    with pytest.raises(InputError, match="over 4 devices: stage . of the passes .* has none of the model's 2 blocks"):
+    with pytest.raises(InputError, match=r"over 4 devices: stage . of the passes .* has none of the model's 2 blocks"):
         plan_of(spec, "three_f_one_b", 4)
 
 

@@ -16,7 +16,7 @@ import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.ir.work import parse_schedule, print_schedule
 from superscaler.plans import resolve, schedules
-from superscaler.plans.pipeline import lay
+from superscaler.plans.lay import lay
 from superscaler.plans.shared import stages
 from superscaler.plans.tables import Table, check, finish
 from superscaler.schedule.order import complete

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from chains import chain
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler import plans
 from superscaler.errors import InputError
 from superscaler.ir.spmd import Folded
 from superscaler.models import build
@@ -69,6 +71,13 @@ def test_every_plan_of_the_library_has_a_name_and_a_text() -> None:
     assert {"single", "data_parallel", "tensor_parallel", "pipeline_1f1b", "hybrid"} <= set(names())
     for name in names():
         assert callable(resolve(name))
+
+
+def test_every_plan_of_the_library_is_short() -> None:
+    files = [Path(plans.__file__).with_name(f"{name}.py") for name in names()]
+    lines = {file.name: len(file.read_text().splitlines()) for file in files if file.exists()}
+    assert len(lines) > 20
+    assert {name: count for name, count in lines.items() if count > 60} == {}
 
 
 def test_devices_that_have_slices_of_a_vocabulary_or_of_experts_fold() -> None:
