@@ -10,29 +10,36 @@ from superscaler.ir.program import Collective, Device, Program, Recv, Send, Valu
 from superscaler.ir.spmd import Folded
 
 Meeting = tuple[object, ...]
+Communication = Collective | Send | Recv
 
 
-def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[int], str]]]:
-    """Return per device its communication in order: what it meets for, who must be there, and of which value."""
+def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[int], Communication]]]:
+    """Return per device its communication in order: what it meets for, who must be there, and in which instruction."""
     found = []
     for device in devices:
-        mine: list[tuple[Meeting, frozenset[int], str]] = []
+        mine: list[tuple[Meeting, frozenset[int], Communication]] = []
         count: dict[tuple[int, ...], int] = defaultdict(int)
         for i in device.instructions:
             if isinstance(i, Collective):
                 meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
-                shown = _shown(i.works if any(i.works) else i.sources)
-                mine.append((meeting, frozenset(i.group), f"{i.kind} of {shown} over devices {i.group}"))
+                mine.append((meeting, frozenset(i.group), i))
                 count[i.group] += 1
             elif isinstance(i, Send):
                 pair = device.rank, i.peer
-                mine.append((("message", *pair, i.message), frozenset(pair), f"send of {i.source} to device {i.peer}"))
+                mine.append((("message", *pair, i.message), frozenset(pair), i))
             elif isinstance(i, Recv):
                 pair = i.peer, device.rank
-                text = f"recv of {_shown([i.work])} from device {i.peer}"
-                mine.append((("message", *pair, i.message), frozenset(pair), text))
+                mine.append((("message", *pair, i.message), frozenset(pair), i))
         found.append(mine)
     return found
+
+
+def _told(i: Communication) -> str:
+    if isinstance(i, Collective):
+        return f"{i.kind} of {_shown(i.works if any(i.works) else i.sources)} over devices {i.group}"
+    if isinstance(i, Send):
+        return f"send of {i.source} to device {i.peer}"
+    return f"recv of {_shown([i.work])} from device {i.peer}"
 
 
 def _shown(works: Sequence[Value | None]) -> str:
@@ -47,12 +54,10 @@ def check_rendezvous(program: Program) -> None:
     """
     devices = program.devices
     if isinstance(devices, Folded):
-        places = devices.fold.places
         left = meetings(tuple(device for device, _ in devices.distinct()))
-        left = [
-            [(meeting, frozenset(places[d][0] for d in group), text) for meeting, group, text in meets]
-            for meets in left
-        ]
+        groups = {group for meets in left for _, group, _ in meets}
+        bases = {group: frozenset(map(devices.fold.base, group)) for group in groups}
+        left = [[(meeting, bases[group], i) for meeting, group, i in meets] for meets in left]
     else:
         left = meetings(devices)
     at = [0] * len(left)
@@ -68,5 +73,5 @@ def check_rendezvous(program: Program) -> None:
             ready += [m for m in members if m != device]
     stuck = [d for d in range(len(left)) if at[d] < len(left[d])]
     if stuck:
-        lines = [f"  device {d}, step {at[d]}: waits in {left[d][at[d]][2]}" for d in stuck[:8]]
+        lines = [f"  device {d}, step {at[d]}: waits in {_told(left[d][at[d]][2])}" for d in stuck[:8]]
         raise ScheduleError("the communication of this plan deadlocks:\n" + "\n".join(lines))

@@ -57,7 +57,8 @@ def materialize(
     from_weights = frozenset(o.tensor for op in model.ops if op.from_weights for o in op.outputs)
     overlaps, turns = schedule.edges.graph.overlaps, _turns(schedule.edges)
     context = Context(model.tensors, from_weights, costs, schedule.edges.fold, fold, overlaps, steady, turns)
-    builder = _Builder(schedule, Writer(schedule.transfers, Code(model.tensors, world, steady is not None), context))
+    code = Code(model.tensors, world, steady.inner if steady else 0)
+    builder = _Builder(schedule, Writer(schedule.transfers, code, context))
     builder.run()
     program = builder.program()
     return program if steady is None else rolled(program, schedule, steady)
@@ -184,12 +185,12 @@ class _Builder:
 
     def _moves(self, segment: Segment, number: int) -> bool:
         """Tell whether microbatches read different elements of an alias, where they are told apart."""
-        if self.context.steady is None:
+        if (steady := self.context.steady) is None:
             return False
         if (segment.number, number) not in self._moving:
-            alias, first = segment.aliases[number], dict[tuple[int, int], int]()
-            seen = (first.setdefault((key[0], key[2]), at) for at, key in enumerate(segment.keys))
-            others = list(seen)
+            alias, first = segment.aliases[number], dict[Key, int]()
+            alike = ((device, microbatch % steady.inner, part) for device, microbatch, part in segment.keys)
+            others = [first.setdefault(key, at) for at, key in enumerate(alike)]
             self._moving[segment.number, number] = bool((alias.lo != alias.lo[others]).any())
         return self._moving[segment.number, number]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from superscaler.ir.graph import PTensor
 from superscaler.ir.mask import Box, extents, inside
@@ -12,10 +12,13 @@ from superscaler.materialize.names import Names, unique_identifiers
 
 
 class Code:
-    """Per device its instructions so far. Methods append to a device's what makes a value, and return its name."""
+    """Per device its instructions so far. Methods append to a device's what makes a value, and return its name.
 
-    def __init__(self, tensors: Mapping[str, PTensor], world: int, rolls: bool = False) -> None:
-        self.tensors, self.rolls = tensors, rolls
+    Where values are named by microbatches, `inner` of these are in one that is cut further; else it is 0.
+    """
+
+    def __init__(self, tensors: Mapping[str, PTensor], world: int, inner: int = 0) -> None:
+        self.tensors, self.inner = tensors, inner
         names = unique_identifiers(tensors)
         self._like = {
             (t, is_gradient): Value(name, is_gradient) for t, name in names.items() for is_gradient in (False, True)
@@ -33,6 +36,11 @@ class Code:
     def like(self, tensor: str, is_gradient: bool = False) -> Value:
         """Return what the names of a tensor's values are like."""
         return self._like[tensor, is_gradient]
+
+    def common(self, microbatches: Iterable[int]) -> int:
+        """Return the microbatch of what is made of some: the last, where they are in one; else -1."""
+        found = set(microbatches)
+        return max(found) if len({at // self.inner for at in found}) == 1 else -1
 
     def fresh(self, rank: int, like: Value) -> Value:
         return self._names[rank % HOSTS].fresh(like)
@@ -66,7 +74,7 @@ class Code:
     def add(self, rank: int, so_far: Value, value: Value) -> Value:
         """The sum, or the larger, of two values; in place where the first is a sum that nobody else holds."""
         # Of several microbatches is what is of none.
-        is_one = not self.rolls or so_far.microbatch in (-1, value.microbatch)
+        is_one = not self.inner or so_far.microbatch == -1 or self.common((so_far.microbatch, value.microbatch)) >= 0
         in_place = (rank, so_far) in self._sums and is_one
         out = so_far if in_place else self.fresh(rank, so_far if is_one else so_far._replace(microbatch=-1))
         self.write(rank, Accumulate(out, so_far, value, in_place, so_far.name in self._largest))

@@ -52,8 +52,8 @@ class Values:
         transfer = self.transfers[owners[0][0]]
         reader = self._end(place)
         like, parts = self.code.like(transfer.tensor, transfer.kind == BACKWARD), [(name, reader.box) for name in names]
-        if self.code.rolls and len({name.microbatch for name in names}) == 1:
-            like = like._replace(microbatch=names[0].microbatch)
+        if self.code.inner:
+            like = like._replace(microbatch=self.code.common(name.microbatch for name in names))
         dtype = self.writer.context.dtype(transfer)
         self._totals[owners] = self.code.join(reader.device, like, transfer.tensor, parts, reader.box, dtype)
         return self._totals[owners]

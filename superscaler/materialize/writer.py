@@ -186,13 +186,12 @@ class Writer:
         like = self.code.like(transfer.tensor, transfer.kind == BACKWARD)
         return like._replace(microbatch=self._microbatch(transfer)) if self.context.steady else like
 
-    @staticmethod
-    def _microbatch(transfer: Transfer) -> int:
+    def _microbatch(self, transfer: Transfer) -> int:
         """Return the microbatch of what a transfer moves, -1 where that is of none, or of several."""
         found = transfer.microbatches
         if found == {-1}:
             found = {place.key[1] for reader in transfer.readers for place in reader.places}
-        return next(iter(found)) if len(found) == 1 else -1
+        return self.code.common(found)
 
     def _handle(self, number: int, out: Slot) -> Value:
         work = self.code.fresh(out.device, self._like(self.transfers[number])._replace(is_handle=True))
@@ -329,8 +328,9 @@ class Writer:
         """Count a transfer as often as it is done, not at all if another place tells of it."""
         fold, steady = self.context.fold, self.context.steady
         copies = fold.copies(devices) if fold is not None else 1
-        # The first microbatch tells of those that are not compiled.
-        copies *= 1 + steady.total - steady.few if steady is not None and self._microbatch(transfer) == 0 else 1
+        if steady is not None and 0 <= self._microbatch(transfer) < steady.inner:
+            # The first microbatch tells of those that are not compiled.
+            copies *= 1 + (steady.total - steady.few) // steady.inner
         if copies:
             self.notes[note] += copies
 

@@ -56,7 +56,7 @@ def find_steady(graph: Graph) -> Steady | None:
         return None
     for period in range(inner, min(LONGEST, total // SEEN) + 1, inner):
         spans = [_spans(row, period) for row in rows]
-        left = [_left(row, span) for row, some in zip(rows, spans, strict=True) for span in some]
+        left = [_left(row, span, inner) for row, some in zip(rows, spans, strict=True) for span in some]
         added = min(left, default=total // period - SEEN - AROUND) if all(spans) else 0
         if 2 * added * period < total:
             continue
@@ -74,10 +74,10 @@ def _spans(row: Sequence[Name], period: int) -> list[Span]:
     return steady_spans(find_spans(forms, at, period), forms, at, [True] * len(row))
 
 
-def _left(row: Sequence[Name], span: Span) -> int:
+def _left(row: Sequence[Name], span: Span, inner: int) -> int:
     """Return how many repetitions need not be compiled."""
     body = [row[n][0] for n in span.body]
-    return span.count - SEEN - ceil(AROUND * len(set(body)) / len(body))
+    return span.count - SEEN - ceil(AROUND * inner * len(set(body)) / len(body))
 
 
 def _kept(row: Sequence[Name], spans: Sequence[Span], few: int, total: int) -> list[tuple[Name, Name]] | None:
@@ -85,9 +85,8 @@ def _kept(row: Sequence[Name], spans: Sequence[Span], few: int, total: int) -> l
     repetitions, and what comes after these of as much earlier microbatches. None where that is not clear.
     """
     missing, found = total - few, dict[Name, Name]()
-    ends: dict[int, int] = {}
-    for span in spans:
-        ends |= {form: max(at, ends.get(form, 0)) for form, at in row[span.start : span.end]}
+    # Sorted, so that the last microbatch of each work remains.
+    ends = dict(sorted(work for span in spans for work in row[span.start : span.end]))
     first, last = spans[0].start, spans[-1].end
     for n, (form, at) in enumerate(row):
         is_inside = any(span.start <= n < span.end for span in spans)

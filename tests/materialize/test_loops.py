@@ -32,6 +32,13 @@ def mlp() -> Graph:
     return ss.capture(found.module, found.args, found.kwargs, optimizer=torch.optim.SGD(found.module.parameters(), 0.1))
 
 
+@pytest.fixture(scope="module")
+def gpt() -> Graph:
+    torch.manual_seed(0)
+    found = build("gpt2:size=tiny,layers=1,batch=16,dropout=0")
+    return ss.capture(found.module, found.args, found.kwargs, optimizer=torch.optim.SGD(found.module.parameters(), 0.1))
+
+
 def compiled(graph: Graph, plan: str, devices: int, *, whole: bool = False) -> Compiled:
     with pytest.MonkeyPatch.context() as patch:
         if whole:
@@ -73,7 +80,17 @@ PLANS = [
 
 @pytest.mark.parametrize(("plan", "devices"), PLANS)
 def test_code_with_loops_does_what_the_code_of_all_microbatches_does(mlp: Graph, plan: str, devices: int) -> None:
-    rolled, whole = compiled(mlp, plan, devices), compiled(mlp, plan, devices, whole=True)
+    check_told(mlp, plan, devices)
+
+
+@pytest.mark.parametrize("plan", ["seq1f1b:microbatches=16", "terapipe:microbatches=16"])
+def test_code_with_loops_over_slices_does_what_the_code_of_all_does(gpt: Graph, plan: str) -> None:
+    check_told(gpt, plan, 2)
+
+
+def check_told(graph: Graph, plan: str, devices: int) -> None:
+    """Check that code with loops does what the code of all microbatches does."""
+    rolled, whole = compiled(graph, plan, devices), compiled(graph, plan, devices, whole=True)
     assert all(loops(rolled.program))
     assert not loops(whole.program)
     for check in CHECKS.values():
