@@ -144,8 +144,7 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
     with without_garbage_collection():
         with timed(phases, "schedule"):
             close = find_fold(planned)
-            # Of several iterations each has its own steady state.
-            steady = find_steady(planned) if planned.model.iterations == 1 else None
+            steady = find_steady(planned)
         schedule, program = _compiled(planned, cluster, close, steady, phases)
         with timed(phases, "emit"):
             emitted = emit(program)

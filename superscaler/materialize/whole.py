@@ -177,16 +177,18 @@ def _with_loss(code: Rolled, made: Uses) -> Rolled:
     assert isinstance(loss, Loss)
     if not loss.parts:
         return code
-    counted = dict(zip(map(_family, loss.parts), loss.counted, strict=True))
-    is_told = all(counted[_family(v)] == is_counted for v, is_counted in zip(loss.parts, loss.counted, strict=True))
+    pairs = list(zip(map(_family, loss.parts), zip(loss.counted, loss.of or loss.counted, strict=True), strict=True))
+    told = dict(pairs)
+    is_told = all(told[name] == own for name, own in pairs)
     if not is_told or any(v.microbatch == NONE for v in loss.parts):
         raise Aperiodic
     known = {made.families[name]: like for name, like in ((_family(v), v) for v in loss.parts)}
     own = (made.role == MADE) & np.isin(made.family, list(known))
     order = np.lexsort((made.time[own], made.family[own]))
-    pairs = zip(made.family[own][order].tolist(), made.microbatch[own][order].tolist(), strict=True)
-    parts = tuple(known[name]._replace(microbatch=at) for name, at in pairs)
-    loss = replace(loss, parts=parts, counted=tuple(counted[_family(v)] for v in parts))
+    ordered = zip(made.family[own][order].tolist(), made.microbatch[own][order].tolist(), strict=True)
+    parts = tuple(known[name]._replace(microbatch=at) for name, at in ordered)
+    counted, of = zip(*(told[_family(v)] for v in parts), strict=True)
+    loss = replace(loss, parts=parts, counted=counted, of=of if loss.of else ())
     return Rolled((*rest, (*last, loss)))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import superscaler as ss
-from superscaler.compiler import Compiled, compile_graph
+from superscaler.compiler import Compiled, SProgram, compile_graph
 from superscaler.emit.steps import Emitted, emit
 from superscaler.ir.listing import parse_program, print_program
 from superscaler.ir.loops import Loop, Rolled, Span, find_spans
@@ -39,11 +39,11 @@ def gpt() -> Graph:
     return ss.capture(found.module, found.args, found.kwargs, optimizer=torch.optim.SGD(found.module.parameters(), 0.1))
 
 
-def compiled(graph: Graph, plan: str, devices: int, *, whole: bool = False) -> Compiled:
+def compiled(graph: Graph, plan: str | SProgram, devices: int, *, whole: bool = False) -> Compiled:
     with pytest.MonkeyPatch.context() as patch:
         if whole:
             patch.setattr("superscaler.compiler.find_steady", lambda graph: None)
-        return compile_graph(graph, resolve(plan), ss.Cluster.local(devices))
+        return compile_graph(graph, resolve(plan) if isinstance(plan, str) else plan, ss.Cluster.local(devices))
 
 
 def loops(program: Program) -> list[list[int]]:
@@ -88,7 +88,16 @@ def test_code_with_loops_over_slices_does_what_the_code_of_all_does(gpt: Graph, 
     check_told(gpt, plan, 2)
 
 
-def check_told(graph: Graph, plan: str, devices: int) -> None:
+def test_each_of_several_iterations_goes_in_loops(mlp: Graph) -> None:
+    def twice(graph: Graph, cluster: ss.Cluster) -> None:
+        resolve("pipeline_1f1b:microbatches=32")(graph, cluster)
+        graph.unroll(2)
+
+    check_told(mlp, twice, 2)
+    assert ss.compile(mlp, twice, ss.Cluster.local(2)).verify()["equal"]
+
+
+def check_told(graph: Graph, plan: str | SProgram, devices: int) -> None:
     """Check that code with loops does what the code of all microbatches does."""
     rolled, whole = compiled(graph, plan, devices), compiled(graph, plan, devices, whole=True)
     assert all(loops(rolled.program))
