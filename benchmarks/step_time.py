@@ -18,8 +18,8 @@ zero3              `torch.distributed.fsdp.fully_shard`, a group of parameters a
 zero3_keep         the same without checkpoints, which keeps the activations and gathers weights twice
 zero1              `zero`, and fully_shard(reshard_after_forward=False): weights are gathered once
 
-Below a pipeline is the share of a step in which the main thread of each device did not run, beside what the formula of
-the schedule says of equal stages, without an optimizer; with LAYERS=8 VOCABULARY=512 stages are nearly equal.
+Below a pipeline is the share of a step in which the main thread of each device waited, for other devices and not for a
+core, beside what the formula of the schedule says of equal stages; with VOCABULARY=512 they are nearly equal.
 
 With --mbit half of the processes are on another server (see two_servers.py), behind a link of so many Mbit/s.
 """
@@ -67,7 +67,7 @@ PEERS = {
     "pipeline_1f1b": ("Schedule1F1B", 1, 1.0), "balanced": ("Schedule1F1B", 1, 1.0), "gpipe": ("ScheduleGPipe", 1, 1.0),
     "interleaved": ("ScheduleInterleaved1F1B", 2, 1 / 2), "zbv": ("ScheduleZBVZeroBubble", 2, 1 / 6),
 }  # fmt: skip
-# Seconds of a step, ours and the peer's, and for how long of each the main thread ran.
+# Seconds of a step, ours and the peer's, and for how many of each the main thread was busy.
 Times = tuple[float, ...]
 
 
@@ -259,6 +259,12 @@ def peer_pipeline(name: str, rank: int, cuts: Cuts) -> Callable[[dict[str, Tenso
     return step
 
 
+def busy() -> float:
+    """Return for how many seconds this thread ran, or (where Linux tells) would have, if a core had been free."""
+    file = Path("/proc/thread-self/schedstat")
+    return sum(map(int, file.read_text().split()[:2])) / 1e9 if file.exists() else time.thread_time()
+
+
 def worker(name: str, directory: str, steps: int, cuts: Cuts) -> None:
     """Time ours and the peer's steps in turn on one rank, and write these times."""
     import torch.distributed as dist
@@ -276,9 +282,9 @@ def worker(name: str, directory: str, steps: int, cuts: Cuts) -> None:
         for step in (ours, peer) if number % 2 else (peer, ours):
             if ours.world > 1:
                 dist.barrier()
-            start, started = time.perf_counter(), time.thread_time()
+            start, started = time.perf_counter(), busy()
             step(batch)
-            ran = time.thread_time() - started
+            ran = busy() - started
             if ours.world > 1:
                 dist.barrier()
             seconds[step] = time.perf_counter() - start, ran
