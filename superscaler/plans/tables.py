@@ -119,9 +119,10 @@ Faults = Iterator[tuple[Step, str]]
 
 def _repeated(table: Table, place: Mapping[Work, Step]) -> Faults:
     for d, row in enumerate(table):
+        first: dict[Work, int] = {}
         for at, work in enumerate(row):
-            if row.index(work) != at:
-                yield (d, at), f"{work} is there already, at step {row.index(work)}"
+            if first.setdefault(work, at) != at:
+                yield (d, at), f"{work} is there already, at step {first[work]}"
 
 
 def _incomplete(table: Table, place: Mapping[Work, Step]) -> Faults:
