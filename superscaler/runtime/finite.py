@@ -73,6 +73,8 @@ def run(step: Step, function: FunctionType) -> Tensor:
         if first := share(communicator, mine):
             kind_of_error = RuntimeFailure if first == mine else PeerLost
             raise kind_of_error(f"{told}, which comes from {first}. No weight was changed by it.")
+    if not loss.isfinite():
+        raise RuntimeFailure(f"{told}: all its parts are finite, and their sum is too large for {loss.dtype}.")
     raise RuntimeFailure(f"{told}, but was finite when it was run again: it does not compute the same twice.")
 
 

@@ -244,3 +244,10 @@ def test_the_repetition_of_a_loop_is_named(bad: int, tmp_path: Path) -> None:
     assert "the forward of log (blocks.2) at segments.py" in text
     assert f"rank 1, microbatch {bad}," in text
     assert "    for m in range(" in (tmp_path / "plan" / "program_1.py").read_text()
+
+
+def test_a_loss_whose_sum_alone_is_too_large_is_told(tmp_path: Path) -> None:
+    batch = torch.zeros(32, 4, dtype=torch.float64)
+    batch[2:] = 3e153
+    text = failure(Net().double(), LOOPS, tmp_path / "plan", batch=batch)
+    assert "its loss is inf): all its parts are finite, and their sum is too large for torch.float64." in text
