@@ -140,9 +140,11 @@ class _Writer:
         def told(table: str, tell: Callable[[Any], Any]) -> list[Any]:
             found = list[Any]()
             for entry, later, count in self.entries[table].rows:
-                first = tell(entry)
-                second = first if count == 1 else tell(later)
-                found += (evenly((first, second), (turn,)) for turn in range(count))
+                if count == 1:
+                    found.append(tell(entry))
+                    continue
+                pair = tell(entry), tell(later)
+                found += (evenly(pair, (turn,)) for turn in range(count))
             return found
 
         def even(table: str) -> list[Any]:
