@@ -1,0 +1,279 @@
+"""Bugs of one line put into the package, one at a time, and which tests find them.
+
+    python benchmarks/mutations.py [NUMBER ...] [--check] [--most SECONDS]
+
+Each row of the table replaces a text that occurs exactly once in `superscaler/` and names the test files that must
+fail. Every bug is made in a temporary copy of the tree, where only these files run. Prints a line for each, and exits
+with 1 if a bug is not found. A text that is missing or occurs twice, a test file that does not exist, and tests that
+fail without any bug are errors, so that the table cannot rot in silence; `--check` looks for the first two only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Mutation(NamedTuple):
+    """What is wrong, the text and the text in its place, and the test files, fast ones first."""
+
+    bug: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
+    # The graph and the program.
+    ("a common box reaches to the larger end", "(max(p, q), min(r, s))", "(max(p, q), max(r, s))",
+     "schedule/test_transfers plans/test_zero"),
+    ("a collective is counted on all links, not all but one", "return (p - 1) * {", "return p * {",
+     "plans/test_traffic report/test_explain"),
+    ("a collective begins with a member that has not come", "if len(posts) <= post.count:",
+     "if len(posts) < post.count:",
+     "ir/test_interpret faults/test_single"),
+    ("weights change while a collective reads them", "if post.is_awaited or not isinstance(how",
+     "if True or not isinstance(how", "ir/test_interpret faults/test_faults faults/test_single"),
+    ("a loop runs once less", "count = int(runs[lag][here]) // lag + 1 if lag > 0 else 0",
+     "count = int(runs[lag][here]) // lag if lag > 0 else 0", "materialize/test_loops plans/test_schedules"),
+    ("an iteration updates its own weights", "else (k + 1) % count", "else k % count", "integration/test_unroll"),
+    ("a nested cut is numbered by columns", "cell * width + k", "cell + k * width",
+     "transform/test_cut transform/test_place"),
+    ("data of all places move along an axis", "found[self.places[:, axis] > 0] &= other",
+     "found[self.places[:, axis] >= 0] &= other", "property/test_spmd emit/test_steps"),
+    # Rules of operators.
+    ("a mean is not divided", """reduction="sum") / {x.full_size(0)}'""", """reduction="sum")'""", "ops/test_rules"),
+    ("distances are summed in parts", '"b.. m k^, b.. n k -> b.. m n"', '"b.. m k+, b.. n k -> b.. m n"',
+     "ops/test_rules"),
+    ("largest elements are summed",
+     'dim prod.dim_int var.correction var.dim std.dim", _reduction(1))',
+     'dim prod.dim_int var.correction var.dim std.dim", _reduction(1, "+"))', "ops/test_rules"),
+    ("padding is of the dim beside", "len(site.ins[0]) - 1 - k // 2",
+     "len(site.ins[0]) - 2 - k // 2", "ops/test_rules"),
+    ("the larger of two spans is split off", "if x.size < y.size:", "if x.size > y.size:",
+     "ops/test_spans ops/test_rules"),
+    ("a part of queries is not placed", "torch.arange(keys, device=like.device) <= queries",
+     "torch.arange(keys, device=like.device) < queries", "runtime/test_functional ops/test_rules"),
+    ("a step of concatenation is cut", 'f"(t^ {names[dim]})"', 'f"(t {names[dim]})"', "ops/test_rules"),
+    # Algorithms of op_trans.
+    ("an uneven cut lacks its last part", "bounds = [k * size // self.parts for k in range(self.parts + 1)]",
+     "bounds = [k * size // self.parts for k in range(self.parts)]", "transform/test_cut plans/test_zero"),
+    ("old weights take the newest", "for of in (age, age - 1)", "for of in (age, 0)",
+     "integration/test_stale transform/test_rewrite"),
+    ("arguments of a decomposed loss are swapped", "steps.loss(picked, largest, total)",
+     "steps.loss(total, largest, picked)", "transform/test_losses"),
+    ("capacity forgets how many experts are chosen", "ceil(capacity * chosen * size / count)",
+     "ceil(capacity * size / count)", "transform/test_experts"),
+    ("a ring ends a step late", "is_last = step == self.parts - 1", "is_last = step == self.parts",
+     "transform/test_ring"),
+    ("a place beyond a mesh is taken", "if place.max() >= size:", "if place.max() > size:", "transform/test_place"),
+    ("a routed gradient skips a reader", "if found:\n            index", "if len(found) > 1:\n            index",
+     "transform/test_cut verbs/test_verbs"),
+    # The schedule.
+    ("boxes that touch overlap", "common = np.maximum(held.lo[rows], wanted.lo[row]) < np.minimum(",
+     "common = np.maximum(held.lo[rows], wanted.lo[row]) <= np.minimum(",
+     "schedule/test_transfers integration/test_routes property/test_random_sprograms"),
+    ("addends go to parts in blocks", "if c is not None), n % count) != coordinate",
+     "if c is not None), n // count) != coordinate", "property/test_random_sprograms integration/test_equality"),
+    ("work with two sources is ready twice", "least[reader] -= not met[at]", "least[reader] -= 1",
+     "schedule/test_relaxations integration/test_routes"),
+    ("a weight at rest lacks an end", "and cuts[-1][1] == extent", "and cuts[-1][1] <= extent",
+     "schedule/test_homes plans/test_zero"),
+    ("segments forget what joins them", "levels[producer.name] + (not joins))", "levels[producer.name])",
+     "integration/test_segments schedule/test_transfers"),
+    ("weights come a segment later", "before = bisect_left(own, at) - 1 - ahead",
+     "before = bisect_left(own, at) - ahead",
+     "integration/test_overlap plans/test_zero"),
+    ("replicas are not sent apart", "(_send_apart, _split, _read_others)", "(_split, _read_others)",
+     "schedule/test_relaxations"),
+    ("pieces of a gradient end early", "bounds = [extents[slot] * k // count for k in range(count + 1)]",
+     "bounds = [extents[slot] * k // (count + 1) for k in range(count + 1)]", "plans/test_bytescheduler"),
+    # Code of devices.
+    ("a reduce_scatter goes to the wrong slot", "wants.devices, give=wants.slot, sizes",
+     "wants.devices, give=wants.slot - 1, sizes", "materialize/test_collectives plans/test_zero"),
+    ("tiles with a gap are gathered", "follows = all(a[1] == b[0] for", "follows = all(a[1] <= b[0] for",
+     "materialize/test_collectives materialize/test_lowering"),
+    ("slices of a reduction overlap", "lo + (hi - lo) * (at + 1) // n", "lo + (hi - lo) * (at + 2) // n",
+     "materialize/test_lowering integration/test_routes"),
+    ("every slice counts in norms", "not op.is_write, row in counted,", "not op.is_write, True,",
+     "integration/test_optimizers faults/test_single"),
+    ("a full bucket is closed early", "if entry.weight > room:",
+     "if entry.weight >= room:", "materialize/test_buckets"),
+    ("all of a group keep an addend", 'kept += group if step.kind == "chunk" else group[:1]', "kept += group",
+     "materialize/rvd/test_paths integration/test_routes"),
+    ("the last of equal prices is not taken", "if price <= min(prices) * NEARLY][-1]",
+     "if price <= min(prices) * NEARLY][0]", "materialize/test_pricing materialize/test_lowering"),
+    ("a loop shifts its first repetition", "later = missing if n > like else 0", "later = missing if n >= like else 0",
+     "materialize/test_loops"),
+    # Emitted code.
+    ("an all_to_all takes what it gives", 'f", {way.give}, {way.take}"', 'f", {way.take}, {way.give}"',
+     "emit/test_steps integration/test_routes"),
+    ("an addition changes its operand", 'sign = "+=" if i.in_place else', 'sign = "+=" if i.out else',
+     "emit/test_steps integration/test_equality"),
+    ("an early update ends the step", 'early = ", early=True" if i.is_early else ""', 'early = ""',
+     "integration/test_updates integration/test_stale"),
+    ("an emitted loop lacks its last turn", "last = tuple(run.repetition(run.count - 1))",
+     "last = tuple(run.repetition(run.count - 2))", "emit/test_steps materialize/test_loops"),
+    ("a value is sent in its own shape", "is_cut = source is not None and way.view != way.local and",
+     "is_cut = source is None and way.view != way.local and", "emit/test_steps integration/test_equality"),
+    # The runtime.
+    ("small gradients are clipped", "if scale < 1.0:", "if scale > 1.0:", "integration/test_optimizers"),
+    ("two ranks do not sum their losses", "return x if world == 1 else", "return x if world <= 2 else",
+     "integration/test_equality plans/test_zero"),
+    ("a later iteration draws what the first drew", 'steps = self.steps + e.get("ahead", 0)', "steps = self.steps",
+     "integration/test_unroll"),
+    ("dropout keeps what it should drop", "(random.reshape(x.shape) >= p)", "(random.reshape(x.shape) < p)",
+     "runtime/test_functional ops/test_rules"),
+    ("padding gets all of the gradient", "found.detach(), found)", "found, found.detach())",
+     "ops/test_rules runtime/test_functional"),
+    ("uneven slices have the size of the first", "work.wait().narrow(dim, 0, sizes[group.index(self.rank)])",
+     "work.wait().narrow(dim, 0, sizes[0])", "runtime/test_communicator"),
+    ("a broadcast comes from the first of a group", "_copy(parts()[group.index(source)])", "_copy(parts()[0])",
+     "runtime/test_communicator"),
+    ("the gradient is multiplied by the loss scale", "self.scale.double().reciprocal()", "self.scale.double()",
+     "runtime/test_scaler"),
+    ("a piece that a checkpoint lacks is zero", "if out is None or filled < out.numel():", "if out is None:",
+     "runtime/test_hostile train/test_checkpoint"),
+    ("pieces of a packed weight lie side by side", "found = [(k * unit + a, k * unit + b)", "found = [(k + a, k + b)",
+     "train/test_checkpoint"),
+    ("one checkpoint too many is removed", "max(0, len(others) + 1 - keep)", "max(0, len(others) + 2 - keep)",
+     "train/test_checkpoint"),
+    ("a message is sent to the rank itself", "if peer == self.rank or not 0 <= peer < self.world:",
+     "if not 0 <= peer < self.world:", "runtime/test_communicator"),
+    ("a rank that works is taken for a silent one", "and now - spot.since > limit:", "and now - spot.since < limit:",
+     "train/test_watch"),
+    ("what both halves need is made once", "if first or times[n] > 1]", "if first or times[n] > 2]",
+     "runtime/test_halves integration/test_split_backward"),
+    # Verification.
+    ("one small error makes a plan equal", "return all(error <= TOLERANCE for", "return any(error <= TOLERANCE for",
+     "property/test_verdicts"),
+    ("a slice begins before its value", "outside = (ranges[..., 0] < 0) | (ranges[..., 1] > size)",
+     "outside = (ranges[..., 1] > size)", "faults/test_edited faults/test_single"),
+    ("a weight is read once it is updated", "weight.is_stale = True", "weight.is_stale = False",
+     "faults/test_faults faults/test_single"),
+    ("what something else holds is changed in place", "if i.in_place and into.is_shared:",
+     "if i.in_place and into is value:", "faults/test_faults faults/test_single faults/test_edited"),
+    ("boxes that touch have elements in common", "common = np.maximum(rest[..., 0], boxes[n, :, 0]) < ",
+     "common = np.maximum(rest[..., 0], boxes[n, :, 0]) <= ", "verify/test_coverage"),
+    ("a gather takes ranges in any order", 'must_equal(content.box, expected, f"{kind_of',
+     'must_equal(box, box, f"{kind_of',
+     "faults/test_faults faults/test_edited faults/test_single"),
+    ("eager draws the others", "u < (x if p is None else p)", "u > (x if p is None else p)", "verify/test_eager"),
+    # Capture.
+    ("the running variance is biased", "(1.0, count / max(count - 1, 1))", "(1.0, 1.0)",
+     "frontend/test_decompositions integration/test_buffers"),
+    ("momentum goes to the old statistics", "old * (1.0 - momentum) + part", "old * momentum + part",
+     "frontend/test_decompositions integration/test_buffers"),
+    ("a factor of a product is lost", "else product(x, y) * alpha", "else product(x, y)",
+     "frontend/test_decompositions"),
+    ("a strided slice begins one later", "picked[0], picked[0] + 1)", "picked[-1], picked[-1] + 1)",
+     "frontend/test_decompositions"),
+    ("all parameters are in the first group", "groups[names[id(parameter)]] = number",
+     "groups[names[id(parameter)]] = 0",
+     "integration/test_optimizers frontend/test_capture"),
+    ("memory that is shared is not seen", "return a < d and c < b", "return a < d and c > b", "frontend/test_effects"),
+    # Plans, clusters, training.
+    ("1F1B warms up once more", "devices - d - 1, numbers, numbers)", "devices - d, numbers, numbers)",
+     "plans/test_schedules"),
+    ("a ring has a step more", "((n - 1 - far) * links.intra.alpha", "((n - far) * links.intra.alpha",
+     "cluster/test_seconds"),
+    ("memory is used up to the last byte only", "k + unit.tape + unit.most <= limit",
+     "k + unit.tape + unit.most < limit",
+     "plans/test_chains"),
+    ("the last piece of a text is never read", "len(self._text) - self.sequence + 1, self.batch)",
+     "len(self._text) - self.sequence, self.batch)", "train/test_data"),
+)]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=int, help="rows of the table, from 1 (default: all)")
+    parser.add_argument("--check", action="store_true", help="only look whether every text and test file is there")
+    parser.add_argument("--most", type=int, default=600, help="seconds that the tests of a bug may take")
+    given = parser.parse_args()
+    places = check()
+    if given.check:
+        print(f"{len(MUTATIONS)} mutations, each in one place.")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="superscaler-mutations-") as folder:
+        tree = copied(Path(folder))
+        found = [report(tree, number, places[number - 1], given.most) for number in given.numbers or count()]
+    print(f"{sum(found)} of {len(found)} found.")
+    return not all(found)
+
+
+def count() -> range:
+    return range(1, len(MUTATIONS) + 1)
+
+
+def check() -> list[Path]:
+    """Return the file of each text. Raises SystemExit for texts that are not there once, and for missing tests."""
+    files = {file: file.read_text() for file in sorted((ROOT / "superscaler").rglob("*.py"))}
+    places = []
+    for number, mutation in enumerate(MUTATIONS, 1):
+        found = [file for file, text in files.items() for _ in range(text.count(mutation.old))]
+        if len(found) != 1:
+            raise SystemExit(f"mutation {number} ({mutation.bug}): {mutation.old!r} is there {len(found)} times.")
+        if missing := [name for name in paths(mutation) if not (ROOT / name).is_file()]:
+            raise SystemExit(f"mutation {number} ({mutation.bug}): there is no {missing[0]}; mend the table.")
+        places += found
+    return places
+
+
+def paths(mutation: Mutation) -> list[str]:
+    return [f"tests/{name}.py" for name in mutation.tests.split()]
+
+
+def copied(folder: Path) -> Path:
+    """Return a copy of what tests need of the tree."""
+    ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
+    for name in ("superscaler", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def report(tree: Path, number: int, place: Path, most: int) -> bool:
+    """Print and return whether tests find a mutation. They pass without it, or this is an error."""
+    mutation = MUTATIONS[number - 1]
+    file = tree / place.relative_to(ROOT)
+    text = file.read_text()
+    before = sum(os.times()[:4])
+    file.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        test = next((test for name in paths(mutation) if (test := failed(tree, name, most))), "")
+    finally:
+        file.write_text(text)
+    if test and failed(tree, test, most):
+        raise SystemExit(f"mutation {number} ({mutation.bug}): {test} fails without it, too.")
+    seconds = sum(os.times()[:4]) - before
+    print(f"{number:3}  {'found' if test else 'NOT FOUND':9}  {seconds:5.0f} s  {mutation.bug}: {test}", flush=True)
+    return bool(test)
+
+
+def failed(tree: Path, name: str, most: int) -> str:
+    """Return the first test of a file that fails, or an empty string."""
+    known: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--no-header", name]
+    try:
+        done = subprocess.run(command, cwd=tree, env=known, capture_output=True, text=True, timeout=most, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{name} (does not end)"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return lines[0].split(" - ")[0].split(" ", 1)[1] if lines else f"{name} (exit code {done.returncode})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
