@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+# As in `typing`, which takes longer to import than all that is here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     # As themselves: what a package has for others, to those who read types.
     from superscaler.cluster import Cluster as Cluster
     from superscaler.errors import PlanError as PlanError

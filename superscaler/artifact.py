@@ -44,7 +44,7 @@ RUN = '''"""Train with this plan on {world} devices; superscaler launch torchrun
 import sys
 from pathlib import Path
 
-from superscaler.train.loop import main
+from superscaler.train.start import main
 
 main([str(Path(__file__).parent), *sys.argv[1:]])
 '''

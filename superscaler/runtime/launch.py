@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from superscaler.errors import InputError, RuntimeFailure
+from superscaler.interrupt import LAUNCHER
 from superscaler.timing import cores
 
 # Lines of a failed rank's standard error that are shown, of the ranks that do not write to the terminal.
@@ -30,6 +31,9 @@ T = TypeVar("T")
 _CALL = """import sys
 from pathlib import Path
 
+from superscaler.interrupt import begin_rank
+
+begin_rank()
 from superscaler.runtime.process import answer
 
 answer(Path(__file__).parent, *sys.argv[1:])
@@ -160,14 +164,14 @@ def _standard_error(folder: Path, rank: int) -> str:
 @contextmanager
 def _agent_environment(threads: int) -> Iterator[None]:
     """Give the ranks their number of threads, and undo what the agent changes in this process: it is made to own it."""
-    names = ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+    names = ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE", LAUNCHER)
     variables = {name: os.environ.get(name) for name in names}
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in signals}
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_NUM_THREADS"], os.environ[LAUNCHER] = str(threads), str(os.getpid())
     try:
         yield
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -18,6 +17,7 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from superscaler.errors import PlanError
+from superscaler.interrupt import begin_rank
 from superscaler.runtime.communicator import PeerLost
 
 # Seconds that a rank stays after another one was lost, so that the launcher sees the lost one first.
@@ -35,7 +35,7 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
         file = os.open(log / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, sys.stderr.fileno())
         os.close(file)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    begin_rank()
     sys.excepthook = partial(_end, log is not None)
     record(lambda: _after_linger(function, log is not None), _Brief())()
     _exit(0)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from kills import is_alive
 
+from superscaler import artifact, interrupt
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.runtime.launch import first_failure
 from superscaler.train.launch import train
@@ -55,6 +56,10 @@ class Step:
 
 main([str(Path(__file__).parent), *sys.argv[1:]], load=lambda directory: Step())
 """
+
+
+TRAIN = "import sys, pathlib; from superscaler.train.launch import train; "
+TRAIN += "train(pathlib.Path(sys.argv[1]), world=2, steps=5)"
 
 
 @pytest.fixture
@@ -128,9 +133,7 @@ def test_a_rank_that_exits_is_named_although_it_said_nothing(plan: Path) -> None
 @pytest.mark.dist
 def test_interrupting_ends_all_ranks(plan: Path) -> None:
     write(plan, "time.sleep(600)")
-    code = "import sys, pathlib; from superscaler.train.launch import train\n"
-    code += "train(pathlib.Path(sys.argv[1]), world=2, steps=5)"
-    with subprocess.Popen([sys.executable, "-c", code, str(plan)], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", TRAIN, str(plan)], stderr=subprocess.PIPE, text=True) as process:
         killer = threading.Timer(60, process.kill)
         killer.start()
         deadline = time.monotonic() + 40
@@ -146,6 +149,34 @@ def test_interrupting_ends_all_ranks(plan: Path) -> None:
     pids = [int(file.read_text()) for file in plan.glob("pid*")]
     assert len(pids) == 2
     assert not any(map(is_alive, pids))
+
+
+@pytest.mark.dist
+def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(plan: Path) -> None:
+    (plan / "run.py").write_text(artifact.RUN.format(world=2))
+    # What ranks import in the place of torch, and the launcher not.
+    (plan / "torch.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(__file__).with_name('pid' + os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", TRAIN, str(plan)]) as process:
+        deadline = time.monotonic() + 40
+        while len(pids := [int(file.read_text() or 0) for file in plan.glob("pid*")]) < 2 or not all(pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.kill()
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, "a rank lives on"
+        time.sleep(0.1)
+
+
+def test_a_rank_whose_launcher_ended_before_it_looked_ends() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x", interrupt.LAUNCHER: "1"}
+    code = "from superscaler.interrupt import begin_rank; begin_rank(); print('it goes on')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 
 
 def test_bad_arguments_start_nothing(tmp_path: Path) -> None:

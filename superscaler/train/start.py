@@ -1,0 +1,15 @@
+"""The start of a rank: what the `run.py` of a plan directory calls before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from superscaler.interrupt import begin_rank
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train the plan in the directory that the options name, as this whole process."""
+    begin_rank()
+    from superscaler.train.loop import main
+
+    main(argv)

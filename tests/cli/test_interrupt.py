@@ -1,0 +1,60 @@
+"""Ctrl-C at any moment is one line and exit code 130."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from superscaler.artifact import RUN
+
+ROOT = Path(__file__).parents[2]
+INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+# An import that makes another error of whatever comes, as those of compiled modules do.
+TORCH = f"""
+try:
+    {INTERRUPT}
+    import time; time.sleep(9)
+except BaseException:
+    raise ImportError("torch")
+"""
+WORK = f"""
+from superscaler.interrupt import run
+class Noisy:
+    def __del__(self):
+        {INTERRUPT}
+def work():
+    {{work}}
+    print("it goes on")
+run(work)
+"""
+CLEANED = f"""
+    try:
+        {INTERRUPT}
+    except BaseException:
+        print("cleaned", flush=True)
+        raise ValueError from None
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["-m", "superscaler", "capture", "mlp"], ""),
+        (["run.py"], ""),
+        (["-c", WORK.format(work=CLEANED)], "cleaned\n"),
+        (["-c", WORK.format(work="Noisy()")], ""),
+    ],
+    ids=["command", "rank", "cleaning", "finalizer"],
+)
+def test_an_interrupt_is_one_line(arguments: list[str], shown: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "run.py").write_text(RUN.format(world=1))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, shown, "interrupted\n")
