@@ -275,10 +275,7 @@ class Rank:
         if self.optimizer is not None and is_finite:
             for name, gradient in gradients.items():
                 weight = self.weights[name]
-                gradient = gradient.to(weight.dtype)
-                # A fused optimizer goes through both in the order in which they lie in memory.
-                is_alike = gradient.stride() == weight.stride()
-                weight.grad = gradient if is_alike else torch.empty_like(weight).copy_(gradient)
+                weight.grad = _laid_out(gradient.to(weight.dtype), weight)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -406,4 +403,21 @@ def _optimizer(
         if not is_chosen and all(x.is_floating_point() for x in params):
             options["fused"] = True
     used = [{"params": params, **options} for params, options in pairs]
-    return getattr(torch.optim, name)(used) if used else None
+    if not used:
+        return None
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(used)
+    made.register_load_state_dict_post_hook(_lay_out_states)
+    return made
+
+
+def _lay_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """Lay states that were loaded out as their weights."""
+    for weight, states in optimizer.state.items():
+        for name, value in states.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                states[name] = _laid_out(value, weight)
+
+
+def _laid_out(x: Tensor, weight: Tensor) -> Tensor:
+    """Return a tensor with the strides of a weight: a fused optimizer goes through both in the order of memory."""
+    return x if x.stride() == weight.stride() else torch.empty_like(weight, dtype=x.dtype).copy_(x)

@@ -111,7 +111,7 @@ class Stored:
                 )
             if not places:
                 return self._files[piece.file].get_tensor(piece.key + suffix)
-            found = view[tuple(slice(int(p[0]), int(p[-1]) + 1) for p in places)]
+            found = view[tuple(slice(int(p[0]), int(p[-1]) + 1) for p in places)].contiguous()
         for dim, place in enumerate(places):
             if len(place) != found.shape[dim]:
                 found = found.index_select(dim, torch.from_numpy(place - place[0]))
