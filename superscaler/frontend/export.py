@@ -191,8 +191,25 @@ class _Explicit(TorchFunctionMode):
             args = casts.cast_product(*args)
         if isinstance(func, FunctionType) and func in _DROPOUTS:
             func = partial(_drop, func)
-        result = func(*args, **(kwargs or {}))
-        return result if torch.is_grad_enabled() else pytree.tree_map(_detach, result)
+        if torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        return _without_gradients(func, args, kwargs or {})
+
+
+def _without_gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function under no_grad: its results are detached, and what it changes in place keeps the gradient that it
+    had before, if any.
+    """
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype.is_floating_point]
+    # An inference tensor counts no versions, and needs none: no gradient ever flows to it.
+    given = [x for x in given if not x.is_inference()]
+    before = [(x, x._version, x.clone() if x.grad_fn is not None else None) for x in given]
+    result = function(*args, **kwargs)
+    for x, version, old in before:
+        if x._version != version:
+            # The difference of old to itself is 0, with its gradient.
+            x.copy_(x.detach() if old is None else x.detach() + (old - old.detach()))
+    return pytree.tree_map(lambda x: x if any(x is y for y in given) else _detach(x), result)
 
 
 def _drop(function: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
