@@ -81,7 +81,7 @@ class _Builder:
     def run(self) -> None:
         for place, name in self.residents.load_weights():
             self.values.made(place, name, place.key[0])
-        for (kind, *_), some in groupby(self.schedule.order, key=_together):
+        for (kind, *_), some in groupby(self.schedule.order, key=self._together):
             run = list(some)
             if kind == "C":
                 self.writer.start(run)
@@ -101,6 +101,14 @@ class _Builder:
                 work(self.schedule.segments[node.number], node)
         # Nothing refers to itself, so that all that only writing needs is freed at once.
         del self.writer.landed
+
+    def _together(self, node: Node) -> tuple[object, ...]:
+        """Return what is equal for neighbours in the order that finish exchanges together: devices that correspond, and
+        the updates of one iteration.
+        """
+        if node.kind == "U":
+            return "U", self.schedule.edges.by_home[node.number].iteration
+        return (node.kind, node.number, *node.key[1:]) if node.is_run else (node.kind,)
 
     def program(self) -> Program:
         for rank, code in enumerate(self.code.of):
@@ -298,11 +306,6 @@ def _turns(edges: Edges) -> dict[tuple[int, int], frozenset[tuple[int, int]]]:
                 for piece in range(count) if group.microbatch is None else (group.microbatch,):
                     found.setdefault((home, piece), set()).add((number, side))
     return {piece: frozenset(orders) for piece, orders in found.items()}
-
-
-def _together(node: Node) -> tuple[object, ...]:
-    """Return what is equal for neighbours in the order that finish exchanges together: devices that correspond."""
-    return (node.kind, node.number, *node.key[1:]) if node.is_run else (node.kind,)
 
 
 def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:

@@ -147,7 +147,8 @@ class Nodes:
                 if ends not in known:
                     known[ends] = edges.meetings((op, 0), (reader, k))
                 segment = self.segment_of[reader.name]
-                kind = segment.backwards[-1] if reader.has_mirror else "F"
+                # What reads a weight without a backward may give a view of it to what has one.
+                kind = ("F" + segment.backwards)[-1]
                 for home, key in known[ends]:
                     update = Node("U", edges.home_number[tensor], home)
                     self._edge(Node(kind, segment.number, key), update, "read before update")
@@ -174,9 +175,9 @@ class Nodes:
                     if older is not None:
                         self._edge(Node("U", older, place.key), node, "sent after update")
                     # An older version is set before the weight changes, which it may read in place.
-                    aged = (end for end in readers if end.device == piece.device and end.places[0].kind == UPDATE)
-                    for end in aged:
-                        self._edge(Node(*end.places[0][:3]), Node(*place[:3]), "read before update")
+                    aged = (other for end in readers if end.device == piece.device for other in end.places)
+                    for other in (other for other in aged if other.kind == UPDATE):
+                        self._edge(Node(*other[:3]), Node(*place[:3]), "read before update")
         for reader in readers:
             for place in reader.places:
                 self._edge(node, Node(*reader_of(segments, place)))

@@ -82,6 +82,19 @@ def test_the_second_step_reads_the_weights_of_the_first() -> None:
     assert found[0] == found[1] != found[2]
 
 
+def test_each_version_of_a_weight_may_be_copied_on_one_device() -> None:
+    def copied(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ss.op_trans(graph, graph.forward_ops, ss.Stale(2))
+        ss.op_trans(graph, [op for op in graph.ops if not op.is_forward], ss.Replicate(2))
+        ss.op_assign(graph, graph.ops, 0)
+
+    graph = graph_of("mlp", "SGD", 0.5)
+    plan = ss.compile(graph, copied, "local:1")
+    assert plan.verify()["equal"]
+    losses = recurrence(graph, {t.name: 2 for t in graph.model.parameters()}, 5)
+    assert trained(plan, 5) == pytest.approx(losses, rel=1e-6)
+
+
 def test_stages_read_weights_of_as_many_updates_ago_as_there_are_stages_behind_them() -> None:
     graph = graph_of("mlp:layers=3,batch=4", "SGD", 0.5)
     plan = ss.compile(graph, resolve("pipedream:microbatches=2"), "local:3")
