@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.steps import Emitted
 from superscaler.errors import InputError
-from superscaler.ir.graph import Model, Op, once, without_sources
+from superscaler.ir.graph import Model, once, without_sources
 from superscaler.ir.listing import print_program
 from superscaler.ir.program import Program
 from superscaler.ir.text import print_model
@@ -88,12 +88,15 @@ def reads(model: Model) -> dict[str, Any]:
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
         "bounds": bounds(model),
         "limits": limits(model),
+        "ignored": ignored(model),
     }
 
 
 # The ops that select by an integer input, their second, and the dim of their first operand that they select along.
 _SELECTING = {n: dim for n, row in ROWS.items() for _, dim, role in row.roles if role in ("vocabulary", "classes")}
 _ROWS = {n: dim for n, dim in _SELECTING.items() if "embedding" in n}
+# Losses and counts that leave some labels out, and which argument says these.
+_IGNORED = {"ss.count_labels": 1, **aten(4, "cross_entropy_loss nll_loss_nd")}
 # What leaves the values of its operand as they are, but for some that a label does not count.
 _MOVES = {n for n, row in ROWS.items() if row.is_view} | aten(True, "clone _to_copy constant_pad_nd").keys()
 
@@ -110,24 +113,35 @@ def bounds(
     """Return for each integer input below which number its values must be: the rows or classes that they select, as
     they are or after what is done to them (after `moves` only, if given).
     """
-    producers = model.producers()
     found: dict[str, int] = {}
-    for op in model.ops:
-        if op.target not in selecting:
-            continue
+    for op in (op for op in model.ops if op.target in selecting):
         bound = model.tensors[op.inputs[0].tensor].shape[selecting[op.target]]
-        left = [op.inputs[1].tensor]
-        while left:
-            name = left.pop()
-            if name in model.inputs:
-                found[name] = min(bound, found.get(name, bound))
-            elif name in producers and producers[name][0].from_data and _is_among(producers[name][0], moves):
-                left += [o.tensor for o in producers[name][0].inputs]
+        for name in _sources(model, op.inputs[1].tensor, moves):
+            found[name] = min(bound, found.get(name, bound))
     return found
 
 
-def _is_among(op: Op, moves: Container[str] | None) -> bool:
-    return moves is None or op.target in moves
+def ignored(model: Model) -> dict[str, int]:
+    """Return for each input of labels the value of those that do not count, if all losses of it have the same one."""
+    found: dict[str, set[int]] = {}
+    for op in (op for op in model.ops if op.target in _IGNORED):
+        at = _IGNORED[op.target]
+        value = int(op.args[at]) if at < len(op.args) else dict(op.kwargs).get("ignore_index", -100)
+        for name in _sources(model, op.inputs[at != 1].tensor, _MOVES):
+            found.setdefault(name, set()).add(value)
+    return {name: values.pop() for name, values in found.items() if len(values) == 1}
+
+
+def _sources(model: Model, name: str, moves: Container[str] | None) -> Iterator[str]:
+    """Yield the inputs from whose values those of a tensor come, by `moves` only, if given."""
+    producers, left = model.producers(), [name]
+    while left:
+        name = left.pop()
+        made = producers[name][0] if name in producers else None
+        if name in model.inputs:
+            yield name
+        elif made is not None and made.from_data and (moves is None or made.target in moves):
+            left += [o.tensor for o in made.inputs]
 
 
 def slots_of(model: Model, name: str) -> list[list[int]]:

@@ -43,7 +43,9 @@ from superscaler.timing import without_garbage_collection
 
 @dataclass(frozen=True)
 class Call:
-    """What was captured: a call of the user's module, its autocast, and which submodules were in training mode."""
+    """What was captured: a call of the user's module, its autocast, which submodules were in training mode, and which
+    parameters the optimizer updates.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -51,6 +53,7 @@ class Call:
     inputs: Inputs
     training: tuple[bool, ...]
     autocast: Autocast | None = None
+    updated: frozenset[str] = frozenset()
 
     def batch(self) -> dict[str, Tensor]:
         """Return the example inputs by the names that export gave them, in its order."""
@@ -149,7 +152,8 @@ def capture(
     model = replace(model, optimizer=training.optimizer)
     _warn_of_underflow(model)
     seconds = {"export": exported_at - start, "capture": read_at - exported_at}
-    call = Call(module, tuple(args), dict(kwargs or {}), names, tuple(m.training for m in module.modules()), cast)
+    modes = tuple(m.training for m in module.modules())
+    call = Call(module, tuple(args), dict(kwargs or {}), names, modes, cast, frozenset(training.groups))
     return Captured(model, values, call, program, seconds, call.batch(), _fixed(module, model))
 
 

@@ -75,9 +75,13 @@ def slice_tokens(graph: Graph, slices: int) -> None:
     factors = tuple(sequences(graph, "a pipeline", slices, "slices"))
     for op in graph.forward_ops:
         if not op.from_data and (tensor := reads_ahead(graph, op, factors)):
-            what = "its queries read keys of" if "attention" in op.target else f"it reads {tensor} of"
+            why = (
+                "its queries may read keys of slice 1 (known is is_causal, or a constant mask of all keys so far)"
+                if "attention" in op.target
+                else f"it may read {tensor} of slice 1 (the rule of {op.target} says of no dim that it is causal)"
+            )
             raise InputError(
-                f"{op.name} ({op.module or op.target}) is not causal along {' and '.join(factors)}: of {slices} "
-                f"slices, in slice 0 {what} slice 1. Choose a schedule without slices, as pipeline_1f1b."
+                f"{op.name} ({op.module or op.target}) is not known to be causal along {' and '.join(factors)}: of "
+                f"{slices} slices, in slice 0 {why}. Choose a schedule without slices, as pipeline_1f1b."
             )
     op_trans(graph, graph.forward_ops, Microbatch(slices, factors))

@@ -120,6 +120,7 @@ class PlanFile(Checked):
     inputs: dict[str, tuple[list[Count], str]]
     bounds: dict[str, Count]
     limits: dict[str, tuple[Number, Number]]
+    ignored: dict[str, Number] = {}
     slots: dict[str, list[list[Count]]]
     tensors: dict[str, Owned]
     aliases: dict[str, str]

@@ -24,7 +24,8 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
         raise TransformError(f"op_trans at {where} selects none of the parts of {op.name}; select at least one.")
     factor = getattr(algorithm, "factor", ())
     factors = [str(name) for name in (factor if isinstance(factor, tuple | list) else (factor,))]
-    for name in factors:
+    # Of a batch of one, which has no factor, one part is all.
+    for name in factors if getattr(algorithm, "parts", 0) != 1 else ():
         _check_factor(graph, name, where)
     sizes = _sizes(graph, op, parts)
     made = {some: _axis(op, algorithm, some, where) for some in sizes}
@@ -50,7 +51,10 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
 def _check_factor(graph: Graph, name: str, where: str) -> None:
     factor, at, which = name.partition("@")
     if factor not in graph.model.factors and not any(is_named(known, factor) for known in graph.model.factors):
-        raise InputError(f"op_trans at {where}: {unknown('factor', factor, graph.model.factors)}")
+        raise InputError(
+            f"op_trans at {where}: {unknown('factor', factor, graph.model.factors)} A dim of size 1, as of a batch of "
+            "one, has no factor: it comes in one part only."
+        )
     if at and not (which.isdigit() or which in MARKS):
         raise InputError(f"op_trans at {where}: '{name}': {unknown('index', which, [*MARKS, '0, 1, ...'])}")
 

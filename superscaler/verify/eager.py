@@ -82,7 +82,7 @@ class Eager:
         self.written = {op.inputs[0].tensor for op in self.model.ops if op.is_write and not op.is_output}
 
     def step(self, known: Mapping[str, Tensor], draw: Draw) -> Reference:
-        """Return the loss, the gradient of each trained tensor (None: it has none), and the buffers that it changed.
+        """Return the loss, the gradient of each updated tensor (None: it has none), and the buffers that it changed.
 
         `known`: parameters and buffers before it, by name. Dropout keeps everything; `draw` gives other random numbers.
         """
@@ -93,7 +93,7 @@ class Eager:
         leaves = {n: self._wide(known[n]).requires_grad_(wants) for n, wants in wanted.items()}
         fixed = {n: b.clone() for n, b in module.named_buffers() if n not in self.written}
         buffers = {n: fixed[n].clone() if n in fixed else self._wide(known[n]) for n, _ in module.named_buffers()}
-        trained = {n: x for n, x in leaves.items() if x.requires_grad}
+        trained = {n: x for n, x in leaves.items() if x.requires_grad and n in self.call.updated}
         mode.add((list(leaves.values()), [buffers[n] for n in self.written], self.args, self.kwargs))
         state = {f"module.{n}": x for n, x in {**leaves, **buffers}.items()}
         loss, found, outputs = self._run(mode, state, list(trained.values()))

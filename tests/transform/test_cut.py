@@ -9,11 +9,13 @@ import pytest
 from chains import chain
 from random_graphs import random_model
 
+import superscaler as ss
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Index, Op
 from superscaler.ir.parts import Axis
 from superscaler.ir.transformed import Graph
 from superscaler.verbs import Microbatch, Replicate, Shard, Split, op_assign, op_trans
+from tests.graphs import graph_of
 
 
 def test_algorithms_nest_and_boxes_follow() -> None:
@@ -161,6 +163,13 @@ def test_a_factor_that_nothing_has_is_refused(factor: object, message: str) -> N
     graph = chain()
     with pytest.raises(InputError, match=rf"op_trans at .*test_cut.py:\d+: {message}"):
         op_trans(graph, graph.op("mul0"), Split(factor, 2))  # type: ignore[arg-type]
+
+
+def test_a_batch_of_one_comes_in_one_part() -> None:
+    for plan, devices in (("pipeline_1f1b:microbatches=1", 2), ("zero:stage=3", 1)):
+        assert ss.compile(graph_of("mlp:batch=1"), plan, f"local:{devices}").verify()["equal"]
+    with pytest.raises(InputError, match=r"unknown factor 'batch'.* A dim of size 1, as of a batch of one, has no"):
+        ss.compile(graph_of("mlp:batch=1"), "data_parallel", "local:2")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.cli.main import main
@@ -111,3 +114,37 @@ def test_the_command_tells_what_shrank(capsys: pytest.CaptureFixture[str]) -> No
     told = capsys.readouterr().out
     assert "batch 8 -> 6" in told
     assert "devices 4 -> 3" in told
+
+
+class Labeled(nn.Module):
+    """Scores of classes, of which one label stands for none."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self.table, self.head, self.ignored = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False), ignored
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.table(ids)).flatten(0, 1), labels.flatten(), ignore_index=self.ignored)
+
+
+@pytest.mark.parametrize("shapes", ["model", "small"])
+@pytest.mark.parametrize("plan", ["data_parallel", "tensor_parallel", "gradient_accumulation:microbatches=2"])
+@pytest.mark.parametrize("ignored", [255, 3, -100])
+def test_labels_that_do_not_count_are_any_number(ignored: int, plan: str, shapes: str) -> None:
+    """At the small shape the first labels are all that there are, and a mean of none is nan."""
+    torch.manual_seed(0)
+    module, ids, labels = Labeled(ignored), torch.randint(16, (4, 6)), torch.randint(16, (4, 6))
+    labels[:, :4] = ignored
+    graph = ss.capture(module, (ids, labels), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    found = ss.compile(graph, plan, "local:2").verify(shapes=shapes)
+    assert found["equal"], found
+    if shapes == "model":
+        assert found["loss"] == pytest.approx(module(ids, labels).item())
+
+
+def test_labels_of_no_class_are_refused() -> None:
+    module = Labeled(255)
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    graph = ss.capture(module, (ids, ids + 254), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(InputError, match="'labels' has 254, but the model has 16 rows for it"):
+        ss.compile(graph, "single", "local:1").verify()
