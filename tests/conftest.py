@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from superscaler.timing import cores
+from tests.quick import quick_python
+
+PYTHON = sys.executable
 
 for folder in ("property", "faults", "dist", "materialize/rvd", "verbs"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
@@ -35,3 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="superscaler-tests-")
     os.environ["XDG_CACHE_HOME"] = folder.name
     config.add_cleanup(folder.cleanup)
+    if config.getoption("numprocesses"):
+        os.environ["QUICK_PYTHON"] = str(quick_python(Path(folder.name)))
+    else:
+        os.environ.pop("QUICK_PYTHON", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let processes of tests that are marked `dist` start at once, but for those of `dist(python="real")`."""
+    mark = item.get_closest_marker("dist")
+    if mark is None or mark.kwargs.get("python") == "real":
+        sys.executable = PYTHON
+        return
+    if "QUICK_PYTHON" not in os.environ:
+        os.environ["QUICK_PYTHON"] = str(quick_python(Path(os.environ["XDG_CACHE_HOME"])))
+    sys.executable = os.environ["QUICK_PYTHON"]

@@ -1,0 +1,199 @@
+"""Python processes that start at once: forks of one that has imported what takes seconds.
+
+`quick_python(folder)` starts that one, and returns a program that takes the place of `sys.executable`: it hands its
+arguments, environment, files and limits to a fork, passes signals on, and ends as the fork does. Where it is killed the
+fork is, too. What it cannot show is how Python itself starts: tests of imports or of hashes take the real one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import gc
+import os
+import resource
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[1]
+# Imports nothing but this: it must start in a few hundredths of a second.
+_CLIENT = """#!{python} -IS
+import os, resource, signal, socket, struct, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+asked = repr([sys.argv, dict(os.environ), os.getcwd(), limits]).encode()
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+socket.send_fds(server, [struct.pack("<Q", len(asked))], [0, 1, 2])
+server.sendall(asked)
+signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+(fork,) = struct.unpack("<q", server.recv(8))
+for number in signals:
+    signal.signal(number, lambda number, frame: os.kill(fork, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+answer = server.recv(8)
+code = struct.unpack("<q", answer)[0] if answer else -9
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+_SIZE = struct.Struct("<Q")
+
+
+def quick_python(folder: Path) -> Path:
+    """Start the process that forks; it ends with this one. Returns the program, which waits until that is ready."""
+    address, program = str(folder / "socket"), folder / "python"
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(address)
+    server.listen(64)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(server.fileno()), str(os.getpid())]
+    process = subprocess.Popen(command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL)
+    atexit.register(lambda: (process.kill(), process.wait()))
+    server.close()
+    program.write_text(_CLIENT.format(python=sys.executable, address=address))
+    program.chmod(0o700)
+    return program
+
+
+def serve(server: socket.socket, parent: int) -> NoReturn:
+    """Fork for whoever asks, until the process that started this one has ended."""
+    _warm()
+    base = [p for p in sys.path if p not in (str(ROOT), str(Path(__file__).parent))]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()
+    server.settimeout(1.0)
+    while os.getppid() == parent:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            continue
+        if os.fork() == 0:
+            server.close()
+            _tend(connection, base)
+        connection.close()
+    os._exit(0)
+
+
+def _warm() -> None:
+    """Import what a command does, by doing it."""
+    import torch.distributed.run
+    from tqdm import tqdm
+
+    import superscaler as ss
+    import superscaler.cli.compile
+    import superscaler.train.launch
+    import superscaler.train.loop
+    from superscaler.models import build
+
+    # Its thread would not be in a fork.
+    tqdm.monitor_interval = 0
+    built = build("gpt2:size=tiny")
+    graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.AdamW(built.module.parameters()))
+    ss.compile(graph, "data_parallel", "local:2")
+    assert len(os.listdir("/proc/self/task")) == 1
+
+
+def _tend(connection: socket.socket, base: list[str]) -> NoReturn:
+    """Fork once more, and tell how that one ends."""
+    connection.setblocking(True)
+    head, files, _, _ = socket.recv_fds(connection, _SIZE.size, 3)
+    (left,) = _SIZE.unpack(head)
+    asked = b""
+    while len(asked) < left:
+        asked += connection.recv(left - len(asked))
+    fork = os.fork()
+    if fork == 0:
+        _be(connection, files, eval(asked), base)
+    for file in files:
+        os.close(file)
+    connection.sendall(struct.pack("<q", fork))
+    _, status = os.waitpid(fork, 0)
+    with suppress(OSError):
+        connection.sendall(struct.pack("<q", os.waitstatus_to_exitcode(status)))
+    os._exit(0)
+
+
+def _be(connection: socket.socket, files: list[int], asked: list[Any], base: list[str]) -> NoReturn:
+    """Do what Python does with arguments, and end."""
+    (program, *arguments), environment, folder, limits = asked
+    # Where the client is killed, this process is.
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, 10, signal.SIGKILL)  # F_SETSIG
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.executable = program
+    code = _end(lambda: _run(arguments, base))
+    os._exit(code)
+
+
+def _run(arguments: list[str], base: list[str]) -> None:
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    while arguments[0] in ("-u", "-I"):
+        arguments = arguments[1:]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    how = arguments.pop(0) if arguments[0] in ("-c", "-m") else ""
+    what = arguments[0]
+    sys.argv = ["-c" if how == "-c" else what, *arguments[1:]]
+    more = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    sys.path[:] = ["" if how == "-c" else os.getcwd() if how else str(Path(what).resolve().parent), *more, *base]
+    if how == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(what, "<string>", "exec"), main.__dict__)
+    else:
+        runpy.run_path(what, run_name="__main__")
+
+
+def _end(work: Any) -> int:
+    """Run something as all that a process does; return its exit code."""
+    code: Any = 0
+    try:
+        work()
+    except SystemExit as ended:
+        code = ended.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        kind, error, trace = sys.exc_info()
+        assert kind is not None
+        sys.excepthook(kind, error, trace)  # type: ignore[arg-type]
+        code = 130 if kind is KeyboardInterrupt else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if code == 130:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return int(code or 0)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
