@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from superscaler.runtime import buckets, functional, halves
 from superscaler.runtime.communicator import Communicator, Work
 from superscaler.runtime.copies import Copies
+from superscaler.runtime.fused import is_plain
 from superscaler.runtime.regather import Dropped
 from superscaler.runtime.scaler import Scaler
 
@@ -396,11 +397,11 @@ def _optimizer(
             members[entry["group"]].append(weights[entry["name"]])
     pairs = [(params, dict(options)) for params, options in zip(members, groups, strict=True) if params]
     for params, options in pairs:
-        # One pass over memory, where the user leaves to torch how, and torch has it.
+        # One pass over memory, where the user leaves to torch how, and torch has it right.
         is_chosen = options.get("fused") is not None or any(
             map(options.get, ("foreach", "differentiable", "capturable"))
         )
-        if not is_chosen and all(x.is_floating_point() for x in params):
+        if not is_chosen and is_plain(name, options, params):
             options["fused"] = True
     used = [{"params": params, **options} for params, options in pairs]
     if not used:

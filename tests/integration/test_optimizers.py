@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
@@ -55,6 +56,49 @@ def test_a_step_equals_torch(name: str, spec: str, world: int) -> None:
     assert result["equal"], result
     updated = {op.inputs[0].tensor for op in graph.ops if not op.is_forward}
     assert any(".h.0." in tensor for tensor in updated) == (name not in ("some", "frozen"))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 33), nn.Linear(33, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*have float16 gradients")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("made", [torch.optim.SGD, partial(torch.optim.AdamW, eps=1e-3)], ids=["SGD", "AdamW"])
+def test_weights_are_those_of_eager_training_in_their_own_dtype(
+    made: Callable[..., torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    """Torch's fused updates are for float32: of halves its SGD changes no weight on the CPU."""
+    torch.manual_seed(0)
+    module, x = Two().to(dtype), torch.randn(4, 8, dtype=dtype)
+    eager = copy.deepcopy(module)
+    compiled = compile(
+        capture(module, (x,), optimizer=made(module.parameters(), lr=0.05)), "single", "local:1"
+    ).compiled
+    plan, code = describe(compiled), modules(compiled.emitted.files)
+
+    def run(communicator: Communicator) -> tuple[dict[str, Tensor], list[object]]:
+        step = build_step(plan, code, dict(compiled.graph.captured.values), communicator)
+        for _ in range(2):
+            step({"x": x})
+        return step.state_dict()["weights"], [g["fused"] for g in step.state.optimizer.param_groups]
+
+    ((weights, fused),) = run_ranks(1, run)
+    optimizer = made(eager.parameters(), lr=0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        eager(x).backward()
+        optimizer.step()
+    is_single = dtype == torch.float32
+    near = {"rtol": 1e-6, "atol": 1e-7} if is_single else {"rtol": 0.0, "atol": 0.0}
+    for name, want in eager.named_parameters():
+        torch.testing.assert_close(weights[name.replace(".", "_")], want.detach(), **near)
+    assert fused == [True if is_single else None]
 
 
 def test_a_step_without_an_optimizer_is_refused() -> None:

@@ -1,0 +1,56 @@
+"""Whether torch's fused update of weights is the plain one on this machine, found by running both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A vector of any kernel and some more, with rates at which an update is seen.
+_SHAPE, _RATE = (3, 43), 0.05
+# Of the largest element: the same digits in another order, in float32.
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
+def is_plain(name: str, options: Mapping[str, Any], weights: Iterable[Tensor]) -> bool:
+    """Tell whether fused updates of all weights are the plain ones, to the last digits of float32."""
+    told = json.dumps({**options, "lr": _RATE}, sort_keys=True)
+    kinds = {(x.dtype, x.device, x.is_contiguous()) for x in weights}
+    return all(_agrees(name, told, *kind) for kind in kinds)
+
+
+@cache
+def _agrees(name: str, options: str, dtype: torch.dtype, device: torch.device, is_contiguous: bool) -> bool:
+    """Compare two updates of a weight. Halves differ: torch 2.13 writes no fused SGD of them on the CPU."""
+    given = json.loads(options)
+    try:
+        fused, plain = (_updated(name, {**given, "fused": k}, dtype, device, is_contiguous) for k in (True, None))
+    except (RuntimeError, TypeError):
+        # There is no such kernel.
+        return False
+    return all(
+        float((a - b).abs().max()) <= _ROUNDING * float(b.abs().max()) for a, b in zip(fused, plain, strict=True)
+    )
+
+
+def _updated(
+    name: str, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device, is_contiguous: bool
+) -> list[Tensor]:
+    """Return a weight and the optimizer's states of it after two updates, in float64."""
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn() -> Tensor:
+        x = torch.randn(_SHAPE, generator=draw, dtype=torch.float64).to(device, dtype)
+        return x if is_contiguous else x.t().contiguous().t()
+
+    weight = drawn().requires_grad_()
+    optimizer = getattr(torch.optim, name)([weight], **options)
+    for _ in range(2):
+        weight.grad = drawn()
+        optimizer.step()
+    states = [x for x in optimizer.state[weight].values() if isinstance(x, Tensor)]
+    return [x.detach().double().cpu() for x in (weight, *states)]
