@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from superscaler.errors import ScheduleError
 from superscaler.ir.parts import Ints
-from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Recv, Role, Send, Weight
+from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Recv, Role, Send, Value, Weight
 from superscaler.ir.spmd import Fold, Folded
 
 _COMMUNICATION = (Role.GROUP, Role.PEER)
@@ -54,6 +56,12 @@ class Cohort:
             return self._moved(values[0])
         return self._moved((values[0],))[:, 0] if role is Role.PEER else self._even(values)
 
+    @cached_property
+    def at_rest(self) -> dict[Value, tuple[Weight, Ints]]:
+        """Return the weights by name, each with its box on every device [devices, slots, 2]."""
+        boxes = (box.reshape(len(self), -1, 2) for box in self.of_weights("box"))
+        return {weight.name: (weight, box) for weight, box in zip(self.weights, boxes, strict=True)}
+
     def of_weights(self, field: str) -> list[NDArray[Any]]:
         """Return a field of each weight as an array with a row per device."""
         sides = zip(*(device.weights for device in self.samples), strict=True)
@@ -71,6 +79,8 @@ class Cohort:
         if all(value == values[0] for value in values[1:]):
             return self._rows(values[:1])
         first, *others = map(_array, values)
+        if any(other.shape != first.shape for other in others):
+            raise ValueError(f"at the places of a fold it has {', '.join(map(str, values))}")
         if first.dtype == bool:
             found = np.broadcast_to(first, (len(self), *first.shape)).copy()
             for axis, other in enumerate(others):
@@ -107,9 +117,23 @@ def cohorts(program: Program) -> list[Cohort]:
     for base, own in enumerate(fold.devices):
         places = np.indices(own.shape).reshape(own.ndim, -1).T
         samples = [devices.compiled[device] for device in fold.samples(base)]
+        _check_alike(samples)
         found.append(Cohort(base, own.reshape(-1), samples, places, fold))
     idle = [rank for rank in range(len(devices)) if rank not in fold.places]
     return [*found, Cohort(len(found), np.array(idle), [devices.idle])] if idle else found
+
+
+def _check_alike(samples: Sequence[Device]) -> None:
+    """Raise ScheduleError unless the places of a fold that are compiled have equal instructions but for their data."""
+    first, *others = (([w.name for w in d.weights], [*map(type, d.instructions)]) for d in samples)
+    for device, other in zip(samples[1:], others, strict=True):
+        if other != first:
+            one, two = (f"{len(code)} instructions and {len(names)} weights" for names, code in (first, other))
+            same = zip_longest(first[1], other[1])
+            at = next((f", other ones from instruction {n} on" for n, (a, b) in enumerate(same) if a is not b), "")
+            raise ScheduleError(
+                f"device {device.rank} has {two}, and device {samples[0].rank}, with which it folds, {one}{at}."
+            )
 
 
 def _alike(devices: Sequence[Device]) -> list[Cohort]:

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from superscaler.errors import ScheduleError
+from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.cohorts import Cohort, cohorts
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import (
@@ -147,7 +147,7 @@ class _Interpreter(Generic[V]):
                     break
             except Refusal as refusal:
                 raise ScheduleError(self._where(run, run.at, refusal.why, refusal.row)) from None
-            except (LookupError, ValueError, TypeError) as error:
+            except (LookupError, ValueError, TypeError, TransformError) as error:
                 # A program that was read from a file may have numbers that fit nothing.
                 why = f"does not fit what it is given ({error})."
                 raise ScheduleError(self._where(run, run.at, why, 0)) from error
@@ -192,9 +192,15 @@ class _Interpreter(Generic[V]):
 
     def _write(self, run: _Run[V], i: Instruction, made: Sequence[V]) -> None:
         for name, value in zip(writes(i), made, strict=True):
-            if (name in run.values or name in run.handles) and name not in reads(i):
-                raise Refusal(f"makes {name}, which is there already.")
+            if name not in reads(i):
+                self._check_new(run, name)
             run.values[name] = value
+
+    def _check_new(self, run: _Run[V], name: Value) -> None:
+        if name in run.values or name in run.handles:
+            raise Refusal(f"makes {name}, which is there already.")
+        if name == ONE:
+            raise Refusal(f"makes {name}, the name of the gradient of the loss.")
 
     # Communication.
 
@@ -219,8 +225,7 @@ class _Interpreter(Generic[V]):
             if isinstance(i, Send):
                 run.sent.setdefault(int(self.cohort_of[peers[0]]), []).append(post)
         for part, name in enumerate(writes(i)):
-            if name in run.handles:
-                raise Refusal(f"makes {name}, which is there already.")
+            self._check_new(run, name)
             run.handles[name] = post, part
 
     def _check_awaited(self, run: _Run[V], i: Update) -> None:
@@ -268,6 +273,8 @@ class _Interpreter(Generic[V]):
             return False
         post.is_awaited = True
         self._write(run, i, [self.domain.arrive(run.cohort, run.at, started, value)])
+        if i.out == i.work:
+            run.handles.pop(i.work)
         return True
 
     def _message(self, run: _Run[V], post: _Post[V]) -> V | None:

@@ -19,6 +19,7 @@ def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[in
     for device in devices:
         mine: list[tuple[Meeting, frozenset[int], Communication]] = []
         count: dict[tuple[int, ...], int] = defaultdict(int)
+        numbers = set[tuple[int, int]]()
         for i in device.instructions:
             if isinstance(i, Collective):
                 meeting = (i.kind, i.group, count[i.group], i.dtype, i.bytes)
@@ -26,6 +27,12 @@ def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[in
                 count[i.group] += 1
             elif isinstance(i, Send):
                 pair = device.rank, i.peer
+                if (i.peer, i.message) in numbers:
+                    raise ScheduleError(
+                        f"device {device.rank} sends {i.source} to device {i.peer} as message {i.message}, the number "
+                        "of another one to that device."
+                    )
+                numbers.add((i.peer, i.message))
                 mine.append((("message", *pair, i.message), frozenset(pair), i))
             elif isinstance(i, Recv):
                 pair = i.peer, device.rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -72,6 +73,9 @@ def _check_weights(program: Program, masks: Masks) -> None:
         boxes, flags = cohort.of_weights("box"), cohort.of_weights("counted")
         if number not in masks.updated or number not in masks.losses:
             raise ScheduleError(f"device {cohort.devices[0]} does not update its weights and give the loss at its end.")
+        if len(cohort.at_rest) < len(cohort.weights):
+            name = Counter(w.name for w in cohort.weights).most_common(1)[0][0]
+            raise ScheduleError(f"device {cohort.devices[0]} has two weights at rest of one name, {name}.")
         for weight, box, counts in zip(cohort.weights, boxes, flags, strict=True):
             op = masks.homes.get(weight.tensor)
             where = f"{Mask(weight.tensor, weight.box)} on device {cohort.devices[0]}"

@@ -120,10 +120,11 @@ class Masks:
         tensor = self._tensor(i.tensor)
         box = _boxes(cohort.data(at, "box"), len(cohort))
         if tensor.kind != "input":
-            number = next((n for n, w in enumerate(cohort.weights) if w.name == i.out), -1)
-            if number < 0 or cohort.weights[number].tensor != i.tensor:
+            weight, held = cohort.at_rest.get(i.out, (None, box))
+            if weight is None or weight.tensor != i.tensor:
                 raise Refusal(f"is no weight at rest of {i.tensor} on this device.")
-            held = _boxes(cohort.of_weights("box")[number], len(cohort))
+            if (i.out, i.tensor) in self.updated.get(cohort.number, ()):
+                raise Refusal(f"loads {i.tensor} again, which is updated by now.")
             must_equal(held, box, f"{i.tensor} is at rest as")
         self._check_inside(tensor, box)
         return [Content(i.tensor, False, box, None, tensor.dtype, is_shared=True)]
@@ -147,6 +148,8 @@ class Masks:
         n, slots = len(cohort), len(i.view)
         whole = np.zeros((n, slots, 2), dtype=np.int64)
         whole[..., 1] = i.view
+        if i.largest and not read:
+            raise Refusal("takes the largest of no pieces.")
         if not read:
             return [Content("", False, whole, {}, i.dtype, shape=i.shape)]
         boxes = cohort.data(at, "boxes").reshape(n, len(read), slots, 2)
@@ -265,14 +268,14 @@ class Masks:
         if i.is_early == is_last:
             raise Refusal("is the last of its device." if is_last else "is not the last of its device.")
         done, made = self.updated.setdefault(cohort.number, set()), dict[Value, Content]()
-        weights = {w.name: w for w in cohort.weights}
         count, ends = len(i.weights), len(i.weights) * 2 + len(i.buffers)
         pairs = [*zip(i.weights, read[:count], read[count : 2 * count], strict=True)]
         pairs += zip(i.buffers, read[2 * count : ends], read[ends:], strict=True)
         for name, weight, value in pairs:
-            home, held = self.homes.get(weight.tensor), weights.get(name)
+            home, (held, box) = self.homes.get(weight.tensor), cohort.at_rest.get(name, (None, weight.box))
             if home is None or held is None or held.tensor != first(weight.tensor):
                 raise Refusal(f"changes {name}, which no op updates.")
+            must_equal(weight.box, box, f"changes {name} as")
             if (name, weight.tensor) in done:
                 raise Refusal(f"changes {name} twice.")
             if value.is_stale:

@@ -51,6 +51,9 @@ class Segment:
                 if index.mark == "frozen" and not index.follows and hi - lo != index.size:
                     raise Refusal(f"cuts {index.factor} of {op.name}, which cannot be cut.")
                 rows.append((column, hi - lo, index.size))
+        # What is emitted knows where a function's own part starts by its boxes.
+        for n, box in enumerate(self.function.boxes):
+            self._check_following(n, np.array([lo for lo, _ in box], dtype=np.int64)[None])
         found = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         return found[0], found[1], found[2]
 
@@ -64,7 +67,8 @@ class Segment:
         if outside.any():
             row, k = np.argwhere(outside)[0].tolist()
             raise Refusal(f"runs a part that starts at {at[row, k]} of {whole[k]}, with a size of {size[k]}.", row)
-        self._check_following(starts)
+        for n, at in enumerate(self.columns):
+            self._check_following(n, starts[:, at])
         if len(run.inputs) != len(self.function.inputs) or len(run.grads) != len(run.inputs):
             raise Refusal(f"is given {len(run.inputs)} inputs of {len(self.function.inputs)}.")
         if len(run.outputs) != len(self.function.outputs):
@@ -77,17 +81,19 @@ class Segment:
             if wants != has:
                 raise Refusal(f"{'wants' if wants else 'does not want'} a gradient of {tensor}.")
 
-    def _check_following(self, starts: Ints) -> None:
-        """Raise Refusal unless what follows another index is where that one says."""
-        for n, op in enumerate(self.function.ops):
-            lo = starts[:, self.columns[n]]
-            for k, index in enumerate(op.indices):
-                if index.follows is not None:
-                    first, last = following(op, index, lo, lo + self.sizes[n])
-                    wrong = (lo[:, k] != first) | (lo[:, k] + self.sizes[n][k] != last)
-                    if wrong.any():
-                        row = int(np.argmax(wrong))
-                        raise Refusal(f"runs {op.name} on {index.factor} from {lo[row, k]}, not {first[row]}.", row)
+    def _check_following(self, n: int, lo: Ints) -> None:
+        """Raise Refusal unless what follows another index of op `n` is where that one says, for parts that start at
+        `lo` [parts, indices].
+        """
+        op, hi = self.function.ops[n], lo + self.sizes[n]
+        for k, index in enumerate(op.indices):
+            if index.follows is not None:
+                first, last = following(op, index, lo, hi)
+                wrong = (lo[:, k] != first) | (hi[:, k] != last)
+                if wrong.any():
+                    row = int(np.argmax(wrong))
+                    here, there = f"{lo[row, k]}:{hi[row, k]}", f"{first[row]}:{last[row]}"
+                    raise Refusal(f"runs {op.name} on {here} of {index.factor}, not on {there}.", row)
 
     @cached_property
     def uses_of(self) -> list[list[tuple[Op, int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +116,17 @@ def with_updates_cut(graph: ss.Graph, cluster: ss.Cluster) -> None:
         ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(factor, count)), cluster.devices)
 
 
+def with_updates_interleaved(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Data parallelism with two slices of each weight at rest on a device, that are updated as early as they can be."""
+    for op in graph.ops:
+        places = cluster.devices if op.is_forward else 2 * list(cluster.devices)
+        factor = "batch" if op.is_forward else op.indices[0].factor
+        ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(factor, len(places))), places)
+    for before, block in pairwise(graph.blocks):
+        updates = [op for op in graph.ops if not op.is_forward and op.inputs[0].tensor.startswith(block.path)]
+        ss.op_order(graph, updates, graph.select(module=before.path, kind="B"))
+
+
 def routed(graph: ss.Graph, cluster: ss.Cluster) -> None:
     """Replicate every other op, and let its mirrors route: each reads what its own readers send."""
     for number, op in enumerate(graph.forward_ops):
@@ -151,6 +163,7 @@ PLANS: dict[str, Small] = {
     "uneven": Small(named(f"{GPT},layers=1"), uneven, 3),
     "slices": Small(named(f"{GPT},layers=2"), "seq1f1b:microbatches=1,slices=2", 2),
     "zero": Small(MLP, with_updates_cut, 2),
+    "early": Small(MLP, with_updates_interleaved, 2),
     "routed": Small(lambda: (*MODELS["tied"](), {}), routed, 2),
     # Messages, broadcasts, all_to_all, paths of two steps, value parts: what random sprograms make of small models.
     "broadcasts": of_random("tied", 15, "free"),

@@ -1,0 +1,180 @@
+"""Programs that compute something else under names, places and numbers that look right are refused, each in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from mutations import Code, at, named
+from outcome import differs
+from small_plans import exact
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.program import (
+    Combine,
+    Free,
+    Function,
+    Load,
+    Program,
+    Recv,
+    Send,
+    Update,
+    Value,
+    Wait,
+)
+from superscaler.ir.spmd import Folded
+from superscaler.verify.checks import CHECKS
+
+Edit = Callable[[Program], Program]
+
+
+@dataclass(frozen=True)
+class Hole:
+    """An edit of a plan that `says` why it is refused; `is_right`: its numbers are those of the plan."""
+
+    plan: str
+    says: str
+    edit: Edit
+    is_right: bool = False
+
+
+HOLES: dict[str, Hole] = {}
+
+
+def hole(plan: str, says: str, is_right: bool = False) -> Callable[[Edit], Edit]:
+    def keep(edit: Edit) -> Edit:
+        HOLES[edit.__name__] = Hole(plan, says, edit, is_right)
+        return edit
+
+    return keep
+
+
+def codes(program: Program) -> list[Code]:
+    return [[i for i in d.instructions if not isinstance(i, Free)] for d in program.devices]
+
+
+def with_codes(program: Program, code: list[Code]) -> Program:
+    devices = zip(program.devices, code, strict=True)
+    return replace(program, devices=tuple(replace(d, instructions=tuple(c)) for d, c in devices))
+
+
+def copy_of(code: Code, out: Value, source: Value) -> Combine:
+    """Return what gives a weight at rest another name."""
+    box = code[at(code, Load, out=source)].box
+    view = tuple(hi - lo for lo, hi in box)
+    return Combine(out, (source,), (tuple((0, size) for size in view),), view, view, "float64")
+
+
+FIRST, SECOND = named("layers_0_weight"), named("layers_0_weight_p1")
+
+
+@hole("early", "loads layers.1.weight again, which is updated by now", is_right=True)
+def weight_loaded_again_after_its_update(program: Program) -> Program:
+    code = codes(program)
+    again = code[0][at(code[0], Load, tensor="layers.1.weight")]
+    code[0][-2:-2] = [Free((again.out,)), again]
+    return with_codes(program, code)
+
+
+@hole("early", r"changes layers_0_weight as \[4:6, 0:6\], but it has \[0:2, 0:6\]")
+def slices_of_a_weight_under_the_names_of_each_other(program: Program) -> Program:
+    code = codes(program)
+    n, other = next(n for n, i in enumerate(code[0]) if isinstance(i, Update) and FIRST in i.weights), named("other")
+    update = code[0][n]
+    a, b = (update.weights.index(name) for name in (FIRST, SECOND))
+    gradients = list(update.gradients)
+    gradients[a], gradients[b] = gradients[b], gradients[a]
+    first, second = (copy_of(code[0], *pair) for pair in ((other, FIRST), (FIRST, SECOND)))
+    last = replace(copy_of(code[0], SECOND, FIRST), pieces=(other,))
+    code[0][n : n + 1] = [first, Free((FIRST,)), second, Free((SECOND,)), last]
+    code[0].insert(n + 5, replace(update, gradients=tuple(gradients)))
+    return with_codes(program, code)
+
+
+@hole("data", "has two weights at rest of one name, layers_0_weight")
+def weight_at_rest_twice(program: Program) -> Program:
+    """The optimizer would have it twice."""
+    first, second = program.devices
+    again = replace(first.weights[0], counted=False)
+    return replace(program, devices=(replace(first, weights=(*first.weights, again)), second))
+
+
+@hole("uneven", "runs scaled_dot_product_attention on")
+def start_of_attention_moved(program: Program) -> Program:
+    def moved(f: Function) -> Function:
+        for n, op in enumerate(f.ops):
+            first = next((i.until for i in op.indices if i.until is not None), None)
+            if first is not None and f.boxes[n][first][0]:
+                box = tuple((lo - (k == first), hi - (k == first)) for k, (lo, hi) in enumerate(f.boxes[n]))
+                return replace(f, boxes=(*f.boxes[:n], box, *f.boxes[n + 1 :]))
+        return f
+
+    return replace(program, functions=tuple(map(moved, program.functions)))
+
+
+@hole("early", "sends .* to device 1 as message 9, the number of another one to that device")
+def messages_of_one_number(program: Program) -> Program:
+    code = codes(program)
+    for mine in code:
+        mine[:] = [replace(i, message=9) if isinstance(i, Send | Recv) and i.message == 11 else i for i in mine]
+    waits = [n for n, i in enumerate(code[1]) if isinstance(i, Wait) and str(i.work).startswith("layers_1_weight_work")]
+    first, second = (code[1][n] for n in waits)
+    code[1][waits[0]], code[1][waits[1]] = replace(first, work=second.work), replace(second, work=first.work)
+    return with_codes(program, code)
+
+
+@hole("values", "takes the largest of no pieces")
+def largest_of_no_pieces(program: Program) -> Program:
+    code = codes(program)
+    empty = next((mine, n) for mine in code for n, i in enumerate(mine) if isinstance(i, Combine) and not i.pieces)
+    empty[0][empty[1]] = replace(empty[0][empty[1]], largest=True)
+    return with_codes(program, code)
+
+
+@hole("early", "makes head_bias, which is there already")
+def handle_under_the_name_of_a_value(program: Program) -> Program:
+    code = codes(program)
+    old, new = named("layers_0_weight_work"), named("head_bias")
+    n = at(code[0], Recv, work=old)
+    code[0][n] = replace(code[0][n], work=new)
+    code[0][at(code[0], Wait, work=old)] = replace(code[0][at(code[0], Wait, work=old)], work=new)
+    return with_codes(program, code)
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_it_is_refused(name: str) -> None:
+    hole = HOLES[name]
+    mutant = hole.edit(exact(hole.plan).program)
+    with pytest.raises(ScheduleError, match=rf"^device \d+.*{hole.says}") as refused:
+        check(mutant)
+    assert "\n" not in str(refused.value)
+    assert bool(differs(hole.plan, mutant)) != hole.is_right
+    check(exact(hole.plan).program)
+
+
+def check(program: Program) -> None:
+    for one in CHECKS.values():
+        one(program)
+
+
+@pytest.mark.parametrize("change", ["shorter", "another kind", "other weights", "more pieces"])
+def test_places_of_a_fold_that_run_other_programs_are_refused(change: str) -> None:
+    program = exact("folded").program
+    devices = program.devices
+    assert isinstance(devices, Folded)
+    rank = devices.fold.samples(0)[1]
+    code, weights = list(devices.compiled[rank].instructions), devices.compiled[rank].weights
+    n = next(n for n, i in enumerate(code) if isinstance(i, Load) and i.tensor == "labels")
+    if change == "shorter":
+        del code[n]
+    elif change == "another kind":
+        code[n] = Free((code[n].out,))
+    elif change == "other weights":
+        weights = weights[1:]
+    else:
+        code[n] = replace(code[n], box=code[n].box * 2)
+    changed = replace(devices.compiled[rank], instructions=tuple(code), weights=weights)
+    mutant = replace(program, devices=replace(devices, compiled={**devices.compiled, rank: changed}))
+    with pytest.raises(ScheduleError, match=rf"devices? .*{rank}"):
+        check(mutant)
