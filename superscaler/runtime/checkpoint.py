@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Seconds between two looks for the shards of other ranks.
 _POLL = 0.02
+# Seconds until a network disk shows on all servers what is new on one, at most.
+_SHOWN = 60.0
 
 
 def share(communicator: Communicator, text: str) -> str:
@@ -90,6 +92,7 @@ class Saver:
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
         self._lock: int | None = None
+        self._is_open = False
         # What the last save wrote: memory that the next one copies into.
         self._copies: dict[str, Tensor] = {}
 
@@ -101,16 +104,12 @@ class Saver:
     def save(self, training: Mapping[str, Any] | None = None) -> None:
         """Copy the state and start to write it. An earlier save is waited for. `training` goes into the manifest."""
         self.finish()
+        self.open()
         steps = self.step.state.steps
         made = share(self.step.state.communicator, self._begin(steps) if self.step.rank == 0 else "")
         if made.startswith("!"):
-            self._release()
             self._fail(steps, made[1:])
             return
-        if self.step.rank != 0:
-            # Where the folder is not on this rank's disk, writing says so.
-            with suppress(OSError):
-                self._lock = lock(self.directory)
         tensors, entries = snapshot(self.step, self._owners[self.step.rank], self._copies)
         self._copies = tensors
         save = _Save(self.directory / made, steps, _head(self.step, training), entries, tensors)
@@ -120,16 +119,42 @@ class Saver:
     def _begin(self, steps: int) -> str:
         """Return the name of a new folder; what went wrong after a `!`."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.directory, is_first=True)
             return new_folder(self.directory, steps)
         except OSError as error:
             return f"!{reason(self.directory, error)}"
 
-    def _release(self) -> None:
+    def open(self) -> None:
+        """Hold the folder until `close`, so that no other run saves there. Raises InputError where that cannot be."""
+        if self._is_open:
+            return
+        for is_first in (True, False):
+            is_mine = is_first == (self.step.rank == 0) and (is_first or self._owners[self.step.rank])
+            if error := share(self.step.state.communicator, self._hold(is_first) if is_mine else ""):
+                self.close()
+                raise InputError(f"{error.rstrip('.')}.")
+        self._is_open = True
+
+    def _hold(self, is_first: bool) -> str:
+        """Lock the folder; return what went wrong."""
+        deadline = time.monotonic() + (0.0 if is_first else _SHOWN)
+        while True:
+            try:
+                self._lock = lock(self.directory, is_first)
+                return ""
+            except InputError as error:
+                return str(error)
+            except OSError as error:
+                if not isinstance(error, FileNotFoundError) or time.monotonic() > deadline:
+                    return reason(self.directory, error)
+            time.sleep(_POLL)
+
+    def close(self) -> None:
+        """Let other runs save into the folder."""
         if self._lock is not None:
             os.close(self._lock)
-            self._lock = None
+        self._lock, self._is_open = None, False
+        # A next save of this run looks whether another one holds the folder.
+        self.step.state.communicator.barrier()
 
     def finish(self) -> None:
         """Wait until the save under way is whole, or has failed."""
@@ -143,8 +168,6 @@ class Saver:
         if error:
             save.is_given_up.set()
         thread.join()
-        # Before all ranks have met again: the next save looks whether others write.
-        self._release()
         error = error or share(communicator, save.error)
         self._save = self._thread = None
         if error:
@@ -297,6 +320,7 @@ def save(step: Step, directory: str | Path, keep: int | None = None) -> Path:
     saver = Saver(step, directory, keep)
     saver.save()
     saver.finish()
+    saver.close()
     if saver.last is None:
         raise InputError(saver.failures[0])
     return saver.last

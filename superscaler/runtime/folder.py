@@ -6,32 +6,73 @@ import errno
 import fcntl
 import os
 import re
+import socket
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+from superscaler.errors import InputError, brief
 from superscaler.runtime.stored import FOLDER, MANIFEST_FILE, POINTER_FILE, checkpoints
 from superscaler.specs.files import ASIDE
 
-# A run has a lock on this file as long as it writes; the system takes it back from a process that ends.
+# All ranks of a run have a lock on this file; the system takes it back from a process that ends, however it does.
 LOCK_FILE = ".lock"
 # What a checkpoint has before it is whole.
 _PARTS = re.compile(rf"rank-\d{{5,}}\.(safetensors|json)|\.(rank-\d{{5,}}|manifest)\.\w+\.\w+{re.escape(ASIDE)}")
 
 
-def lock(directory: Path, is_first: bool = False) -> int:
-    """Say to other runs that this one writes into a folder, until the file that is returned is closed. With `is_first`,
-    what killed runs left there is removed before, unless another run writes there. Raises OSError.
+def lock(directory: Path, is_first: bool) -> int:
+    """Hold a folder of checkpoints for a run, until the file that is returned is closed or the process ends. The first
+    rank makes the folder, writes there which process holds it, and removes what killed runs left. Raises OSError, and
+    InputError where another run holds the folder.
     """
-    file = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    # Not every file system has locks: nothing is removed then.
-    with suppress(OSError):
+    if is_first:
+        directory.mkdir(parents=True, exist_ok=True)
+    file = os.open(directory / LOCK_FILE, os.O_RDWR | (os.O_CREAT if is_first else 0), 0o666)
+    try:
         if is_first:
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _sweep(directory)
-        fcntl.flock(file, fcntl.LOCK_SH)
+            _flock(file, fcntl.LOCK_EX)
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            os.fsync(file)
+            _sweep(directory)
+        _flock(file, fcntl.LOCK_SH)
+    except BlockingIOError:
+        holder = brief(os.pread(file, 300, 0).decode(errors="replace")) or "an unknown process"
+        os.close(file)
+        raise InputError(
+            f"another run saves into {directory}: {holder}. Wait until it ends, stop it, or choose another folder."
+        ) from None
+    except OSError:
+        os.close(file)
+        raise
     return file
+
+
+def _flock(file: int, kind: int) -> None:
+    """Lock a file unless another run did. Not every file system has locks; nothing is held there."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass
+
+
+def check_folder(directory: Path) -> None:
+    """Raise InputError unless a run may save into a folder, which need not be there and is not made."""
+    made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
+    try:
+        file = lock(directory, is_first=True)
+        if made:
+            (directory / LOCK_FILE).unlink()
+        os.close(file)
+    except OSError as error:
+        raise InputError(f"{directory} cannot be written: {error.strerror}; choose another folder.") from None
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _sweep(directory: Path) -> None:

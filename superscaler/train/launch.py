@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from superscaler.errors import InputError, RuntimeFailure
+from superscaler.runtime.folder import check_folder
 from superscaler.runtime.launch import launch
 from superscaler.runtime.stored import open_stored
 from superscaler.train.data import check_text
@@ -30,11 +31,14 @@ class Keeping:
 
     def check(self, steps: int, data: Path | None) -> None:
         """Raise InputError for what ranks would refuse, before there are any."""
-        check_saving(self, saving_folder(self.save, self.resume))
+        folder = saving_folder(self.save, self.resume)
+        check_saving(self, folder)
         if self.resume is not None and not is_first(self.save, self.resume):
             check_resume(self.resume, steps, data)
         if self.weights is not None:
             open_stored(self.weights)
+        if folder is not None:
+            check_folder(folder)
 
     def options(self) -> list[str]:
         """Return the options of a rank that say the same; files by their whole paths."""

@@ -78,6 +78,8 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
         batches = choose_batches(step, options.data, seed)
         position = {"seed": seed, "data": data_of(options.data), "model": options.named}
         saver = Saver(step, folder, options.keep, warn) if folder else None
+        if saver is not None:
+            saver.open()
         reporter, why = None, ""
         if step.rank == 0:
             metrics = stack.enter_context(_writable(options.metrics, start)) if options.metrics else None

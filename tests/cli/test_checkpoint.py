@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from superscaler.cli.main import main
+from superscaler.runtime.folder import check_folder, lock
 
 ROOT = Path(__file__).parents[2]
 MODEL = "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=256,seq=16,batch=8,dropout=0.1"
@@ -141,7 +142,7 @@ def test_wrong_input_is_said_before_anything_is_built(
     stopped: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text("a" * 100)
-    folder, done = str(stopped), steps(stopped)
+    folder, done, held = str(stopped), steps(stopped), lock(tmp_path / "held", is_first=True)
     cases = {
         ("--save-every", "2"): "--save-every 2 needs --save DIR",
         ("--keep", "2"): "--keep 2 needs --save DIR",
@@ -154,6 +155,8 @@ def test_wrong_input_is_said_before_anything_is_built(
         ("--resume", str(tmp_path / "no")): "no has no checkpoint yet; to start anew there, ",
         ("--resume", "n" * 300): "cannot be read: File name too long",
         ("--save", "n" * 300): "cannot be read: File name too long",
+        ("--save", "/proc/kept"): "/proc/kept cannot be written: No such file or directory; choose another folder.",
+        ("--save", str(tmp_path / "held")): f"another run saves into {tmp_path}/held: process {os.getpid()} on ",
         ("--resume", folder, "--weights", folder): "--weights has no use",
         ("--resume", folder, "--steps", str(done)): f"trained for {done} steps, and --steps {done} counts these",
         ("--resume", folder, "--steps", str(done + 9), "--data", str(tmp_path / "text")): (
@@ -167,3 +170,7 @@ def test_wrong_input_is_said_before_anything_is_built(
         assert message in error, arguments
         assert error.startswith("error: ")
         assert error.count("\n") == 1
+    os.close(held)
+    # What is only looked at is not made.
+    check_folder(tmp_path / "new" / "kept")
+    assert not (tmp_path / "new").exists()

@@ -8,8 +8,10 @@ import json
 import math
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from superscaler.runtime.shard import write_tensors
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.stored import checkpoints, open_checkpoint
 from superscaler.runtime.threads import run_ranks
+from superscaler.train.loop import parser, train_rank
 
 PLANS = {
     "single": 1,
@@ -446,6 +449,7 @@ def test_the_oldest_checkpoints_go_and_nothing_is_written_over(tmp_path: Path) -
         assert [path.name for path in checkpoints(tmp_path)][-1] >= "step-00000003"
         saver.finish()
         assert saver.last == tmp_path / "step-00000004"
+        saver.close()
         assert step.save(tmp_path) == tmp_path / "step-00000004.1"
 
     run("mixed", "data_parallel", work)
@@ -512,15 +516,19 @@ def test_what_killed_runs_left_is_removed_and_nothing_else(checkpoint: Path, tmp
     ]
     (checkpoint / "step-00000009").symlink_to(tmp_path / "elsewhere")
     kept += [checkpoint / "step-00000009" / LEFT]
-    other = lock(checkpoint)
-    run("mixed", "data_parallel", lambda step: (step.restore(checkpoint), step.save(checkpoint)))
-    # Another run writes there.
+    other = lock(checkpoint, is_first=True)
+    assert not any(folder.exists() for folder in gone)
+    for folder in gone:
+        leftover(folder)
+    with pytest.raises(InputError, match=f"another run saves into {checkpoint}: process {os.getpid()} on "):
+        run("mixed", "data_parallel", lambda step: step.save(checkpoint))
+    # A run that writes there may have begun them.
     assert all(folder.is_dir() for folder in gone)
     os.close(other)
     run("mixed", "data_parallel", lambda step: (step.restore(checkpoint), step.save(checkpoint)))
     assert not any(folder.exists() for folder in gone)
     assert all(path.exists() for path in kept)
-    assert (checkpoint / "latest").read_text() == "step-00000003.2\n"
+    assert (checkpoint / "latest").read_text() == "step-00000003.1\n"
 
 
 def test_what_was_saved_stays_where_older_ones_cannot_go(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,6 +553,28 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             run("mixed", "single", partial(Step.save, directory=directory, keep=keep))
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_run_looks_before_its_first_step_whether_it_can_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("superscaler.train.loop.stop_requests", lambda _: nullcontext(lambda: False))
+    held = lock(tmp_path / "held", is_first=True)
+
+    def work(step: Step) -> list[str]:
+        found = []
+        for folder in (tmp_path / "held", Path("/proc/kept"), tmp_path / "held" / ".lock" / "kept"):
+            with pytest.raises(InputError) as caught:
+                train_rank(parser().parse_args(["--save", str(folder)]), tmp_path, load=lambda _: step)
+            found.append(str(caught.value))
+        assert step.state.steps == 0
+        return found
+
+    (texts,) = run("mixed", "single", work)
+    os.close(held)
+    assert f"another run saves into {tmp_path}/held: process {os.getpid()} on {socket.gethostname()}. Wait" in texts[0]
+    assert texts[1].startswith("/proc/kept cannot be written: No such file or directory")
+    assert ".lock is a file; choose a folder." in texts[2]
+    # The lock is that of a process, not of a file that stays.
+    os.close(lock(tmp_path / "held", is_first=True))
 
 
 def test_each_element_is_saved_once(folders: Path) -> None:
