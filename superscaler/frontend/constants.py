@@ -155,7 +155,7 @@ def _where(trace: Trace, node: Node, condition: Node, *options: Any) -> None:
 def _lookup(trace: Trace, node: Node, x: Node, indices: Sequence[Node | None]) -> None:
     """x[rows, columns] with constants that name every row and column once, in order (as masks are read), is a view.
 
-    x[..., [2, 3]] is a slice.
+    x[..., [2, 3]] is a slice, and x[arange(b), i] a gather, which can be cut on b.
     """
     known = [value for v in indices if (value := trace.constant(v)) is not None]
     shape = shape_of(x)
@@ -164,6 +164,8 @@ def _lookup(trace: Trace, node: Node, x: Node, indices: Sequence[Node | None]) -
         rows = [row % shape[dim] for row in known[0].tolist()] if known[0].dtype == torch.int64 else []
         if rows and rows == list(range(rows[0], rows[0] + len(rows))):
             return trace.rewrite(node, _ATEN.slice.Tensor, x, dim, rows[0], rows[-1] + 1)
+    if known and (gather := _paired(trace, shape, indices)):
+        return trace.rewrite(node, gather, x, next(v for v in indices if v is not None and not _counts(trace, v)))
     if len(known) != len(shape) or len(indices) != len(shape):
         return None
     last = -len(shape_of(node)) - 1
@@ -173,6 +175,47 @@ def _lookup(trace: Trace, node: Node, x: Node, indices: Sequence[Node | None]) -
             return None
         last = at
     return trace.rewrite(node, _ATEN.view.default, x, shape_of(node))
+
+
+def _paired(trace: Trace, shape: Sequence[int], indices: Sequence[Node | None]) -> Callable[..., Tensor] | None:
+    """Return what computes x[:, rows, i] of (x, i) by a gather, where constants count the rows of dims beside one that
+    is looked up; else None.
+
+    x[arange(b), i] -> gather(x, 1, i[:, None])[:, 0]    x[arange(b)[:, None], i] -> gather(x, 1, i)
+    """
+    given = {d: v for d, v in enumerate(indices) if v is not None}
+    made = torch.broadcast_shapes(*(shape_of(v) for v in given.values()))
+    rows = {d: _counts(trace, v) - 1 + len(made) - len(shape_of(v)) for d, v in given.items() if _counts(trace, v)}
+    found, (first, *_, last) = [d for d in given if d not in rows], given
+    is_alone = len(found) == 1 and all(made[k] == shape[d] for d, k in rows.items())
+    is_ordered = list(rows.values()) == list(range(len(rows))) and len(given) == last - first + 1
+    if not (rows and is_alone and is_ordered and dtype_of(given[found[0]]) in (torch.int64, torch.int32)):
+        return None
+    # What is looked up in a row is one element, or several, which are a dim of the result behind that of the rows.
+    dim, count = found[0], len(made) - len(rows)
+    if count > 1 or (count and dim != last):
+        return None
+    kept = [made[-1] if count and d == dim else 1 if d == dim or d not in given else n for d, n in enumerate(shape)]
+    whole = [kept[d] if d == dim else n for d, n in enumerate(shape)]
+
+    def gather(x: Tensor, i: Tensor) -> Tensor:
+        i = _ATEN._to_copy.default(i, dtype=torch.int64) if i.dtype != torch.int64 else i
+        i = _ATEN.where.self(_ATEN.lt.Scalar(i, 0), _ATEN.add.Tensor(i, shape[dim]), i)
+        i = _ATEN.view.default(expanded(i, made), kept)
+        y = _ATEN.gather.default(x, dim, expanded(i, whole))
+        return y if count else _ATEN.squeeze.dim(y, dim)
+
+    return gather
+
+
+def _counts(trace: Trace, index: Node) -> int:
+    """Return 1 + the only dim along which a constant index is 0, 1, 2, ..., or 0."""
+    value = trace.constant(index)
+    if value is None or value.dtype not in (torch.int64, torch.int32):
+        return 0
+    long = [d for d, n in enumerate(value.shape) if n > 1]
+    is_count = len(long) == 1 and value.flatten().tolist() == list(range(value.numel()))
+    return 1 + long[0] if is_count else 0
 
 
 def _attention(trace: Trace, node: Node, *args: Any, **named: Any) -> None:

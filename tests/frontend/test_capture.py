@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import superscaler as ss
 from superscaler.errors import CaptureError
 from superscaler.frontend.capture import Captured, capture
 from superscaler.ir.graph import Model, Op
@@ -248,6 +250,43 @@ def test_lookup_of_every_element_is_a_view() -> None:
     model = capture(Masked(), (torch.randn(4, 6), torch.ones(4, 6))).model
     assert not [op for op in model.ops if op.target == "aten.index.Tensor"]
     assert model.tensors["mask"].slots == model.tensors["x"].slots == (("batch",), ("x.1",))
+
+
+A, K = torch.arange(4), torch.arange(5)
+
+
+@pytest.mark.parametrize(
+    ("pick", "is_gather"),
+    [
+        (lambda h, i: h[A, i[:, 0]], True),
+        (lambda h, i: h[A[:, None], i], True),
+        (lambda h, i: h.mT[A, :, i[:, 0] - 6], False),
+        (lambda h, i: h.transpose(0, 1)[i[:, 0].int() - 6, A], True),
+        (lambda h, i: h.expand(3, 4, 6, 8)[:, A[:, None], i], True),
+        (lambda h, i: h[:, :5][A[:, None], K, i], True),
+        (lambda h, i: h[A.flip(0), i[:, 0]], False),
+        (lambda h, i: h[A, i[:, 0], i[:, 1]], False),
+    ],
+)
+def test_rows_that_are_paired_by_a_range_stay_rows(pick: Any, is_gather: bool) -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, i: Tensor) -> Tensor:
+            return pick(self.linear(x), i).square().mean()
+
+    torch.manual_seed(0)
+    module = Picks()
+    graph = ss.capture(
+        module, (torch.randn(4, 6, 8), torch.randint(6, (4, 5))), optimizer=torch.optim.SGD(module.parameters(), lr=0.1)
+    )
+    target = "aten.gather.default" if is_gather else "aten.index.Tensor"
+    (op,) = [op for op in graph.model.ops if op.target == target]
+    batch = op.find("batch")
+    assert (batch is not None and batch in op.inputs[0].slots) == is_gather
+    assert ss.compile(graph, "gradient_accumulation:microbatches=2", "local:2").verify()["equal"]
 
 
 def test_input_with_the_name_of_a_parameter_is_refused() -> None:
