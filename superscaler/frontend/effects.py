@@ -11,10 +11,11 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.refusals import blocked, forward_line, is_model, user_line
+from superscaler.frontend.refusals import blocked, forward_line, is_model, line_of, user_line
 
 _STANDARD = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, str)
@@ -39,16 +40,21 @@ class Unsettled(Exception):
 
 def refuse_hooks(module: nn.Module) -> None:
     """Raise CaptureError where a hook changes gradients: mirrors differentiate the captured operators alone."""
-    hooked = [f"parameter {n}" for n, p in module.named_parameters() if p._backward_hooks]
-    hooked += [f"module {n or type(m).__name__}" for n, m in module.named_modules() if _backward_hooks(m)]
+    found = {f"parameter {n}": (p._backward_hooks, p._post_accumulate_grad_hooks) for n, p in module.named_parameters()}
+    found |= {f"module {n or type(m).__name__}": _backward_hooks(m) for n, m in module.named_modules()}
+    found["all modules"] = (_global_backward_hooks, _global_backward_pre_hooks)
+    hooked = [(name, hook) for name, tables in found.items() for table in tables for hook in (table or {}).values()]
     if hooked:
+        (name, hook), *_ = hooked
+        where = line_of(hook)
         raise CaptureError(
-            f"{len(hooked)} gradient hooks would be lost, the first that of {hooked[0]}; remove them for capture."
+            f"{len(hooked)} gradient hooks would be lost, the first that of {name}{f' ({where})' if where else ''}; "
+            "remove them for capture, and write what they do as an operator of the forward."
         )
 
 
-def _backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def _backward_hooks(module: nn.Module) -> tuple[Any, ...]:
+    return module._backward_hooks, module._backward_pre_hooks
 
 
 def refuse_shared(module: nn.Module, trained: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import FunctionType
@@ -23,7 +23,7 @@ from superscaler.frontend import autocast as casts
 from superscaler.frontend import checkpoints, experts
 from superscaler.frontend.autocast import Autocast
 from superscaler.frontend.effects import Unsettled, call, refuse_hooks
-from superscaler.frontend.refusals import explain, forward_line
+from superscaler.frontend.refusals import Lost, explain, forward_line
 from superscaler.frontend.results import returned
 
 # Synonyms of operators that have a rule, and what torch itself writes in such operators.
@@ -32,6 +32,8 @@ margin_ranking_loss multiply negative not_equal poisson_nll_loss prelu repeat_in
 true_divide type_as"""
 # Dropouts, each with how many dims one example has that it takes without a batch.
 _DROPOUTS = {F.dropout: 0, F.dropout1d: 2, F.dropout2d: 0, F.dropout3d: 4}
+
+_SWITCHES = (Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
 
 # What torch also raises, which is told in one line, they print with its traceback.
 _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -133,16 +135,15 @@ def _only_wanted(
     module: nn.Module, autocast: Autocast | None, is_trained: bool, is_kept: bool, forms: list[str]
 ) -> Iterator[None]:
     """Make the module return tensors alone, and append the form that they had. Its own `forward` is wrapped, so that
-    all names stay what they are.
+    all names stay what they are; what it runs is the whole call, hooks and a `__call__` of its own included.
     """
-    forward = module.forward
-    own = module.__dict__.get("forward")
+    kind, run = _called(module)
 
-    @wraps(forward)
+    @wraps(run)
     def only_wanted(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         with _Explicit(), torch.enable_grad(), torch.autocast(*autocast) if autocast else nullcontext():
             try:
-                output = call(module, forward, args, kwargs)
+                output = call(module, run, args, kwargs)
             except RuntimeError as error:
                 if "data-dependent" not in str(error):
                     raise
@@ -153,17 +154,49 @@ def _only_wanted(
             return tensors
 
     levels = {logger: logger.level for logger in map(logging.getLogger, _TALKATIVE)}
-    module.forward = only_wanted  # type: ignore[method-assign]
     for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with _as_it_is(module, kind, only_wanted):
+            yield
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
-        del module.forward
-        if own is not None:
-            module.forward = own  # type: ignore[method-assign]
+
+
+def _called(module: nn.Module) -> tuple[type[nn.Module], Callable[..., Any]]:
+    """Return a class of which a call is the forward alone, and what is to run there: the forward, or the whole call."""
+    kind, forward, own = type(module), module.forward, module.__dict__.get("forward")
+    is_own = kind.__call__ is not nn.Module.__call__
+    if not (is_own or module._forward_hooks or module._forward_pre_hooks):
+        return kind, forward
+
+    @wraps(module.__call__ if is_own else forward)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        with _as_it_is(module, kind, own):
+            return module(*args, **kwargs)
+
+    return type(
+        kind.__name__, (kind,), {"__call__": lambda self, *args, **kwargs: self.forward(*args, **kwargs)}
+    ), whole
+
+
+@contextmanager
+def _as_it_is(module: nn.Module, kind: type[nn.Module], forward: Any) -> Iterator[None]:
+    """Give a module this class, and this forward of its own, if any."""
+    before = module.__class__, module.__dict__.pop("forward", None)
+
+    def put(kind: type[nn.Module], forward: Any) -> None:
+        module.__class__ = kind
+        module.__dict__.pop("forward", None)
+        if forward is not None:
+            module.__dict__["forward"] = forward
+
+    put(kind, forward)
+    try:
+        yield
+    finally:
+        put(*before)
 
 
 @contextmanager
@@ -187,6 +220,10 @@ class _Explicit(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             with torch._C.DisableTorchFunction():
                 return func(*args)
+        if func in _SWITCHES and isinstance(args[0], nn.Parameter) and args[0].requires_grad != (*args[1:], True)[0]:
+            raise Lost(
+                "switches requires_grad of a parameter, but a captured step trains what it did before; do it once"
+            )
         if func is torch.functional.einsum:
             args = casts.cast_product(*args)
         if isinstance(func, FunctionType) and func in _DROPOUTS:

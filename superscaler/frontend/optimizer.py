@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
 from superscaler.errors import CaptureError, InputError, unknown
+from superscaler.frontend.refusals import line_of
 from superscaler.ir.graph import Optimizer
 from superscaler.specs.options import OPTIMIZERS
 
@@ -40,10 +43,14 @@ def read_optimizer(
         return Training(replace(_DEFAULT, scaler=scaling), trained)
     kind = type(optimizer).__name__
     if _SUPPORTED.get(kind) is not type(optimizer):
+        for name in (name for name, known in _SUPPORTED.items() if isinstance(optimizer, known)):
+            raise CaptureError(
+                f"{kind} is a class of its own over torch's {name}{_at(type(optimizer).step)}, whose changes a plan "
+                f"would not run; capture with a torch.optim.{name}."
+            )
         raise CaptureError(unknown("optimizer", kind, _SUPPORTED))
     _require_new(optimizer, names)
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise CaptureError(f"this {kind} has hooks around its step, which a plan would not run; remove them.")
+    _refuse_changed(optimizer)
     groups: dict[str, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -56,6 +63,27 @@ def read_optimizer(
                 groups[names[id(parameter)]] = number
     options = tuple(_options(type(optimizer), g) for g in optimizer.param_groups)
     return Training(Optimizer(kind, options, scaling), groups)
+
+
+def _refuse_changed(optimizer: torch.optim.Optimizer) -> None:
+    """Raise CaptureError where the step of an optimizer is not torch's own alone."""
+    kind = type(optimizer).__name__
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    for tables, whose in ((own, f"this {kind} has"), ((_global_pre_hooks, _global_post_hooks), "all optimizers have")):
+        for hook in (hook for table in tables for hook in table.values()):
+            raise CaptureError(f"{whose} hooks around the step{_at(hook)}, which a plan would not run; remove them.")
+    # A learning rate schedule wraps the step, and so does torch itself.
+    step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
+    if not str(getattr(step, "__module__", "")).startswith("torch.optim."):
+        raise CaptureError(
+            f"the step of this {kind} is replaced{_at(step)}, which a plan would not run; capture with torch's own, "
+            "and change gradients in the forward, or the learning rate by the step's lr."
+        )
+
+
+def _at(function: Any) -> str:
+    where = line_of(function)
+    return f" ({where})" if where else ""
 
 
 def _require_new(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -25,6 +26,7 @@ from superscaler.frontend.trace import FRAME, source_of
 from superscaler.specs.registered import REGISTERED
 
 _PYTHON = sysconfig.get_paths()["stdlib"]
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_PYTHON, *(sysconfig.get_paths()[k] for k in ("purelib", "platlib")))
 
 FIXED_SHAPE = "keep a fixed shape: weigh by a mask, or use torch.where, instead of picking elements"
@@ -106,9 +108,14 @@ def user_line(stack: str) -> str:
 
 def forward_line(module: nn.Module) -> str:
     """Return `file:line` of a module's forward, with its name."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    where = user_line(f'File "{code.co_filename}", line {code.co_firstlineno}') if code else ""
+    where = line_of(type(module).forward)
     return f"{where} ({type(module).__name__}.forward)" if where else f"{type(module).__name__}.forward"
+
+
+def line_of(function: Any) -> str:
+    """Return `file:line` of a function of the user's own, or ''."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return user_line(f'File "{code.co_filename}", line {code.co_firstlineno}') if code else ""
 
 
 def is_model(file: str, own: bool = False) -> bool:
@@ -118,17 +125,28 @@ def is_model(file: str, own: bool = False) -> bool:
     )
 
 
-# Calls whose effect on gradients export drops: (owner, name, what it does and what to write instead).
+_HOOK = "registers a gradient hook, which the captured step would not run; write it as an operator of the forward"
+_SEED = (
+    "sets the state of torch's random numbers, but a captured step draws its own; seed them before the step, or pass "
+    "the numbers in as an input"
+)
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
+# Calls whose effect export drops: (owner, name, what it does and what to write instead).
 _LOST: tuple[tuple[Any, str, str], ...] = (
     (
         torch.autograd,
         "_engine_run_backward",
         "computes gradients inside the forward; return the loss only, and leave the backward to the captured step",
     ),
+    (Tensor, "register_hook", _HOOK),
+    (Tensor, "register_post_accumulate_grad_hook", _HOOK),
+    *((owner, name, _SEED) for owner in (torch, torch.random, torch.cuda) for name in _SEEDS),
+    (torch.random, "fork_rng", _SEED),
     (
-        Tensor,
-        "register_hook",
-        "registers a gradient hook, which the captured step would not run; write it as an operator of the forward",
+        saved_tensors_hooks,
+        "__init__",
+        "sets hooks on the tensors that backward reads, which the captured step would not run; take them out, and use "
+        "torch.utils.checkpoint where they are for memory",
     ),
     (
         torch.autograd.Function,
@@ -144,18 +162,40 @@ def blocked() -> Iterator[None]:
     saved = [(owner, name, owner.__dict__[name]) for owner, name, _ in _LOST]
     try:
         for (owner, name, text), (_, _, original) in zip(_LOST, saved, strict=True):
-            setattr(owner, name, _refusing(text) if name != "apply" else _refusing_apply(original, text))
+            setattr(owner, name, _REFUSING.get(name, _refusing)(original, text))
         yield
     finally:
         for owner, name, original in saved:
             setattr(owner, name, original)
 
 
-def _refusing(text: str) -> Any:
+def _refusing(_: Any, text: str) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
         raise Lost(text)
 
     return refuse
+
+
+def _refusing_to_users(original: Any, text: str) -> Any:
+    """torch keeps the state of random numbers around what it traces."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if not is_model(caller := sys._getframe(1).f_code.co_filename) or caller.startswith(_TORCH):
+            return original(*args, **kwargs)
+        raise Lost(text)
+
+    return refuse
+
+
+def _refusing_hooks(original: Any, text: str) -> Any:
+    """torch's own hooks, of checkpoints and for memory, change no gradient."""
+
+    def init(self: saved_tensors_hooks, *args: Any) -> None:
+        if type(self) is saved_tensors_hooks or not type(self).__module__.startswith("torch."):
+            raise Lost(text)
+        original(self, *args)
+
+    return init
 
 
 def _refusing_apply(original: Any, text: str) -> Any:
@@ -172,6 +212,13 @@ def _refusing_apply(original: Any, text: str) -> Any:
         return _forward(cls, *args)
 
     return classmethod(apply)
+
+
+_REFUSING = {
+    **dict.fromkeys((*_SEEDS, "fork_rng"), _refusing_to_users),
+    "apply": _refusing_apply,
+    "__init__": _refusing_hooks,
+}
 
 
 class _Context(SimpleNamespace):

@@ -11,6 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import superscaler as ss
 from superscaler.errors import CaptureError
@@ -55,6 +61,21 @@ def freezing(m: Any, h: Tensor) -> Tensor:
     return h
 
 
+def seeding(m: Any, h: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return h * torch.rand_like(h)
+
+
+def forking(m: Any, h: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return h * torch.rand_like(h)
+
+
+def hooking(m: Any, h: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x * 2, lambda x: x):
+        return h.exp()
+
+
 def python_number(m: Any, h: Tensor) -> Tensor:
     return h * random.random()
 
@@ -89,7 +110,16 @@ class Straight(torch.autograd.Function):
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "object": (object_count, r"test_effects\.py:\d+ \(Net\.forward\) changes self\.tally\.calls in every call"),
-    "switch": (freezing, r"changes first\.weight\.requires_grad in every call"),
+    "switch": (
+        freezing,
+        r"test_effects\.py:\d+ switches requires_grad of a parameter, but a captured step trains what",
+    ),
+    "seed": (
+        seeding,
+        r"test_effects\.py:\d+ sets the state of torch's random numbers, but a captured step draws its own",
+    ),
+    "fork": (forking, r"test_effects\.py:\d+ sets the state of torch's random numbers"),
+    "saved": (hooking, r"test_effects\.py:\d+ sets hooks on the tensors that backward reads, which the captured step"),
     "python": (python_number, r"draws random numbers of Python, but a captured step would have the same ones always"),
     "numpy": (numpy_number, r"draws random numbers of numpy"),
     "clipped": (lambda m, h: Clipped.apply(h), r"uses Clipped, whose own backward is not its derivative"),
@@ -225,13 +255,79 @@ def test_sparse_gradients_are_dense_and_equal() -> None:
     assert (result["equal"], result["reference"]) == (True, "eager"), result["first_difference"]
 
 
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_a_hook_of_the_optimizer_is_refused(when: str) -> None:
+class Sgd(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None: ...
+
+
+def hooked(when: str) -> Callable[[Any, Any], Any]:
+    return lambda module, optimizer: getattr(optimizer, f"register_step_{when}_hook")(lambda *_: None)
+
+
+def accumulating(module: Any, optimizer: Any) -> None:
+    module.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def replaced(module: Any, optimizer: Any) -> None:
+    optimizer.step = lambda: None
+
+
+# What is done to a module and its optimizer before they are captured, and what capture says of it.
+AROUND = {
+    "pre": (hooked("pre"), r"this SGD has hooks around the step \(.*test_effects\.py:\d+\), which a plan would"),
+    "post": (hooked("post"), r"this SGD has hooks around the step \(.*test_effects\.py:\d+\), which a plan would"),
+    "all pre": (
+        lambda m, o: register_optimizer_step_pre_hook(lambda *_: None), r"all optimizers have hooks around the step",
+    ),
+    "all post": (
+        lambda m, o: register_optimizer_step_post_hook(lambda *_: None), r"all optimizers have hooks around the step",
+    ),
+    "accumulated": (accumulating, r"1 gradient hooks would be lost, .* parameter first\.weight \(.*py:\d+"),
+    "step": (replaced, r"the step of this SGD is replaced \(.*test_effects\.py:\d+\), which a plan would not run"),
+    "class": (lambda m, o: Sgd(m.parameters()), r"Sgd is a class of its own over torch's SGD \(.*py:\d+\), whose"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), AROUND.values(), ids=AROUND)
+def test_what_is_around_gradients_and_updates_is_refused(change: Callable[[Any, Any], Any], message: str) -> None:
     module = Net(lambda m, h: h)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    getattr(optimizer, f"register_step_{when}_hook")(lambda *_: None)
-    with pytest.raises(CaptureError, match="this SGD has hooks around its step, which a plan would not run"):
-        ss.capture(module, (torch.rand(4, 8),), optimizer=optimizer)
+    made = change(module, optimizer)
+    try:
+        with pytest.raises(CaptureError, match=message):
+            ss.capture(module, (torch.rand(4, 8),), optimizer=made if isinstance(made, Sgd) else optimizer)
+    finally:
+        for table in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+            table.clear()
+
+
+def test_a_schedule_of_the_learning_rate_is_no_change_of_the_step() -> None:
+    module = Net(lambda m, h: h)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    assert ss.capture(module, (torch.rand(4, 8),), optimizer=optimizer)
+
+
+class Scaled(nn.Linear):
+    def __call__(self, x: Tensor, scale: float = 3.0) -> dict[str, Tensor]:
+        return {"loss": super().__call__(x).mean() * scale}
+
+
+def with_hooks() -> nn.Module:
+    module = Net(lambda m, h: h)
+    module.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    module.register_forward_hook(lambda m, args, out: out * 2)
+    return module
+
+
+@pytest.mark.parametrize("build", [lambda: Scaled(8, 8), with_hooks], ids=["call", "hooks"])
+def test_what_a_call_does_around_its_forward_is_captured(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = build()
+    kind, names = type(module), set(vars(module))
+    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
+    result = ss.compile(graph, "single", "local:1").verify()
+    assert (result["equal"], result["reference"]) == (True, "eager"), result["first_difference"]
+    assert (type(module), set(vars(module))) == (kind, names)
 
 
 def test_a_name_that_export_itself_uses_is_said() -> None:
