@@ -6,7 +6,6 @@ that the work grows with the number of distinct programs.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -28,8 +27,6 @@ from superscaler.ir.program import (
     Recv,
     Role,
     Send,
-    Slice,
-    Update,
     Value,
     Wait,
     names,
@@ -79,7 +76,6 @@ class _Post(Generic[V]):
     peers: Ints
     message: Ints
     count: int = 0
-    is_awaited: bool = False
 
 
 @dataclass(eq=False)
@@ -166,8 +162,6 @@ class _Interpreter(Generic[V]):
                 return True
             case Wait():
                 return self._wait(run, i)
-            case Update():
-                self._check_awaited(run, i)
         read = self._read(run, i)
         if isinstance(i, Send | Recv | Collective | Copy):
             self._start(run, i, read)
@@ -228,20 +222,6 @@ class _Interpreter(Generic[V]):
             self._check_new(run, name)
             run.handles[name] = post, part
 
-    def _check_awaited(self, run: _Run[V], i: Update) -> None:
-        """What is only given is waited for before weights change, other collectives of these need a Wait before."""
-        code, changed = run.cohort.code, {*i.weights, *i.buffers}
-        for post in itertools.chain.from_iterable(run.collectives.values()):
-            how = code[post.at]
-            # What only gives is waited for as a send.
-            if post.is_awaited or not isinstance(how, Collective) or how.kind == "broadcast" or not any(how.works):
-                continue
-            sources = set(how.sources)
-            # A slice may be a view.
-            sources |= {s.source for s in code[: post.at] if isinstance(s, Slice) and s.out in sources}
-            if sources & changed:
-                raise Refusal(f"comes while {describe(self.program, how)} may still read what it changes.")
-
     def _check_devices(self, devices: Ints) -> None:
         wrong = (devices < 0) | (devices >= self.program.world)
         if wrong.any():
@@ -271,7 +251,6 @@ class _Interpreter(Generic[V]):
             value = self._message(run, post) if isinstance(started, Recv) else self._collective(run, post, part)
         if value is None:
             return False
-        post.is_awaited = True
         self._write(run, i, [self.domain.arrive(run.cohort, run.at, started, value)])
         if i.out == i.work:
             run.handles.pop(i.work)

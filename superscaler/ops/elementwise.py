@@ -34,8 +34,9 @@ def _cast(op: Op) -> Groups:
 
 
 def _to_copy(x: Local) -> str:
-    options = dict(x.op.kwargs)
-    return f"{x.names[0]}.to({options['dtype']})" if options.get("dtype") else f"{x.names[0]}.clone()"
+    """A cast to the dtype that there is would be a view."""
+    is_cast = x.tensors[x.op.inputs[0].tensor].dtype != x.tensors[x.op.outputs[0].tensor].dtype
+    return f"{x.names[0]}.to({x.dtype})" if is_cast else f"{x.names[0]}.clone()"
 
 
 def _dropout(x: Local) -> str:
@@ -59,7 +60,7 @@ ROWS = {
     **row("mul.Tensor", text=_infix("*"), linear=each),
     **row("div.Tensor", text=_infix("/"), linear=first),
     **row("neg", text=call("torch.neg"), linear=first),
-    **row("clone", text=lambda x: f"{x.names[0]}.contiguous()", linear=first),
+    **row("clone", text=method("clone"), linear=first),
     **row("pow.Tensor_Scalar", text=call("torch.pow")),
     **row("tanh rsqrt exp log sigmoid cos sin abs sqrt relu", text=_function),
     **row("silu", text=call("F.silu")),

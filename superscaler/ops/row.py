@@ -40,7 +40,7 @@ class Row:
     flops     an op, shapes of operands, shapes of results -> floating-point operations of the forward
     roles     (operand, dim, role): what the factors of a dim are called, see frontend/naming.py
     biased    the source of the op and the addition of a bias in one call, of operands 0, 1 and the bias
-    is_view   the results share the memory of the first operand
+    is_view   the results lie in the memory of the first operand, where no copy must be made; all others in their own
     stops     no gradient passes
     """
 

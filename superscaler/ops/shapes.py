@@ -198,6 +198,7 @@ ROWS = {
     **row("unbind.int", _select, is_view=True),
     **row("diagonal", _diagonal, **_VIEW),
     **row("unfold", _unfold, **_VIEW),
+    **row("as_strided view.dtype", is_view=True),
     **row("repeat", _repeat, text=_repeat_text),
     **row("glu", _gated),
     **row("cat", along(1, default=0), text=call("torch.cat"), linear=together(1)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,22 @@ from superscaler.ir.graph import width
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import Ints
+from superscaler.ir.program import Instruction
 from superscaler.verify.coverage import SEED, Addends, Boxes, Chain, Kinds, clipped, first_fault, is_tiled, joined
+
+
+@dataclass(eq=False, slots=True)
+class Memory:
+    """The memory of values: the first instruction that `held` it beside the one that made it, and the one that
+    `changed` it since.
+    """
+
+    held: Instruction | None = None
+    changed: Instruction | None = None
+
+
+def _own() -> tuple[Memory, ...]:
+    return (Memory(),)
 
 
 @dataclass(eq=False)
@@ -21,7 +36,7 @@ class Content:
     """What a name holds on each device of a cohort: `box` [devices, slots, 2] of a tensor or of its gradient, and the
     addends in it; None: all of each, once. Zeros that stand anywhere have no tensor.
 
-    `is_shared`: something else holds it too; `is_stale`: a weight that was updated since; `shape`: that of such zeros.
+    It lies in one of the memories in `memory`, where views of it lie, too; `shape`: that of such zeros.
     """
 
     tensor: str
@@ -29,9 +44,18 @@ class Content:
     box: Ints
     addends: Addends | None
     dtype: str
-    is_shared: bool = False
-    is_stale: bool = False
+    memory: tuple[Memory, ...] = field(default_factory=_own)
     shape: tuple[int, ...] = ()
+
+    @property
+    def changed(self) -> Instruction | None:
+        """Return the instruction that changed the memory of the value since it was made, if one did."""
+        return next((memory.changed for memory in self.memory if memory.changed), None)
+
+    @property
+    def held(self) -> Instruction | None:
+        """Return the first instruction that read the value or a view of it."""
+        return next((memory.held for memory in self.memory if memory.held), None)
 
     @property
     def lengths(self) -> Ints:

@@ -10,11 +10,11 @@ import numpy as np
 
 from superscaler.ir.cohorts import Cohort
 from superscaler.ir.graph import Op, Operand
-from superscaler.ir.interpret import Refusal
+from superscaler.ir.interpret import Refusal, describe
 from superscaler.ir.mask import Mask
 from superscaler.ir.parts import Ints
 from superscaler.ir.program import ONE, Backward, Forward, Program, Task
-from superscaler.verify.content import Content, Sums, box_of, kind_of, must_equal
+from superscaler.verify.content import Content, Memory, Sums, box_of, kind_of, must_equal
 from superscaler.verify.coverage import SEED, Addends, Boxes, Chain, joined
 from superscaler.verify.segment import Segment, padded
 
@@ -42,7 +42,7 @@ class Passes:
     """Runs the forwards and backwards of a program on what their parts hold."""
 
     def __init__(self, program: Program, sums: Sums) -> None:
-        self.model, self.functions = program.model, program.functions
+        self.program, self.model, self.functions = program, program.model, program.functions
         self.sums, self.kinds = sums, sums.kinds
         self.segments: dict[int, Segment] = {}
         self.from_weights = {o.tensor for op in program.model.ops if op.from_weights for o in op.outputs}
@@ -67,6 +67,9 @@ class Passes:
             made = [self._output(segment, tensor, starts) for tensor in segment.function.outputs]
         else:
             made = self._op_by_op(segment, inputs, starts, passed)
+        for tensor, content in zip(segment.function.outputs, made, strict=True):
+            viewed = (memory for n in segment.views.get(tensor, ()) for memory in inputs[n].memory)
+            content.memory = tuple(viewed) or (Memory(held=i),)
         if any(i.grads):
             self.tapes[key] = _Tape(segment, starts, inputs, i, passed)
         return made
@@ -90,9 +93,9 @@ class Passes:
         op, box, columns = segment.made(tensor, starts)
         dtype = self.model.tensors[tensor].dtype
         if columns is None:
-            return Content(tensor, False, box, None, dtype, is_shared=True)
+            return Content(tensor, False, box, None, dtype)
         addends = {("made", op, ()): Boxes.of(np.concatenate([box, columns], axis=1)[:, None])}
-        return Content(tensor, False, box, addends, dtype, is_shared=True)
+        return Content(tensor, False, box, addends, dtype)
 
     def _op_by_op(
         self, segment: Segment, inputs: Sequence[Content], starts: Ints,
@@ -156,8 +159,10 @@ class Passes:
         for n, content in zip(tape.run.again, read[count:], strict=True) if i.half != "weight" else ():
             assert content is not None
             self._given(tape.function, n, content, tape.at)
-        if any(c.is_stale for n, c in enumerate(tape.inputs) if n not in tape.run.again):
-            raise Refusal("needs a weight that is updated already.")
+        for n, content in enumerate(tape.inputs):
+            if content.changed is not None and n not in tape.run.again:
+                how = describe(self.program, content.changed)
+                raise Refusal(f"needs {kind_of(content)} as its forward read it, whose memory {how} has changed.")
         first, addends = tape.kept or (i, self._addends(tape, i, read[:count]))
         if first is not i and any(None not in pair for pair in zip(first.outputs, i.outputs, strict=True)):
             raise Refusal("makes a gradient that its first half has made.")
@@ -199,8 +204,9 @@ class Passes:
                 raise Refusal(f"{'does not make' if is_wide else 'makes'} the gradient of {spec.name} float32.")
             if out is not None:
                 dtype = spec.wide_dtype if is_wide else spec.dtype
+                memory = (Memory(held=i),)
                 content = Content(
-                    self.model.origin(spec.name), True, tape.inputs[n].box, addends.get(n, {}), dtype, is_shared=True
+                    self.model.origin(spec.name), True, tape.inputs[n].box, addends.get(n, {}), dtype, memory
                 )
                 found.append(self.sums.settled(content))
         return found

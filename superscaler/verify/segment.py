@@ -12,6 +12,7 @@ from superscaler.ir.graph import Op, Operand
 from superscaler.ir.interpret import Refusal
 from superscaler.ir.parts import Ints, following
 from superscaler.ir.program import Forward, Function
+from superscaler.ops.table import row_of
 from superscaler.verify.coverage import Addends, Boxes, Chain, Kinds
 
 T = TypeVar("T")
@@ -94,6 +95,18 @@ class Segment:
                     row = int(np.argmax(wrong))
                     here, there = f"{lo[row, k]}:{hi[row, k]}", f"{first[row]}:{last[row]}"
                     raise Refusal(f"runs {op.name} on {here} of {index.factor}, not on {there}.", row)
+
+    @cached_property
+    def views(self) -> Mapping[str, frozenset[int]]:
+        """Return for each tensor made here that may lie in the memory of inputs the numbers of these."""
+        found: dict[str, frozenset[int]] = {}
+        for op in self.function.ops:
+            if not row_of(op.target).is_view:
+                continue
+            number, tensor = self.function.input_of.get((op.name, 0)), op.inputs[0].tensor
+            viewed = found.get(tensor, frozenset()) if number is None else frozenset({number})
+            found |= {output.tensor: viewed for output in op.outputs if viewed}
+        return found
 
     @cached_property
     def uses_of(self) -> list[list[tuple[Op, int]]]:

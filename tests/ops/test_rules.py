@@ -18,7 +18,7 @@ from torch import Tensor
 from superscaler.frontend.normalize import normalize
 from superscaler.frontend.proof import Run, ops_of, prove, record
 from superscaler.frontend.trace import Trace
-from superscaler.ir.graph import Mark, Op, PTensor
+from superscaler.ir.graph import Mark, Op, PTensor, Ref
 from superscaler.ir.mask import Box
 from superscaler.ops import reductions
 from superscaler.ops.call import Local
@@ -27,6 +27,7 @@ from superscaler.ops.table import ROWS, parts_of, row_of
 from superscaler.runtime import functional
 from tests.ops.samples import FROZEN, SAMPLES, Draw, Sample
 
+CLONE = Op("", "aten.clone.default", (Ref(0),), (), (), (), ())
 Case = tuple[Op, dict[str, PTensor], list[Tensor], Run]
 
 
@@ -85,11 +86,20 @@ def cases(sample: Sample, draw: Draw) -> list[Case]:
         run, own = executor(op, tensors), [values[o.tensor] for o in op.inputs]
         found.append((op, tensors, own, run))
         results = run(tuple((0, i.size) for i in op.indices), own, [tensors[o.tensor].shape for o in op.outputs])
+        check_memory(op.target, own, results)
         values.update(zip((o.tensor for o in op.outputs), results, strict=True))
     if not any(row_of(op.target).random for op in ops):
         first = expected if isinstance(expected, Tensor) else expected[0]
         torch.testing.assert_close(values[trace.loss.name], first, rtol=1e-9, atol=1e-9, equal_nan=True)
     return found
+
+
+def check_memory(target: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Results of views lie in the memory of the first operand, all others in no operand's."""
+    own = {x.untyped_storage().data_ptr() for x in results if x.numel()}
+    shared = {k for k, x in enumerate(operands) if x.untyped_storage().data_ptr() in own}
+    is_copied = row_of(target).is_view and not shared and not operands[0].is_contiguous()
+    assert is_copied or shared == ({0} if row_of(target).is_view else set()), target
 
 
 def check(name: str, random: Random) -> Counter[str]:
@@ -135,6 +145,37 @@ def test_rows_know_what_shares_memory_as_torch_does() -> None:
     torchs = {name for name, schema in schemas.items() if any(r.alias_info for r in schema.returns)}
     # Its result has the memory of its operand, which its schema hides from autograd.
     assert ours - {"aten._unsafe_view.default"} == torchs
+
+
+def test_rows_without_samples_know_what_shares_memory() -> None:
+    x, labels, ids = torch.rand(4, 6), torch.tensor([0, 5, 2, 1]), torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2]])
+    q, rows, weights = torch.rand(1, 2, 4, 3), torch.rand(3, 1, 8, 6), torch.rand(4, 2)
+    few, all_keys = x.amax(1), [(0, "all")]
+    f = functional
+    calls: dict[str, tuple[Any, Sequence[Tensor]]] = {
+        "aten.as_strided.default": (torch.as_strided(x, (2, 2), (2, 1)), [x]),
+        "aten.view.dtype": (x.view(torch.int32), [x]),
+        "aten.clone.default": (eval(row_of("aten.clone.default").text(Local(CLONE, (), ["x"], [], [], {}))), [x]),
+        "ss.identity": (eval(row_of("ss.identity").text(Local(CLONE, (), ["x"], [], [], {}))), [x]),
+        "ss.attention_block": (f.attention_block(q, q, q, None, None, all_keys, 1), [q]),
+        "ss.attention_merge": (f.attention_merge(q, q[..., 0], q, q[..., 1]), [q]),
+        "ss.class_sums": (f.class_sums(x, labels, few), [x, labels, few]),
+        "ss.collect": (f.collect(rows, ids, weights), [rows, ids, weights]),
+        "ss.dispatch": (f.dispatch(x, ids, 3, 1, 8), [x, ids]),
+        "ss.exp_sum": (f.exp_sum(x, few, 1), [x, few]),
+        "ss.expert_rows": (
+            f.expert_rows(rows, ids[:3, :1], x[:3, None].expand(3, 10, 6), q.new_ones(3, 6, 5), "silu"),
+            [rows],
+        ),
+        "ss.largest": (f.largest(x, 1, x.dtype), [x]),
+        "ss.normalized": (f.normalized(x, few, few, 1, x.dtype), [x, few]),
+        "ss.picked": (f.picked(x, labels), [x, labels]),
+        "ss.row_losses": (f.row_losses(labels, few[0], few, ignore_index=9), [labels, few]),
+    }
+    sampled = {op.target for name in SAMPLES for s in SAMPLES[name] for op, *_ in cases(s, Draw(Random(0)))}
+    assert set(ROWS) <= sampled | calls.keys()
+    for target, (made, operands) in calls.items():
+        check_memory(target, operands, [made] if isinstance(made, Tensor) else made)
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -1,0 +1,117 @@
+"""Values that lie in the memory of others: what changes that memory makes them stale, and no stale value is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.errors import ScheduleError
+from superscaler.ir.program import (
+    Accumulate,
+    Backward,
+    Collective,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Update,
+    Value,
+    Wait,
+)  # fmt: skip
+from superscaler.plans import resolve
+from superscaler.verify.certificate import check_program
+
+Code = list[Instruction]
+
+
+class Viewed(nn.Module):
+    """A product whose backward reads a view of the weight of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.e = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.e(self.a(x).tanh()).square().sum() + (self.b(x).tanh() @ self.e.weight.detach()).square().sum()
+
+
+def viewed(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Let the product with the view be a segment of its own, and the update of the weight one by itself."""
+    resolve("data_parallel")(graph, cluster)
+    (product,) = [op for op in graph.forward_ops if "matmul" in op.target]
+    ss.op_order(graph, graph.select(ops=[product], kind="B"), graph.op("update.e.weight"))
+    ss.op_order(graph, graph.op("update.e.weight"), graph.select(module="b", kind="B"))
+
+
+@cache
+def program(world: int) -> Program:
+    module = Viewed()
+    graph = ss.capture(module, (torch.randn(4, 4),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    return ss.compile(graph, viewed, f"local:{world}").compiled.program
+
+
+def at(code: Code, of: type) -> int:
+    return next(n for n, i in enumerate(code) if isinstance(i, of))
+
+
+def updated_before_the_backward(code: Code) -> None:
+    """The update comes right behind its gradient, and the backward that reads the view later."""
+    update = at(code, Update)
+    maker = next(n for n, i in enumerate(code) if isinstance(i, Backward) and code[update].gradients[0] in i.outputs)  # type: ignore[union-attr]
+    moved = [code[maker], code.pop(update)]
+    del code[maker]
+    first = at(code, Backward) + 1
+    code[first:first] = moved
+
+
+def updated_before_the_forward(code: Code) -> None:
+    """The forward that reads the view runs once more, behind the update."""
+    update = at(code, Update)
+    view = next(n for n, i in enumerate(code) if isinstance(i, Forward) and "detach" in map(str, i.outputs))
+    reader = next(i for i in code if isinstance(i, Forward) and code[view].outputs[0] in i.inputs)  # type: ignore[union-attr]
+    outs = tuple(out._replace(number=9) for out in reader.outputs)
+    code.insert(update + 1, replace(reader, task=reader.task._replace(part=7), outputs=outs))
+
+
+def waited_for_twice(code: Code) -> None:
+    """What came has two names, and one of them is added to."""
+    wait = at(code, Wait)
+    out: Value = code[wait].out  # type: ignore[union-attr]
+    other = out._replace(number=9)
+    code[wait + 1 : wait + 1] = [replace(code[wait], out=other), Accumulate(other, other, other, True)]  # type: ignore[call-arg]
+
+
+def added_to_a_collective_over_one_device(code: Code) -> None:
+    start = at(code, Collective)
+    code[start] = replace(code[start], group=(0,))  # type: ignore[call-arg]
+    wait = at(code, Wait)
+    out: Value = code[wait].out  # type: ignore[union-attr]
+    code.insert(wait + 1, Accumulate(out, out, out, True))
+
+
+MUTANTS: list[tuple[Callable[[Code], None], int, str]] = [
+    (updated_before_the_backward, 1, r"Backward s\d+ needs detach .* memory Update of e_weight, \w+ has changed"),
+    (updated_before_the_forward, 1, r"Forward s\d+_p7 \(matmul..\w+\) reads detach, whose memory Update of e_weight"),
+    (waited_for_twice, 2, r"reads the gradient of \S+, whose memory Accumulate of \w+__9 has changed"),
+    (added_to_a_collective_over_one_device, 2, r"changes \w+ in place, which Backward s\d+ holds"),
+]
+
+
+@pytest.mark.parametrize(("change", "world", "told"), MUTANTS)
+def test_what_changes_a_memory_that_is_read_later_is_refused(
+    change: Callable[[Code], None], world: int, told: str
+) -> None:
+    made = program(world)
+    check_program(made)
+    devices = list(made.devices)
+    code = [i for i in devices[0].instructions if not isinstance(i, Free)]
+    change(code)
+    devices[0] = replace(devices[0], instructions=tuple(code))
+    with pytest.raises(ScheduleError, match=told):
+        check_program(replace(made, devices=tuple(devices)))
