@@ -81,13 +81,10 @@ def begin_rank() -> None:
         os.environ[LAUNCHER] = ""
     if parent is not None:
         _end_with_parent()
-        # It may have ended before.
-        if os.getppid() != launcher:
-            os._exit(1)
     pipe, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)
-    threading.Thread(target=_wait, args=(pipe, parent), daemon=True).start()
+    threading.Thread(target=_wait, args=(pipe, parent, launcher), daemon=True).start()
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
@@ -103,11 +100,22 @@ def _end_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _wait(pipe: int, parent: int | None) -> None:
-    """End the rank when its parent has ended, or when Python has written into a pipe that SIGINT came."""
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _wait(pipe: int, parent: int | None, launcher: int | None) -> None:
+    """End the rank when its parent or its launcher has ended, or when Python wrote into a pipe that SIGINT came."""
     import select
 
-    while parent is None or os.getppid() == parent:
+    # They may have ended before this process could ask for a signal; a program between both may have started it.
+    while parent is None or launcher is None or (os.getppid() == parent and _is_running(launcher)):
         if select.select([pipe], [], [], _LOOK)[0] and signal.SIGINT in os.read(pipe, 64):
             _interrupted(signal.SIGINT, None)
     os._exit(1)

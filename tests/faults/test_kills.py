@@ -9,7 +9,7 @@ import pytest
 from kills import losses_of, make_plan, restart, trial
 
 
-@pytest.mark.dist
+@pytest.mark.dist(python="real")
 def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "plan")
     whole = losses_of(plan, tmp_path)

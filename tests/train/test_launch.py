@@ -151,7 +151,7 @@ def test_interrupting_ends_all_ranks(plan: Path) -> None:
     assert not any(map(is_alive, pids))
 
 
-@pytest.mark.dist
+@pytest.mark.dist(python="real")
 def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(plan: Path) -> None:
     (plan / "run.py").write_text(artifact.RUN.format(world=2))
     # What ranks import in the place of torch, and the launcher not.
@@ -173,9 +173,16 @@ def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(plan: Path)
 
 
 def test_a_rank_whose_launcher_ended_before_it_looked_ends() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x", interrupt.LAUNCHER: "1"}
-    code = "from superscaler.interrupt import begin_rank; begin_rank(); print('it goes on')"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    code = "from superscaler.interrupt import begin_rank; begin_rank(); import time; time.sleep(60)"
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TORCHELASTIC_RUN_ID": "x",
+        interrupt.LAUNCHER: str(ended.pid),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=20, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 
 
