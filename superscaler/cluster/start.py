@@ -11,10 +11,18 @@ from typing import Any
 
 from superscaler.cluster.cluster import Cluster
 from superscaler.cluster.links import LOCAL
+from superscaler.errors import InputError
 
 _PORT = "29500"
 # Where the containers of a pod find what its claim holds.
 _MOUNT = "/shared"
+# What a scheduler takes for each option, and an example.
+_FORMS = {
+    "time": (r"\d+(:\d\d?){0,2}|\d+-\d\d?(:\d\d?){0,2}|infinite|UNLIMITED", "limit of a job", "1-12:00:00"),
+    "partition": (r"\w[\w.+-]*(,\w[\w.+-]*)*", "list of partitions", "long or long,short"),
+    "image": (r"\w[\w.:/@-]*", "image of a container", "registry/superscaler:1"),
+    "claim": (r"[a-z0-9]([a-z0-9.-]{,251}[a-z0-9])?", "name of a PersistentVolumeClaim", "my-disk"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +37,11 @@ class Start:
     restarts: int = 0
     name: str = "superscaler"
 
+    def __post_init__(self) -> None:
+        for text in (str(self.program.resolve()), *self.options):
+            if text != text.encode(errors="replace").decode():
+                raise InputError(f"{text!r} has bytes that are no UTF-8, which no job file can have; rename it.")
+
     @property
     def sizes(self) -> list[str]:
         """The options of torchrun that say how many ranks there are on this server, and how often they may start."""
@@ -38,7 +51,9 @@ class Start:
     @property
     def about(self) -> str:
         servers, devices = self.cluster.servers, self.cluster.devices_per_server
-        return f"{self.program.parent} on {servers} x {devices} devices ({self.cluster.name})"
+        # A comment is a line.
+        folder = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(self.program.parent))
+        return f"{folder} on {servers} x {devices} devices ({self.cluster.name})"
 
 
 def torchrun(start: Start) -> str:
@@ -64,7 +79,8 @@ def how_to_start(cluster: Cluster, program: Path) -> str:
 
 
 def slurm(start: Start, time: str | None = None, partition: str | None = None) -> str:
-    """Return a script for sbatch."""
+    """Return a script for sbatch. Raises InputError for what is no time or partition."""
+    _check(time=time, partition=partition)
     gpus = None if start.cluster.kind == LOCAL else start.cluster.devices_per_server
     settings = {
         "job-name": start.name, "nodes": start.cluster.servers, "ntasks-per-node": 1, "gpus-per-node": gpus,
@@ -99,18 +115,22 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
 def kubernetes(start: Start, image: str, claim: str) -> str:
     """Return an Indexed Job with a pod a server, and the headless Service by which pods find each other, as YAML.
 
-    The claim is mounted in all pods, and has the plan's folder at its top.
+    The claim is mounted in all pods, and has the plan's folder at its top. Raises InputError for what is no image or
+    claim.
     """
+    _check(image=image, claim=claim)
     import yaml
 
     name, cluster = start.name, start.cluster
     program = f"{_MOUNT}/{start.program.resolve().parent.name}/{start.program.name}"
+    # Kubernetes puts the value of a variable in the place of $(NAME).
+    texts = [text.replace("$(", "$$(") for text in (program, *start.options)]
     meeting = ["--node-rank", "$(JOB_COMPLETION_INDEX)", "--master-addr", f"{name}-0.{name}", "--master-port", _PORT]
     container: dict[str, Any] = {
         "name": "train",
         "image": image,
         "workingDir": _MOUNT,
-        "command": ["torchrun", "--nnodes", str(cluster.servers), *start.sizes, *meeting, program, *start.options],
+        "command": ["torchrun", "--nnodes", str(cluster.servers), *start.sizes, *meeting, *texts],
         "volumeMounts": [{"name": "shared", "mountPath": _MOUNT}, {"name": "memory", "mountPath": "/dev/shm"}],
     }
     if cluster.kind != LOCAL:
@@ -140,6 +160,13 @@ def kubernetes(start: Start, image: str, claim: str) -> str:
     ]
     head = f"# Trains {start.about}. Written by superscaler launch kubernetes; start it with kubectl apply -f.\n"
     return head + str(yaml.safe_dump_all(found, sort_keys=False))
+
+
+def _check(**options: str | None) -> None:
+    for name, value in options.items():
+        form, kind, example = _FORMS[name]
+        if value is not None and not re.fullmatch(form, value, re.ASCII):
+            raise InputError(f"--{name} {value[:80]!r} is no {kind}; write it as {example}.")
 
 
 def job_name(directory: Path) -> str:

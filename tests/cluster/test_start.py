@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from pathlib import Path
@@ -12,13 +13,14 @@ import yaml
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.start import Start, how_to_start, job_name, kubernetes, slurm, torchrun
+from superscaler.errors import InputError
 
 OPTIONS = ["--steps", "9", "--save", "a folder's own"]
 # What a job on two servers would run, with the number of the server.
 STUBS = {
     "scontrol": 'test "$*" = "show hostnames n[1-2]" && printf "n1\\nn2\\n"',
     "srun": 'while [[ "$1" == -* ]]; do shift; done\nfor n in 0 1; do SLURM_NODEID=$n "$@"; done',
-    "torchrun": 'printf "%s\\n" "$@" ""',
+    "torchrun": r'printf "%s\1" "$@"; printf "\2"',
 }
 JOB = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12345", "SLURM_CPUS_ON_NODE": "8"}
 
@@ -57,22 +59,81 @@ def test_a_slurm_job_asks_for_the_servers_of_the_plan(cluster: str, gpus: list[s
     assert [line for line in asked if "gpus" in line] == gpus
 
 
-def test_a_slurm_script_starts_torchrun_on_every_server(tmp_path: Path) -> None:
+def run_job(script: str, folder: Path) -> list[list[str]]:
+    """Run a script as Slurm would; return the arguments of torchrun on each server."""
     for name, code in STUBS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(slurm(start("v100:2x8", restarts=1)))
-    subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
-    path = f"{tmp_path}:{os.environ['PATH']}"
+        (folder / name).write_text(f"#!/bin/bash\n{code}\n")
+        (folder / name).chmod(0o755)
+    (folder / "job.sh").write_text(script)
+    subprocess.run(["bash", "-n", folder / "job.sh"], check=True)
+    environment = {**JOB, "PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", tmp_path / "job.sh"], env={**JOB, "PATH": path}, capture_output=True, text=True, check=True
+        ["bash", folder / "job.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=True
     )
+    return [server.split("\1")[:-1] for server in done.stdout.split("\2")[:-1]]
+
+
+def test_a_slurm_script_starts_torchrun_on_every_server(tmp_path: Path) -> None:
     meeting = ["--master-addr", "n1", "--master-port", "22345"]
     program = [str(Path("plans/My_Plan/run.py").resolve()), *OPTIONS]
     sizes = ["--nnodes", "2", "--nproc-per-node", "8", "--max-restarts", "1"]
-    assert [server.split("\n") for server in done.stdout.removesuffix("\n\n").split("\n\n")] == [
+    assert run_job(slurm(start("v100:2x8", restarts=1)), tmp_path) == [
         ["--node-rank", str(number), *meeting, *sizes, *program] for number in range(2)
     ]
+
+
+# A folder and options that a shell, sbatch, YAML or Kubernetes would read as more than text.
+HOSTILE = Path("plans") / "p\ntouch injected\n#SBATCH --hold\n---\nkind: Pod $(touch injected)\u2028x"
+TEXTS = [
+    "$(touch injected)",
+    "`touch injected`",
+    "a\ntouch injected\n#SBATCH --hold",
+    "'; touch injected; '",
+    "$(HOME)",
+]
+
+
+def test_no_text_is_more_than_text_in_a_job(tmp_path: Path) -> None:
+    found = dataclasses.replace(start("v100:2x8"), program=HOSTILE / "run.py", options=TEXTS)
+    script = slurm(found)
+    head = script.partition("set -euo")[0]
+    assert [line for line in head.splitlines() if not line.startswith("#")] == [""]
+    assert "--hold" not in [line.split()[1] for line in head.splitlines() if line.startswith("#SBATCH")]
+    assert [server[-len(TEXTS) - 1 :] for server in run_job(script, tmp_path)] == [
+        [str(HOSTILE.resolve() / "run.py"), *TEXTS]
+    ] * 2
+    (tmp_path / "command").write_text(torchrun(found).replace("torchrun", "printf '%s\\0'", 1))
+    done = subprocess.run(["bash", tmp_path / "command"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\0")[-len(TEXTS) - 2 :] == [str(HOSTILE / "run.py"), *TEXTS, ""]
+    service, job = yaml.safe_load_all(kubernetes(found, "image:1", "disk"))
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    # Kubernetes puts variables in the place of $(NAME), and $( in that of $$(.
+    assert [text.replace("$$(", "$(") for text in container["command"][-len(TEXTS) :]] == TEXTS
+    assert container["command"][-1] == "$$(HOME)"
+    assert not list(tmp_path.glob("injected*"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (slurm, {"partition": "long\n#SBATCH --hold"}),
+        (slurm, {"partition": "a b"}),
+        (slurm, {"time": "1:00; touch injected"}),
+        (slurm, {"time": ""}),
+        (kubernetes, {"image": "image:1\nkind: Pod", "claim": "disk"}),
+        (kubernetes, {"image": "image:1", "claim": "../disk"}),
+    ],
+)
+def test_what_a_scheduler_cannot_read_is_refused(kind: Any, values: dict[str, str]) -> None:
+    with pytest.raises(InputError, match=r"^--\w+ '.*' is no") as caught:
+        kind(start("v100:2x8"), **values)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_path_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InputError, match=r"has bytes that are no UTF-8"):
+        dataclasses.replace(start("local:2"), program=Path("plans\udcff/run.py"))
 
 
 def test_a_kubernetes_job_has_a_pod_a_server_and_a_name_for_the_first(tmp_path: Path) -> None:
