@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -87,5 +88,6 @@ def _exit(code: int) -> NoReturn:
     """End the process without the interpreter's own teardown, in which threads of torch may abort it."""
     for stream in (sys.stdout, sys.__stderr__):
         if stream is not None:
-            stream.flush()
+            with suppress(OSError):
+                stream.flush()
     os._exit(code)

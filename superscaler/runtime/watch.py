@@ -93,7 +93,8 @@ class Watch:
                 os._exit(1)
             self._look()
             if self.log is not None:
-                (self.log / f"at{self._rank}").write_text(self._spot.text)
+                with suppress(OSError):
+                    (self.log / f"at{self._rank}").write_text(self._spot.text)
             self._silent += 1
             if self._silent * LOOK > SILENCE:
                 where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def continued(step: Step, options: argparse.Namespace, folder: Path) -> argparse
         latest = (file.read_text(errors="replace") if file.is_file() else "") or "nothing"
         if communicator.first_said("latest", latest) != latest:
             found = "again"
-            print(f"note: a rank has failed; training goes on from {folder / latest.strip()}", file=sys.stderr)
+            say(f"note: a rank has failed; training goes on from {folder / latest.strip()}")
         elif is_first(options.save, options.resume):
             found = "first"
     # On a disk that ranks share, not all may see a new file at the same time.
@@ -132,14 +132,14 @@ def start_of(step: Step, options: argparse.Namespace) -> tuple[int, int]:
     if options.weights is not None:
         unread = step.load_weights(options.weights)
         if unread and step.rank == 0:
-            print(f"note: {len(unread)} tensors of {options.weights} were not read: {_some(unread)}", file=sys.stderr)
+            say(f"note: {len(unread)} tensors of {options.weights} were not read: {_some(unread)}")
     if options.resume is None:
         return 0, options.seed
     check_resume(options.resume, options.steps, options.data)
     planned = step.rates()
     manifest = restore(step, options.resume)
     if step.rates() != planned and step.rank == 0:
-        print(f"note: the learning rate is that of the checkpoint, {_some(step.rates())}", file=sys.stderr)
+        say(f"note: the learning rate is that of the checkpoint, {_some(step.rates())}")
     training = manifest["training"]
     return manifest["step"], options.seed if training is None else training["seed"]
 
@@ -170,7 +170,13 @@ def signs(saver: Saver, asked: Callable[[], bool]) -> tuple[bool, bool]:
 
 def warn(text: str) -> None:
     """Print a warning, in place of the progress line."""
-    print(f"{chr(13)}{chr(27)}[2K" * sys.stderr.isatty() + f"warning: {text}", file=sys.stderr, flush=True)
+    say(f"{chr(13)}{chr(27)}[2K" * sys.stderr.isatty() + f"warning: {text}")
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print to standard error; training does not end where that cannot be written, as a file on a full disk."""
+    with suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 def report(saver: Saver, why: str, start: int, launched: Path | None) -> None:
@@ -183,9 +189,10 @@ def report(saver: Saver, why: str, start: int, launched: Path | None) -> None:
         **{"stopped": why or None, "start": start, "steps": steps},
     }
     if launched is not None:
-        (launched / OUTCOME_FILE).write_text(json.dumps(outcome))
-        return
-    print(ending(outcome), file=sys.stderr)
+        with suppress(OSError):
+            (launched / OUTCOME_FILE).write_text(json.dumps(outcome))
+            return
+    say(ending(outcome))
     if saver.failures:
         raise RuntimeFailure(f"{len(saver.failures)} checkpoints were not saved; the first: {saver.failures[0]}")
 

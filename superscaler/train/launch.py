@@ -87,11 +87,12 @@ def train(
         launch(
             program, options + keeping.options(), world, Path(folder), metrics.parent / STOP_FILE if is_saved else None
         )
-        if not metrics.is_file():
+        entries = metrics.read_text().splitlines() if metrics.is_file() else []
+        if not entries:
             raise RuntimeFailure(f"{program} ended without an error, but wrote no metrics; compile the plan again.")
         outcome = metrics.with_name(OUTCOME_FILE)
         told = json.loads(outcome.read_text()) if outcome.is_file() else {}
-        return _summary([json.loads(line) for line in metrics.read_text().splitlines()], world) | told
+        return _summary([json.loads(line) for line in entries], world) | told
 
 
 def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:

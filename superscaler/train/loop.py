@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ from superscaler.train.keep import (
     data_of,
     report,
     saving_folder,
+    say,
     signs,
     start_of,
     stop_requests,
@@ -82,8 +85,8 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
             saver.open()
         reporter, why = None, ""
         if step.rank == 0:
-            metrics = stack.enter_context(_writable(options.metrics, start)) if options.metrics else None
-            reporter = Reporter(options.steps, metrics)
+            reporter = Reporter(options.steps, Metrics(options.metrics, start) if options.metrics else None)
+            stack.callback(reporter.close)
         turns = _turns(step, start, options.steps)
         for number in turns:
             several = [batches(turn) for turn in range(number, number + turns.step)]
@@ -124,13 +127,6 @@ def _turns(step: Step, start: int, steps: int) -> range:
     return range(start, steps, step.iterations)
 
 
-def _writable(path: Path, start: int) -> TextIO:
-    try:
-        return path.open("a" if start else "w")
-    except OSError as error:
-        raise InputError(f"--metrics {path} cannot be written: {error.strerror}.") from None
-
-
 def check_options(steps: int, clip: float | None) -> None:
     """Raise InputError for a number of steps or a norm that cannot be."""
     if steps < 1:
@@ -152,7 +148,7 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
             f"--data is text for models that read input_ids and labels of one shape, but this one reads {names}."
         )
     if step.rank == 0:
-        print(f"data: random tensors for {names}, the same at each run with seed {seed}", file=sys.stderr)
+        say(f"data: random tensors for {names}, the same at each run with seed {seed}")
     return lambda number: synthetic_batch(step.inputs, number, seed, step.bounds)
 
 
@@ -172,20 +168,54 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+class Metrics:
+    """Writes a file with one JSON object a line. What cannot be written, on a full disk, is left out, and said."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path, self._left_out = path, 0
+        try:
+            self._file = path.open("ab" if start else "wb", buffering=0)
+        except OSError as error:
+            raise InputError(f"--metrics {path} cannot be written: {error.strerror}.") from None
+
+    def add(self, entry: dict[str, Any]) -> None:
+        line, written = json.dumps(entry).encode() + b"\n", 0
+        try:
+            written = self._file.write(line)
+            if written < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            # No half of a line stays, where that is a file.
+            with suppress(OSError):
+                os.truncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
+            self._left_out += 1
+            if self._left_out == 1:
+                warn(f"--metrics {self._path} cannot be written: {error.strerror}; training goes on.")
+
+    def close(self) -> None:
+        self._file.close()
+        if self._left_out:
+            warn(f"--metrics {self._path} is incomplete: it has no line of {self._left_out} steps.")
+
+
 class Reporter:
     """Shows a progress line on standard error and writes the metrics file, on rank 0."""
 
-    def __init__(self, steps: int, metrics: TextIO | None) -> None:
+    def __init__(self, steps: int, metrics: Metrics | None) -> None:
         self._steps = steps
         self._metrics = metrics
         self._shown = -math.inf
         self._is_finite = True
 
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
     def add(self, number: int, loss: float, seconds: float, tokens: int, norm: float | None) -> None:
         memory = peak_memory()
         if self._metrics is not None:
             entry = {"step": number, "loss": loss, "seconds": seconds, "tokens": tokens, "memory_bytes": memory}
-            print(json.dumps(entry | {"gradient_norm": norm}), file=self._metrics, flush=True)
+            self._metrics.add(entry | {"gradient_norm": norm})
         text = (
             f"step {number + 1}/{self._steps}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
         )
@@ -196,7 +226,7 @@ class Reporter:
 
     def _show(self, text: str, *, is_last: bool) -> None:
         if sys.stderr.isatty():
-            print(f"\r\x1b[2K{text}", end="\n" if is_last else "", file=sys.stderr, flush=True)
+            say(f"\r\x1b[2K{text}", end="\n" if is_last else "")
         elif is_last or time.monotonic() - self._shown >= _INTERVAL:
             self._shown = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+            say(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,6 +59,33 @@ def test_a_rank_trains_and_writes_metrics(tmp_path: Path, capsys: pytest.Capture
     assert entries[-1]["memory_bytes"] > 10_000_000
     assert "step 3/3  loss 3.0000" in capsys.readouterr().err
     assert step.is_closed
+
+
+def test_a_full_disk_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one for metrics, some of which fit or none, nor one for what is printed."""
+    metrics = tmp_path / "metrics"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for path, steps in ((metrics, [0, 1]), (Path("/dev/full"), [])):
+        said = io.StringIO()
+        monkeypatch.setattr("sys.stderr", said)
+        step = FakeStep(TEXT)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (350, before[1]))
+            train(["--steps", "4", "--metrics", str(path)], step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert len(step.batches) == 4
+        lines = [line for line in said.getvalue().splitlines() if "--metrics" in line]
+        assert lines == [
+            f"warning: --metrics {path} cannot be written: No space left on device; training goes on.",
+            f"warning: --metrics {path} is incomplete: it has no line of {4 - len(steps)} steps.",
+        ]
+        if steps:
+            assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == steps
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr("sys.stderr", io.TextIOWrapper(full, write_through=True))
+        train(["--steps", "4"], step)
+    assert len(step.batches) == 8
 
 
 def test_the_first_loss_that_is_not_finite_is_told(capsys: pytest.CaptureFixture[str]) -> None:
