@@ -20,6 +20,8 @@ from superscaler.ir.parts import UNASSIGNED, Grid, Ints, Rows, cuts_of, expand, 
 from superscaler.ir.unroll import unrolled
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
+# Pieces of one gradient.
+MOST_PIECES = 2**16
 # The kinds of work that `select` knows.
 KINDS = ("F", "B", "I", "W", "R", "C")
 Address = tuple[tuple[int, int], ...]
@@ -295,8 +297,8 @@ class Graph:
         each by itself: piece k is `select(ops=[update], microbatch=k, kind="C")`.
         """
         op = self._update(update)
-        if not isinstance(count, Integral) or count < 1:
-            raise InputError(f"send_in_pieces at {caller()}: {op.name} in {count!r} pieces; give 1 or more.")
+        if not isinstance(count, Integral) or not 1 <= count <= MOST_PIECES:
+            raise InputError(f"send_in_pieces at {caller()}: {op.name} in {count!r} pieces; choose 1 to {MOST_PIECES}.")
         self.pieces[op.name] = int(count)
         self.journal.append(Entry("send_in_pieces", op.name, str(count), caller()))
 

@@ -8,6 +8,8 @@ from typing import Any
 from superscaler.errors import TransformError
 from superscaler.ir.graph import Model, Op, Operand, PTensor, later
 
+# Copies of the model in one step.
+MOST = 1024
 # The fields of an op that name it, and others of its iteration.
 _NAMES = ("name", "origin", "region", "checkpoint", "split", "regather")
 
@@ -56,6 +58,7 @@ def _refusals(model: Model, count: int) -> list[tuple[bool, str]]:
     is_number = isinstance(count, int) and not isinstance(count, bool) and count > 1
     return [
         (not is_number, f"{count!r} is no number of iterations; give 2 or more."),
+        (is_number and count > MOST, f"{count} iterations are as many copies of the model; choose at most {MOST}."),
         (model.iterations > 1, f"the graph has {model.iterations} iterations already; unroll it once."),
         (not model.loss, "nothing is trained, so that no iteration waits for one before it; capture an optimizer."),
         (bool(model.result), "the step returns more than its loss; capture it without outputs."),

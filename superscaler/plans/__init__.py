@@ -53,7 +53,11 @@ def _product(spec: str, terms: list[str]) -> SProgram:
         between = "::" if factor and factor["name"].endswith(".py") else ":"
         plan = resolve(between.join(filter(None, factor.group("name", "keys"))) if factor else term)
         name = getattr(plan, "func", plan).__name__
+        if name in found and name == "pipeline":
+            raise InputError(
+                f"'{spec}': two pipelines, but a model is cut into stages once; choose one, on the devices of both."
+            )
         if name in found:
-            raise InputError(f"'{spec}' has {name} twice; give it the product of the two numbers.")
+            raise InputError(f"'{spec}' has {name} twice; choose one, of the product of the two numbers.")
         found[name] = int(factor["size"]) if factor else -1, plan
     return product(spec, found)

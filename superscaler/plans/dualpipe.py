@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
-from superscaler.plans.lay import lay
+from superscaler.plans.lay import count_microbatches, lay
 from superscaler.plans.shared import stages
 from superscaler.verbs import Graph, Work
 
 
 @along_axis(batches=True)
 def dualpipe(graph: Graph, n: int, axis: str, microbatches: int | None = None, blocks: str = "") -> None:
-    table = schedules.dualpipe_v(n, 2 * n if microbatches is None else microbatches)
+    table = schedules.dualpipe_v(n, count_microbatches(graph, n, microbatches))
     lay(graph, axis, table, stages(graph, 2 * n, blocks), rows=map(in_pairs, table))
 
 

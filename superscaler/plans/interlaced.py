@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
-from superscaler.plans.lay import compute_again, lay
+from superscaler.plans.lay import compute_again, count_microbatches, lay
 from superscaler.plans.shared import decompose_losses, stages, tensor_splits
 from superscaler.verbs import Graph, InputError, op_trans
 
 
 @along_axis(batches=True)
 def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None, recompute: str = "") -> None:
+    microbatches = count_microbatches(graph, n, microbatches)
     decompose_losses(graph, n)
     splits = tensor_splits(graph, n, axis, in_blocks=False, lookups=True)
     inside = {op.name for block in graph.blocks for op in block.ops}
@@ -23,7 +24,7 @@ def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None,
     first, last = (at[0], at[-1] + 1) if at else (0, 0)
     if all(op.from_data for op in ops[:first]) or all(op.from_data for op in ops[last:]):
         raise InputError("interlaced needs an embedding, repeated blocks and a head; choose pipeline_1f1b.")
-    table = schedules.interlaced(n, 2 * n if microbatches is None else microbatches)
+    table = schedules.interlaced(n, microbatches)
     parts = [ops[:first], *stages(graph, n, ops=ops[first:last]), ops[last:]]
     lay(graph, axis, compute_again(graph, table, parts, recompute), parts)
     for op in (*ops[:first], *ops[last:]):

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from superscaler.errors import divisors
-from superscaler.plans.shared import layers, reads_ahead, sequences
+from superscaler.plans.shared import is_staged, layers, reads_ahead, sequences
 from superscaler.plans.tables import Table, check, computed_again, devices_of
 from superscaler.verbs import Graph, InputError, Microbatch, Op, Recompute, SplitBackward, Stage, Work, op_trans, order
+
+
+def count_microbatches(graph: Graph, n: int, microbatches: int | None) -> int:
+    """Return how many microbatches a pipeline on `n` devices has, by default two for each device.
+
+    Raises InputError for more than the batch has rows, and for a second pipeline.
+    """
+    count, batch = 2 * n if microbatches is None else microbatches, graph.factors.get("batch")
+    size = batch.size if batch else 1
+    if is_staged(graph):
+        raise InputError("two pipelines, but a model is cut into stages once; choose one, on the devices of both.")
+    if count > size:
+        raise InputError(f"microbatches={count} of a batch of {size}; choose {divisors(size)}, or a larger batch.")
+    return count
 
 
 def compute_again(graph: Graph, table: Table, parts: Sequence[Sequence[Op]], when: str) -> Table:

@@ -12,7 +12,7 @@ from superscaler.plans.shared import stages
 from superscaler.verbs import Graph, Stale, op_trans
 
 
-@along_axis()
+@along_axis(batches=True)
 def pipedream(graph: Graph, n: int, axis: str, microbatches: int | None = None, blocks: str = "") -> None:
     for age, ops in zip(range(n - 1, 0, -1), stages(graph, n, blocks), strict=False):
         if any(o.tensor in graph.updates for op in ops for o in op.inputs):

@@ -14,8 +14,8 @@ recompute     early or late: blocks are computed again in the backward, before t
 from __future__ import annotations
 
 from superscaler.plans.along import along_axis
-from superscaler.plans.lay import compute_again, lay
-from superscaler.plans.schedules import table_of
+from superscaler.plans.lay import compute_again, count_microbatches, lay
+from superscaler.plans.schedules import RULES, table_of
 from superscaler.plans.shared import stages as balanced
 from superscaler.verbs import Graph, InputError
 
@@ -35,7 +35,8 @@ def pipeline(
 ) -> None:
     if stages not in (None, n):
         raise InputError(f"pipeline:stages={stages} on {n} devices; give chunks, for {n} stages each, or leave it out.")
-    options = {k: v for k, v in (("chunks", chunks), ("slices", slices)) if v is not None}
-    table, slices = table_of(schedule, n, microbatches, options)
+    microbatches = count_microbatches(graph, n, microbatches) if schedule in RULES else microbatches
+    options = {"microbatches": microbatches, "chunks": chunks, "slices": slices}
+    table, slices = table_of(schedule, n, {k: v for k, v in options.items() if v is not None})
     parts = balanced(graph, 1 + max(work.stage for row in table for work in row), blocks)
     lay(graph, axis, compute_again(graph, table, parts, recompute), parts, slices)

@@ -11,10 +11,15 @@ from __future__ import annotations
 import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 from superscaler.plans.tables import Table, fill, finish
 from superscaler.verbs import InputError, Work, parse_schedule, unknown
+
+
+# Forwards of a table: 1,024 devices with as many microbatches.
+MOST_WORKS = 2**20
 
 
 def gpipe(devices: int, microbatches: int) -> Table:
@@ -249,6 +254,9 @@ def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise InputError(f"a schedule of {count} {name}; choose at least 1.")
+    if (works := prod(counts.values())) > MOST_WORKS:
+        told = " x ".join(f"{count} {name}" for name, count in counts.items())
+        raise InputError(f"a schedule of {told} has {works} forwards; choose at most {MOST_WORKS}.")
 
 
 # By name; each is a plan, too.
@@ -267,23 +275,24 @@ RULES: Mapping[str, Callable[..., Table]] = {
 }
 
 
-def table_of(schedule: str, n: int, microbatches: int | None, options: Mapping[str, int]) -> tuple[Table, int]:
+def table_of(schedule: str, n: int, options: Mapping[str, int]) -> tuple[Table, int]:
     """Return the table of a rule, or of a file, on `n` devices, and how many of its microbatches are slices of one.
 
     Raises InputError for an option that a rule does not have, and for a file of another number of devices.
     """
-    microbatches = 2 * n if microbatches is None else microbatches
     if schedule in RULES:
         rule = RULES[schedule]
         known = inspect.signature(rule).parameters
         for name in options.keys() - known.keys():
             raise InputError(f"{schedule}:{name}={options[name]}: this schedule has no choice of {name}; leave it out.")
         slices = options.get("slices", known["slices"].default if "slices" in known else 1)
-        return rule(n, microbatches, **options), slices
+        return rule(n, **options), slices
     file = Path(schedule)
     if not file.is_file():
         told = unknown("schedule", schedule, RULES)
         raise InputError(f"{told} Or give a file with a row of work for each device.")
+    if own := options.keys() - {"slices"}:
+        raise InputError(f"{file} is a whole table, which has no choice of {' and '.join(sorted(own))}; leave it out.")
     table = parse_schedule(file.read_text(errors="replace"))
     if len(table) != n:
         raise InputError(f"{file} has {len(table)} rows, but the pipeline {n} devices; make the two numbers equal.")

@@ -61,6 +61,11 @@ def attentions(graph: Graph, plan: str) -> list[Op]:
     return found
 
 
+def is_staged(graph: Graph) -> bool:
+    """Tell whether a pipeline has cut the model into stages."""
+    return any(axis.is_stage for op in graph.forward_ops for axis in graph.grids[op.name].axes)
+
+
 def keys_of(graph: Graph, attention: Op) -> tuple[str, ...]:
     """Return the factors along which the keys of an attention are."""
     return graph.model.tensors[attention.inputs[1].tensor].slots[-2]

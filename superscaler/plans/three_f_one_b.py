@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from superscaler.plans import schedules
 from superscaler.plans.along import along_axis
-from superscaler.plans.lay import lay
+from superscaler.plans.lay import count_microbatches, lay
 from superscaler.plans.shared import stages
 from superscaler.verbs import Graph, InputError, Op
 
@@ -35,7 +35,7 @@ def three_f_one_b(graph: Graph, n: int, axis: str, microbatches: int | None = No
             f"three_f_one_b over {n} devices: stage {others.index([]) % n} of the passes without gradients has none of "
             f"the model's {len(graph.blocks)} blocks; choose fewer devices, or more layers."
         )
-    table = schedules.three_f_one_b(n, 2 * n if microbatches is None else microbatches, len(calls))
+    table = schedules.three_f_one_b(n, count_microbatches(graph, n, microbatches), len(calls))
     lay(graph, axis, table, others + parts)
 
 

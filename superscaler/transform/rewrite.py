@@ -13,6 +13,10 @@ from superscaler.ir.text import unique
 from superscaler.ir.transformed import Entry, Graph, Group, Parts
 
 
+# Older versions of a weight: more than any pipeline has stages.
+MOST_VERSIONS = 1024
+
+
 @runtime_checkable
 class Rewrite(Protocol):
     """What `op_trans` applies to whole ops: a name for the journal, and the model with others in the place of `ops`."""
@@ -76,6 +80,10 @@ class Stale:
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
         if not isinstance(self.updates, int) or self.updates < 1:
             raise TransformError(f"Stale({self.updates!r}) is no number of updates; give 1 or more, or leave it out.")
+        if self.updates > MOST_VERSIONS:
+            raise TransformError(
+                f"Stale({self.updates}) keeps {self.updates} older versions of each weight; choose at most {MOST_VERSIONS}."
+            )
         if model.iterations > 1:
             raise TransformError("Stale of a graph with several iterations; unroll it, or let weights be older.")
         updates = {op.inputs[0].tensor: op for op in model.ops if not op.is_forward and not op.is_write}

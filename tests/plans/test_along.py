@@ -91,7 +91,7 @@ def test_a_plan_of_a_file_is_a_factor_too(spec: str, tmp_path: Path) -> None:
         ("data_parallel:2", "mesh data_parallel=2 needs 2 devices, but there are 4; make the two numbers equal"),
         ("data_parallel:3 x zero", "mesh data_parallel=3,zero=-1: 3 does not divide the 4 devices; choose 1, 2 or 4"),
         ("data_parallel x zero", "every size must be at least 1, and one may be -1"),
-        ("zero:2 x zero:2", "'zero:2 x zero:2' has zero twice; give it the product of the two numbers"),
+        ("zero:2 x zero:2", "'zero:2 x zero:2' has zero twice; choose one, of the product of the two numbers"),
         ("single x zero", "single says where everything is; only plans along one axis have a product"),
         ("hybrid:2", "'hybrid:2': hybrid says where everything is"),
         ("data:2 x zero", "unknown plan 'data'; did you mean 'dap'? Known: "),

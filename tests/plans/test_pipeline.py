@@ -220,7 +220,11 @@ def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
         ("terapipe:slices=5", "5 slices cuts the tokens that transformer.h.0 gives, which are along sequence of 32"),
         ("gpipe:stages=3", "stages=3 on 2 devices"),
         ("gpipe:microbatches=0", "0 microbatches"),
-        ("gpipe:2 x zbv", "pipeline twice"),
+        ("gpipe:microbatches=1000000000", "microbatches=1000000000 of a batch of"),
+        ("breadth_first:chunks=1000000000", "2 devices x 4 microbatches x 1000000000 chunks has 8000000000 forwards"),
+        ("terapipe:slices=1000000000", "has 8000000000 forwards; choose at most 1048576"),
+        ("gpipe:2 x zbv", "two pipelines, but a model is cut into stages once"),
+        ("pipeline_1f1b:1 x interlaced:2", "two pipelines, but a model is cut into stages once"),
     ],
 )
 def test_what_does_not_fit_is_told(plan: str, message: str) -> None:
