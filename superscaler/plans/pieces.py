@@ -31,7 +31,7 @@ def pieces_of(graph: Graph, updates: Sequence[Op], urgency: int, size: int, made
         found[-1] = found[-1][0] + weight, [*found[-1][1], op]
     there, pieces = max(made[op.inputs[0].tensor] for op in updates), list[Piece]()
     for total, ops in found:
-        count = min(-(-total // size), max(graph.model.tensors[ops[0].inputs[0].tensor].extents, default=1))
+        count = -(-total // size)
         if count > 1:
             graph.send_in_pieces(ops[0], count)
         groups = (graph.select(ops=ops, microbatch=k, kind="C") for k in (range(count) if count > 1 else (None,)))

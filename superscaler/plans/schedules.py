@@ -17,7 +17,6 @@ from pathlib import Path
 from superscaler.plans.tables import Table, fill, finish
 from superscaler.verbs import InputError, Work, parse_schedule, unknown
 
-
 # Forwards of a table: 1,024 devices with as many microbatches.
 MOST_WORKS = 2**20
 

@@ -12,7 +12,6 @@ from superscaler.ir.parts import Grid
 from superscaler.ir.text import unique
 from superscaler.ir.transformed import Entry, Graph, Group, Parts
 
-
 # Older versions of a weight: more than any pipeline has stages.
 MOST_VERSIONS = 1024
 
@@ -82,7 +81,7 @@ class Stale:
             raise TransformError(f"Stale({self.updates!r}) is no number of updates; give 1 or more, or leave it out.")
         if self.updates > MOST_VERSIONS:
             raise TransformError(
-                f"Stale({self.updates}) keeps {self.updates} older versions of each weight; choose at most {MOST_VERSIONS}."
+                f"Stale({self.updates}) keeps as many older versions of each weight; choose at most {MOST_VERSIONS}."
             )
         if model.iterations > 1:
             raise TransformError("Stale of a graph with several iterations; unroll it, or let weights be older.")
