@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from superscaler.errors import CaptureError
+from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.trace import Trace, argument, dtype_of, outputs, reads, shape_of, target_of
 from superscaler.ir.graph import Mark
 from superscaler.ops.call import Site
@@ -157,7 +157,28 @@ def _registered(node: Node, site: Site, rule: Registered) -> Signature:
             f"({rule.place}), and it does not fit: {misfit(f'{kept}->{right}', site.ins, site.outs)}. "
             "Mend the notation or the call; a dim that broadcasts is expanded before the call."
         )
+    _check_call(node, rule, found.sizes)
     return found
+
+
+def _check_call(node: Node, rule: Registered, sizes: Mapping[str, int]) -> None:
+    """Raise CaptureError where the notation is wrong for the plain values, or the sizes, of a call."""
+    parameters = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
+    plain = [(k, p.name) for k, p in parameters if "Tensor" not in str(p.type)]
+    missing = object()
+    found = {name: argument(node, k, name, missing) for k, name in plain}
+    values = {name: value for name, value in found.items() if value is not missing}
+    key = repr((sorted(values.items()), sorted(sizes.items())))
+    if rule.check is None or key in rule.checked:
+        return
+    # What is tried is a call, too.
+    rule.checked.add(key)
+    try:
+        rule.check(values, {letter: size for letter, size in sizes.items() if letter != "1"})
+    except InputError as error:
+        rule.checked.remove(key)
+        where, how = node.meta["source"] or rule.place, f"{values or 'other sizes'}"
+        raise CaptureError(f"{where} calls it with {how}: {error}") from error
 
 
 def _given(node: Node) -> list[int]:

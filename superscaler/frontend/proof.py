@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any
 
@@ -29,12 +30,16 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How an op in parts differs from the whole: the indices cut and their sizes, the tensor, what is wrong with it."""
+    """How an op in parts differs from the whole: the indices cut and their sizes, the tensor, what is wrong with it.
+
+    `is_raised`: a part cannot be computed.
+    """
 
     op: Op
     cut: Cut
     tensor: str
     difference: str
+    is_raised: bool = False
 
     def __str__(self) -> str:
         cuts = " and ".join(f"{self.op.indices[i].factor} in {' + '.join(map(str, s))}" for i, s in self.cut.items())
@@ -76,22 +81,32 @@ def ops_of(trace: Trace) -> tuple[list[Op], dict[str, PTensor]]:
     return builder.forward(), {node.name: builder.tensor(node) for node in builder.found.dims}
 
 
-def prove(op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run: Run) -> Failure | None:
+def prove(
+    op: Op,
+    tensors: Mapping[str, PTensor],
+    values: Sequence[Tensor],
+    run: Run,
+    tolerance: float = _TOLERANCE,
+    unit: float | None = None,
+) -> Failure | None:
     """Return the first difference between the op in parts and the whole op, or None: its notation is true.
 
     `values` are those of `op.inputs`, floating ones in float64; all of these have gradients, but for buffers. Every
     index that may be cut is cut in 2 and 3 parts, even and uneven, and every pair of them in 2 each. Results of parts
     are put together by the marks; the backward of a part gets its piece of a random output gradient, and the gradients
     of an input are added where it was read. In each set of inputs in `op.linear` the op must be 0 at 0 and additive.
+
+    `tolerance` is relative to each element, or 1; with a `unit` to the largest element, or that, and cuts are fewer.
     """
     job = _Job(op, tensors, values, run)
+    compare = partial(_compare, tolerance=tolerance, unit=unit)
     cut: Cut = {}
     try:
         expected = job.execute(cut)
-        for cut in _cuts(op):
+        for cut in _cuts(op) if unit is None else _halves(op):
             found = job.execute(cut)
             for tensor, value in expected.items():
-                _compare(tensor, found[tensor], value)
+                compare(tensor, found[tensor], value)
         cut = {}
         for group in op.linear:
             if all(values[k].is_floating_point() for k in group):
@@ -111,14 +126,24 @@ def _cuts(op: Op) -> Iterator[Cut]:
         yield {a: (1, free[a] - 1), b: (free[b] - free[b] // 2, free[b] // 2)}
 
 
+def _halves(op: Op) -> Iterator[Cut]:
+    """Yield the cuts of each index in the middle and behind its first element."""
+    for n, size in ((n, i.size) for n, i in enumerate(op.indices) if i.mark != "frozen"):
+        yield from ({n: sizes} for sizes in dict.fromkeys([(size - size // 2, size // 2), (1, size - 1)]))
+
+
 class _Wrong(Exception):
     """A tensor of an op in parts, and what is wrong with it."""
 
 
-def _compare(tensor: str, found: Tensor, expected: Tensor, tolerance: float = _TOLERANCE) -> None:
-    if not expected.is_floating_point():
-        found, expected = found.double(), expected.double()
-    equal = torch.isclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+def _compare(
+    tensor: str, found: Tensor, expected: Tensor, tolerance: float = _TOLERANCE, unit: float | None = None
+) -> None:
+    found, expected = found.detach().double(), expected.detach().double()
+    size, finite = 1.0, expected[expected.isfinite()].abs()
+    if unit is not None:
+        size = max(unit, float(finite.max())) if finite.numel() else unit
+    equal = torch.isclose(found, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
     if not equal.all():
         at = tuple((~equal).nonzero()[0].tolist())
         raise _Wrong(tensor, f"is {found[at].item():.9g} at {list(at)}, of the whole op {expected[at].item():.9g}")
@@ -155,13 +180,17 @@ class _Job:
             changed = [change(v) if k in group else v for k, v in enumerate(self.values)]
             return self._forward(box, [self._piece(o, v, box) for o, v in zip(self.op.inputs, changed, strict=True)])
 
-        a, b, both = outcome(lambda v: v), outcome(lambda v: v * v - 1), outcome(lambda v: v * v + v - 1)
         where = f"is not linear in operands {list(group)} together"
-        for k, (x, y, z, zero) in enumerate(zip(a, b, both, outcome(torch.zeros_like), strict=True)):
+        for k, zero in enumerate(outcome(torch.zeros_like)):
             _compare(f"result {k} {where}: at 0 it", zero, torch.zeros_like(zero))
-            # A cast to fewer bits rounds.
-            rounding = 4 * torch.finfo(z.dtype).eps if z.is_floating_point() else 0.0
-            _compare(f"result {k} {where}: the sum", x + y, z, max(_TOLERANCE, rounding))
+        for size in (1.0, 2.0**20):
+            a, b = outcome(lambda v, s=size: v * s), outcome(lambda v, s=size: (v * v - 1) * s)  # type: ignore[misc]
+            both = outcome(lambda v, s=size: (v * v + v - 1) * s)  # type: ignore[misc]
+            for k, (x, y, z) in enumerate(zip(a, b, both, strict=True)):
+                # A cast to fewer bits rounds, and its largest number is small.
+                rounding = 4 * torch.finfo(z.dtype).eps if z.is_floating_point() else 0.0
+                if size == 1.0 or z.dtype == torch.float64:
+                    _compare(f"result {k} {where}: the sum", x + y, z, max(_TOLERANCE, rounding), 1.0)
 
     def _forward(self, box: Box, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Execute a part; its results have the shapes that the notation says."""
@@ -172,7 +201,7 @@ class _Job:
         try:
             results = list(self.run(box, pieces, shapes))
         except Exception as error:
-            raise _Wrong("the part", f"{box} fails: {error}") from error
+            raise _Wrong("the part", f"{box} fails: {error}", True) from error
         if (found := [tuple(r.shape) for r in results]) != shapes:
             raise _Wrong("the part", f"{box} gives the shapes {found}, its notation {shapes}")
         return results

@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, SimpleNamespace
@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.autograd.graph import saved_tensors_hooks
 
 from superscaler.errors import CaptureError
+from superscaler.frontend.derivatives import is_derivative
 from superscaler.frontend.trace import FRAME, source_of
 from superscaler.specs.registered import REGISTERED
 
@@ -65,10 +64,6 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     ),
     (r"UnsupportedOperator", "runs an operator whose result has no shape before it ran", "use a dense one"),
 )
-# So many elements are tried at most, to see whether a function's own backward is its derivative.
-_MOST = 1 << 24
-# Sizes of the numbers that it is tried on: what clamps, or rounds, does so beyond or below some size only.
-_SCALES = (1.0, 1e-4, 1e4)
 _INPUT = re.compile(r"Unsupported input type <class '(.*?)'>")
 
 
@@ -203,11 +198,15 @@ def _refusing_apply(original: Any, text: str) -> Any:
 
     Of any other one the forward is captured, if its own backward is the derivative of that.
     """
+    known: dict[tuple[type[Function], str], bool] = {}
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch.") or _in_operator(sys._getframe(1)):
             return original.__func__(cls, *args, **kwargs)
-        if kwargs or not _is_derivative(cls, original, args):
+        key = cls, repr([(a.dtype, a.shape) if isinstance(a, Tensor) else a for a in args])
+        if key not in known:
+            known[key] = not kwargs and is_derivative(partial(original.__func__, cls), partial(_forward, cls), args)
+        if not known[key]:
             raise Lost(text.format(cls.__qualname__))
         return _forward(cls, *args)
 
@@ -231,48 +230,6 @@ class _Context(SimpleNamespace):
 def _forward(cls: type[Function], *args: Any) -> Any:
     is_split = cls.setup_context is not Function.setup_context
     return cls.forward(*args) if is_split else cls.forward(_Context(needs_input_grad=[True] * len(args)), *args)
-
-
-def _is_derivative(cls: type[Function], original: Any, args: Sequence[Any]) -> bool:
-    """Tell whether the own backward of a function gives what autograd gives of its forward: on a few random numbers."""
-    if sum(a.numel() for a in args if isinstance(a, Tensor)) > _MOST:
-        return False
-    generator = torch.Generator().manual_seed(0)
-
-    def real(value: Any, scale: float) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if not value.is_floating_point():
-            return torch.zeros(value.shape, dtype=value.dtype)
-        return (torch.randn(value.shape, generator=generator, dtype=torch.float64) * scale).requires_grad_()
-
-    forward = partial(_forward, cls)
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
-        try:
-            return all(_agree(partial(original.__func__, cls), forward, [real(a, k) for a in args], k) for k in _SCALES)
-        except Exception:
-            return False
-
-
-def _agree(one: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], scale: float) -> bool:
-    """Tell whether two functions have the same results and gradients."""
-    leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
-    first, second = (_with_gradients(f, given, leaves, scale) for f in (one, other))
-    close = partial(torch.allclose, rtol=1e-6, atol=1e-6 * scale, equal_nan=True)
-    return len(first) == len(second) and all(map(close, first, second))
-
-
-def _with_gradients(
-    function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Tensor], scale: float
-) -> list[Tensor]:
-    """Return the results of a function, and the gradients of the leaves from some gradient of each result."""
-    outputs = [y for y in pytree.tree_leaves(function(*given)) if isinstance(y, Tensor) and y.requires_grad]
-    gradients = [torch.linspace(-scale, scale, y.numel(), dtype=y.dtype).view(y.shape) for y in outputs]
-    # torch.autograd.grad itself is refused here.
-    found = _engine_run_backward(
-        tuple(outputs), tuple(gradients), False, False, tuple(leaves), True, accumulate_grad=False
-    )
-    return [*outputs, *(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))]
 
 
 def _in_operator(frame: FrameType | None) -> bool:

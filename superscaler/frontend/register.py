@@ -61,11 +61,14 @@ def register(
     def add(what: Any) -> Any:
         overload = _overload(what, rule)
         made = overload or _define(what, rule)
-        REGISTERED[str(made)] = rule if overload else replace(rule, code=what.__code__)
+        own = rule if overload else replace(rule, code=what.__code__)
+        REGISTERED[str(made)] = own
         try:
             _check_operands(made, rule)
             if check:
-                Trial(made, rule, sizes or {}, example or {}, torch.device(device)).check()
+                trial = Trial(made, rule, sizes or {}, example or {}, torch.device(device))
+                trial.check()
+                REGISTERED[str(made)] = replace(own, check=trial.check_call)
         except BaseException:
             del REGISTERED[str(made)]
             raise
@@ -144,7 +147,7 @@ def _annotated(function: FunctionType, notation: str) -> Any:
     result = written.return_annotation
     if result is empty:
         result = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
-    twin = FunctionType(function.__code__, function.__globals__)
+    twin = FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
     twin.__signature__ = written.replace(parameters=parameters, return_annotation=result)  # type: ignore[attr-defined]
     return twin
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, cycle
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,16 +21,19 @@ from torch.utils._pytree import tree_leaves
 from superscaler.errors import InputError
 from superscaler.frontend.infer import signature
 from superscaler.frontend.proof import Failure, ops_of, prove, record
+from superscaler.frontend.samples import KINDS, NORMAL, TRIED, Kind
 from superscaler.frontend.trace import reads
-from superscaler.ops.notation import operand_dims, untils
+from superscaler.ops.notation import Dim, operand_dims, untils
 from superscaler.specs.registered import Registered
 
 Sizes = Mapping[str, int]
 Example = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
 Arguments = tuple[list[Any], dict[str, Any]]
 
-# Different ones, so that dims that are mixed up differ.
-_SIZES = (4, 3, 5, 6, 2)
+# Different ones, so that dims that are mixed up differ; and one that few thresholds are above.
+_SIZES, _LARGE = (4, 3, 5, 6, 2), 131
+# So many elements of a letter are drawn at most, and so many of all together.
+_MOST = 1 << 16
 _MISSING = object()
 
 
@@ -48,30 +52,70 @@ class Trial:
     device: torch.device
 
     def check(self) -> None:
-        """Raise InputError unless the operator in parts gives what the whole gives."""
-        optional = [p.name for p in self.overload._schema.arguments if str(p.type) == "Optional[Tensor]"]
-        missing = [set(names) for k in range(1, len(optional) + 1) for names in combinations(optional, k)]
+        """Raise InputError unless the operator in parts gives what the whole gives: on numbers of each kind, without
+        operands that may be left out, and where one letter is of size 1, or of a size that is no example's.
+        """
         for extra in (1, 2):
-            self._check(self._draw(extra, set()))
-        for extra, absent in [(0, set()), *((1, names) for names in missing)]:
-            # A model cannot run it either on what it cannot run on here: on no dims, or without an operand.
-            with suppress(CannotRun):
-                self._check(self._draw(extra, absent))
+            self._check(self._draw(extra))
+        optional = [p.name for p in self.overload._schema.arguments if str(p.type) == "Optional[Tensor]"]
+        absent = [set(names) for k in range(1, len(optional) + 1) for names in combinations(optional, k)]
+        letters = dict.fromkeys(word for dims in self._dims(1) for dim in dims for word in dim or ())
+        fixed = {"1", *self.sizes, *untils(self.rule.notation)}
+        sizes = [{word: size} for word in letters if word not in fixed for size in (1, _LARGE)]
+        others = [self._draw(0), *(self._draw(1, names) for names in absent)]
+        for given in others:
+            self._try(given)
+        for kind in KINDS[1:]:
+            self._try(self._draw(1, kind=kind), kind)
+        for known in sizes:
+            self._try(self._draw(1, known=known))
 
-    def _draw(self, extra: int, absent: set[str]) -> Arguments:
-        """Return arguments; `..` is `extra` dims, and the `absent` operands are None."""
-        following, known = cycle(_SIZES[extra:] + _SIZES[:extra]), dict(self.sizes)
+    def check_call(self, values: Mapping[str, Any], sizes: Sizes) -> None:
+        """Raise InputError unless the operator in parts gives what the whole gives with these values of arguments that
+        are no tensors, and where one letter has its size in a call.
+        """
+        called = replace(self, example=lambda known: {**self._example(known), **values})
+        with torch.enable_grad():
+            try:
+                called._check(called._draw(1))
+            except CannotRun:
+                # As of a value that is a size: with all sizes of the call, where these are small.
+                if prod(sizes.values()) <= _MOST:
+                    called._try(called._draw(1, known=sizes))
+            for word, other in untils(self.rule.notation).items():
+                if (size := sizes.get(word, 1)) != (end := sizes.get(other, 1)):
+                    called._try(called._draw(1, known={word: 3 + 2 * (size > end), other: 3 + 2 * (end > size)}))
+            for word, size in sizes.items():
+                if _LARGE < size <= _MOST and word not in self.sizes:
+                    called._try(called._draw(1, known={word: size}))
+
+    def _try(self, given: Arguments, kind: Kind = TRIED) -> None:
+        # A model cannot run it either on what it cannot run on here: on no dims, or without an operand.
+        with suppress(CannotRun):
+            self._check(given, kind)
+
+    def _dims(self, extra: int) -> list[list[Dim]]:
+        return operand_dims(self.rule.notation, extra)
+
+    def _example(self, known: Sizes) -> Mapping[str, Any]:
+        return self.example(known) if callable(self.example) else self.example
+
+    def _draw(
+        self, extra: int, absent: Collection[str] = (), kind: Kind = NORMAL, known: Sizes = MappingProxyType({})
+    ) -> Arguments:
+        """Return arguments; `..` is `extra` dims, the `absent` operands are None, letters have the `known` sizes."""
+        following, known = cycle(_SIZES[extra:] + _SIZES[:extra]), {**known, **self.sizes}
         alike = untils(self.rule.notation)
         shapes = []
-        for dims in operand_dims(self.rule.notation, extra):
+        for dims in self._dims(extra):
             for letter in (letter for dim in dims for letter in dim or ()):
                 other = known.get(alike.get(letter, letter)) or (1 if letter == "1" else next(following))
                 known.setdefault(letter, other)
                 known.setdefault(alike.get(letter, letter), other)
             shapes.append([next(following) if dim is None else prod(known[letter] for letter in dim) for dim in dims])
         random = torch.Generator().manual_seed(extra)
-        operands = iter([torch.randn(s, dtype=torch.float64, generator=random).to(self.device) for s in shapes])
-        given = self.example(known) if callable(self.example) else self.example
+        operands = iter([kind.draw(shape, random).to(self.device) for shape in shapes])
+        given = self._example(known)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for parameter in self.overload._schema.arguments:
@@ -82,14 +126,16 @@ class Trial:
                     f"{self.rule.place}: {self.overload} cannot be checked without its '{parameter.name}' "
                     f"({parameter.type}); give example={{'{parameter.name}': VALUE}}, or check=False."
                 )
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value = value.to(kind.dtype)
             if parameter.kwarg_only:
                 kwargs[parameter.name] = value
             else:
                 args.append(value)
         return args, kwargs
 
-    def _check(self, given: Arguments) -> None:
-        self._check_repeats(given)
+    def _check(self, given: Arguments, kind: Kind = NORMAL) -> None:
+        self._check_repeats(given, kind)
         trace, values = record(self.overload, *given)
         ops, tensors = ops_of(trace)
         (node,) = trace.calls()
@@ -100,14 +146,19 @@ class Trial:
             args, kwargs = map_arg((node.args, node.kwargs), local.__getitem__)
             return [result.cpu() for result in _results(self.overload(*args, **kwargs))]
 
+        operands, unit = [values[x.name].cpu() for x in reads(node)], None if kind is NORMAL else kind.unit
         try:
-            failure = prove(ops[0], tensors, [values[x.name].cpu() for x in reads(node)], run)
+            failure = prove(ops[0], tensors, operands, run, kind.tolerance, unit)
         except Exception as error:
             told = f"cannot be differentiated: {_line(error)} A custom_op needs register_autograd before ss.register"
             raise self._error(CannotRun, told, given) from error
+        if failure and failure.is_raised and kind is not NORMAL:
+            raise self._error(CannotRun, failure.difference, given)
         if failure:
-            told = f"is not what its notation says: {_told(failure, node)}"
-            raise self._error(InputError, f"{told}. {self._hint(given)}", given)
+            on = "" if kind.name == NORMAL.name else f" of {kind.name} numbers"
+            told = f"is not what its notation says: {_told(failure, node)}{on}"
+            hint = self._hint(given) if kind.dtype == torch.float64 else "Mark a letter ^ where it must be whole"
+            raise self._error(InputError, f"{told}. {hint}", given)
 
     def _hint(self, given: Arguments) -> str:
         with _Precision() as seen:
@@ -119,7 +170,7 @@ class Trial:
             "digits differ, write x.to(torch.promote_types(x.dtype, torch.float32)) instead of x.float()"
         )
 
-    def _check_repeats(self, given: Arguments) -> None:
+    def _check_repeats(self, given: Arguments, kind: Kind) -> None:
         """Raise InputError unless the op runs, gives numbers, the same ones twice, and leaves its operands alone."""
         operands = _tensors(given)
         before = [x.clone() for x in operands]
@@ -130,7 +181,10 @@ class Trial:
             raise self._error(CannotRun, told, given) from error
         for is_wrong, told in (
             (not _equal(before, operands), "changes its operands; return new tensors"),
-            (any(x.isnan().any() for x in first), "gives nan; give operands that it is made for by example={...}"),
+            (
+                kind is NORMAL and any(x.isnan().any() for x in first),
+                "gives nan; give operands that it is made for by example={...}",
+            ),
             (not _equal(first, second), "gives two results for the same operands; take out random numbers and state"),
         ):
             if is_wrong:
@@ -184,7 +238,8 @@ def _results(found: Any) -> list[Tensor]:
 
 
 def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) and a.dtype == b.dtype for a, b in pairs)
 
 
 def _line(error: Exception) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +13,8 @@ class Registered:
     """The notation that a user gave an operator, the sizes of letters that stand in products only, and where it is.
 
     `module` is empty for a file that is run but not imported by name, `file` for what was typed in; `source` is what
-    the file held when the operator was registered. `code` is that of a function.
+    the file held when the operator was registered. `code` is that of a function. `check` tries the operator with other
+    values of plain arguments, and with the sizes of a call; `checked` are the calls for which it was.
     """
 
     notation: str
@@ -22,6 +24,8 @@ class Registered:
     line: int
     source: bytes = field(repr=False)
     code: CodeType | None = None
+    check: Callable[[Mapping[str, Any], Mapping[str, int]], None] | None = field(default=None, repr=False)
+    checked: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def place(self) -> str:

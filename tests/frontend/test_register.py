@@ -203,6 +203,81 @@ class Calls(nn.Module):
         return self.function(x, self.weight).square().mean()
 
 
+def mixed_where(condition, x):
+    """Return x, in which all rows are read where a condition holds: no `b` is an index of it then."""
+    return x - x.mean(0) if bool(condition) else x * 1.0
+
+
+class Averaged(torch.autograd.Function):
+    """Its gradient is that of all rows together in some dtype or batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.mean(0, keepdim=True).expand_as(g) if g.dtype == torch.float32 or len(g) > 100 else g
+
+
+# Each is what its notation says on a few random numbers of some sizes.
+WRONG = {
+    "where a value is 0": lambda x: torch.where((x == 0).any(0, keepdim=True), x - x.sum(0, keepdim=True), x),
+    "where all are whole": lambda x: mixed_where((x == x.round()).all(), x),
+    "of equal numbers": lambda x: x * (x.unique().numel() == x.numel()),
+    "of large numbers": lambda x: mixed_where(x.abs().max() > 1e3, x),
+    "of huge numbers": lambda x: mixed_where(x.abs().max() > 1e7, x),
+    "of tiny numbers": lambda x: mixed_where(x.abs().max() < 1e-6, x),
+    "at size 1": lambda x: mixed_where(x.shape[1] == 1, x),
+    "above a size": lambda x: mixed_where(x.shape[0] > 16, x),
+    "above a large size": lambda x: mixed_where(x.shape[0] > 128, x),
+    "at odd sizes": lambda x: mixed_where(x.shape[0] % 2, x),
+    "in float32": lambda x: mixed_where(x.dtype == torch.float32, x),
+    "backward": Averaged.apply,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_of_some_numbers_and_sizes_only_is_refused(wrong: str) -> None:
+    def rows(x):
+        return WRONG[wrong](x)
+
+    with pytest.raises(InputError, match="is not what its notation says: when b is cut in"):
+        ss.register("b h^ -> b h", rows)
+
+
+def clipped_sum(x):
+    return x.sum(1).clamp(-1e3, 1e3)
+
+
+def test_a_sum_that_ends_at_a_size_is_no_sum() -> None:
+    with pytest.raises(InputError, match=r"when k is cut in 3 \+ 2, result 0 is .* of large numbers\. Mark"):
+        ss.register("b k+ -> b", clipped_sum)
+
+
+def rolled(x, steps: int = 0):
+    return x.roll(steps, 0)
+
+
+def averaged_above(x, most: int):
+    return mixed_where(len(x) > most, x)
+
+
+def test_a_call_is_checked_with_its_own_values_and_sizes() -> None:
+    roll = ss.register("b h -> b h", rolled)
+    assert capture(Calls(lambda x, w: roll(x) * w, 8), (torch.randn(2, 8),)).model.ops
+    with pytest.raises(CaptureError, match=r"test_register.py:\d+ calls it with \{'steps': 1\}: .* when b is cut in"):
+        capture(Calls(lambda x, w: roll(x, 1) * w, 8), (torch.randn(2, 8),))
+    average = ss.register("b h -> b h", averaged_above, example={"most": 400})
+    for rows in (400, 401):
+        module = Calls(lambda x, w: average(x, 400) * w, 8)
+        if rows == 400:
+            assert capture(module, (torch.randn(rows, 8),)).model.ops
+        else:
+            with pytest.raises(CaptureError, match="when b is cut in 201"):
+                capture(module, (torch.randn(rows, 8),))
+
+
 def test_a_call_that_the_notation_does_not_fit_is_an_error_of_capture() -> None:
     @ss.register("b h, h -> b h")
     def product(x, weight):
