@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,7 @@ class Request(PlanRequest):
     """A plan to compile, or a directory that has one."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL | DIR", help="A model, or a plan directory as it stands.")]
+    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="A plan directory that may be of the model.")] = ""
     plan: Annotated[str, option("--plan", "The plan of a model: see compile.", "PLAN")] = ""
     cluster: Annotated[str, option("--cluster", "The cluster of a model: see compile.", "CLUSTER")] = ""
 
@@ -29,17 +30,20 @@ def validate(
     no_manifest: Annotated[
         bool, option("--no-manifest", "Of a directory: leave its hashes out, ask the certificate alone.")
     ] = False,
-) -> None:
+) -> bool:
     """Certify the program of a plan: every read finds its elements with their whole value, no device waits forever.
 
-    Exit code 1 and the instruction, the tensor and the device when it does not hold.
+    Exit code 1 and the instruction, the tensor and the device when it does not hold. With a model and a directory also
+    whether the plan there has that model and its weights: exit code 1 and the first difference when it has not.
     """
+    if request.directory:
+        return _compare(printer, request, not no_manifest)
     if os.path.isdir(request.model) and not request.plan:
         from superscaler.verify.saved import validate_directory
 
         printer.result = validate_directory(Path(request.model), manifest=not no_manifest)
         printer.show(f"the plan in {request.model} holds: its program is certified, and its files are what that says")
-        return
+        return True
     for name in ("plan", "cluster"):
         if not getattr(request, name):
             raise InputError(
@@ -48,3 +52,24 @@ def validate(
     compiled, _ = request.compile()
     printer.result = compiled.validate()
     printer.show(compiled.summary(), "the plan holds: every part is covered, and no device waits forever")
+    return True
+
+
+def _compare(printer: Printer, request: Request, manifest: bool) -> bool:
+    """Certify a plan directory, and compare it with a model that is captured anew."""
+    if request.plan or request.cluster:
+        raise InputError(f"the plan in {request.directory} has a cluster; leave --plan and --cluster out.")
+    from superscaler.cli.verify import real_batch
+    from superscaler.verify.against import compare_directory
+    from superscaler.verify.saved import validate_directory
+
+    checks = validate_directory(Path(request.directory), manifest)
+    graph, built = replace(request, no_cache=True).capture()
+    found = compare_directory(graph, Path(request.directory), real_batch(built))
+    printer.result = {**checks, **found}
+    what = f"{found['operators']} operators and {found['weights']} weights"
+    ran = f", of which the plan computes {found['rewritten']} in other steps" if found["rewritten"] else ""
+    verdict = f"of {request.model}: its {what} are those of the module{ran}"
+    verdict = verdict if found["equal"] else f"NOT of {request.model}: {found['first_difference']}"
+    printer.show(f"the plan in {request.directory} is {verdict}")
+    return bool(found["equal"])

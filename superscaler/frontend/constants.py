@@ -186,7 +186,7 @@ def _paired(trace: Trace, shape: Sequence[int], indices: Sequence[Node | None]) 
     given = {d: v for d, v in enumerate(indices) if v is not None}
     made = torch.broadcast_shapes(*(shape_of(v) for v in given.values()))
     rows = {d: _counts(trace, v) - 1 + len(made) - len(shape_of(v)) for d, v in given.items() if _counts(trace, v)}
-    found, (first, *_, last) = [d for d in given if d not in rows], given
+    found, first, last = [d for d in given if d not in rows], min(given), max(given)
     is_alone = len(found) == 1 and all(made[k] == shape[d] for d, k in rows.items())
     is_ordered = list(rows.values()) == list(range(len(rows))) and len(given) == last - first + 1
     if not (rows and is_alone and is_ordered and dtype_of(given[found[0]]) in (torch.int64, torch.int32)):

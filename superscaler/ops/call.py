@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -11,6 +12,9 @@ from typing import Any
 from superscaler.ir.graph import Op, Operand, PTensor, Ref
 from superscaler.ir.mask import Box
 from superscaler.ops.notation import Shape
+
+# What torch has, as a dtype. Other text is text: it may come from a file.
+_TORCH = re.compile(r"torch\.\w+\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ class Local:
             return self.names[value.operand]
         if isinstance(value, list | tuple):
             return "[" + ", ".join(self.literal(v) for v in value) + "]"
-        if isinstance(value, str) and value.startswith("torch."):
+        if isinstance(value, str) and _TORCH.match(value):
             return value
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'

@@ -110,12 +110,14 @@ class Comparison:
 
     def _gradients(self, results: Sequence[Result], expected: Reference, here: str) -> None:
         whole = {n: torch.zeros_like(self.known[n]) if g is None else g for n, g in expected.gradients.items()}
-        floor = FLOOR * max((_largest(g) for g in whole.values()), default=1.0)
+        floor = FLOOR * max((largest(g) for g in whole.values()), default=1.0)
         for rank, weight in self._each():
             if weight.tensor in whole:
                 want = self._slice(whole, weight)
                 have = results[rank].gradients.get(str(weight.name))
-                error = _error(torch.zeros_like(want) if have is None else have, want, whole[weight.tensor], floor)
+                error = relative_error(
+                    torch.zeros_like(want) if have is None else have, want, whole[weight.tensor], floor
+                )
                 self._found("gradient_error", error, weight, rank, "the gradient of ", here)
 
     def _outputs(self, results: Sequence[Result], expected: Reference, here: str) -> None:
@@ -124,7 +126,9 @@ class Comparison:
                 whole = expected.outputs[i.tensor]
                 want = take(whole, slots_of(self.model, i.tensor), i.box)
                 text = f"the output {Mask(i.tensor, i.box)} on device {rank}{here}"
-                self.errors.add("output_error", _error(results[rank].outputs[i.tensor], want, whole), i.tensor, text)
+                self.errors.add(
+                    "output_error", relative_error(results[rank].outputs[i.tensor], want, whole), i.tensor, text
+                )
 
     def _weights(self, results: Sequence[Result], expected: Reference, here: str) -> None:
         rest = {**self.known, **expected.buffers}
@@ -132,7 +136,7 @@ class Comparison:
         near: dict[str, float] = defaultdict(float)
         for name, value in rest.items():
             home = name.rpartition(".")[0]
-            near[home] = max(near[home], FLOOR * _largest(value))
+            near[home] = max(near[home], FLOOR * largest(value))
         placed = set()
         for rank, (slices, optimizer) in enumerate(self.twins):
             for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
@@ -145,9 +149,9 @@ class Comparison:
             for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
                 placed.add(weight.tensor)
                 if name in slices:
-                    error = _error(results[rank].weights[name], slices[name].detach(), slices[name])
+                    error = relative_error(results[rank].weights[name], slices[name].detach(), slices[name])
                 else:
-                    error = _error(
+                    error = relative_error(
                         results[rank].weights[name],
                         self._slice(rest, weight),
                         rest[weight.tensor],
@@ -165,14 +169,14 @@ class Comparison:
         self.errors.add(kind, error, f"{weight.tensor} on device {rank}", text)
 
 
-def _largest(x: Tensor) -> float:
+def largest(x: Tensor) -> float:
     """Return the largest finite element, by size."""
     finite = x.detach().double().abs()
     finite = finite[finite.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _error(have: Tensor, want: Tensor, whole: Tensor, floor: float = 0.0) -> float:
+def relative_error(have: Tensor, want: Tensor, whole: Tensor, floor: float = 0.0) -> float:
     """Return the largest difference, relative to the largest element of the whole tensor, or to `floor`."""
     if have.shape != want.shape:
         return float("inf")
@@ -181,7 +185,7 @@ def _error(have: Tensor, want: Tensor, whole: Tensor, floor: float = 0.0) -> flo
     have, want = have.double(), want.double()
     is_same = (have == want) | (have.isnan() & want.isnan())
     gap = float(torch.where(is_same, 0.0, (have - want).abs()).max())
-    return gap / max(_largest(whole), floor, 1e-300)
+    return gap / max(largest(whole), floor, 1e-300)
 
 
 def _state_error(have: Values, want: Mapping[str, object]) -> float:
@@ -189,4 +193,4 @@ def _state_error(have: Values, want: Mapping[str, object]) -> float:
     tensors = {name: x for name, x in want.items() if isinstance(x, Tensor)}
     if have.keys() != tensors.keys():
         return float("inf")
-    return max((_error(have[name], x, x) for name, x in tensors.items()), default=0.0)
+    return max((relative_error(have[name], x, x) for name, x in tensors.items()), default=0.0)

@@ -46,15 +46,15 @@ class Event:
 
 def first_difference(exact: Compiled, values: Values, batch: Values, timeout: float) -> str:
     """Return one sentence: the first tensor in execution order that is not the model's, its mask, device and op."""
-    whole, gradients = model_step(exact, {**values, **batch})
+    whole, gradients = model_step(exact.graph.model, {**values, **batch})
     events, failure = _record(exact, values, batch, timeout)
     found = next(_Search(exact, whole, gradients, events).differences(), "")
     return found or failure
 
 
-def model_step(exact: Compiled, known: Values, step: int = 0) -> tuple[Values, Values]:
+def model_step(model: Model, known: Values, step: int = 0) -> tuple[Values, Values]:
     """Return every tensor of one step on whole tensors, in the names of the graph, and the gradients of those."""
-    model = once(without_twins(exact.graph.model))
+    model = once(without_twins(model))
     forward = model.forward_ops
     made = {o.tensor for op in forward for o in op.outputs}
     uses = {

@@ -320,6 +320,8 @@ class Masks:
             if home is None or held is None or held.tensor != first(weight.tensor):
                 raise Refusal(f"changes {name}, which no op updates.")
             must_equal(weight.box, box, f"changes {name} as")
+            if self.loaded.get((cohort.number, name)) not in weight.memory:
+                raise Refusal(f"changes {name}, which is a copy of the weight at rest.")
             if (name, weight.tensor) in done:
                 raise Refusal(f"changes {name} twice.")
             if value.changed is not None:
@@ -330,18 +332,15 @@ class Masks:
             wanted = (home.inputs[1].tensor, False) if home.is_write else (weight.tensor, True)
             if (value.tensor, value.is_gradient) != wanted or home.is_write != (name in i.buffers):
                 raise Refusal(f"changes {name} ({weight.tensor}) by {kind_of(value)}.")
-            must_equal(
-                value.box,
-                weight.box,
-                f"{weight.tensor} is changed by",
-            )
+            must_equal(value.box, weight.box, f"{weight.tensor} is changed by")
             value = self.sums.settled(value, deep=True)
             if value.addends is not None:
                 raise Refusal(f"changes {name}, but {self.sums.fault(value)}", self.sums.faulty(value))
             for memory in weight.memory:
                 memory.changed = i
             if home.outputs[0].tensor in self.nexts:
-                made[name] = replace(weight, tensor=home.outputs[0].tensor, memory=(Memory(held=i),))
+                memory = self.loaded[cohort.number, name] = Memory(held=i)
+                made[name] = replace(weight, tensor=home.outputs[0].tensor, memory=(memory,))
         if list(made) != list(i.goes_on):
             raise Refusal(f"goes on with {', '.join(map(str, i.goes_on))} instead of {', '.join(map(str, made))}.")
         return list(made.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from superscaler.ir.graph import Op, PTensor
+from superscaler.ir.graph import Model, Op, PTensor
 from superscaler.ir.transformed import Graph
 from superscaler.ops.table import row_of
 
@@ -18,10 +18,13 @@ def retype(graph: Graph, dtype: str, dropout: bool) -> Graph:
     Without `dropout`, all its probabilities are zero, so that the result can be compared. What is communicated how is
     chosen by the sizes of the dtypes there were, so that the same exchanges are compared as train.
     """
-    model = graph.model
+    return graph.copy(retype_model(graph.model, dtype, dropout))
+
+
+def retype_model(model: Model, dtype: str, dropout: bool) -> Model:
     tensors = {name: _retyped(tensor, dtype) for name, tensor in model.tensors.items()}
     ops = tuple(_retyped_op(op, dtype, dropout) for op in model.ops)
-    return graph.copy(replace(model, tensors=tensors, ops=ops))
+    return replace(model, tensors=tensors, ops=ops)
 
 
 def _retyped(tensor: PTensor, dtype: str) -> PTensor:

@@ -91,7 +91,7 @@ def _graph_step(exact: Compiled, inputs: Values) -> Oracle:
     model = once(exact.graph.model)
 
     def step(known: Values, number: int) -> Reference:
-        made, gradients = model_step(exact, {**known, **inputs}, number)
+        made, gradients = model_step(exact.graph.model, {**known, **inputs}, number)
         ends = {op.inputs[0].tensor: made[op.inputs[1].tensor] for op in model.ops if op.is_write}
         outputs = {name: value for name, value in ends.items() if model.tensors[name].kind == "output"}
         buffers = {name: value for name, value in ends.items() if name not in outputs}
@@ -144,7 +144,7 @@ def _limits(model: Model) -> dict[str, int]:
 def _dropped(exact: Compiled, known: Values) -> tuple[int, int]:
     """Return how many choices of experts have no row on one device, of how many."""
     limits = _limits(exact.graph.model)
-    made = model_step(exact, known)[0] if limits else {}
+    made = model_step(exact.graph.model, known)[0] if limits else {}
     lost = sum(int((made[wanted] - rows).clamp(min=0).sum()) for wanted, rows in limits.items())
     return lost, sum(int(made[wanted].sum()) for wanted in limits)
 

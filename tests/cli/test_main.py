@@ -65,7 +65,7 @@ def test_the_options_of_every_command() -> None:
     assert found == {
         "capture": ["--autocast", "--json", "--lr", "--no-cache", "--optimizer", "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
-        "validate": sorted([*compiling, "--no-manifest", "model"]),
+        "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),
         "train": sorted(
             [*compiling, *training, "--check-finite", "--clip", "--data", "--out", "--seed", "--steps", "model"]

@@ -19,6 +19,7 @@ from superscaler.ir.program import (
     Program,
     Recv,
     Send,
+    Slice,
     Update,
     Value,
     Wait,
@@ -89,6 +90,17 @@ def slices_of_a_weight_under_the_names_of_each_other(program: Program) -> Progra
     last = replace(copy_of(code[0], SECOND, FIRST), pieces=(other,))
     code[0][n : n + 1] = [first, Free((FIRST,)), second, Free((SECOND,)), last]
     code[0].insert(n + 5, replace(update, gradients=tuple(gradients)))
+    return with_codes(program, code)
+
+
+@hole("early", "changes layers_1_weight, which is a copy of the weight at rest", is_right=True)
+def update_of_a_copy(program: Program) -> Program:
+    code = codes(program)
+    name, rows = named("layers_1_weight"), (named("row_1"), named("row_2"))
+    n = next(n for n, i in enumerate(code[0]) if isinstance(i, Update))
+    boxes = (((0, 1), (0, 8)), ((1, 2), (0, 8)))
+    cut = [Slice(row, name, (2, 8), box, (1, 8)) for row, box in zip(rows, boxes, strict=True)]
+    code[0][n:n] = [*cut, Free((name,)), Combine(name, rows, boxes, (2, 8), (2, 8), "float64")]
     return with_codes(program, code)
 
 

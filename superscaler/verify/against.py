@@ -1,0 +1,120 @@
+"""A plan directory against the module that it is said to be of: its model and weights, which no hash can judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from superscaler.artifact import initial_values
+from superscaler.ir.graph import Model, once, renamed, without_sources, without_twins
+from superscaler.ir.text import parse_model, print_model
+from superscaler.ir.transformed import Graph
+from superscaler.report.account import kept_values, own_operators
+from superscaler.specs.copies import copies
+from superscaler.specs.files import MODEL_FILE, WEIGHTS_FILE
+from superscaler.specs.saved_plan import read_file, read_plan, read_text
+from superscaler.verify.compare import largest, relative_error
+from superscaler.verify.locate import FLOOR, TOLERANCE, Values, model_step
+from superscaler.verify.oracle import retyped
+from superscaler.verify.retype import retype_model
+
+# How much of a line is shown, from a little before where it differs.
+_SHOWN, _BEFORE = 80, 20
+
+
+def compare_directory(graph: Graph, directory: Path, batch: Values | None = None) -> dict[str, Any]:
+    """Return whether a plan directory, which can be read, has the model and the weights of a fresh capture.
+
+    `equal`; `first_difference` (text, empty when equal); `operators` and `weights` (how many there are); `rewritten`:
+    how many operators the plan computes in other steps. Then both models are run in float64, without dropout, on the
+    saved weights and a `batch` (default: that of the capture), and all their common tensors and gradients compared.
+    """
+    saved, captured = parse_model(read_text(directory, MODEL_FILE)), graph.captured
+    drawn = initial_values(saved, captured.values, read_plan(directory, manifest=False)["seed"])
+    weights = kept_values(graph.copy(saved), drawn)
+    mine, theirs = _plain(graph.model), _plain(saved)
+    for old, new in zip(mine.factors, list(theirs.factors), strict=False):
+        mine = renamed(mine, old, new) if old not in theirs.factors else mine
+    names = {op.name for op in theirs.ops}
+    rewritten = [op.name for op in mine.ops if op.name not in names]
+    first = next(_of_texts(mine, theirs), "") or next(_of_files(theirs, directory, weights), "")
+    if rewritten and not first:
+        first = next(_of_numbers(mine, theirs, {**drawn, **(batch or captured.batch)}), "")
+    counts = {"operators": len(mine.ops), "weights": len(weights), "rewritten": len(rewritten)}
+    return {"equal": not first, "first_difference": first, **counts}
+
+
+def _plain(model: Model) -> Model:
+    """Return a model as it was captured, where nothing but its operators' parts was transformed."""
+    return without_sources(without_twins(once(model)))
+
+
+def _of_texts(mine: Model, theirs: Model) -> Iterator[str]:
+    """Yield the lines of a captured model that a saved one has otherwise. A plan may have other operators for some."""
+    is_rewritten = not {op.name for op in mine.ops} <= {op.name for op in theirs.ops}
+    if is_rewritten:
+        theirs = replace(theirs, factors={name: f for name, f in theirs.factors.items() if name in mine.factors})
+    ours, found = _lines(mine), _lines(theirs)
+    for name in (*ours, *(name for name in found if name not in ours)):
+        if name in ours and name in found and ours[name] != found[name]:
+            pairs = enumerate(zip_longest(ours[name], found[name]))
+            at = max(0, next(k for k, (a, b) in pairs if a != b) - _BEFORE)
+            a, b = (line[at : at + _SHOWN] for line in (found[name], ours[name]))
+            yield f"{name} is '.. {a} ..' in {MODEL_FILE}, but '.. {b} ..' in the module"
+        elif (name in ours) != (name in found) and not is_rewritten:
+            yield f"{name} is in {'the module' if name in ours else MODEL_FILE} only"
+
+
+def _lines(model: Model) -> Mapping[str, str]:
+    """Return the text of a model by what each line is about."""
+    head, *lines = print_model(model).splitlines()
+    return {"the first line": head, **{" ".join(line.split(" ", 2)[:2]): line for line in lines}}
+
+
+def _of_files(model: Model, directory: Path, weights: Values) -> Iterator[str]:
+    """Yield copies of files and weights that are not those of this process."""
+    for name, source in copies(own_operators(model))[1].items():
+        if read_file(directory, name) != source:
+            yield f"{name} is another file than the one that registers an operator here"
+    with safe_open(directory / WEIGHTS_FILE, framework="pt") as stored:
+        for name in sorted(weights.keys() ^ set(stored.keys())):
+            yield f"{name} is in {'the module' if name in weights else WEIGHTS_FILE} only"
+        for name, own in sorted(weights.items()):
+            yield from _of_weight(name, stored.get_tensor(name), own.detach().cpu())
+
+
+def _of_weight(name: str, found: Tensor, own: Tensor) -> Iterator[str]:
+    if (found.dtype, found.shape) != (own.dtype, own.shape):
+        here, there = (f"{x.dtype} {list(x.shape)}" for x in (found, own))
+        yield f"{name} is {here} in {WEIGHTS_FILE}, but {there} in the module"
+        return
+    bits = (x.contiguous().reshape(-1).view(torch.uint8).reshape(x.numel(), x.itemsize) for x in (found, own))
+    is_other = torch.ne(*bits).any(dim=1)
+    if is_other.any():
+        at = int(is_other.nonzero()[0])
+        a, b = (x.reshape(-1)[at].item() for x in (found, own))
+        where = list(map(int, torch.unravel_index(torch.tensor(at), own.shape))) if own.shape else ""
+        count = f"{int(is_other.sum())} of {own.numel()} elements differ"
+        yield f"{name}{where} is {a!r} in {WEIGHTS_FILE}, but {b!r} in the module ({count})"
+
+
+def _of_numbers(mine: Model, theirs: Model, values: Values) -> Iterator[str]:
+    """Yield the tensors, in the order of execution, that two models make otherwise of the same values."""
+    known = {name: retyped(x, torch.float64) for name, x in values.items()}
+    order = [*known, *(o.tensor for op in theirs.forward_ops for o in op.outputs)]
+    # Paths of modules are comments in what is run.
+    bare = (replace(model, ops=tuple(replace(op, module="") for op in model.ops)) for model in (theirs, mine))
+    steps = (model_step(retype_model(model, "float64", dropout=False), known) for model in bare)
+    for what, have, want in zip(("", "the gradient of "), *steps, strict=True):
+        floor = FLOOR * max((largest(x) for x in want.values() if x.is_floating_point()), default=1.0)
+        for name in sorted(have.keys() & want.keys(), key=order.index):
+            error = relative_error(have[name], want[name], want[name], floor)
+            if not error <= TOLERANCE:
+                yield f"{what}{name} of the plan is off by {error:.2g}, run in float64 on one device"
