@@ -62,6 +62,11 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "casts or moves a module, which changes its parameters",
         "do it once before the step, and cast the tensors that it is given",
     ),
+    (
+        r"SyntaxError.*eval_with_key",
+        "has a parameter, a buffer or a module whose name is a word of Python",
+        "rename it",
+    ),
     (r"UnsupportedOperator", "runs an operator whose result has no shape before it ran", "use a dense one"),
 )
 _INPUT = re.compile(r"Unsupported input type <class '(.*?)'>")

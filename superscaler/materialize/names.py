@@ -12,7 +12,7 @@ from superscaler.schedule.edges import Key
 
 # What names of values have before and after an identifier, and what emitted code calls its own.
 _DERIVED = re.compile(r"_m\d*$|_[ps]\d+$|_work$|__\d+$")
-_RESERVED = {str(ONE), "rt", "segments", "_", "m"}
+_RESERVED = {str(ONE), "rt", "segments", "range", "_", "m"}
 
 
 def identifier(tensor: str) -> str:

@@ -7,8 +7,26 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.errors import CaptureError
 
-TAKEN = ("one", "rt", "segments", "_", "w", "d_w", "w_work", "w__2", "w_m0", "functional", "random")
+TAKEN = (
+    "one",
+    "rt",
+    "segments",
+    "_",
+    "w",
+    "d_w",
+    "w_work",
+    "w__2",
+    "w_m0",
+    "functional",
+    "random",
+    "range",
+    "print",
+    "torch",
+    "len",
+    "m",
+)
 
 
 class Taken(nn.Module):
@@ -49,11 +67,19 @@ def scattered(graph: ss.Graph, cluster: ss.Cluster) -> None:
         ss.op_assign(graph, ss.op_trans(graph, op, algorithm), cluster.devices)
 
 
-@pytest.mark.parametrize("plan", ["data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2", scattered])
+@pytest.mark.parametrize("plan", ["data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=16", scattered])
 @pytest.mark.parametrize("module", [Taken(("one",)), Taken(("rt",)), Taken(("segments",)), Taken(TAKEN), Given()])
 def test_names_of_a_model_do_not_meet_those_of_its_code(plan: str, module: nn.Module) -> None:
     torch.manual_seed(0)
-    inputs = torch.randn(8, 8), torch.randn(8, 8)
+    inputs = torch.randn(16, 8), torch.randn(16, 8)
     graph = ss.capture(module, inputs, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
-    result = ss.compile(graph, plan, "local:2").verify()
+    compiled = ss.compile(graph, plan, "local:2")
+    assert any("for m in range(" in text for text in compiled.compiled.emitted.files.values()) == ("16" in str(plan))
+    result = compiled.verify()
     assert result["equal"], result
+
+
+def test_a_parameter_that_python_cannot_name_is_refused() -> None:
+    module = Taken(("and",))
+    with pytest.raises(CaptureError, match=r"has a parameter, .* whose name is a word of Python; rename it"):
+        ss.capture(module, (torch.randn(4, 8), torch.randn(4, 8)), optimizer=torch.optim.SGD(module.parameters()))
