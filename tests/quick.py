@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +32,7 @@ import os, resource, signal, socket, struct, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-asked = repr([sys.argv, dict(os.environ), os.getcwd(), limits]).encode()
+asked = repr([sys.argv, dict(os.environ), os.getcwd(), limits, os.getpid()]).encode()
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 socket.send_fds(server, [struct.pack("<Q", len(asked))], [0, 1, 2])
 server.sendall(asked)
@@ -121,7 +122,9 @@ def _tend(connection: socket.socket, base: list[str]) -> NoReturn:
         _be(connection, files, eval(asked), base)
     for file in files:
         os.close(file)
-    connection.sendall(struct.pack("<q", fork))
+    # Nobody may be there any more: then the fork was killed, too.
+    with suppress(OSError):
+        connection.sendall(struct.pack("<q", fork))
     _, status = os.waitpid(fork, 0)
     with suppress(OSError):
         connection.sendall(struct.pack("<q", os.waitstatus_to_exitcode(status)))
@@ -130,7 +133,7 @@ def _tend(connection: socket.socket, base: list[str]) -> NoReturn:
 
 def _be(connection: socket.socket, files: list[int], asked: list[Any], base: list[str]) -> NoReturn:
     """Do what Python does with arguments, and end."""
-    (program, *arguments), environment, folder, limits = asked
+    (program, *arguments), environment, folder, limits, client = asked
     # Where the client is killed, this process is.
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, 10, signal.SIGKILL)  # F_SETSIG
@@ -144,16 +147,27 @@ def _be(connection: socket.socket, files: list[int], asked: list[Any], base: lis
     os.environ.update(environment)
     os.chdir(folder)
     sys.executable = program
+    # What its parent is asks who watches over it.
+    os.getppid = lambda: _parent_of(client)
     code = _end(lambda: _run(arguments, base))
     os._exit(code)
+
+
+def _parent_of(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 1
 
 
 def _run(arguments: list[str], base: list[str]) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-    while arguments[0] in ("-u", "-I"):
-        arguments = arguments[1:]
+    if arguments[0] == "-W":
+        warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
+        arguments = arguments[2:]
+    arguments = [a for n, a in enumerate(arguments) if n or a != "-u"]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     how = arguments.pop(0) if arguments[0] in ("-c", "-m") else ""

@@ -194,6 +194,7 @@ def test_numbers_beyond_all_reason_are_refused(capsys: pytest.CaptureFixture[str
     assert run("train", MODEL, *ONE, "--steps", str(10**20)) == 2
 
 
+@pytest.mark.dist
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_full_disk_as_standard_output_is_one_line(options: tuple[str, ...]) -> None:

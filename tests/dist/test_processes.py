@@ -34,16 +34,10 @@ def plan_of(model: str, spec: str, world: int, again: bool) -> Plan:
 @pytest.mark.parametrize(
     ("model", "spec", "world", "again"),
     [
-        ("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8, False),
-        pytest.param("llama:size=tiny", "tensor_parallel", 4, False, marks=pytest.mark.slow),
-        ("llama:size=tiny", "swap:what=both,microbatches=2", 2, False),
-        pytest.param("gpt2:size=tiny", "co_shard:1,parts=2 x tensor_parallel:2", 2, False, marks=pytest.mark.slow),
-        ("llama:size=tiny", "data_parallel:2 x ring_attention:2,zigzag=true", 4, False),
-        ("mixtral:size=tiny,layers=1", "expert_parallel:capacity=1.25", 2, False),
+        # Other plans are those of test_random_plans.py, which run on the ranks of one launch.
         ("gpt2:size=tiny,dropout=0.1", "tensor_parallel", 2, True),
         ("gpt2:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2, True),
-        ("gpt2:size=tiny,batch=8", f"{Path(__file__).parents[1]}/materialize/test_buckets.py:zero", 4, False),
-        ("gpt2:size=tiny", f"{Path(__file__).parents[1]}/integration/test_split_backward.py:pipeline", 2, True),
+        pytest.param("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_on_processes_equals_the_exported_model(model: str, spec: str, world: int, again: bool) -> None:
@@ -85,6 +79,7 @@ def test_a_plan_with_loops_trains_from_its_directory_and_others_go_on(tmp_path: 
     assert found == pytest.approx(losses("single", 6), rel=1e-5)
 
 
+@pytest.mark.dist(python="real")
 def test_killing_one_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
     out = tmp_path / "plan"
     command = superscaler(

@@ -31,13 +31,17 @@ from superscaler.verify.verify import draw_of
 from tests.graphs import graph_of
 
 pytestmark = pytest.mark.dist
-WORLD = 4
+WORLD, ROOT = 4, Path(__file__).parents[1]
 LIBRARY = {
     "gpt2:size=tiny,layers=4,batch=16": [
         "gpipe", "pipeline_1f1b", "zb_h1", "chimera", "interlaced", "pipedream_2bw", "interleaved:2 x data_parallel:2",
         "zbv:2 x tensor_parallel:2", "dualpipe_v:2 x zero:2", "seq1f1b:2,slices=2 x data_parallel:2",
         "zero:stage=3", "tensor_parallel", "sequence_parallel", "ring_attention", "ulysses",
+        "hybrid:dp=1,tp=2,pp=2,microbatches=2", "co_shard:1,parts=2 x tensor_parallel:2 x data_parallel:2",
+        f"{ROOT}/materialize/test_buckets.py:zero",
     ],
+    "llama:size=tiny": ["data_parallel:2 x ring_attention:2,zigzag=true", "swap:what=both,microbatches=2"],
+    "mixtral:size=tiny,layers=1": ["expert_parallel:capacity=1.25"],
     "alphafold2:size=tiny,layers=2,batch=4": ["three_f_one_b:2,microbatches=2 x data_parallel:2"],
     "mixtral:size=tiny,balance=0,batch=8,experts=4": [
         "expert_parallel:capacity=2.0", "dualpipe:2 x expert_parallel:2,capacity=2.0",

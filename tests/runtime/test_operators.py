@@ -16,6 +16,7 @@ from superscaler.errors import InputError
 from superscaler.runtime.operators import import_operators
 from superscaler.specs.files import digest
 
+pytestmark = pytest.mark.dist
 SOURCE = """
 import torch
 
