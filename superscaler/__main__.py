@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 from superscaler import interrupt
 
 
@@ -13,6 +16,9 @@ def main() -> None:
 def _main() -> None:
     from superscaler.cli.main import main
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that has no "é" is no reason to fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
     main()
 
 

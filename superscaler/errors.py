@@ -45,6 +45,15 @@ def brief(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
+def printable(text: str, but: str = "") -> str:
+    """Return a text with escapes in the place of what cannot be printed.
+
+    >>> print(printable("a\\nb"), printable("é\\x1b[1m", but="\\n"))
+    a\\nb é\\x1b[1m
+    """
+    return "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)
+
+
 def divisors(number: int) -> str:
     """Return the numbers that divide a number, to choose from.
 

@@ -36,6 +36,10 @@ def run(work: Callable[[], object]) -> None:
     """Call a function, as the whole work of this process. Ctrl-C ends it at once in an import, which cannot be undone;
     elsewhere the function cleans up first, unless there is a second Ctrl-C.
     """
+    # The first file that is opened must not be what is printed to, where a shell closed that.
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(file)
     came: list[int] = []
     hook = sys.unraisablehook
 

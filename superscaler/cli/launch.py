@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from superscaler.cli.common import Printer, command, option
 from superscaler.cli.explain import Directory
 from superscaler.cluster import Cluster, start
+from superscaler.errors import InputError
 from superscaler.specs.files import RUN_FILE
 from superscaler.specs.saved_plan import read_plan
 
@@ -62,6 +64,14 @@ def _read(plan: Path, options: list[str] | None, restarts: int) -> start.Start:
 def _print(printer: Printer, text: str) -> None:
     # Not as for people, whose lines may be wrapped or have signs in the place of words.
     if not printer.as_json:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{text[error.start]!a} of the plan's path or options is not in {encoding}, which standard output has; "
+                "rename it, or set PYTHONIOENCODING=utf-8."
+            ) from None
         print(text, end="")
     printer.result = {"text": text}
 

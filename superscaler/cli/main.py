@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -19,7 +20,7 @@ from superscaler.cli.explain import diff, explain
 from superscaler.cli.train import train
 from superscaler.cli.validate import validate
 from superscaler.cli.verify import verify
-from superscaler.errors import PlanError
+from superscaler.errors import PlanError, printable
 
 app = typer.Typer(
     name="superscaler",
@@ -52,15 +53,29 @@ def options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with the exit code of the command, or of its error."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="superscaler")
+        # Without one, libraries abort.
+        os.getcwd()
+        app(args=given, prog_name="superscaler")
     except PlanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        text = str(error)
+        for argument in given:
+            text = text.replace(argument, printable(argument)) if "\n" in argument else text
+        _fail(printable(text, but="\n"), error.exit_code)
     except OSError as error:
-        # What a user names is checked where it is used: what is left is standard output, as on a full disk.
-        if error.filename is not None or error.errno != errno.ENOSPC:
+        # What a user names is checked where it is used: what is left is where to write, or where we are.
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.ENOENT):
             raise
         sys.stdout = io.StringIO()
-        print(f"error: standard output cannot be written: {error.strerror}.", file=sys.stderr)
-        sys.exit(2)
+        what = "standard output cannot be written" if error.errno == errno.ENOSPC else "the current directory is gone"
+        _fail(f"{what}: {error.strerror}.", 2)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    try:
+        print(f"error: {text}", file=sys.stderr)
+    except OSError:
+        # Python writes again, what is left, and then ends with a code of its own.
+        sys.stderr = io.StringIO()
+    sys.exit(code)

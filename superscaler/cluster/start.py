@@ -11,7 +11,7 @@ from typing import Any
 
 from superscaler.cluster.cluster import Cluster
 from superscaler.cluster.links import LOCAL
-from superscaler.errors import InputError
+from superscaler.errors import InputError, printable
 
 _PORT = "29500"
 # Where the containers of a pod find what its claim holds.
@@ -37,11 +37,6 @@ class Start:
     restarts: int = 0
     name: str = "superscaler"
 
-    def __post_init__(self) -> None:
-        for text in (str(self.program.resolve()), *self.options):
-            if text != text.encode(errors="replace").decode():
-                raise InputError(f"{text!r} has bytes that are no UTF-8, which no job file can have; rename it.")
-
     @property
     def sizes(self) -> list[str]:
         """The options of torchrun that say how many ranks there are on this server, and how often they may start."""
@@ -52,8 +47,7 @@ class Start:
     def about(self) -> str:
         servers, devices = self.cluster.servers, self.cluster.devices_per_server
         # A comment is a line.
-        folder = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(self.program.parent))
-        return f"{folder} on {servers} x {devices} devices ({self.cluster.name})"
+        return f"{printable(str(self.program.parent))} on {servers} x {devices} devices ({self.cluster.name})"
 
 
 def torchrun(start: Start) -> str:

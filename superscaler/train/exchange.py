@@ -143,10 +143,10 @@ def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[s
 def _made(out: Path) -> Iterator[Path]:
     """Give a folder aside, which takes the place of `out` when it is whole. Raises InputError if that is not empty."""
     out = out.absolute()
-    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
     with told_of(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out} is there already and is not empty; choose another folder.")
+    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         aside.mkdir(parents=True)
         yield aside

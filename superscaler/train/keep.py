@@ -25,13 +25,20 @@ STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
 CONTINUE, STOP = ON_FAILED_SAVE = ("continue", "stop")
 
 
+def path(text: str) -> Path:
+    # To Python an empty path is the current folder, to a shell a variable that is not set.
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; '.' is the current folder")
+    return Path(text)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--save", type=Path, help="folder of checkpoints; one is saved at the end")
+    parser.add_argument("--save", type=path, help="folder of checkpoints; one is saved at the end")
     parser.add_argument("--save-every", type=int, help="steps between two checkpoints")
     parser.add_argument("--keep", type=int, help="whole checkpoints that stay; default: all")
     parser.add_argument("--on-failed-save", choices=ON_FAILED_SAVE, default=CONTINUE, help="default: %(default)s")
-    parser.add_argument("--resume", type=Path, help="checkpoint, or folder of them, to go on from")
-    parser.add_argument("--weights", type=Path, help="checkpoint, safetensors file or folder to start with")
+    parser.add_argument("--resume", type=path, help="checkpoint, or folder of them, to go on from")
+    parser.add_argument("--weights", type=path, help="checkpoint, safetensors file or folder to start with")
     parser.add_argument("--named", help=argparse.SUPPRESS)
 
 

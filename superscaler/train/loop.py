@@ -28,6 +28,7 @@ from superscaler.train.keep import (
     check_saving,
     continued,
     data_of,
+    path,
     report,
     saving_folder,
     say,
@@ -51,15 +52,15 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[Path], Step] = lo
 def parser() -> argparse.ArgumentParser:
     """Return what understands the options of `main`."""
     made = argparse.ArgumentParser(description="Train this plan; start it with torchrun.")
-    made.add_argument("directory", nargs="?", type=Path, help="the plan; default: the folder of this program")
+    made.add_argument("directory", nargs="?", type=path, help="the plan; default: the folder of this program")
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--clip", type=float, help="largest global norm of the gradients")
     made.add_argument("--check-finite", action="store_true", help="stop at a loss or gradient that is not finite")
-    made.add_argument("--data", type=Path, help="a text file, read as bytes; default: Python's standard library")
+    made.add_argument("--data", type=path, help="a text file, read as bytes; default: Python's standard library")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
-    made.add_argument("--metrics", type=Path, help="file for one JSON object a step; a run that goes on adds to it")
+    made.add_argument("--metrics", type=path, help="file for one JSON object a step; a run that goes on adds to it")
     add_options(made)
-    made.add_argument("--launched", type=Path, help=argparse.SUPPRESS)
+    made.add_argument("--launched", type=path, help=argparse.SUPPRESS)
     return made
 
 

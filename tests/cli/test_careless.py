@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from superscaler.cli import launch
+from superscaler.cli.common import Printer
 from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.plan import Plan
@@ -204,3 +208,40 @@ def test_a_full_disk_as_standard_output_is_one_line(options: tuple[str, ...]) ->
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: standard output cannot be written: No space left on device."
     assert "Traceback" not in done.stderr
+
+
+def test_signs_in_a_name_are_shown_and_not_done(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["explain", "a\nb\x1b[1m"],
+        ["capture", "a\nb\x1b[1m"],
+        ["train", MODEL, *ONE, "--data", "a\nb\x1b[1m"],
+    ):
+        assert run(*arguments) == 2
+        err = capsys.readouterr().err
+        assert "a\\nb\\x1b[1m" in err
+        assert len(err.splitlines()) == 1
+
+
+def test_an_error_keeps_its_exit_code_where_standard_error_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, text)
+
+    monkeypatch.setattr("sys.stderr", Full())
+    assert run("explain", "nothing") == 2
+
+
+def test_a_folder_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run("compile", MODEL, *ONE, "--out", "plan") == 2
+    assert capsys.readouterr().err == "error: the current directory is gone: No such file or directory.\n"
+
+
+def test_a_job_that_standard_output_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(InputError, match=r"'\\xfc' of the plan's path or options is not in ascii"):
+        launch._print(Printer(as_json=False), "torchrun rün.py")

@@ -58,3 +58,10 @@ def test_an_interrupt_is_one_line(arguments: list[str], shown: str, tmp_path: Pa
         [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, shown, "interrupted\n")
+
+
+def test_what_is_printed_goes_into_no_file_where_a_shell_closed_standard_output(tmp_path: Path) -> None:
+    code = "import os; from superscaler.interrupt import run; run(lambda: os._exit(os.open('file', os.O_CREAT)))"
+    command = ["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode >= 3

@@ -131,11 +131,6 @@ def test_what_a_scheduler_cannot_read_is_refused(kind: Any, values: dict[str, st
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_path_that_is_no_text_is_refused() -> None:
-    with pytest.raises(InputError, match=r"has bytes that are no UTF-8"):
-        dataclasses.replace(start("local:2"), program=Path("plans\udcff/run.py"))
-
-
 def test_a_kubernetes_job_has_a_pod_a_server_and_a_name_for_the_first(tmp_path: Path) -> None:
     service, job = yaml.safe_load_all(kubernetes(start("v100:2x8", restarts=1), "image:1", "disk"))
     assert (service["kind"], service["apiVersion"], job["kind"], job["apiVersion"]) == (

@@ -157,6 +157,12 @@ def test_torch_distributed_checkpoint_both_ways(gpt2: Path, tmp_path: Path) -> N
     assert not (tmp_path / "third").exists()
 
 
+def test_what_is_not_empty_is_not_written_into(gpt2: Path) -> None:
+    for out in (Path("/"), gpt2):
+        with pytest.raises(InputError, match="is there already and is not empty"):
+            export_distributed(gpt2, out)
+
+
 def test_a_disk_that_is_full_is_said(gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

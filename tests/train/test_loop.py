@@ -138,3 +138,10 @@ def test_impossible_options_are_refused(option: str, message: str) -> None:
 
 def test_memory_is_in_bytes() -> None:
     assert 1e7 < peak_memory() < 1e12
+
+
+@pytest.mark.parametrize("option", ["--save", "--resume", "--weights", "--data", "--metrics"])
+def test_an_empty_path_is_not_the_current_directory(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_args([option, ""])
+    assert f"argument {option}: it is empty; '.' is the current folder" in capsys.readouterr().err
