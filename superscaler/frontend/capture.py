@@ -34,7 +34,7 @@ from superscaler.frontend.normalize import normalize, remove_dead
 from superscaler.frontend.optimizer import Training, read_optimizer
 from superscaler.frontend.results import names_of
 from superscaler.frontend.segments import Segments, cut_segments
-from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, read, reads, shape_of, target_of
+from superscaler.frontend.trace import Trace, base_of, dtype_of, op_name, outputs, read, reads, shape_of, target_of
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref, TensorKind, common_module
 from superscaler.ir.text import unique
 from superscaler.ops.table import row_of, with_linearity
@@ -183,14 +183,15 @@ def _read(
 
 
 def _copy_given(trace: Trace) -> None:
-    """Let outputs that no op makes, as an input or a weight, be copies of these."""
-    end = trace.graph.output_node()
-    results, start = list(trace.results), len(trace.writes)
-    for at, (name, node) in enumerate(trace.outputs(), start):
-        if "kind" in node.meta:
+    """Let outputs, what buffers are set to, and the loss be copies of what no op makes, as a weight or an input, and of
+    views of that: weights and buffers change at the end of the step.
+    """
+    end, results = trace.graph.output_node(), list(trace.results)
+    for at, (name, node) in enumerate(zip((*trace.writes, *trace.kept, "loss"), results, strict=False)):
+        if name != node.name and "kind" in base_of(node).meta:
             with trace.graph.inserting_before(end):
                 copy = trace.graph.call_function(torch.ops.aten.clone.default, (node,))
-            plain = {"module": "", "source": "", "region": None}
+            plain = {"module": node.meta.get("module", ""), "source": "", "region": None}
             (results[at],) = trace.settle(copy, name.replace(".", "_") + "_copy", plain, node.meta["val"])
     end.args = (tuple(results),)
 
@@ -325,10 +326,6 @@ class Builder:
 
     def write(self, buffer: Node, new: Node) -> Op:
         """Return the op that sets a buffer at the end of the step."""
-        if "kind" in new.meta:
-            raise CaptureError(
-                f"the model sets its buffer {buffer.name} to {new.name}, which it does not compute; take it out."
-            )
         return self.in_place(self.tensor(buffer), f"write.{buffer.name}", "ss.write", new)
 
     def given(self, name: str, node: Node) -> PTensor:

@@ -23,7 +23,7 @@ from superscaler.errors import CaptureError
 from superscaler.frontend.checkpoints import mark_of
 from superscaler.ir.graph import TensorKind
 from superscaler.ir.text import unique
-from superscaler.ops.table import RANDOM
+from superscaler.ops.table import RANDOM, row_of
 
 
 @dataclass(slots=True)
@@ -179,6 +179,17 @@ def outputs(node: Node) -> list[Node]:
     if isinstance(node.meta["val"], Tensor):
         return [node]
     return sorted(node.users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
+
+
+def base_of(node: Node) -> Node:
+    """Return the tensor of which one is a view, of a view, and so on."""
+    while "kind" not in node.meta:
+        call = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(call, Node)
+        if not row_of(target_of(call)).is_view:
+            break
+        node = reads(call)[0]
+    return node
 
 
 def shape_of(node: Node) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ from superscaler.materialize.spmd import fold_devices
 from superscaler.materialize.values import Values
 from superscaler.materialize.whole import rolled
 from superscaler.materialize.writer import Writer
+from superscaler.schedule.again import Work
+from superscaler.schedule.antidependencies import updates_of
 from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.loops import Steady
 from superscaler.schedule.nodes import Node, Schedule
@@ -76,6 +78,11 @@ class _Builder:
         self.functions = Functions(schedule.edges)
         self.loss_places = self._loss_places()
         self.loss_parts: list[list[tuple[Value, bool, int]]] = [[] for _ in self.code.of]
+        # By update, the transfers of views of what it changes.
+        self.views: dict[Work, list[int]] = {}
+        for number, transfer in enumerate(schedule.transfers):
+            for update in updates_of(schedule.edges, transfer, transfer.pieces):
+                self.views.setdefault(update, []).append(number)
         self._moving: dict[tuple[int, int], bool] = {}
 
     def run(self) -> None:
@@ -262,7 +269,7 @@ class _Builder:
                 continue
             weight = self.residents.of[place]
             value = self.values.gradient(place, self._pieces(node), weight.box)
-            for number, _ in self.values.pieces_of.get(place, ()):
+            for number in (*(n for n, _ in self.values.pieces_of.get(place, ())), *self.views.get(node[:3], ())):
                 if not self.writer.transfers[number].is_local:
                     self.writer.settle(number, node.device % HOSTS)
             weights, buffers, versions = pairs.setdefault(node.device % HOSTS, ([], [], []))

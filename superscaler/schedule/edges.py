@@ -15,6 +15,7 @@ from superscaler.ir.graph import Op, Operand
 from superscaler.ir.parts import Ints, Rows
 from superscaler.ir.spmd import Fold
 from superscaler.ir.transformed import Graph
+from superscaler.ops.table import row_of
 from superscaler.schedule.cover import Held, Wanted, branch, join, project, share_out
 
 Labels = tuple[Hashable, ...]
@@ -100,6 +101,15 @@ class Edges:
     def by_home(self) -> dict[int, Op]:
         """Return the optimizer op that each home number stands for."""
         return {self.home_number[tensor]: op for tensor, op in self.homes.items()}
+
+    @cached_property
+    def bases(self) -> dict[str, str]:
+        """Return for each view of a weight or buffer with a home, or a view of one, which that is."""
+        found = dict.fromkeys(self.homes, "")
+        for op in self.model.forward_ops:
+            if row_of(op.target).is_view and (read := op.inputs[0].tensor) in found:
+                found |= {output.tensor: found[read] or read for output in op.outputs}
+        return {tensor: base for tensor, base in found.items() if base}
 
     def face(self, op: Op, operand: Operand) -> tuple[Ints, Ints]:
         rows, extents = self.rows[op.name], self.extents[operand.tensor]

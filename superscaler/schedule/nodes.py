@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise, product, zip_longest
@@ -15,6 +15,7 @@ from superscaler.ir.parts import place_name
 from superscaler.ir.transformed import Group
 from superscaler.schedule.again import RUNS, Again, maker_of, reader_of
 from superscaler.schedule.alternatives import members as parts_of
+from superscaler.schedule.antidependencies import last_of, of_weights, updates_of
 from superscaler.schedule.edges import Edges, Key
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
@@ -133,27 +134,12 @@ class Nodes:
             self.reason[a, b] = reason
 
     def _add_updates(self) -> None:
-        """All that reads elements of a weight where they are at rest comes before their update (anti-dependencies)."""
         edges = self.schedule.edges
-        uses, known = edges.model.uses(), dict[Hashable, list[tuple[Key, Key]]]()
         for tensor, op in edges.homes.items():
-            older = edges.home_number.get(self.nexts.get(tensor, ""))
             for key in edges.rows[op.name].keys:
                 self._add(Node("U", edges.home_number[tensor], key))
-                if older is not None:
-                    self._edge(Node("U", older, key), Node("U", edges.home_number[tensor], key), "next iteration")
-            for reader, k in uses[tensor]:
-                ends = id(edges.rows[op.name]), op.inputs[0].slots, id(edges.rows[reader.name]), reader.inputs[k].slots
-                if ends not in known:
-                    known[ends] = edges.meetings((op, 0), (reader, k))
-                segment = self.segment_of[reader.name]
-                # What reads a weight without a backward may give a view of it to what has one.
-                kind = ("F" + segment.backwards)[-1]
-                for home, key in known[ends]:
-                    update = Node("U", edges.home_number[tensor], home)
-                    self._edge(Node(kind, segment.number, key), update, "read before update")
-                    if older is not None:
-                        self._edge(Node("U", older, home), Node("F", segment.number, key), "read after update")
+        for before, after, why in of_weights(edges, self.segment_of):
+            self._edge(Node(*before), Node(*after), why)
 
     def _add_transfer(self, number: int, transfer: Transfer) -> None:
         if transfer.is_one and transfer.links:
@@ -178,6 +164,12 @@ class Nodes:
                     aged = (other for end in readers if end.device == piece.device for other in end.places)
                     for other in (other for other in aged if other.kind == UPDATE):
                         self._edge(Node(*other[:3]), Node(*place[:3]), "read before update")
+        for work in updates_of(self.schedule.edges, transfer, pieces):
+            update, why = Node(*work), f"read before update, as {transfer.tensor}"
+            self._edge(node, update, "sent before update")
+            for reader in (reader for reader in readers if reader.device == update.device):
+                for place in reader.places:
+                    self._edge(Node(*last_of(segments, place)), update, why)
         for reader in readers:
             for place in reader.places:
                 self._edge(node, Node(*reader_of(segments, place)))

@@ -103,6 +103,11 @@ class Segment:
         return min(self.given.values(), default="")
 
     @property
+    def last(self) -> str:
+        """Return the last kind of its work: until then what it reads is held."""
+        return (self.backwards or "F")[-1]
+
+    @property
     def is_copy(self) -> bool:
         """Tell whether the segment is of copies, past which gradients go."""
         return self.ops[0].is_copy

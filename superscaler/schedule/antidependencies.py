@@ -1,0 +1,48 @@
+"""Anti-dependencies: all that reads a weight or buffer where it is at rest, or a view of it, comes before its update.
+
+Work is (kind, segment number, key), as in places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+from superscaler.schedule.again import Work
+from superscaler.schedule.edges import Edges, Key
+from superscaler.schedule.segments import Segment
+from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
+
+# Work, what comes after it, and why.
+Dependency = tuple[Work, Work, str]
+
+
+def of_weights(edges: Edges, segment_of: Mapping[str, Segment]) -> Iterator[Dependency]:
+    """Yield what comes before an update because it reads the weight itself, and in later iterations after it."""
+    uses, nexts, known = edges.model.uses(), edges.model.nexts, dict[Hashable, list[tuple[Key, Key]]]()
+    for tensor, op in edges.homes.items():
+        number, older = edges.home_number[tensor], edges.home_number.get(nexts.get(tensor, ""))
+        if older is not None:
+            yield from (((UPDATE, older, k), (UPDATE, number, k), "next iteration") for k in edges.rows[op.name].keys)
+        for reader, k in uses[tensor]:
+            ends = id(edges.rows[op.name]), op.inputs[0].slots, id(edges.rows[reader.name]), reader.inputs[k].slots
+            if ends not in known:
+                known[ends] = edges.meetings((op, 0), (reader, k))
+            segment = segment_of[reader.name]
+            for home, key in known[ends]:
+                yield (segment.last, segment.number, key), (UPDATE, number, home), "read before update"
+                if older is not None:
+                    yield (UPDATE, older, home), ("F", segment.number, key), "read after update"
+
+
+def updates_of(edges: Edges, transfer: Transfer, pieces: Sequence[End]) -> Iterator[Work]:
+    """Yield the updates of the weight or buffer of which a transfer moves a view, where that is."""
+    base = edges.bases.get(transfer.tensor) if transfer.kind == FORWARD else None
+    devices = {piece.device for piece in pieces if piece.places[0].kind == FORWARD}
+    if base is not None and devices:
+        rows = edges.rows[edges.homes[base].name]
+        yield from ((UPDATE, edges.home_number[base], key) for key in rows.keys if key[0] in devices)
+
+
+def last_of(segments: Sequence[Segment], place: Place) -> Work:
+    """Return the last work that reads what is read at a place: a forward keeps it for the backward."""
+    return (place.kind if place.kind == UPDATE else segments[place.segment].last, *place[1:3])
