@@ -44,11 +44,13 @@ class Segment:
     @cached_property
     def _limits(self) -> tuple[Ints, Ints, Ints]:
         """Return per index of all ops its column, size and whole size."""
-        rows = []
+        rows, first = [], dict[int, int]()
         for op, where, box in zip(self.function.ops, self.function.coordinates, self.function.boxes, strict=True):
             for index, column, (lo, hi) in zip(op.indices, where, box, strict=True):
-                if hi - lo < 1:
-                    raise Refusal(f"runs {op.name} on {lo}:{hi} of {index.factor}.")
+                if not 0 <= lo < hi <= index.size:
+                    raise Refusal(f"runs {op.name} on {lo}:{hi} of {index.factor}, which has {index.size}.")
+                if first.setdefault(column, lo) != lo:
+                    raise Refusal(f"runs {op.name} from {lo} of {index.factor}, where others start at {first[column]}.")
                 if index.mark == "frozen" and not index.follows and hi - lo != index.size:
                     raise Refusal(f"cuts {index.factor} of {op.name}, which cannot be cut.")
                 rows.append((column, hi - lo, index.size))

@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from single import Mutant, mutants
+from several import mutants
+from single import Mutant
 from small_plans import exact
 from torch import Tensor
 

@@ -115,6 +115,9 @@ def with_change(program: Program, ranks: Sequence[int], change: Change) -> Progr
     if any(not 0 <= d < devices.world for device in new.values() for d in _peers(device)):
         return None
     folded = replace(devices, compiled={**devices.compiled, **new})
+    alike = (list(map(type, d.instructions)) for d in folded.compiled.values())
+    if any(kinds != list(map(type, new[ranks[0]].instructions)) for kinds in alike) and len(new) < len(folded.compiled):
+        return replace(program, devices=folded)
     # What does not move along a fold is read at place 0 only.
     is_new = any(a != b for a, b in zip(folded, devices, strict=True))
     return replace(program, devices=folded) if is_new else None
@@ -165,10 +168,10 @@ def put(value: Any, path: Path, turn: Callable[[Any], Any]) -> Any:
 
 def _at(n: int, turn: Callable[[Instruction], Instruction]) -> Change:
     """Return the change of instruction `n`."""
-    return _code(lambda code: [*code[:n], turn(code[n]), *code[n + 1 :]])
+    return code_of(lambda code: [*code[:n], turn(code[n]), *code[n + 1 :]])
 
 
-def _code(turn: Callable[[Sequence[Instruction]], Sequence[Instruction]]) -> Change:
+def code_of(turn: Callable[[Sequence[Instruction]], Sequence[Instruction]]) -> Change:
     return lambda device: replace(device, instructions=tuple(turn(device.instructions)))
 
 
@@ -188,13 +191,13 @@ def _of_device(program: Program, device: Device) -> Found:
     known: list[Value] = []
     for n, i in enumerate(device.instructions):
         told = f"instruction {n}, {shown(i)}"
-        yield "delete", f"{told} is left out", _code(lambda code, n=n: [*code[:n], *code[n + 1 :]])
-        yield "duplicate", f"{told} runs twice", _code(lambda code, n=n: [*code[: n + 1], *code[n:]])
+        yield "delete", f"{told} is left out", code_of(lambda code, n=n: [*code[:n], *code[n + 1 :]])
+        yield "duplicate", f"{told} runs twice", code_of(lambda code, n=n: [*code[: n + 1], *code[n:]])
         if n + 1 < len(device.instructions):
             yield (
                 "swap",
                 f"{told} runs after the next one",
-                _code(lambda code, n=n: [*code[:n], code[n + 1], code[n], *code[n + 2 :]]),
+                code_of(lambda code, n=n: [*code[:n], code[n + 1], code[n], *code[n + 2 :]]),
             )
         for kind, what, change in _of_instruction(program, i, n):
             yield kind, f"{told}: {what}", change
@@ -225,7 +228,7 @@ def _of_instruction(program: Program, i: Instruction, n: int) -> Found:
         for kind in KINDS:
             if kind != i.kind:
                 yield "kind", f"it is {kind}", _set(n, ("kind",), kind)
-        for a, b in _pairs(len(i.group)):
+        for a, b in pairs(len(i.group)):
             yield (
                 "group order",
                 f"members {a} and {b} change places",
@@ -240,7 +243,7 @@ def _of_instruction(program: Program, i: Instruction, n: int) -> Found:
     for name in FIELDS[type(i), Role.WRITE]:
         value = getattr(i, name)
         if not isinstance(value, Value):
-            for a, b in _pairs(len(value)):
+            for a, b in pairs(len(value)):
                 change = _at(n, lambda i, f=name, a=a, b=b: replace(i, **{f: _exchanged(getattr(i, f), a, b)}))
                 yield "write", f"{name} {a} and {b} change places", change
 
@@ -253,7 +256,7 @@ def _entries(n: int, group: tuple[str, ...], kept: Sequence[int]) -> Change:
     return _at(n, turn)
 
 
-def _pairs(count: int) -> list[tuple[int, int]]:
+def pairs(count: int) -> list[tuple[int, int]]:
     """Return neighbours, and the ends."""
     return [*pairwise(range(count)), *([(0, count - 1)] if count > 2 else [])]
 
@@ -354,9 +357,9 @@ def _of_frees(device: Device) -> Iterator[tuple[str, Change]]:
                 kept = replace(code[n], names=tuple(v for v in code[n].names if v != name))
                 return [*code[:last], Free((name,)), *code[last:n], *([kept] if kept.names else []), *code[n + 1 :]]
 
-            yield f"{name} is freed before instruction {last}, {shown(code[last])}", _code(moved)
+            yield f"{name} is freed before instruction {last}, {shown(code[last])}", code_of(moved)
         if isinstance(i, Free):
-            yield f"{shown(i)} twice", _code(lambda code, n=n: [*code[: n + 1], *code[n:]])
+            yield f"{shown(i)} twice", code_of(lambda code, n=n: [*code[: n + 1], *code[n:]])
 
 
 def shown(i: Instruction) -> str:
@@ -397,7 +400,7 @@ def _of_function(program: Program, f: Function) -> Iterator[tuple[str, str, Func
         for other in random.Random(f"{op} {k}").sample(others, min(TRIED, len(others))):
             new = replace(f, input_of={**f.input_of, (op, k): other})
             yield "input", f"input {k} of {op} is alias {other}, not {n}", new
-    for a, b in _pairs(len(f.outputs)):
+    for a, b in pairs(len(f.outputs)):
         yield "output", f"outputs {a} and {b} change places", replace(f, outputs=_exchanged(f.outputs, a, b))
     yield from _of_ops(program, f)
 

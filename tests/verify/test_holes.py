@@ -112,17 +112,30 @@ def weight_at_rest_twice(program: Program) -> Program:
     return replace(program, devices=(replace(first, weights=(*first.weights, again)), second))
 
 
-@hole("uneven", "runs scaled_dot_product_attention on")
-def start_of_attention_moved(program: Program) -> Program:
-    def moved(f: Function) -> Function:
-        for n, op in enumerate(f.ops):
-            first = next((i.until for i in op.indices if i.until is not None), None)
-            if first is not None and f.boxes[n][first][0]:
-                box = tuple((lo - (k == first), hi - (k == first)) for k, (lo, hi) in enumerate(f.boxes[n]))
-                return replace(f, boxes=(*f.boxes[:n], box, *f.boxes[n + 1 :]))
-        return f
+def moved(f: Function, is_one: bool) -> Function:
+    """Return a function whose queries start an element earlier, in attention alone or wherever they are."""
+    for op, box, where in zip(f.ops, f.boxes, f.coordinates, strict=True):
+        first = next((i.until for i in op.indices if i.until is not None), None)
+        if first is not None and box[first][0]:
+            boxes = tuple(
+                tuple(
+                    (lo - 1, hi - 1) if c == where[first] and (other is op or not is_one) else (lo, hi)
+                    for (lo, hi), c in zip(box, own, strict=True)
+                )
+                for other, box, own in zip(f.ops, f.boxes, f.coordinates, strict=True)
+            )
+            return replace(f, boxes=boxes)
+    return f
 
-    return replace(program, functions=tuple(map(moved, program.functions)))
+
+@hole("uneven", "runs transpose_3 from 1 of sequence, where others start at 0")
+def start_of_attention_moved(program: Program) -> Program:
+    return replace(program, functions=tuple(moved(f, is_one=True) for f in program.functions))
+
+
+@hole("uneven", r"runs scaled_dot_product_attention on 0:\d of sequence, not on 0:")
+def start_of_queries_moved(program: Program) -> Program:
+    return replace(program, functions=tuple(moved(f, is_one=False) for f in program.functions))
 
 
 @hole("early", "sends .* to device 1 as message 9, the number of another one to that device")

@@ -1,0 +1,124 @@
+"""Random plans: how many the certificate or the deadlock check refuses, and whether their numbers are the model's.
+
+    python benchmarks/random_plans.py [--graphs 700] [--sprograms 300] [--numbers 0.25] [--first 50000]
+
+Of each kind so many plans, from seeds that follow `--first`. `regular` and `nested` are random graphs under random
+grids and trees of parts (tests/property/random_graphs.py); `free`, `layered` and `rewritten` are random sPrograms on
+small models, the last with recomputation, split backwards, copies, stale weights and early updates
+(tests/property/random_sprograms.py). `cycle`: their own orders cannot hold, so that there is no plan. `alarm`: a check
+refuses a plan. Of a share `--numbers` of the plans, and of all alarms, a step is compared with the model's: `equal`,
+`WRONG`. An alarm whose numbers are equal is a false one. `CPU ms` is that of both checks, for a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import superscaler as ss
+from superscaler.errors import ScheduleError
+from superscaler.ir.program import Program
+from superscaler.verify.checks import CHECKS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
+
+COUNTS = ("plans", "cycle", "alarm", "compared", "equal", "WRONG")
+REWRITES = ("split", "copies", "stale", "early")
+# A program, and what tells whether its numbers are the model's.
+Drawn = tuple[Program, Callable[[], bool]] | None
+
+
+def main() -> int:
+    options = _options()
+    torch.set_num_threads(1)
+    kinds = {"regular": options.graphs, "nested": options.graphs}
+    kinds |= dict.fromkeys(("free", "layered", "rewritten"), options.sprograms)
+    print(f"{'kind':10}" + "".join(f"{name:>10}" for name in COUNTS) + f"{'CPU ms':>10}")
+    total, seconds = Counter[str](), 0.0
+    for kind, count in kinds.items():
+        found, spent = _sweep(kind, range(options.first, options.first + count), options.numbers)
+        _show(kind, found, spent)
+        total, seconds = total + found, seconds + spent
+    _show("all", total, seconds)
+    return int(bool(total["false alarm"] or total["WRONG"]))
+
+
+def _show(kind: str, found: Counter[str], seconds: float) -> None:
+    each = 1000 * seconds / max(found["plans"], 1)
+    print(f"{kind:10}" + "".join(f"{found[name]:10,}" for name in COUNTS) + f"{each:10.1f}", flush=True)
+
+
+def _sweep(kind: str, seeds: range, share: float) -> tuple[Counter[str], float]:
+    found, spent = Counter[str](), 0.0
+    drawing = _graphs if kind in ("regular", "nested") else _sprograms
+    for seed, drawn in zip(seeds, drawing(kind, seeds), strict=True):
+        found["plans" if drawn else "cycle"] += 1
+        if drawn is None:
+            continue
+        program, is_equal = drawn
+        start = time.process_time()
+        alarm = _alarm(program)
+        spent += time.process_time() - start
+        if alarm or (seed * share) % 1 < share:
+            equal = is_equal()
+            found.update(["compared", "equal" if equal else "WRONG"] + ["false alarm"] * bool(alarm and equal))
+        if alarm:
+            found["alarm"] += 1
+            print(f"{kind}, seed {seed}: {alarm}", flush=True)
+    return found, spent
+
+
+def _alarm(program: Program) -> str:
+    try:
+        for check in CHECKS.values():
+            check(program)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def _graphs(kind: str, seeds: range) -> Iterator[Drawn]:
+    from random_graphs import largest_error, random_model, random_plan
+
+    for seed in seeds:
+        model, values = random_model(seed, 6)
+        compiled = random_plan(model, seed + 1, 1 + seed % 4, kind == "nested")
+        yield compiled.program, lambda c=compiled, v=values: largest_error(c, v)[0] < 1e-9
+
+
+def _sprograms(kind: str, seeds: range) -> Iterator[Drawn]:
+    from random_sprograms import MODELS, captured, random_sprogram
+
+    graphs = [captured(model) for model in MODELS]
+    given: dict[str, Any] = {"kind": "free", "apart": 0.4, "more": REWRITES} if kind == "rewritten" else {"kind": kind}
+    for seed in seeds:
+        try:
+            plan = ss.compile(
+                graphs[seed % len(graphs)], random_sprogram(seed, **given), ss.Cluster.local(1 + seed % 4)
+            )
+        except ScheduleError as error:
+            if "cycle" not in str(error) and "Use 1 microbatch" not in str(error):
+                raise
+            yield None
+            continue
+        yield plan.compiled.program, lambda p=plan: bool(p.verify()["equal"])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", type=int, default=700, help="how many plans of random graphs, of each kind")
+    parser.add_argument("--sprograms", type=int, default=300, help="how many random sPrograms of each kind")
+    parser.add_argument("--numbers", type=float, default=0.25, help="the share of plans whose numbers are compared")
+    parser.add_argument("--first", type=int, default=50_000, help="the first seed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
