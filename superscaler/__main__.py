@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
-
 from superscaler import interrupt
 
 
@@ -14,11 +11,16 @@ def main() -> None:
 
 
 def _main() -> None:
+    import io
+    import sys
+    from contextlib import suppress
+
     from superscaler.cli.main import main
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that has no "é" is no reason to fail.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # A terminal that has no "é" is no reason to fail, and a stream that cannot be set up anew is none, either.
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
     main()
 
 
