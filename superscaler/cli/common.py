@@ -129,7 +129,8 @@ class ModelRequest:
         from superscaler.models import build
         from superscaler.plan import capture
 
-        built, name = build(self.model), None if self.no_cache else self.model
+        built = build(self.model)
+        name = None if self.no_cache else built.cache
         parameters = [p for p in built.module.parameters() if p.requires_grad]
         if not parameters and self.optimizer not in (None, _NONE):
             raise InputError(

@@ -38,6 +38,7 @@ from superscaler.frontend.trace import Trace, base_of, dtype_of, op_name, output
 from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref, TensorKind, common_module
 from superscaler.ir.text import unique
 from superscaler.ops.table import row_of, with_linearity
+from superscaler.specs.reads import watched
 from superscaler.timing import without_garbage_collection
 
 
@@ -139,14 +140,15 @@ def capture(
     kept = load(key, module) if cache else None
     read_at = time.perf_counter()
     if kept is None:
-        with torch.autocast(device.type, enabled=False), without_garbage_collection():
+        with torch.autocast(device.type, enabled=False), without_garbage_collection(), watched(False) as seen:
             start = time.perf_counter()
             exported, form = export(module, *inputs, cast, is_trained, is_kept)
             exported_at = time.perf_counter()
             kept = (*_read(module, exported, form, training, device), inputs_of(exported))
             read_at = time.perf_counter()
         # Another key says that the model loaded code, or set a buffer, as it ran: no later capture asks for that key.
-        if cache and key == key_of(cache, module, inputs, *chosen):
+        # What it read as it ran, a later capture would not know before it ran again.
+        if cache and not seen.own and not seen.unknown and key == key_of(cache, module, inputs, *chosen):
             save(key, module, *kept)
     model, values, names = kept
     model = replace(model, optimizer=training.optimizer)

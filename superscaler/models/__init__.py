@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from superscaler.errors import InputError, unknown
 from superscaler.models.families import FAMILIES
 from superscaler.specs.options import read_pairs, settle
+from superscaler.specs.reads import Reads, watched
 from superscaler.specs.user_file import from_file
 
 _SHAPE = "(module, args) or (module, args, kwargs)"
@@ -23,7 +24,8 @@ class BuiltModel:
     """A module in training mode whose `module(*args, **kwargs)` gives a scalar loss or an object with `.loss`.
 
     `make_batch(step)` gives real tensors for the inputs by name, equal for equal steps, also when the module is on
-    the meta device; it is None for a model from a file, whose inputs only their author knows.
+    the meta device; it is None for a model from a file, whose inputs only their author knows. `reads` is what that file
+    read.
     """
 
     name: str
@@ -31,6 +33,14 @@ class BuiltModel:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     make_batch: Callable[[int], dict[str, Tensor]] | None
+    reads: Reads | None = None
+
+    @property
+    def cache(self) -> str | None:
+        """Return the name of its captures on disk, with what its file read to build it; None where that is unknown."""
+        if self.reads is None:
+            return self.name
+        return None if self.reads.unknown else f"{self.name} {sorted(self.reads.found)}"
 
 
 def names() -> list[str]:
@@ -67,7 +77,8 @@ def build(spec: str) -> BuiltModel:
 
 def _from_file(spec: str) -> BuiltModel:
     """Call the function of the file. Raises InputError for one that fails, and for a result of another shape."""
-    where, made = ":".join(spec.split(":")[:2]), from_file(spec, "model")()
+    with watched() as reads:
+        where, made = ":".join(spec.split(":")[:2]), from_file(spec, "model")()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         told = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise InputError(f"{where} returned {told}; return {_SHAPE}.")
@@ -76,4 +87,4 @@ def _from_file(spec: str) -> BuiltModel:
         if not isinstance(value, kind):
             hint = "; write (x,) for one argument" if name == "args" else ""
             raise InputError(f"{where} returned a {type(value).__name__} as {name}; return {_SHAPE}{hint}.")
-    return BuiltModel(spec, module, tuple(args), dict(kwargs), None)
+    return BuiltModel(spec, module, tuple(args), dict(kwargs), None, reads)

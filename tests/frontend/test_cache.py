@@ -21,7 +21,8 @@ from superscaler.errors import InputError
 from superscaler.frontend import capture as capturing
 from superscaler.frontend.capture import Captured, capture
 from superscaler.ir.text import print_model
-from superscaler.models import build
+from superscaler.models import BuiltModel, build
+from superscaler.specs import reads
 from superscaler.specs.user_file import load_file
 from tests.frontend import own
 
@@ -381,3 +382,117 @@ def test_keys_are_the_same_in_every_process() -> None:
     other = here["found"]
     assert one == other
     assert len(set(one)) == 4
+
+
+READING = """
+import json, os, socket, time
+from datetime import datetime
+from pathlib import Path
+import torch
+from torch import nn
+from scales import FROM_HELPER
+
+HERE = Path(__file__).parent
+TOP = json.loads((HERE / "top.json").read_text())
+
+class Net(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = scale
+
+    def forward(self, x):
+        return (self.linear(x) * self.scale).square().mean() + (FORWARD)
+
+def build():
+    torch.manual_seed(0)
+    return Net(BUILD), (torch.ones(2, 4),)
+"""
+HELPED = """
+import json
+from pathlib import Path
+FROM_HELPER = json.loads((Path(__file__).parent / "helper.json").read_text())
+"""
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BuiltModel]:
+    """Return what builds a model whose scale is an expression, as a new process does."""
+    for name in ("top", "late", "helper"):
+        (tmp_path / f"{name}.json").write_text("1.0")
+    (tmp_path / "scales.py").write_text(HELPED)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def make(text: str, forward: str = "0") -> BuiltModel:
+        (tmp_path / "reading.py").write_text(READING.replace("BUILD", text).replace("FORWARD", forward))
+        sys.modules.pop("scales", None)
+        monkeypatch.setattr(reads, "_ALL", reads.Reads())
+        return build(f"{tmp_path / 'reading.py'}:build")
+
+    return make
+
+
+def scale_of(built: BuiltModel) -> float:
+    """Return the number by which a captured model multiplies."""
+    optimizer = torch.optim.SGD(built.module.parameters())
+    graph = ss.capture(built.module, built.args, built.kwargs, optimizer, cache=built.cache)
+    (op,) = [op for op in graph.model.ops if op.target == "aten.mul.Tensor"]
+    return float(op.args[1])
+
+
+def test_a_model_is_captured_again_when_what_its_file_read_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Callable[..., BuiltModel], exports: list[nn.Module]
+) -> None:
+    monkeypatch.setenv("SCALE", "1.0")
+    text = "TOP * FROM_HELPER * float(os.environ['SCALE'])"
+    found = [scale_of(built(text)) for _ in range(2)]
+    for name in ("top", "helper"):
+        (tmp_path / f"{name}.json").write_text("3.0")
+        found.append(scale_of(built(text)))
+    monkeypatch.setenv("SCALE", "2.0")
+    found.append(scale_of(built(text)))
+    assert (found, len(exports)) == ([1.0, 1.0, 3.0, 9.0, 18.0], 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("TOP", "top.json"),
+        ("FROM_HELPER", "helper.json"),
+        ("json.loads((HERE / 'late.json').read_bytes())", "late.json"),
+        ("float(os.read(os.open(HERE / 'late.json', os.O_RDONLY), 3))", "late.json"),
+        ("float(os.environ['SCALE'])", "SCALE"),
+        ("float(os.getenv('SCALE', 1))", "SCALE"),
+        ("float(os.environ.get('SCALE') or 1)", "SCALE"),
+        ("float('SCALE' in os.environ) * 3", "SCALE"),
+    ],
+)
+def test_what_the_file_of_a_model_reads_is_part_of_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Callable[..., BuiltModel], text: str, changes: str
+) -> None:
+    names = []
+    for value in ("1.0", "1.0", "2.0"):
+        if changes == "SCALE":
+            monkeypatch.setenv("SCALE", value)
+        else:
+            (tmp_path / changes).write_text(value)
+        names.append(built(text).cache)
+    assert None not in names
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "len(os.listdir(HERE))", "len(list(HERE.glob('*.json')))", "len(dict(os.environ))", "time.time()",
+        "datetime.now().year", "1 + os.system('true')", "socket.getaddrinfo('localhost', 80)[0][4][1]",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_gives_no_name(built: Callable[..., BuiltModel], text: str) -> None:
+    assert built(text).cache is None
+
+
+@pytest.mark.parametrize("forward", ["float(os.environ.get('SCALE') or 1)", "float((HERE / 'late.json').read_text())"])
+def test_what_a_forward_reads_is_not_kept(built: Callable[..., BuiltModel], forward: str) -> None:
+    scale_of(built("TOP", forward))
+    assert cache.usage()[0] == 0

@@ -1,0 +1,153 @@
+"""What code reads beside code, as files and variables of the environment: two runs that read the same make the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from superscaler.specs.user_file import is_installed
+
+# Events of Python's audit hooks by which code learns what is in no file that it opens.
+_UNKNOWN = {
+    **dict.fromkeys(("os.listdir", "os.scandir", "glob.glob", "pathlib.Path.glob"), "lists a folder"),
+    **dict.fromkeys(("socket.connect", "socket.getaddrinfo", "urllib.Request"), "reads the network"),
+    **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn"), "runs a program"),
+}
+_CLOCK = re.compile(
+    rb"\btime\.(time|time_ns|localtime|gmtime|ctime|strftime)\b|\bdate(time)?\.(now|utcnow|today)\b|from time import"
+)
+# The bytes of a larger file are not read again: it is known by its size and time.
+_LARGE = 1 << 26
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
+_FRAMEWORK = (os.sep + "torch" + os.sep, "importlib", _OURS)
+
+
+@dataclass(slots=True)
+class Reads:
+    """What was read, as it was then: (file or variable, content); `own` of it by the user's code, as by a library that
+    this calls. `unknown` says what was read that cannot be compared.
+    """
+
+    found: set[tuple[str, str]] = field(default_factory=set)
+    own: set[tuple[str, str]] = field(default_factory=set)
+    unknown: str = ""
+
+    def add(self, what: str, content: str, is_own: bool) -> None:
+        self.found.add((what, content))
+        if is_own:
+            self.own.add((what, content))
+
+
+# Python calls an audit hook for as long as it runs. What was read for a module that is imported is not read again for
+# the next model that needs it: so all that was read is kept.
+_ACTIVE: list[Reads] = []
+_ALL = Reads()
+
+
+@contextmanager
+def watched(is_import: bool = True) -> Iterator[Reads]:
+    """Note what is read inside; where modules are imported, with what was in earlier ones, but for `own`."""
+    _listen()
+    reads = Reads(_ALL.found, unknown=_ALL.unknown) if is_import else Reads()
+    variables, modules = type(os.environ), dict(sys.modules)
+    get, each = variables.__getitem__, variables.__iter__
+
+    def getitem(self: Any, key: Any) -> Any:
+        value = None
+        try:
+            value = get(self, key)
+            return value
+        finally:
+            reads.add(f"${os.fsdecode(key)}", repr(value), _is_own(sys._getframe(1)))
+
+    def iterate(self: Any) -> Any:
+        if _is_own(sys._getframe(1)):
+            reads.unknown = "reads all variables of the environment"
+        return each(self)
+
+    variables.__getitem__, variables.__iter__ = getitem, iterate  # type: ignore[method-assign]
+    _ACTIVE.append(reads)
+    try:
+        yield reads
+    finally:
+        _ACTIVE.remove(reads)
+        variables.__getitem__, variables.__iter__ = get, each  # type: ignore[method-assign]
+        if is_import:
+            _look_for_clocks(reads, modules)
+            _ALL.unknown = reads.unknown
+
+
+@cache
+def _listen() -> None:
+    sys.addaudithook(_hear)
+
+
+def _hear(event: str, args: tuple[Any, ...]) -> None:
+    if not _ACTIVE or (event != "open" and event not in _UNKNOWN):
+        return
+    # What is read here is nobody's.
+    active = _ACTIVE[:]
+    _ACTIVE.clear()
+    try:
+        is_own = _is_own(sys._getframe(1))
+        for reads in active:
+            if event == "open":
+                _opened(reads, is_own, *args)
+            elif is_own or "network" in _UNKNOWN[event]:
+                reads.unknown = f"{_UNKNOWN[event]} ({args[0] if args else ''})"
+    finally:
+        _ACTIVE.extend(active)
+
+
+def _opened(reads: Reads, is_own: bool, path: Any, mode: Any, flags: int) -> None:
+    """Note a file that is opened for reading, unless all of Python, a package or this library has it."""
+    writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    with suppress(OSError, ValueError, TypeError):
+        file = os.path.abspath(os.fsdecode(path))
+        if writes or is_installed(file) or file.startswith(_OURS) or file.endswith(".pyc"):
+            return None
+        try:
+            found = os.stat(file)
+        except FileNotFoundError:
+            return reads.add(file, "missing", is_own)
+        if not stat.S_ISREG(found.st_mode) or file.startswith(("/proc/", "/sys/")):
+            reads.unknown = f"reads {file}" if is_own else reads.unknown
+        elif found.st_size > _LARGE:
+            reads.add(file, f"{found.st_size} {found.st_mtime_ns}", is_own)
+        else:
+            reads.add(file, hashlib.sha256(Path(file).read_bytes()).hexdigest(), is_own)
+    return None
+
+
+def _is_own(frame: FrameType | None) -> bool:
+    """Tell whether code of the user reads, itself or through a library: not one that it imports, or that runs it."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if any(part in file for part in _FRAMEWORK):
+            return False
+        if not is_installed(file) and not file.startswith(_PYTHON):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _look_for_clocks(reads: Reads, before: dict[str, Any]) -> None:
+    """Note files of the user's that were imported and name a clock: no hook sees a clock that is read."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__") or ""
+        if before.get(name) is not module and file and not is_installed(file) and not file.startswith(_OURS):
+            with suppress(OSError):
+                if _CLOCK.search(Path(file).read_bytes()):
+                    reads.unknown = f"reads the clock ({file})"
