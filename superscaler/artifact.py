@@ -31,7 +31,6 @@ from superscaler.specs.copies import copies
 from superscaler.specs.saved_plan import (
     VERSION,
     check_files,
-    own_hash,
     plan_files,
     read_plan,
     read_text,
@@ -196,7 +195,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     data = {**describe(compiled, seed), "operators": operators}
     files = {**{name: text.encode() for name, text in _texts(compiled).items()}, **sources}
     hashes = {name: disk.digest(data) for name, data in files.items()}
-    kept = {**manifest(compiled, values), "data": disk.data_hash(data), "files": hashes}
+    kept = {**manifest(compiled, values), "data": disk.hash_without(data, "manifest"), "files": hashes}
     try:
         settle(directory)
         if _is_there(directory, kept):
@@ -228,7 +227,7 @@ def _write_files(folder: Path, files: Mapping[str, bytes], weights: Mapping[str,
     )
     header, tensors = weight_hashes(folder / disk.WEIGHTS_FILE)
     kept = {**plan["manifest"], "header": header, "tensors": tensors}
-    kept["self"] = own_hash(kept)
+    kept["self"] = disk.hash_without(kept, "self")
     sync_all(folder)
     disk.write_file(folder / disk.PLAN_FILE, json.dumps({**plan, "manifest": kept}, indent=1) + "\n")
 

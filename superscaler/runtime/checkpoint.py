@@ -22,11 +22,11 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.folder import discard, lock, new_folder, prune, reason
-from superscaler.runtime.manifest import FORMAT, VERSION, manifest_hash
+from superscaler.runtime.manifest import FORMAT, VERSION
 from superscaler.runtime.pieces import located, owners, whole
 from superscaler.runtime.shard import write_tensors
 from superscaler.runtime.stored import MANIFEST_FILE, POINTER_FILE
-from superscaler.specs.files import data_hash, replacing, sync, write_file
+from superscaler.specs.files import hash_without, replacing, sync, write_file
 
 if TYPE_CHECKING:
     from superscaler.runtime.step import Step
@@ -257,7 +257,7 @@ def _head(step: Step, training: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "plan": data_hash(step.plan),
+        "plan": hash_without(step.plan, "manifest"),
         "world": step.world,
         "step": state.steps,
         "seed": state.seed,
@@ -308,7 +308,7 @@ def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[
             pieces.append({"shard": shard, "key": entry["key"], "ranges": entry["ranges"]})
     shards = {shard: {key: part[key] for key in ("bytes", "sha256")} for shard, part in parts.items()}
     made = {**head, "shards": shards, "tensors": tensors}
-    first = json.dumps({**head, "shards": shards, "sha256": manifest_hash(made)}, indent=1).removesuffix("\n}")
+    first = json.dumps({**head, "shards": shards, "sha256": hash_without(made, "sha256")}, indent=1).removesuffix("\n}")
     # A line a tensor.
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
     write_file(folder / MANIFEST_FILE, f'{first},\n "tensors": {{\n{lines}\n }}\n}}\n')

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from superscaler.specs.files import digest
+from superscaler.specs.files import hash_without
 
 FORMAT, VERSION = "superscaler checkpoint", 1
 # How safetensors calls the dtypes, and what an element of each weighs.
@@ -99,11 +99,6 @@ class Manifest(_Part):
     tensors: dict[Name, TensorEntry]
 
 
-def manifest_hash(manifest: Any) -> str:
-    """Return the hash of a manifest without the one in it."""
-    return digest(json.dumps({k: v for k, v in manifest.items() if k != "sha256"}, sort_keys=True))
-
-
 def read_manifest(text: bytes) -> dict[str, Any]:
     """Return a manifest as it is written, after all of it was checked. Raises ValueError saying what is wrong."""
     found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
@@ -114,7 +109,7 @@ def read_manifest(text: bytes) -> dict[str, Any]:
             f"it is of a {str(found.get('format'))[:80]!r} of version {str(found.get('version'))[:20]}, and this "
             f"superscaler reads {FORMAT} of version {VERSION}"
         )
-    if found.get("sha256") != manifest_hash(found):
+    if found.get("sha256") != hash_without(found, "sha256"):
         raise ValueError("its hash differs")
     try:
         manifest = Manifest.model_validate(found)

@@ -42,9 +42,9 @@ def digest(text: str | bytes) -> str:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
-def data_hash(plan: Mapping[str, Any]) -> str:
-    """Return the hash of plan.json without its manifest."""
-    return digest(json.dumps({k: v for k, v in plan.items() if k != "manifest"}, sort_keys=True))
+def hash_without(found: Mapping[str, Any], key: str) -> str:
+    """Return the hash of what a JSON object holds but for one entry, which may have the hash itself."""
+    return digest(json.dumps({k: v for k, v in found.items() if k != key}, sort_keys=True))
 
 
 @contextmanager

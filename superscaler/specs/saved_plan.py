@@ -19,8 +19,8 @@ from superscaler.specs.files import (
     PROGRAM_FILE,
     RUN_FILE,
     WEIGHTS_FILE,
-    data_hash,
     digest,
+    hash_without,
     is_inside,
 )
 
@@ -54,14 +54,9 @@ def read_plan(directory: Path, manifest: bool = True) -> dict[str, Any]:
         counts = f"{len(plan['devices'])} devices, {len(plan['programs'])} programs and a world of {plan['world']}"
         raise InputError(f"{file} is damaged (it has {counts}); {AGAIN}.")
     kept = plan["manifest"]
-    if manifest and (data_hash(plan) != kept["data"] or own_hash(kept) != kept["self"]):
+    if manifest and (hash_without(plan, "manifest") != kept["data"] or hash_without(kept, "self") != kept["self"]):
         _differs(file)
     return plan
-
-
-def own_hash(kept: Mapping[str, Any]) -> str:
-    """Return the hash of a manifest without the one in it."""
-    return digest(json.dumps({k: v for k, v in kept.items() if k != "self"}, sort_keys=True))
 
 
 def read_file(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> bytes:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from superscaler.specs.files import data_hash, digest
-from superscaler.specs.saved_plan import own_hash
+from superscaler.specs.files import digest, hash_without
 
 PLAN, EXPLAIN, WEIGHTS = "plan.json", "explain.json", "initial.safetensors"
 FILES = (PLAN, EXPLAIN, WEIGHTS, "model.txt", "program.txt", "journal.txt", "run.py", "program_0.py", "segments.py")
@@ -114,8 +113,8 @@ def sealed(turn: Callable[[dict[str, Any]], object]) -> Change:
         turn(plan)
         kept = plan.get("manifest")
         if isinstance(kept, dict):
-            kept["data"] = data_hash(plan)
-            kept["self"] = own_hash(kept)
+            kept["data"] = hash_without(plan, "manifest")
+            kept["self"] = hash_without(kept, "self")
         (folder / PLAN).write_text(json.dumps(plan))
 
     return change

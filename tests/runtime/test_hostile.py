@@ -20,10 +20,11 @@ import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.cli.main import main
 from superscaler.errors import InputError
-from superscaler.runtime.manifest import covers, manifest_hash
+from superscaler.runtime.manifest import covers
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.stored import file_hash
 from superscaler.runtime.threads import run_ranks
+from superscaler.specs.files import hash_without
 
 SHARD, NAME = "rank-00000.safetensors", "step-00000001"
 
@@ -89,7 +90,7 @@ def edited(change: Callable[[Any], object], *, is_signed: bool = True) -> Callab
         result = change(found)
         found = found if result is None else result
         if is_signed and isinstance(found, dict):
-            found["sha256"] = manifest_hash(found)
+            found["sha256"] = hash_without(found, "sha256")
         file.write_text(json.dumps(found))
 
     return spoil

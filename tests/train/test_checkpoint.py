@@ -29,12 +29,12 @@ from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.runtime.checkpoint import Saver
 from superscaler.runtime.folder import discard, lock, prune
-from superscaler.runtime.manifest import manifest_hash
 from superscaler.runtime.pieces import located, sizes
 from superscaler.runtime.shard import write_tensors
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.runtime.stored import checkpoints, open_checkpoint
 from superscaler.runtime.threads import run_ranks
+from superscaler.specs.files import hash_without
 from superscaler.train.loop import parser, train_rank
 
 PLANS = {
@@ -300,7 +300,7 @@ def flip(file: Path) -> None:
 
 def edit(file: Path, **changes: Any) -> None:
     found = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({**found, "sha256": manifest_hash(found)}))
+    file.write_text(json.dumps({**found, "sha256": hash_without(found, "sha256")}))
 
 
 SHARD, MANIFEST = "step-00000003/rank-00001.safetensors", "step-00000003/manifest.json"
