@@ -125,7 +125,7 @@ def cohorts(program: Program) -> list[Cohort]:
 
 def _check_alike(samples: Sequence[Device]) -> None:
     """Raise ScheduleError unless the places of a fold that are compiled have equal instructions but for their data."""
-    first, *others = (([w.name for w in d.weights], [*map(type, d.instructions)]) for d in samples)
+    first, *others = (([w.name for w in d.weights], [*map(type, d.instructions[:])]) for d in samples)
     for device, other in zip(samples[1:], others, strict=True):
         if other != first:
             one, two = (f"{len(code)} instructions and {len(names)} weights" for names, code in (first, other))
