@@ -24,7 +24,9 @@ def verify(
         option("--shapes", "Shapes to run: model (as they are), small (shrunken), auto (small for what is too large)."),
     ] = "auto",
 ) -> bool:
-    """Run two steps of the plan and of the model in float64 and compare. Exit code 1 when they are not equal."""
+    """Run two steps of the plan and of the model in float64 and compare, then in the dtype that is trained, where the
+    plan may be as far off as rounding makes the model's own steps. Exit code 1 when they are not equal.
+    """
     compiled, built = request.compile()
     printer.result = compiled.verify("processes" if processes else "threads", real_batch(built), shapes)
     printer.show(_certificate(printer.result))
@@ -54,7 +56,9 @@ def _certificate(result: Mapping[str, Any]) -> str:
     partly = "" if result["module_compared"] else "the module itself was not compared: "
     why = f"\n  note: {partly}{result['note']}" if result["note"] else ""
     ran = _RUNS[result["reference"]].replace("two", f"{most + 2}" if most else "two")
-    return f"{verdict} ({ran}{where}){errors}{checks}{why}"
+    error, allowed = result["trained_error"], result["trained_allowed"]
+    rounding = f"\n  in {result['trained_dtype']}: {error:.2g}, where the rounding of eager steps allows {allowed:.2g}"
+    return f"{verdict} ({ran}{where}){errors}{rounding if allowed else ''}{checks}{why}"
 
 
 def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 # A vector of any kernel and some more, with rates at which an update is seen.
 _SHAPE, _RATE = (3, 43), 0.05
 # Of the largest element: the same digits in another order, in float32.
-_ROUNDING = 4 * torch.finfo(torch.float32).eps
+ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
 def is_plain(name: str, options: Mapping[str, Any], weights: Iterable[Tensor]) -> bool:
@@ -32,9 +32,7 @@ def _agrees(name: str, options: str, dtype: torch.dtype, device: torch.device, i
     except (RuntimeError, TypeError):
         # There is no such kernel.
         return False
-    return all(
-        float((a - b).abs().max()) <= _ROUNDING * float(b.abs().max()) for a, b in zip(fused, plain, strict=True)
-    )
+    return all(float((a - b).abs().max()) <= ROUNDING * float(b.abs().max()) for a, b in zip(fused, plain, strict=True))
 
 
 def _updated(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,26 +33,35 @@ class Result:
     outputs: Values = field(default_factory=dict)
 
 
+# Returns the largest error that a tensor of a kind may have.
+Allowed = Callable[[str, str], float]
+
+
 @dataclass(slots=True)
 class Errors:
-    """The largest errors of all steps, where the largest is, and the first that is too large, in words."""
+    """The largest errors of all steps, where the largest is, and the first that is too large, in words; the error that
+    is largest beside what is allowed there, and that.
+    """
 
     largest: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("loss_error", "gradient_error", "parameter_error", "output_error"), 0.0)
     )
     worst: str = ""
     first: str = ""
+    nearest: tuple[float, float] = (0.0, TOLERANCE)
 
     @property
     def is_equal(self) -> bool:
-        return all(error <= TOLERANCE for error in self.largest.values())
+        return not self.first and all(map(math.isfinite, self.largest.values()))
 
-    def add(self, kind: str, error: float, where: str, what: str) -> None:
+    def add(self, kind: str, error: float, where: str, what: str, allowed: float = TOLERANCE) -> None:
         if not error <= max(self.largest.values()):
             self.worst = where
         if not error <= self.largest[kind]:
             self.largest[kind] = error
-        if not error <= TOLERANCE and not self.first:
+        if not error / allowed <= self.nearest[0] / self.nearest[1]:
+            self.nearest = error, allowed
+        if not error <= allowed and not self.first:
             self.first = f"{what} is off by {error:.2g}"
 
 
@@ -62,8 +72,8 @@ class Comparison:
     compared with what torch's own optimizer makes of the gradient that the plan has there.
     """
 
-    def __init__(self, exact: Compiled, values: Values) -> None:
-        self.exact, self.model = exact, exact.graph.model
+    def __init__(self, exact: Compiled, values: Values, allowed: Allowed = lambda kind, tensor: TOLERANCE) -> None:
+        self.exact, self.model, self.allowed = exact, exact.graph.model, allowed
         # Whole tensors, into which the weights of each step are written.
         self.known = {name: value.clone(memory_format=torch.contiguous_format) for name, value in values.items()}
         self.errors = Errors()
@@ -93,9 +103,8 @@ class Comparison:
         loss = torch.zeros(()) if expected.loss is None else expected.loss
         for result in results:
             error = float((result.loss - loss).abs() / loss.abs().clamp_min(1e-30))
-            self.errors.add(
-                "loss_error", error, self.model.loss, f"{self.model.loss}, the loss{here or ' of the step'},"
-            )
+            text = f"{self.model.loss}, the loss{here or ' of the step'},"
+            self._add("loss_error", error, self.model.loss, self.model.loss, text)
         self._gradients(results, expected, here)
         self._outputs(results, expected, here)
         self._weights(results, expected, here)
@@ -110,7 +119,7 @@ class Comparison:
 
     def _gradients(self, results: Sequence[Result], expected: Reference, here: str) -> None:
         whole = {n: torch.zeros_like(self.known[n]) if g is None else g for n, g in expected.gradients.items()}
-        floor = FLOOR * max((largest(g) for g in whole.values()), default=1.0)
+        floor = floor_of(whole.values())
         for rank, weight in self._each():
             if weight.tensor in whole:
                 want = self._slice(whole, weight)
@@ -126,8 +135,12 @@ class Comparison:
                 whole = expected.outputs[i.tensor]
                 want = take(whole, slots_of(self.model, i.tensor), i.box)
                 text = f"the output {Mask(i.tensor, i.box)} on device {rank}{here}"
-                self.errors.add(
-                    "output_error", relative_error(results[rank].outputs[i.tensor], want, whole), i.tensor, text
+                self._add(
+                    "output_error",
+                    relative_error(results[rank].outputs[i.tensor], want, whole),
+                    i.tensor,
+                    i.tensor,
+                    text,
                 )
 
     def _weights(self, results: Sequence[Result], expected: Reference, here: str) -> None:
@@ -143,7 +156,8 @@ class Comparison:
                 if name in slices:
                     slices[name].data = self._slice(self.known, weight).clone()
                     has_none = expected.gradients.get(weight.tensor) is None
-                    slices[name].grad = None if has_none else results[rank].gradients.get(name)
+                    given = None if has_none else results[rank].gradients.get(name)
+                    slices[name].grad = None if given is None else given.to(slices[name].dtype)
             if optimizer is not None:
                 optimizer.step()
             for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
@@ -166,7 +180,15 @@ class Comparison:
 
     def _found(self, kind: str, error: float, weight: Weight, rank: int, what: str, here: str) -> None:
         text = f"{what}{Mask(weight.tensor, weight.box)} on device {rank}{here}"
-        self.errors.add(kind, error, f"{weight.tensor} on device {rank}", text)
+        self._add(kind, error, weight.tensor, f"{weight.tensor} on device {rank}", text)
+
+    def _add(self, kind: str, error: float, tensor: str, where: str, text: str) -> None:
+        self.errors.add(kind, error, where, text, self.allowed(kind, tensor))
+
+
+def floor_of(gradients: Iterable[Tensor]) -> float:
+    """Return what the errors of gradients that are truly zero are measured against."""
+    return FLOOR * max(map(largest, gradients), default=1.0)
 
 
 def largest(x: Tensor) -> float:

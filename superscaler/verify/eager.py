@@ -1,4 +1,4 @@
-"""The user's own module as the oracle: torch runs it eagerly, in float64, as it was when it was captured."""
+"""The user's own module as the oracle: torch runs it eagerly, in float64 or as it is, as it was when captured."""
 
 from __future__ import annotations
 
@@ -66,9 +66,13 @@ class _Gradients(nn.Module):
 
 
 class Eager:
-    """A captured module that takes steps in float64, on copies of its tensors. Raises Unlike where it cannot."""
+    """A captured module that takes steps in float64, or (not `is_wide`) in its own dtypes, on copies of its tensors.
 
-    def __init__(self, captured: Captured, batch: Mapping[str, Tensor]) -> None:
+    Raises Unlike where it cannot.
+    """
+
+    def __init__(self, captured: Captured, batch: Mapping[str, Tensor], is_wide: bool = True) -> None:
+        self.is_wide = is_wide
         self.call, self.model = captured.call, captured.model
         module = self.call.module
         tensors = [*module.parameters(), *module.buffers()]
@@ -78,7 +82,7 @@ class Eager:
         self.shown = _floats(module)
         kind, dtype = self.call.autocast or (self.device.type, None)
         self.autocast = kind, dtype, dtype is not None
-        self.args, self.kwargs = self.call.arguments({n: retyped(x, _WIDE).to(self.device) for n, x in batch.items()})
+        self.args, self.kwargs = self.call.arguments({n: self._copy(x) for n, x in batch.items()})
         self.written = {op.inputs[0].tensor for op in self.model.ops if op.is_write and not op.is_output}
 
     def step(self, known: Mapping[str, Tensor], draw: Draw) -> Reference:
@@ -87,12 +91,13 @@ class Eager:
         `known`: parameters and buffers before it, by name. Dropout keeps everything; `draw` gives other random numbers.
         """
         known = {**known, **packed(self.model, known)}
-        mode = _Wide(self.shown, _draws(self.model, draw))
+        draws = _draws(self.model, draw)
+        mode = _Wide(self.shown, draws) if self.is_wide else Quiet(draws)
         module = self.call.module
         wanted = {n: bool(self.model.loss) and p.requires_grad for n, p in module.named_parameters()}
-        leaves = {n: self._wide(known[n]).requires_grad_(wants) for n, wants in wanted.items()}
+        leaves = {n: self._copy(known[n]).requires_grad_(wants) for n, wants in wanted.items()}
         fixed = {n: b.clone() for n, b in module.named_buffers() if n not in self.written}
-        buffers = {n: fixed[n].clone() if n in fixed else self._wide(known[n]) for n, _ in module.named_buffers()}
+        buffers = {n: fixed[n].clone() if n in fixed else self._copy(known[n]) for n, _ in module.named_buffers()}
         trained = {n: x for n, x in leaves.items() if x.requires_grad and n in self.call.updated}
         mode.add((list(leaves.values()), [buffers[n] for n in self.written], self.args, self.kwargs))
         state = {f"module.{n}": x for n, x in {**leaves, **buffers}.items()}
@@ -103,8 +108,8 @@ class Eager:
         changed = {n: b for n, b in after.items() if not _is_same(fixed.get(n), b)}
         return Reference(None if loss is None else loss.detach().cpu(), gradients, changed, outputs)
 
-    def _wide(self, value: Tensor) -> Tensor:
-        return retyped(value.detach(), _WIDE).to(self.device, copy=True)
+    def _copy(self, value: Tensor) -> Tensor:
+        return retyped(value.detach(), _WIDE if self.is_wide else None).to(self.device, copy=True)
 
     def _run(self, mode: TorchFunctionMode, state: dict[str, Tensor], leaves: list[Tensor]) -> _Ran:
         modules = list(self.call.module.modules())
@@ -122,7 +127,8 @@ class Eager:
             raise
         except Exception as error:
             # Anything may come out of a module's code.
-            raise Unlike(f"the module does not run in float64 ({type(error).__name__}: {_line(error)})") from error
+            wide = " in float64" * self.is_wide
+            raise Unlike(f"the module does not run{wide} ({type(error).__name__}: {_line(error)})") from error
         finally:
             torch.set_default_dtype(default)
             for module, is_training in zip(modules, training, strict=True):
@@ -166,7 +172,37 @@ def _draws(model: Model, draw: Draw) -> Callable[..., Tensor]:
     return following
 
 
-class _Wide(TorchFunctionMode):
+class Quiet(TorchFunctionMode):
+    """Lets a module compute without dropout, on random numbers that it is given."""
+
+    def __init__(self, following: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.following = following
+
+    def add(self, tensors: Any) -> None:
+        """Take tensors that depend on an input or a parameter."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if _DROPOUT.match(name):
+            return args[0] if args else kwargs["input"]
+        if _RANDOM.match(name):
+            raise Unlike(f"it draws random numbers by {name}")
+        if name in _DRAWN:
+            return self._drawn(func, name, args, kwargs)
+        return self._called(func, name, *_without_dropout(func, args, kwargs))
+
+    def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        with torch.device("meta"):
+            spec = func(*pytree.tree_map_only(Tensor, lambda x: x.to("meta"), args), **kwargs)
+        return _DRAWN[name](self.following(tuple(spec.shape)), *args).to(spec.dtype)
+
+
+class _Wide(Quiet):
     """Lets a module compute in float64 what depends on an input or a parameter, whatever dtypes its code names.
 
     The rest is part of the model: it is computed in its own dtype, and widened where it is used. The code of the
@@ -174,9 +210,8 @@ class _Wide(TorchFunctionMode):
     """
 
     def __init__(self, shown: torch.dtype | None, following: Callable[..., Tensor]) -> None:
-        super().__init__()
+        super().__init__(following)
         self.shown = shown
-        self.following = following
         self.default = torch.get_default_dtype()
         self._live = WeakTensorKeyDictionary()
 
@@ -190,21 +225,14 @@ class _Wide(TorchFunctionMode):
         return x.requires_grad or x in self._live or torch._C._current_graph_task_id() != -1
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        is_live = any(map(self._is_live, tensors))
         if func == _DTYPE:
-            is_shown = is_live and self.shown is not None and tensors[0].dtype == _WIDE
+            is_shown = self._is_live(args[0]) and self.shown is not None and func(*args) == _WIDE
             return self.shown if is_shown else func(*args)
-        name = getattr(func, "__name__", "")
-        if _DROPOUT.match(name):
-            return args[0] if args else kwargs["input"]
-        if _RANDOM.match(name):
-            raise Unlike(f"it draws random numbers by {name}")
-        if name in _DRAWN:
-            return self._drawn(func, name, args, kwargs)
-        args, kwargs = _without_dropout(func, args, kwargs)
-        if not is_live:
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not any(map(self._is_live, tensors)):
             torch.set_default_dtype(self.default)
             return func(*args, **kwargs)
         torch.set_default_dtype(_WIDE)
@@ -230,11 +258,7 @@ class _Wide(TorchFunctionMode):
         return pytree.tree_unflatten([casts.found.get(id(x), x) for x in flat], spec)
 
     def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-        with torch.device("meta"):
-            spec = func(*pytree.tree_map_only(Tensor, lambda x: x.to("meta"), args), **kwargs)
-        drawn = _DRAWN[name](self.following(tuple(spec.shape)), *args).to(
-            _WIDE if spec.is_floating_point() else spec.dtype
-        )
+        drawn = retyped(super()._drawn(func, name, args, kwargs), _WIDE)
         self.add(drawn)
         return drawn
 

@@ -12,8 +12,8 @@ from superscaler.ops.table import row_of
 FLOATS = ("float32", "bfloat16", "float16")
 
 
-def retype(graph: Graph, dtype: str, dropout: bool) -> Graph:
-    """Return the same plan for a model whose floating-point tensors and casts are all of `dtype`.
+def retype(graph: Graph, dtype: str | None, dropout: bool) -> Graph:
+    """Return the same plan for a model whose floating-point tensors and casts are all of `dtype` (None: as they are).
 
     Without `dropout`, all its probabilities are zero, so that the result can be compared. What is communicated how is
     chosen by the sizes of the dtypes there were, so that the same exchanges are compared as train.
@@ -21,8 +21,8 @@ def retype(graph: Graph, dtype: str, dropout: bool) -> Graph:
     return graph.copy(retype_model(graph.model, dtype, dropout))
 
 
-def retype_model(model: Model, dtype: str, dropout: bool) -> Model:
-    tensors = {name: _retyped(tensor, dtype) for name, tensor in model.tensors.items()}
+def retype_model(model: Model, dtype: str | None, dropout: bool) -> Model:
+    tensors = {name: _retyped(tensor, dtype) for name, tensor in model.tensors.items()} if dtype else model.tensors
     ops = tuple(_retyped_op(op, dtype, dropout) for op in model.ops)
     return replace(model, tensors=tensors, ops=ops)
 
@@ -31,11 +31,11 @@ def _retyped(tensor: PTensor, dtype: str) -> PTensor:
     return replace(tensor, dtype=dtype, trained_as=tensor.trained.dtype) if tensor.dtype in FLOATS else tensor
 
 
-def _retyped_op(op: Op, dtype: str, dropout: bool) -> Op:
+def _retyped_op(op: Op, dtype: str | None, dropout: bool) -> Op:
     args, kwargs = op.args, op.kwargs
     if not dropout and (rate := row_of(op.target).rate) is not None:
         args = (*args[:rate], 0.0, *args[rate + 1 :])
-    casts = {f"torch.{name}": f"torch.{dtype}" for name in FLOATS}
+    casts = {f"torch.{name}": f"torch.{dtype}" for name in FLOATS if dtype}
 
     def swap(value: Any) -> Any:
         return casts.get(value, value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The certificate: steps of a plan in float64 against the user's module, every replica of every weight compared."""
+"""The certificate: steps of a plan in float64 and as trained against the user's module, on every replica."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from torch import Tensor
 from superscaler.artifact import initial_values, reads, write
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
-from superscaler.ir.graph import Model, draw_number, once
-from superscaler.runtime import functional
+from superscaler.ir.graph import Model
 from superscaler.runtime.launch import call
 from superscaler.runtime.step import Step, check_batch, load
 from superscaler.verify.checks import CHECKS
 from superscaler.verify.compare import Comparison, Errors, Result
-from superscaler.verify.eager import Eager, Unlike
+from superscaler.verify.eager import Unlike
 from superscaler.verify.iterations import run_iterations
-from superscaler.verify.locate import Values, first_difference, model_step, on_threads
-from superscaler.verify.oracle import Draw, Reference, reference_step, retyped
-from superscaler.verify.retype import retype
+from superscaler.verify.locate import TOLERANCE, Values, first_difference, model_step, on_threads
+from superscaler.verify.oracle import retyped
+from superscaler.verify.oracles import Oracle, graph_step, oracles_of, recurrence
+from superscaler.verify.retype import FLOATS, retype
 from superscaler.verify.small import shrink
+from superscaler.verify.trained import near, quiet
 
 # A plan above any of these is verified at a small shape, unless it is asked for as it is.
 MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
@@ -37,15 +38,13 @@ STEPS = 2
 _SMALL = "it has the shapes of the capture; verify a small model with the same plan to compare it too"
 _LIMITED = "it drops no choices of experts; without a capacity the plan is compared with it"
 
-# Gives a step (weights before it, number) of a model on one device.
-Oracle = Callable[[Values, int], Reference]
-
 
 def verify(
     compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto"
 ) -> dict[str, Any]:
     """Run two steps of the plan, or n + 2 of one that reads weights of n updates ago, and of the user's module in
-    float64, dropout off, and compare.
+    float64, dropout off, and compare; then so in the dtypes that are trained, where errors may be as large as those of
+    the module's own steps when their sums are taken in other parts (see `superscaler.verify.trained`).
 
     `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. `shapes`: "model" runs
     the plan as it is against a copy of the module, run by torch, or, where there can be none (`note` says why), against
@@ -54,51 +53,63 @@ def verify(
     is, always. Each step starts from the weights that the plan has then; the update of each slice is compared with what
     torch's optimizer makes of the gradient there.
 
-    Returns equal, loss_error (relative), gradient_error (largest over pTensors and replicas, relative with a floor),
-    parameter_error (weights, buffers and optimizer state), output_error (what the step returns beside its loss;
-    `trains` and `outputs` tell which of these there are), worst_tensor, first_difference (text: the first check that
-    does not hold, or the first tensor in execution order that is not the model's, or what capture got wrong; empty when
-    equal), conservation (the certificate of the whole program, see `verify.certificate`), deadlock_free, reference
-    ("eager", "export" or "graph"), module_compared (whether that is the user's module, run by torch), note (why not),
-    bytes_moved (what all ranks put on links in a step), bytes_planned (what the plan said; equal), stale (how many
-    updates ago weights are read: [0] where they are as in the model, [0, 1, 3] where some are those of 1 or 3 ago: then
-    with the recurrence of these on one device), shapes, dropped (how many choices of experts have no row in the first
-    step, of how many: then the step with their capacity on one device is compared), and shrunk (what ran smaller:
-    before and after, by factor).
+    Returns equal (in both), trained_dtype, trained_error (the largest beside what is allowed there), trained_allowed
+    (that), and of the steps in float64: loss_error (relative), gradient_error (largest over pTensors and replicas,
+    relative with a floor), parameter_error (weights, buffers and optimizer state), output_error (what the step returns
+    beside its loss; `trains` and `outputs` tell which of these there are), worst_tensor, first_difference (text: the
+    first check that does not hold, or the first tensor in execution order that is not the model's, or what capture got
+    wrong; empty when equal), conservation (the certificate of the whole program, see `verify.certificate`),
+    deadlock_free, reference ("eager", "export" or "graph"), module_compared (whether that is the user's module, run by
+    torch), note (why not), bytes_moved (what all ranks put on links in a step), bytes_planned (what the plan said;
+    equal), stale (how many updates ago weights are read: [0] where they are as in the model, [0, 1, 3] where some are
+    those of 1 or 3 ago: then with the recurrence of these on one device), shapes, dropped (how many choices of experts
+    have no row in the first step, of how many: then the step with their capacity on one device is compared), and shrunk
+    (what ran smaller: before and after, by factor).
     Raises InputError for a plan that cannot run smaller but must.
     """
     if shapes not in ("auto", "model", "small"):
         raise InputError(unknown("shapes", shapes, ["auto", "model", "small"]))
+    captured = compiled.graph.captured
     if batch is not None:
         check_batch(batch, reads(compiled.graph.model))
     if shapes == "model" or (shapes == "auto" and not _is_large(compiled)):
         exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
-        return {**certify(exact, backend, batch), "shapes": "model", "shrunk": {}}
+        found = {**certify(exact, backend, batch), "shapes": "model", "shrunk": {}}
+        values, inputs = initial_values(compiled.graph.model, captured.values), batch or captured.batch
+        return _as_trained(found, compiled, backend, values, inputs)
     refused = {name: _refusal(partial(check, compiled.program)) for name, check in CHECKS.items()}
     small = shrink(compiled, batch)
-    exact = finish(retype(small.graph, "float64", dropout=False), small.cluster)
+    exact, own = (finish(retype(small.graph, kind, dropout=False), small.cluster) for kind in ("float64", None))
     values = {k: retyped(v, torch.float64) for k, v in small.values.items()}
     inputs = {k: retyped(v, torch.float64) for k, v in small.batch.items()}
-    found = _certificate(exact, backend, 60.0, values, inputs, {"graph": lambda: _graph_step(exact, inputs)})
+    found = _certificate(exact, backend, 60.0, values, inputs, {"graph": lambda: graph_step(exact, inputs)})
     first = next((text for text in refused.values() if text), "") or found["first_difference"]
     whole = {name: not text and found[name] for name, text in refused.items()}
     told = {"equal": found["equal"] and not first, "first_difference": first, "shapes": "small", "shrunk": small.shrunk}
-    return {**found, **whole, **told, "note": _SMALL}
+    told["note"] = _SMALL
+    return _as_trained({**found, **whole, **told}, own, backend, small.values, small.batch)
 
 
-def _graph_step(exact: Compiled, inputs: Values) -> Oracle:
-    """Return what gives a step of the graph on one device."""
-    model = once(exact.graph.model)
-
-    def step(known: Values, number: int) -> Reference:
-        made, gradients = model_step(exact.graph.model, {**known, **inputs}, number)
-        ends = {op.inputs[0].tensor: made[op.inputs[1].tensor] for op in model.ops if op.is_write}
-        outputs = {name: value for name, value in ends.items() if model.tensors[name].kind == "output"}
-        buffers = {name: value for name, value in ends.items() if name not in outputs}
-        found: dict[str, Tensor | None] = {n: g for n, g in gradients.items() if n in known}
-        return Reference(made.get(model.loss), found, buffers, outputs)
-
-    return step
+def _as_trained(found: dict[str, Any], plan: Compiled, backend: str, values: Values, inputs: Values) -> dict[str, Any]:
+    """Return what was found in float64, with the steps in the plan's own dtypes if it was equal."""
+    tensors = plan.graph.model.tensors.values()
+    dtypes = sorted({t.dtype for t in tensors if t.kind == "parameter" and getattr(torch, t.dtype).is_floating_point})
+    told = {"trained_dtype": ", ".join(dtypes), "trained_error": float("inf"), "trained_allowed": 0.0}
+    if not found["equal"]:
+        return {**found, **told}
+    if not any(t.dtype in FLOATS for t in tensors):
+        # They are those in float64.
+        error = max(found[kind] for kind in Errors().largest)
+        return {**found, **told, "trained_error": error, "trained_allowed": TOLERANCE}
+    try:
+        own = quiet(plan)
+        results = _BACKENDS[backend](own, values, inputs, 60.0)
+        errors = near(own, values, results, oracles_of(own, inputs, None)[found["reference"]]())
+    except (RuntimeFailure, Unlike) as why:
+        errors = Errors(first=str(why), nearest=(float("inf"), 0.0))
+    first = f"in {told['trained_dtype']}, {errors.first}" if errors.first else ""
+    told |= dict(zip(("trained_error", "trained_allowed"), errors.nearest, strict=True))
+    return {**found, **told, "equal": errors.is_equal, "first_difference": first}
 
 
 def _is_large(compiled: Compiled) -> bool:
@@ -119,16 +130,9 @@ def certify(
     captured, model = exact.graph.captured, exact.graph.model
     values = {k: retyped(v, torch.float64) for k, v in initial_values(model, captured.values).items()}
     inputs = {k: retyped(v, torch.float64) for k, v in (batch or captured.batch).items()}
-
-    def eager() -> Oracle:
-        module = Eager(captured, inputs)
-        return lambda known, number: module.step(known, draw_of(number))
-
-    def export() -> Oracle:
-        return lambda known, number: reference_step(captured, inputs, known, torch.float64, draw=draw_of(number))
-
-    limited = {"graph": lambda: _graph_step(exact, inputs)} if _limits(model) else None
-    return _certificate(exact, backend, timeout, values, inputs, limited or {"eager": eager, "export": export})
+    oracles = oracles_of(exact, inputs, torch.float64)
+    used = ["graph"] if _limits(model) else ["eager", "export"]
+    return _certificate(exact, backend, timeout, values, inputs, {name: oracles[name] for name in used})
 
 
 def _limits(model: Model) -> dict[str, int]:
@@ -210,7 +214,7 @@ def _judged(
         try:
             oracle, comparison = make(), Comparison(exact, values)
             for number, step in enumerate(zip(*results, strict=True)):
-                comparison.add(step, _recurrence(oracle, exact.graph.model, comparison.known, number))
+                comparison.add(step, recurrence(oracle, exact.graph.model, comparison.known, number))
         except Unlike as why:
             note = str(why)
             continue
@@ -218,26 +222,6 @@ def _judged(
         if comparison.errors.is_equal:
             break
     return found
-
-
-def _recurrence(oracle: Oracle, model: Model, known: Values, number: int) -> Reference:
-    """Return a step whose gradients are those of the oldest versions of weights that a plan has; each version becomes
-    the next younger one.
-    """
-    versions = model.versions
-    step = oracle({**known, **{weight: known[version] for version, weight in versions.items()}}, number)
-    pairs = ((op.inputs[0].tensor, op.inputs[1].tensor) for op in model.ops if op.is_write)
-    aged = {older: known[younger] for older, younger in pairs if older in versions}
-    return step._replace(buffers={**step.buffers, **aged})
-
-
-def draw_of(step: int) -> Draw:
-    """Return what gives the random numbers of an operator in a step of a plan."""
-
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        return functional.draw(0, step, draw_number(name), [(0, size) for size in shape], shape, "cpu")
-
-    return draw
 
 
 def _refusal(check: Callable[[], None]) -> str:

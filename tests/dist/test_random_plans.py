@@ -26,8 +26,7 @@ from superscaler.verify.compare import Comparison, Result
 from superscaler.verify.eager import Eager
 from superscaler.verify.oracle import retyped
 from superscaler.verify.retype import retype
-from superscaler.verify.verify import _recurrence as recurrence
-from superscaler.verify.verify import draw_of
+from superscaler.verify.oracles import draw_of, recurrence
 from tests.graphs import graph_of
 
 pytestmark = pytest.mark.dist

@@ -1,0 +1,67 @@
+"""What gives the steps that those of a plan are compared with: the module, its export, or the graph on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from superscaler.compiler import Compiled
+from superscaler.ir.graph import Model, draw_number, once
+from superscaler.runtime import functional
+from superscaler.verify.eager import Eager
+from superscaler.verify.locate import Values, model_step
+from superscaler.verify.oracle import Draw, Reference, reference_step
+
+# Gives a step (weights before it, number) of a model on one device.
+Oracle = Callable[[Values, int], Reference]
+
+
+def oracles_of(plan: Compiled, inputs: Values, dtype: torch.dtype | None) -> dict[str, Callable[[], Oracle]]:
+    """Return what makes the oracles of a plan, by name: in float64, or (None) in its own dtypes."""
+    captured = plan.graph.captured
+
+    def eager() -> Oracle:
+        module = Eager(captured, inputs, is_wide=dtype is not None)
+        return lambda known, number: module.step(known, draw_of(number))
+
+    def export() -> Oracle:
+        return lambda known, number: reference_step(captured, inputs, known, dtype, draw=draw_of(number))
+
+    return {"eager": eager, "export": export, "graph": lambda: graph_step(plan, inputs)}
+
+
+def graph_step(exact: Compiled, inputs: Values) -> Oracle:
+    """Return what gives a step of the graph on one device."""
+    model = once(exact.graph.model)
+
+    def step(known: Values, number: int) -> Reference:
+        made, gradients = model_step(exact.graph.model, {**known, **inputs}, number)
+        ends = {op.inputs[0].tensor: made[op.inputs[1].tensor] for op in model.ops if op.is_write}
+        outputs = {name: value for name, value in ends.items() if model.tensors[name].kind == "output"}
+        buffers = {name: value for name, value in ends.items() if name not in outputs}
+        found: dict[str, Tensor | None] = {n: g for n, g in gradients.items() if n in known}
+        return Reference(made.get(model.loss), found, buffers, outputs)
+
+    return step
+
+
+def recurrence(oracle: Oracle, model: Model, known: Values, number: int) -> Reference:
+    """Return a step whose gradients are those of the oldest versions of weights that a plan has; each version becomes
+    the next younger one.
+    """
+    versions = model.versions
+    step = oracle({**known, **{weight: known[version] for version, weight in versions.items()}}, number)
+    pairs = ((op.inputs[0].tensor, op.inputs[1].tensor) for op in model.ops if op.is_write)
+    aged = {older: known[younger] for older, younger in pairs if older in versions}
+    return step._replace(buffers={**step.buffers, **aged})
+
+
+def draw_of(step: int) -> Draw:
+    """Return what gives the random numbers of an operator in a step of a plan."""
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        return functional.draw(0, step, draw_number(name), [(0, size) for size in shape], shape, "cpu")
+
+    return draw

@@ -1,0 +1,147 @@
+"""Steps in the dtypes that are trained: a plan may leave eager ones as far as these leave each other by rounding.
+
+A plan takes sums in other parts than torch, and other kernels. What that makes of a gradient is measured: the eager
+step once more, its products and sums in parts, its other operators that add in float64, rounded up or down by chance.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from math import inf, isfinite
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from superscaler.compiler import Compiled, finish
+from superscaler.ir.graph import Model
+from superscaler.runtime.fused import ROUNDING
+from superscaler.verify.compare import Comparison, Errors, Result, floor_of, relative_error
+from superscaler.verify.locate import Values
+from superscaler.verify.oracle import Reference
+from superscaler.verify.oracles import Oracle, recurrence
+from superscaler.verify.retype import retype
+
+# In how many parts sums are taken; and in how many more, where that is not enough to judge a plan by.
+PARTS, MORE = (2,), (3, 4, 5, 6, 7, 8)
+# How much larger than the largest of a few rounding errors another one may be.
+SPREAD = 4.0
+
+aten = torch.ops.aten
+
+
+class InParts(TorchDispatchMode):
+    """Rounds as another order of computing does."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parts = parts
+        self.chance = torch.Generator().manual_seed(parts)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.addmm.default:
+            bias, a, b = args
+            return torch.add(bias * kwargs.get("beta", 1), self._product(torch.mm, a, b), alpha=kwargs.get("alpha", 1))
+        if func in (aten.mm.default, aten.bmm.default):
+            return self._product(func, *args)
+        if func is aten.sum.dim_IntList and args[1] and args[0].is_floating_point():
+            pieces = args[0].chunk(self.parts, args[1][0])
+            return reduce(torch.add, (func(x, *args[1:], **kwargs) for x in pieces))
+        return self._rounded(func, args, kwargs)
+
+    def _product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
+        parts = min(self.parts, a.shape[-1])
+        pieces = (func(a[..., k::parts], b[..., k::parts, :]) for k in range(parts))
+        made: Tensor = reduce(torch.add, pieces) if parts else func(a, b)
+        return made
+
+    def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Return what an operator that adds makes in float64, rounded to the dtypes that it has."""
+        plain = func(*args, **kwargs)
+        tags = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
+        if func.is_view or func._schema.is_mutable or tags & set(func.tags):
+            return plain
+        given = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, (args, kwargs))
+        try:
+            wide = func(*given[0], **given[1])
+        except (RuntimeError, NotImplementedError):
+            # It has no float64.
+            return plain
+        return pytree.tree_map(self._as, wide, plain)
+
+    def _as(self, x: Any, plain: Any) -> Any:
+        """Return a number of a dtype next to a wide one: that itself, where it is of the dtype."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        chance = torch.rand(x.shape, generator=self.chance, dtype=x.dtype).to(x.device) - 0.5
+        return (x + x * chance * (torch.finfo(plain.dtype).eps / 2)).to(plain.dtype)
+
+
+class Noise:
+    """How far steps are from each other that differ by rounding, by tensor, relative as errors are."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.usual = model, 0.0
+        self.found: dict[tuple[str, str], float] = defaultdict(float)
+
+    def measure(self, plain: Reference, step: Callable[[], Reference], parts: Iterable[int]) -> None:
+        """Take a step again for each number of parts."""
+        first = dict(self._tensors(plain))
+        least = floor_of(x for (kind, _), x in first.items() if kind == "gradient_error")
+        for count in parts:
+            with InParts(count):
+                again = step()
+            for key, value in self._tensors(again):
+                floor = least if key[0] == "gradient_error" else 0.0
+                error = relative_error(value, first[key], first[key], floor)
+                # Halves may overflow in one order only; that allows a plan nothing.
+                self.found[key] = max(self.found[key], error if isfinite(error) else 0.0)
+        self.usual = median([x for (kind, _), x in self.found.items() if kind == "gradient_error"] or [0.0])
+
+    def allowed(self, kind: str, tensor: str) -> float:
+        """Return the error that a tensor may have. Of one gradient all rounding may cancel by chance, not of most."""
+        if (kind, tensor) not in self.found:
+            # An update has no sums: it is what torch's optimizer makes of the gradient.
+            return ROUNDING
+        dtype = getattr(torch, self.model.tensors[tensor].dtype)
+        # Rounding may choose another one of two equal scores; float64 tells what is chosen.
+        digits = torch.finfo(dtype).eps if dtype.is_floating_point else inf
+        return SPREAD * max(self.found[kind, tensor], self.usual, digits)
+
+    def _tensors(self, step: Reference) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """Yield what rounding changes, by the kind of its error and its name."""
+        of = {"gradient_error": step.gradients, "output_error": step.outputs, "parameter_error": step.buffers}
+        found = {"loss_error": {self.model.loss: step.loss}, **of}
+        yield from (((kind, n), x) for kind, some in found.items() for n, x in some.items() if x is not None)
+
+
+def quiet(plan: Compiled) -> Compiled:
+    """Return a plan without dropout and loss scale, which eager steps do not have either."""
+    graph = retype(plan.graph, None, dropout=False)
+    made = plan if graph.model.ops == plan.graph.model.ops else finish(graph, plan.cluster)
+    if not (scaler := dict(graph.model.optimizer.scaler)):
+        return made
+    optimizer = replace(graph.model.optimizer, scaler=tuple({**scaler, "scale": 1.0}.items()))
+    return replace(made, program=replace(made.program, model=replace(made.program.model, optimizer=optimizer)))
+
+
+def near(own: Compiled, values: Values, results: Sequence[Sequence[Result]], oracle: Oracle) -> Errors:
+    """Return the errors of steps beside those that eager steps from the same weights have among each other."""
+    for parts in (PARTS, PARTS + MORE):
+        noise = Noise(own.graph.model)
+        comparison = Comparison(own, values, noise.allowed)
+        for number, found in enumerate(zip(*results, strict=True)):
+            step = partial(recurrence, oracle, comparison.model, comparison.known, number)
+            expected = step()
+            noise.measure(expected, step, parts)
+            comparison.add(found, expected)
+        if comparison.errors.is_equal:
+            break
+    return comparison.errors

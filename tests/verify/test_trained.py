@@ -1,0 +1,71 @@
+"""Steps in the dtype that is trained: what is wrong there and right in float64 is found, and rounding is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.runtime import executor
+from superscaler.runtime.executor import Pairs, Rank
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 48), nn.LayerNorm(48), nn.Linear(48, 8, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.last(self.norm(self.first(x).tanh())), y)
+
+
+def fused_halves(patch: pytest.MonkeyPatch) -> None:
+    """Torch's fused SGD of halves is wrong on the CPU."""
+    patch.setattr(executor, "is_plain", lambda *_: True)
+
+
+def rounded_gradients(patch: pytest.MonkeyPatch) -> None:
+    """A gradient in float32 has lost the digits that bfloat16 has not."""
+    update = Rank.update
+
+    def changed(self: Rank, pairs: Pairs, early: bool = False) -> None:
+        narrow = [(name, g.bfloat16().float() if g.dtype == torch.float32 else g) for name, g in pairs]
+        update(self, narrow, early)
+
+    patch.setattr(Rank, "update", changed)
+
+
+def nothing(patch: pytest.MonkeyPatch) -> None:
+    """Nothing is wrong."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fault", "where"),
+    [
+        (torch.float32, nothing, ""),
+        (torch.bfloat16, nothing, ""),
+        (torch.bfloat16, fused_halves, "in bfloat16, after its update first.weight"),
+        (torch.float32, rounded_gradients, "in float32, the gradient of "),
+    ],
+)
+@pytest.mark.parametrize("plan", ["data_parallel", "tensor_parallel"])
+def test_faults_of_one_dtype_are_found(
+    plan: str,
+    dtype: torch.dtype,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    module = Three().to(dtype)
+    x, y = torch.randn(8, 16, dtype=dtype), torch.arange(8)
+    graph = ss.capture(module, (x, y), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    fault(monkeypatch)
+    found = ss.compile(graph, plan, "local:2").verify()
+    assert found["parameter_error"] < 1e-12
+    assert found["trained_dtype"] == str(dtype).removeprefix("torch.")
+    assert found["first_difference"][: len(where) or None] == where
+    assert found["equal"] == (not where) == (found["trained_error"] <= found["trained_allowed"])
