@@ -30,6 +30,9 @@ _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 def fold(trace: Trace, device: torch.device) -> None:
     """Replace every call on constants by its value, computed on `device`; buffers without data stay in the graph."""
+    for leaf in trace.leaves("buffer"):
+        # One that nobody reads stays in the state of the model, and may have any value.
+        leaf.meta["is_state"] = leaf.meta["is_state"] and not leaf.users
     known = [x for x in trace.leaves("buffer", "constant") if _is_known(x) and x.name not in trace.writes]
     constants = _merge(trace, known)
     made: dict[Node, None] = {}

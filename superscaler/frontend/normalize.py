@@ -53,12 +53,12 @@ def _keep_loss(trace: Trace) -> None:
 
 
 def remove_dead(trace: Trace) -> None:
-    """Drop calls, buffers and constants that no result depends on. Parameters and inputs stay, read or not."""
+    """Drop calls, buffers and constants that no result depends on. Parameters, inputs and what is `is_state` stay."""
     for node in reversed(trace.calls()):
         if not any(result.users for result in outputs(node)):
             trace.replace(node)
     for leaf in trace.leaves("constant", "buffer"):
-        if not leaf.users and leaf.name not in trace.writes:
+        if not leaf.users and leaf.name not in trace.writes and not leaf.meta.get("is_state"):
             trace.graph.erase_node(leaf)
 
 

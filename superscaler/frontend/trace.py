@@ -32,9 +32,9 @@ class Trace:
 
     The metadata of a node are its value without data (`val`), its `module` and `source`, the number of the checkpointed
     `region` that it is in, if any, the `kind` and, if known, the `value` of a leaf, and the name of the `op` where that
-    is not its result. All results of a call that has several are nodes behind it. The graph returns what each of the
-    buffers in `writes` is set to at the end of the step, then each of the outputs in `kept`, and last the loss, if it
-    trains.
+    is not its result; of a buffer, whether the model saves it and nothing reads it (`is_state`). All results of a call
+    that has several are nodes behind it. The graph returns what each of the buffers in `writes` is set to at the end of
+    the step, then each of the outputs in `kept`, and last the loss, if it trains.
     """
 
     graph: Graph
@@ -257,6 +257,7 @@ def _read_leaves(trace: Trace, exported: ExportedProgram, canonical: Mapping[str
             continue
         known[name] = filled(node, name, {"kind": _KINDS[spec.kind]}, node.meta["val"])
         stored = exported.state_dict.get(target, exported.constants.get(target))
+        node.meta["is_state"] = spec.kind is InputKind.BUFFER and bool(spec.persistent)
         if not is_input and isinstance(stored, Tensor) and not stored.is_meta:
             node.meta["value"] = stored.detach()
     trace.taken.update(known)

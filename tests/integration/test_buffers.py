@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,3 +138,23 @@ def test_channels_are_cut_with_their_statistics() -> None:
     assert plan.verify()["equal"]
     held = {w.tensor: w.box for w in plan.compiled.program.devices[1].weights}
     assert held["blocks.0.1.running_mean"] == ((4, 8),)
+
+
+def test_a_checkpoint_of_training_is_evaluated(tmp_path: Path) -> None:
+    """The counter of batches, which only training reads, is another one than at capture."""
+    batch = {"x": torch.randn(4, 3, 8, 8), "y": torch.randint(5, (4,))}
+    module, fresh, trained = Convolutions(), Convolutions().eval(), Convolutions().eval()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for name, plan in (
+        ("train", ss.compile(ss.capture(module, kwargs=batch, optimizer=optimizer), "single", "local:1")),
+        ("evaluate", ss.compile(ss.capture(fresh, kwargs=batch, optimizer=None), "single", "local:1")),
+    ):
+        plan.save(str(tmp_path / name))
+    step = ss.load(tmp_path / "train")
+    step(batch)
+    step.save(tmp_path / "kept")
+    evaluated = ss.load(tmp_path / "evaluate")
+    assert evaluated.load_weights(tmp_path / "kept") == []
+    ss.load_weights(trained, tmp_path / "kept")
+    torch.testing.assert_close(evaluated(batch), trained(**batch).detach())
+    assert evaluated.fixed["blocks.0.1.num_batches_tracked"] == 1
