@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from superscaler.artifact import initial_values, reuse, write
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
 from superscaler.errors import InputError
+from superscaler.frontend.agreement import SKIPPED
 from superscaler.frontend.capture import capture as capture_model
 from superscaler.ir.transformed import Graph
 from superscaler.plans import resolve
@@ -133,6 +135,7 @@ def capture(
     scaler: torch.amp.GradScaler | None = None,
     cache: str | None = None,
     outputs: bool = False,
+    check: bool = True,
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
@@ -143,6 +146,8 @@ def capture(
     around this call); `scaler` scales the loss.
     `cache` is a name: what was captured under it from equal files, versions, options and shapes is read from disk.
     The name stands for what is in no file: give another one where the module is built with other options.
+    `check` compares two steps of a copy of the module, run by torch, with the graph: `graph.captured.checked` says how
+    that went, once for each name of a cache. Where the module has no data or is large, a logged line says so instead.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"capture needs a torch.nn.Module, not {module!r}.")
@@ -159,9 +164,12 @@ def capture(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"capture takes a torch.amp.GradScaler as scaler, not {scaler!r}.")
     is_trained = optimizer is not None
+    is_kept = outputs or not is_trained
     captured = capture_model(
-        module, args, kwargs, optimizer, autocast, scaler, cache, is_trained, is_kept=outputs or not is_trained
+        module, args, kwargs, optimizer, autocast, scaler, cache, is_trained, is_kept=is_kept, check=check
     )
+    if captured.checked.startswith(SKIPPED):
+        logging.getLogger(__name__).warning("capture: %s", captured.checked)
     return Graph(captured.model, captured)
 
 

@@ -22,8 +22,9 @@ def capture(printer: Printer, request: ModelRequest) -> None:
     ops = table(("operator", "count", "one of them", "frozen on"), _ops(found), ("count",), "Forward operators")
     numbers = ("size", "count", *_MARKS)
     factors = table(("factor", *numbers, "where"), _factors(found), numbers, "Factors")
-    printer.show(ops, factors, _summary(built.name, found), *_frozen(found))
-    printer.result = {"model": built.name, **found, "seconds": dict(graph.captured.seconds)}
+    checked = graph.captured.checked
+    printer.show(ops, factors, _summary(built.name, found), *_frozen(found), *filter(None, [checked]))
+    printer.result = {"model": built.name, **found, "checked": checked, "seconds": dict(graph.captured.seconds)}
 
 
 def _ops(found: dict[str, Any]) -> Iterator[Sequence[str]]:

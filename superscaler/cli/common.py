@@ -108,6 +108,8 @@ class ModelRequest:
     ] = None
     no_cache: Annotated[bool, option("--no-cache", "Capture anew, and keep nothing of it on disk.")] = False
 
+    no_check: Annotated[bool, option("--no-check", "Do not compare two steps of the module with the graph.")] = False
+
     def check(self) -> None:
         """Raise InputError for an unknown optimizer or autocast, or a learning rate that is not a positive number."""
         if self.autocast is not None and self.autocast not in AUTOCASTS:
@@ -131,6 +133,9 @@ class ModelRequest:
 
         built = build(self.model)
         name = None if self.no_cache else built.cache
+        captured = partial(
+            capture, built.module, built.args, built.kwargs, autocast=self.autocast, cache=name, check=not self.no_check
+        )
         parameters = [p for p in built.module.parameters() if p.requires_grad]
         if not parameters and self.optimizer not in (None, _NONE):
             raise InputError(
@@ -141,11 +146,11 @@ class ModelRequest:
             scaler = torch.amp.GradScaler("cpu") if self.autocast == "fp16" else None
             optimizer = getattr(torch.optim, OPTIMIZERS[self.optimizer or "adamw"])(parameters, lr=self.lr)
             try:
-                return capture(built.module, built.args, built.kwargs, optimizer, self.autocast, scaler, name), built
+                return captured(optimizer, scaler=scaler), built
             except NoLossError:
                 if self.optimizer is not None:
                     raise
-        return capture(built.module, built.args, built.kwargs, None, self.autocast, None, name), built
+        return captured(None), built
 
 
 @dataclass(frozen=True, kw_only=True)

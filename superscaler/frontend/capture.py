@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, InputError
+from superscaler.frontend.agreement import agree
 from superscaler.frontend.autocast import Autocast, read_autocast
 from superscaler.frontend.constants import fold
 from superscaler.frontend.effects import refuse_shared
@@ -39,7 +40,7 @@ from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, P
 from superscaler.ir.text import unique
 from superscaler.ops.table import row_of, with_linearity
 from superscaler.specs.reads import watched
-from superscaler.timing import without_garbage_collection
+from superscaler.timing import timed, without_garbage_collection
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Captured:
 
     `values` lacks what was built on the meta device. `fixed` has the buffers of the module's state that became
     constants, or that nothing reads: with the model's own tensors they are that state, whole. `seconds` has `export`
-    (torch) and `capture` (the rest).
+    (torch), `capture` (the rest) and `check`: how that of the module went, `checked` says in one line.
     """
 
     model: Model
@@ -89,6 +90,7 @@ class Captured:
     seconds: dict[str, float]
     batch: dict[str, Tensor]
     fixed: dict[str, Tensor] = field(default_factory=dict)
+    checked: str = ""
 
     @cached_property
     def exported(self) -> ExportedProgram:
@@ -105,15 +107,17 @@ def capture(
     cache: str | None = None,
     is_trained: bool = True,
     is_kept: bool = False,
+    check: bool = False,
 ) -> Captured:
     """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`; of the first
     call only where nothing is trained. `is_kept`: the step returns what the module returns beside that loss.
 
     The forward runs under `torch.autocast` to "bf16" or "fp16", or in the autocast region around this call, if any.
     `scaler` scales the loss and skips updates whose gradients are not finite, as a loop with it does. With a name as
-    `cache`, what was captured under it from equal files, versions, options and shapes is read from disk. Raises
-    CaptureError where the module gives no scalar loss, cannot be exported, changes its inputs, or is on two
-    devices, or where the optimizer is not supported; InputError for another name of autocast, and a cache of no name.
+    `cache`, what was captured under it from equal files, versions, options and shapes is read from disk. `check`: two
+    steps of a copy of the module are compared with the graph, see `agreement`. Raises CaptureError where they differ,
+    where the module gives no scalar loss, cannot be exported, changes its inputs, or is on two devices, or where the
+    optimizer is not supported; InputError for another name of autocast, and a cache of no name.
     """
     if cache and not isinstance(cache, str):
         raise InputError(
@@ -137,26 +141,33 @@ def capture(
 
     start = exported_at = time.perf_counter()
     key = key_of(cache, module, inputs, *chosen) if cache else ""
-    kept = load(key, module) if cache else None
+    kept = load(key, module, check) if cache else None
     read_at = time.perf_counter()
+    is_new, is_asked = kept is None, False
     if kept is None:
         with torch.autocast(device.type, enabled=False), without_garbage_collection(), watched(False) as seen:
             start = time.perf_counter()
             exported, form = export(module, *inputs, cast, is_trained, is_kept)
             exported_at = time.perf_counter()
-            kept = (*_read(module, exported, form, training, device), inputs_of(exported))
+            kept = (*_read(module, exported, form, training, device), inputs_of(exported), "")
             read_at = time.perf_counter()
         # Another key says that the model loaded code, or set a buffer, as it ran: no later capture asks for that key.
         # What it read as it ran, a later capture would not know before it ran again.
-        if cache and not seen.own and not seen.unknown and key == key_of(cache, module, inputs, *chosen):
-            save(key, module, *kept)
-    model, values, names = kept
+        is_settled = not seen.own and not seen.unknown
+        is_asked = bool(cache and is_settled and key == key_of(cache, module, inputs, *chosen))
+    model, values, names, checked = kept
     model = replace(model, optimizer=training.optimizer)
     _warn_of_underflow(model)
-    seconds = {"export": exported_at - start, "capture": read_at - exported_at}
+    seconds = {"export": exported_at - start, "capture": read_at - exported_at, "check": 0.0}
     modes = tuple(m.training for m in module.modules())
     call = Call(module, tuple(args), dict(kwargs or {}), names, modes, cast, frozenset(training.groups))
-    return Captured(model, values, call, program, seconds, call.batch(), _fixed(module, model))
+    captured = Captured(model, values, call, program, seconds, call.batch(), _fixed(module, model), checked)
+    if is_new and check:
+        with timed(seconds, "check"), torch.autocast(device.type, enabled=False):
+            captured = replace(captured, checked=agree(captured, optimizer))
+    if is_asked:
+        save(key, module, model, values, names, captured.checked)
+    return captured
 
 
 def _fixed(module: nn.Module, model: Model) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, FunctionType
@@ -19,6 +20,8 @@ from superscaler.frontend.refusals import blocked, forward_line, is_model, line_
 
 _STANDARD = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, str)
+_CONTAINERS = (list, dict, deque)
+_HELD = (*_PLAIN, *_CONTAINERS, Tensor)
 # Where a value is kept, as the user's code names it -> what has it, and the value.
 State = dict[str, tuple[Any, Any]]
 
@@ -31,7 +34,11 @@ class Unsettled(Exception):
 
     def __init__(self, told: str, found: Sequence[tuple[Any, str]]) -> None:
         super().__init__(told)
-        self._values = [(owner, name, vars(owner)[name]) for owner, name in found if name in vars(owner)]
+        self._values = [
+            (owner, name, vars(owner)[name])
+            for owner, name in found
+            if name in vars(owner) and not isinstance(owner, type)
+        ]
 
     def settle(self) -> None:
         for owner, name, value in self._values:
@@ -152,12 +159,14 @@ def _refuse_draws(module: nn.Module, before: list[Any]) -> None:
 
 
 def _state(module: nn.Module) -> State:
-    """Return what the modules, their plain objects, and the user's own functions that they run keep between calls.
+    """Return what modules, their classes and plain objects, and the user's functions that they run keep between calls.
 
     Tensors and plain values count as they are, of containers what they hold; of frozen and gradient switches the value.
     """
     found: State = {f"{name}.requires_grad": (p, p.requires_grad) for name, p in module.named_parameters()}
     seen: set[int] = set()
+    for kind in dict.fromkeys(kind for m in module.modules() for kind in type(m).__mro__ if _is_own(kind)):
+        found |= {f"{kind.__name__}.{n}": (kind, _held(x)) for n, x in vars(kind).items() if isinstance(x, _HELD)}
     for name, owner in module.named_modules():
         for attribute, value in owner.__dict__.items():
             if attribute not in _STANDARD:
@@ -186,7 +195,7 @@ def _kept(function: Any) -> State:
             continue
     found: State = {}
     for name, value in values.items():
-        if isinstance(value, (*_PLAIN, list, dict, Tensor)):
+        if isinstance(value, _HELD):
             found[name] = function, _held(value)
         found |= _fields(name, value)
     return found
@@ -194,10 +203,14 @@ def _kept(function: Any) -> State:
 
 def _fields(path: str, value: Any) -> State:
     """Return the attributes of an object of the user's own classes."""
-    home = sys.modules.get(type(value).__module__)
-    is_own = is_model(getattr(home, "__file__", None) or "", own=True) and not isinstance(value, nn.Module | type)
+    is_own = _is_own(type(value)) and not isinstance(value, nn.Module | type)
     fields = getattr(value, "__dict__", {}) if is_own else {}
     return {f"{path}.{name}": (value, _held(x)) for name, x in fields.items()}
+
+
+def _is_own(kind: type) -> bool:
+    """Tell whether a class is the user's own."""
+    return is_model(getattr(sys.modules.get(kind.__module__), "__file__", None) or "", own=True)
 
 
 def _changed(before: State, after: State) -> list[str]:
@@ -206,7 +219,7 @@ def _changed(before: State, after: State) -> list[str]:
 
 
 def _held(value: Any) -> Any:
-    return tuple(value.items() if isinstance(value, dict) else value) if isinstance(value, list | dict) else value
+    return tuple(value.items() if isinstance(value, dict) else value) if isinstance(value, _CONTAINERS) else value
 
 
 def _differs(before: Any, after: Any) -> bool:

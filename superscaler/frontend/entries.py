@@ -120,23 +120,35 @@ def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:
     return {name: value.contiguous() for name, value in found.items()}
 
 
-def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs) -> None:
-    """Keep a capture of a module, without the values that the module has itself."""
+def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs, checked: str) -> None:
+    """Keep a capture of a module, without the values that the module has itself, and what its check said."""
     own = values_of(module, model)
-    head = {"model": print_model(model), "values": {n: str(v.device) for n, v in values.items()}, "inputs": inputs}
+    head = {
+        "model": print_model(model),
+        "values": {n: str(v.device) for n, v in values.items()},
+        "inputs": inputs,
+        "checked": checked,
+    }
     # safetensors has no name for a few dtypes, as complex128: a model with such constants is captured each time.
     with suppress(KeyError):
         constants = save_tensors({n: v.detach().clone() for n, v in values.items() if n not in own})
         cache.write(key, json.dumps(head).encode() + b"\n" + constants)
 
 
-def load(key: str, module: nn.Module) -> tuple[Model, dict[str, Tensor], Inputs] | None:
-    """Return what was saved, with the values of this module, or None where nothing is."""
+def load(key: str, module: nn.Module, check: bool) -> tuple[Model, dict[str, Tensor], Inputs, str] | None:
+    """Return what was saved, with the values of this module, or None where nothing is, or it lacks a wanted check."""
     data = cache.read(key)
     if data is None:
         return None
     text, _, constants = data.partition(b"\n")
     head = json.loads(text)
+    if check and not head["checked"]:
+        return None
     model = parse_model(head["model"])
     values = {**load_tensors(constants), **values_of(module, model)}
-    return model, {n: values[n].to(device) for n, device in head["values"].items()}, Inputs(*head["inputs"])
+    return (
+        model,
+        {n: values[n].to(device) for n, device in head["values"].items()},
+        Inputs(*head["inputs"]),
+        head["checked"],
+    )

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from superscaler.artifact import initial_values
+from superscaler.frontend.oracle import retyped
 from superscaler.ir.graph import Model, once, renamed, without_sources, without_twins
 from superscaler.ir.text import parse_model, print_model
 from superscaler.ir.transformed import Graph
@@ -22,7 +23,6 @@ from superscaler.specs.files import MODEL_FILE, WEIGHTS_FILE
 from superscaler.specs.saved_plan import read_file, read_plan, read_text
 from superscaler.verify.compare import largest, relative_error
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values, model_step
-from superscaler.verify.oracle import retyped
 from superscaler.verify.retype import retype_model
 
 # How much of a line is shown, from a little before where it differs.

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from superscaler.artifact import slots_of
 from superscaler.compiler import Compiled
+from superscaler.frontend.oracle import Reference
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Give, Weight
 from superscaler.runtime.executor import put, take
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values
-from superscaler.verify.oracle import Reference
 
 
 @dataclass(frozen=True, slots=True)

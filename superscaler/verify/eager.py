@@ -16,20 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from superscaler.errors import PlanError
+from superscaler.frontend.agreement import is_dropout, without_dropout
 from superscaler.frontend.checkpoints import marked
+from superscaler.frontend.oracle import Draw, Reference, packed, retyped
 from superscaler.frontend.results import loss_of, taken_apart
 from superscaler.ir.graph import Model
 from superscaler.ops.table import RANDOM, row_of
-from superscaler.verify.oracle import Draw, Reference, packed, retyped
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
 
 _WIDE = torch.float64
 _DTYPE = vars(torch._C.TensorBase)["dtype"].__get__
-_DROPOUT = re.compile("dropout([123]d)?$")
-# Where the probability of a dropout is among the arguments of what has one inside, and its name.
-_INNER = {F.scaled_dot_product_attention: (4, "dropout_p"), F.multi_head_attention_forward: (10, "dropout_p")}
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 _DRAWN: Mapping[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("rand", "rand_like"), lambda u, *_: u),
@@ -185,13 +183,13 @@ class Quiet(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if _DROPOUT.match(name):
+        if is_dropout(func):
             return args[0] if args else kwargs["input"]
         if _RANDOM.match(name):
             raise Unlike(f"it draws random numbers by {name}")
         if name in _DRAWN:
             return self._drawn(func, name, args, kwargs)
-        return self._called(func, name, *_without_dropout(func, args, kwargs))
+        return self._called(func, name, *without_dropout(func, args, kwargs))
 
     def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         return func(*args, **kwargs)
@@ -283,15 +281,6 @@ def _grouped(x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dt
     bounds = [0, *offs.tolist()]
     found = [x[start:end] @ w for start, end, w in zip(bounds, bounds[1:], weights, strict=False)]
     return F.pad(torch.cat(found), (0, 0, 0, len(x) - bounds[-1]))
-
-
-def _without_dropout(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    at, name = _INNER.get(func, (None, ""))
-    if name in kwargs:
-        kwargs = {**kwargs, name: 0.0}
-    return tuple(0.0 if k == at else a for k, a in enumerate(args)), kwargs
 
 
 def _widen_in_place(x: Any) -> None:

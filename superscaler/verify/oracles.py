@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from superscaler.compiler import Compiled
+from superscaler.frontend.oracle import Draw, Reference, reference_step
 from superscaler.ir.graph import Model, draw_number, once
 from superscaler.runtime import functional
 from superscaler.verify.eager import Eager
 from superscaler.verify.locate import Values, model_step
-from superscaler.verify.oracle import Draw, Reference, reference_step
 
 # Gives a step (weights before it, number) of a model on one device.
 Oracle = Callable[[Values, int], Reference]

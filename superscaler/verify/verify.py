@@ -17,6 +17,7 @@ from torch import Tensor
 from superscaler.artifact import initial_values, reads, write
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
+from superscaler.frontend.oracle import retyped
 from superscaler.ir.graph import Model
 from superscaler.runtime.launch import call
 from superscaler.runtime.step import Step, check_batch, load
@@ -25,7 +26,6 @@ from superscaler.verify.compare import Comparison, Errors, Result
 from superscaler.verify.eager import Unlike
 from superscaler.verify.iterations import run_iterations
 from superscaler.verify.locate import TOLERANCE, Values, first_difference, model_step, on_threads
-from superscaler.verify.oracle import retyped
 from superscaler.verify.oracles import Oracle, graph_step, oracles_of, recurrence
 from superscaler.verify.retype import FLOATS, retype
 from superscaler.verify.small import shrink

@@ -325,3 +325,20 @@ def test_plans_of_one_model_are_captured_once(tmp_path: Path, monkeypatch: pytes
     file.write_text(file.read_text().replace("square", "exp"))
     assert run("verify", model, *TWO) == 0
     assert cache.usage()[0] == 2
+
+
+def test_a_module_that_is_not_its_graph_is_refused_unless_nobody_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "counted.py"
+    file.write_text(
+        "import itertools\nimport torch\n\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        return (super().forward(x) * next(self.numbers)).mean()\n\n\n"
+        "def build():\n    net = Net(4, 4)\n    net.numbers = itertools.count(1)\n    return net, (torch.ones(8, 4),)\n"
+    )
+    assert run("capture", f"{file}:build") == 2
+    assert "(Net.forward) does in step 1 what the captured graph does not: the loss is" in capsys.readouterr().err
+    assert run("capture", f"{file}:build", "--no-check") == 0
+    assert "steps are those of the module" not in capsys.readouterr().out
+    assert run("capture", MODEL) == 0
+    assert "2 steps are those of the module; the largest difference is 0.0e+00" in capsys.readouterr().out

@@ -60,10 +60,11 @@ def test_the_options_of_every_command() -> None:
     for group in ("checkpoint", "launch"):
         commands |= {f"{group} {name}": c for name, c in commands[group].commands.items()}
     found = {name: sorted(o for p in c.params for o in p.opts) for name, c in commands.items()}
-    compiling = ["--autocast", "--cluster", "--json", "--lr", "--no-cache", "--no-overlap", "--optimizer", "--plan"]
+    model = ["--autocast", "--json", "--lr", "--no-cache", "--no-check", "--optimizer"]
+    compiling = [*model, "--cluster", "--no-overlap", "--plan"]
     training = ["--keep", "--on-failed-save", "--resume", "--save", "--save-every", "--weights"]
     assert found == {
-        "capture": ["--autocast", "--json", "--lr", "--no-cache", "--optimizer", "model"],
+        "capture": [*model, "model"],
         "compile": sorted([*compiling, "--out", "--seed", "model"]),
         "validate": sorted([*compiling, "--no-manifest", "directory", "model"]),
         "verify": sorted([*compiling, "--processes", "--shapes", "model"]),

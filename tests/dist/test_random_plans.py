@@ -24,7 +24,7 @@ from superscaler.plans import resolve
 from superscaler.runtime.launch import launch
 from superscaler.verify.compare import Comparison, Result
 from superscaler.verify.eager import Eager
-from superscaler.verify.oracle import retyped
+from superscaler.frontend.oracle import retyped
 from superscaler.verify.retype import retype
 from superscaler.verify.oracles import draw_of, recurrence
 from tests.graphs import graph_of

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import CaptureError
 from superscaler.frontend.capture import Captured, capture
+from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model, Op
-from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import Block, Contractions, Mlp, Regrouped, gpt2, tokens
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from superscaler.frontend import constants
 from superscaler.frontend.capture import capture
-from superscaler.verify.oracle import reference_step
+from superscaler.frontend.oracle import reference_step
 from tests.frontend.examples import gpt2, tokens
 from tests.frontend.test_cuts import check_cuts
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from superscaler.frontend.capture import Captured, capture
+from superscaler.frontend.oracle import reference_step
 from superscaler.ir.graph import Model, Op, Operand
 from superscaler.ops.call import Local
 from superscaler.ops.table import parts_of, row_of
 from superscaler.runtime import functional
-from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import Block, Contractions, Mlp, Regrouped
 
 Box = tuple[tuple[int, int], ...]

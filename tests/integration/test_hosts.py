@@ -17,6 +17,7 @@ import superscaler as ss
 from superscaler.artifact import initial_values
 from superscaler.compiler import finish
 from superscaler.errors import PlanError, ScheduleError
+from superscaler.frontend.oracle import retyped
 from superscaler.ir.program import Copy, Free, Value
 from superscaler.plan import Plan
 from superscaler.plans import resolve
@@ -24,7 +25,6 @@ from superscaler.runtime.copies import Copies
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
 from superscaler.verify.memories import on_host
-from superscaler.verify.oracle import retyped
 from superscaler.verify.retype import retype
 from superscaler.verify.saved import validate_directory
 from tests.graphs import graph_of

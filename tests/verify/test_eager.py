@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.frontend.oracle import reference_step
 from superscaler.verify.eager import Eager, _grouped
-from superscaler.verify.oracle import reference_step
 from tests.frontend.examples import gpt2, llama, tokens
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from superscaler.frontend.capture import capture
-from superscaler.verify.oracle import reference_step
+from superscaler.frontend.oracle import reference_step
 from tests.frontend.examples import Block, gpt2, llama, tokens
 
 

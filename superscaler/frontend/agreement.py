@@ -1,0 +1,302 @@
+"""Two eager steps of the user's module against the exported graph, in the dtypes that train: done once, at capture.
+
+torch.export runs the Python of a forward once, and keeps what it found: an iterator, a counter, a class attribute, the
+time. Each step of the graph starts from the weights and buffers that a copy of the module has then, so that rounding
+never adds up; the copy takes its steps by torch's own optimizer. Dropout keeps everything.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from superscaler.errors import CaptureError, brief
+from superscaler.frontend.checkpoints import marked
+from superscaler.frontend.entries import values_of
+from superscaler.frontend.oracle import packed, reference_step
+from superscaler.frontend.refusals import forward_line
+from superscaler.frontend.results import loss_of, taken_apart
+
+if TYPE_CHECKING:
+    from superscaler.frontend.capture import Captured
+
+STEPS = 2
+# A model above these is not compared: five copies of so many elements, and forwards of so many FLOPs by device.
+MOST_ELEMENTS, MOST_FLOPS, MOST_FLOPS_GPU = 5 * 10**7, 10**10, 5 * 10**12
+# The largest difference that is not looked at again, relative to the largest element, by the lowest dtype in the graph.
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+# Beyond it, so many times what the graph itself changes by, where its weights and inputs are rounded otherwise.
+_NOISE = 3.0
+# A gradient is compared as if it had an element of this part of the largest one of the model.
+_FLOOR = 1e-2
+_DROPOUT = re.compile("dropout([123]d)?$")
+# Where the probability of a dropout is among the arguments of what has one inside, and its name.
+_INNER = {F.scaled_dot_product_attention: (4, "dropout_p"), F.multi_head_attention_forward: (10, "dropout_p")}
+_STATE = (
+    "something that the forward reads changes between its calls, and the graph has what it was at capture: an "
+    "iterator, a counter, a default argument, the time; pass it in as an input, or make it a buffer"
+)
+# The kind of tensor that differs first -> likely causes.
+_CAUSES = {
+    "the loss": _STATE,
+    "the output": _STATE,
+    "the gradient": "gradients are made by other means than the operators of the forward, or " + _STATE,
+    "the buffer": "it is changed by other means than torch's operators, or " + _STATE,
+}
+
+
+# How the line starts that says why a module is not compared.
+SKIPPED = "not compared with the module"
+
+
+class Unchecked(Exception):
+    """Why a module is not compared, in a few words."""
+
+
+class Found(NamedTuple):
+    """What a step gives, by kind and name, and the random numbers after it."""
+
+    tensors: dict[tuple[str, str], Tensor]
+    draws: list[Tensor]
+
+
+def agree(captured: Captured, optimizer: torch.optim.Optimizer | None) -> str:
+    """Return in one line how far two steps of a copy of the module are from the graph, or why they are not compared.
+
+    Raises CaptureError where a difference is larger than rounding explains. Neither the module, nor the optimizer, nor
+    random numbers are others after it.
+    """
+    try:
+        _require_small(captured)
+        with _untouched(captured.call.module):
+            largest = _compared(captured, optimizer)
+    except Unchecked as why:
+        return f"{SKIPPED}: {why}"
+    return f"{STEPS} steps are those of the module; the largest difference is {largest:.1e}"
+
+
+def _require_small(captured: Captured) -> None:
+    model, module = captured.model, captured.call.module
+    if any(x.is_meta for x in (*module.parameters(), *module.buffers(), *captured.batch.values())):
+        raise Unchecked("it has no data (it was built on the meta device)")
+    elements, flops = sum(prod(t.shape) for t in model.parameters()), sum(op.flops for op in model.ops)
+    most = MOST_FLOPS_GPU if any(p.is_cuda for p in module.parameters()) else MOST_FLOPS
+    if elements > MOST_ELEMENTS or flops > most:
+        raise Unchecked(
+            f"its {elements:,} elements and {flops:.2g} FLOPs are too many (above {MOST_ELEMENTS:,} or {most:.2g}); "
+            "`superscaler verify` compares them"
+        )
+
+
+def _compared(captured: Captured, optimizer: torch.optim.Optimizer | None) -> float:
+    """Return the largest relative difference of all steps."""
+    call, original = captured.call, {id(p) for p in captured.call.module.parameters()}
+    try:
+        module, optimizer, args, kwargs = copy.deepcopy((call.module, optimizer, call.args, call.kwargs))
+    except Exception as error:
+        raise Unchecked(f"it cannot be copied ({type(error).__name__}: {brief(error)})") from None
+    largest = 0.0
+    for step in range(1, STEPS + 1):
+        values = {**captured.values, **values_of(module, captured.model)}
+        values = {name: value.clone() for name, value in values.items()}
+        graph = _seeded(step, partial(_graph_step, captured, values))
+        eager = _seeded(step, partial(_eager_step, captured, module, args, kwargs, original))
+        largest = max(largest, _difference(captured, graph, eager, values, step))
+        if optimizer is not None:
+            optimizer.step()
+    return largest
+
+
+def _seeded(seed: int, run: Callable[[], dict[tuple[str, str], Tensor]]) -> Found:
+    torch.manual_seed(seed)
+    return Found(run(), _states())
+
+
+def _states() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+
+
+def _graph_step(captured: Captured, values: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    made = reference_step(captured, captured.batch, values)
+    found = {} if made.loss is None else {("the loss", ""): made.loss}
+    found |= {("the output", name): x for name, x in made.outputs.items()}
+    model = captured.model
+    whole = {n: _dense(g, values[n]) for n, g in made.gradients.items()}
+    pieces = {n: torch.zeros_like(values[n]) for n in model.segments} | whole
+    found |= {("the gradient", name): g for name, g in {**whole, **packed(model, pieces)}.items()}
+    return found | {("the buffer", name): x for name, x in made.buffers.items()}
+
+
+def _eager_step(
+    captured: Captured, module: nn.Module, args: Any, kwargs: Any, original: set[int]
+) -> dict[tuple[str, str], Tensor]:
+    """Run a step of the copy, up to the update of its weights."""
+    call, name = captured.call, type(module).__name__
+    kind, dtype = call.autocast or (next((p.device.type for p in module.parameters()), "cpu"), None)
+    module.zero_grad()
+    # Inside of another region, one keeps the casts of weights that have changed since.
+    torch.clear_autocast_cache()
+    try:
+        with _WithoutDropout(), marked(), torch.enable_grad(), torch.autocast(kind, dtype, dtype is not None):
+            output = module(*args, **kwargs)
+        loss = loss_of(output, name) if captured.model.loss else None
+        if loss is not None:
+            if any(id(x) in original for x in _leaves(loss)):
+                raise Unchecked("its copy reads the parameters of the module itself, which a function in it holds")
+            loss.backward()
+    except Unchecked:
+        raise
+    except Exception as error:
+        # Anything may come out of a module's code.
+        raise Unchecked(f"it does not run ({type(error).__name__}: {brief(error)})") from error
+    found = {} if loss is None else {("the loss", ""): loss.detach()}
+    if captured.model.result:
+        found |= {("the output", n): x.detach() for n, x in taken_apart(output, name, loss)[1].items()}
+    found |= {("the gradient", n): _dense(p.grad, p.detach()) for n, p in module.named_parameters()}
+    return found | {("the buffer", n): b.detach().clone() for n, b in module.named_buffers()}
+
+
+def _dense(gradient: Tensor | None, of: Tensor) -> Tensor:
+    return torch.zeros_like(of) if gradient is None else gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield what backward accumulates gradients of."""
+    todo, seen = [loss.grad_fn], set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+            if (leaf := getattr(node, "variable", None)) is not None:
+                yield leaf
+
+
+def _difference(captured: Captured, graph: Found, eager: Found, values: dict[str, Tensor], step: int) -> float:
+    """Return the largest relative difference of one step. Raises CaptureError where one is too large."""
+    close = _CLOSE[_lowest(captured)]
+    expected = {**{("the buffer", n): values[n] for n in values}, **graph.tensors}
+    pairs = {key: (have, eager.tensors[key]) for key, have in expected.items() if key in eager.tensors}
+    gradients = [_largest(g) for (kind, _), g in graph.tensors.items() if kind == "the gradient"]
+    floor = _FLOOR * max(gradients, default=0.0)
+    sizes = {key: max(_largest(want), floor if key[0] == "the gradient" else 0.0) for key, (_, want) in pairs.items()}
+    gaps = {key: _gap(*pair) for key, pair in pairs.items()}
+    far = [key for key, gap in gaps.items() if not gap <= close * sizes[key]]
+    noise = _noise(captured, graph, values, step) if far else {}
+    far = [key for key in far if not gaps[key] <= close * sizes[key] + _NOISE * noise.get(key, 0.0)]
+    if far and any(not torch.equal(a, b) for a, b in zip(graph.draws, eager.draws, strict=True)):
+        raise Unchecked("its random numbers do not come in the order of the captured ones")
+    if far:
+        order = [key for kind in _CAUSES for key in far if key[0] == kind]
+        raise CaptureError(_told(captured, order[0], *pairs[order[0]], step))
+    return max((gap / max(sizes[key], 1e-30) for key, gap in gaps.items() if sizes[key]), default=0.0)
+
+
+def _told(captured: Captured, key: tuple[str, str], graph: Tensor, eager: Tensor, step: int) -> str:
+    (kind, name), at, numbers = key, "", "has another shape"
+    if graph.shape == eager.shape:
+        apart = torch.where(_is_same(graph, eager), 0.0, (graph.double() - eager.double()).abs()).nan_to_num(torch.inf)
+        index = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)) if apart.dim() else ()
+        at = str(list(index)) if index else ""
+        numbers = f"is {eager[index].item():.7g} in the module and {graph[index].item():.7g} in the captured graph"
+    return (
+        f"{forward_line(captured.call.module)} does in step {step} what the captured graph does not: "
+        f"{' '.join(filter(None, (kind, name.removeprefix('return.'))))}{at} {numbers}. Likely {_CAUSES[kind]}. "
+        "check=False (--no-check) captures it as it is."
+    )
+
+
+def _noise(captured: Captured, graph: Found, values: dict[str, Tensor], step: int) -> dict[tuple[str, str], float]:
+    """Return by how much the graph changes where each of its numbers is moved by what the lowest dtype rounds."""
+    size, found = torch.finfo(_lowest(captured)).eps, dict.fromkeys(graph.tensors, 0.0)
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(x: Tensor) -> Tensor:
+        sign = torch.randint(0, 2, x.shape, generator=generator).to(x.device) * 2 - 1
+        return (x * (1 + size * sign.double())).to(x.dtype) if x.is_floating_point() else x
+
+    for _ in range(2):
+        near = {name: moved(x) for name, x in values.items()}
+        others = _seeded(step, partial(_graph_step, captured, near)).tensors
+        found = {key: max(gap, _gap(others[key], graph.tensors[key])) for key, gap in found.items()}
+    return found
+
+
+def _lowest(captured: Captured) -> torch.dtype:
+    """Return the floating dtype of the fewest digits in a graph."""
+    values = (node.meta.get("val") for node in captured.exported.graph.nodes)
+    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype in _CLOSE}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two tensors, which may be infinite."""
+    if one.shape != other.shape:
+        return float("inf")
+    apart = torch.where(_is_same(one, other), 0.0, (one.double() - other.double()).abs())
+    return float(apart.nan_to_num(torch.inf).max()) if apart.numel() else 0.0
+
+
+def _is_same(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | ((one != one) & (other != other))
+
+
+def _largest(x: Tensor) -> float:
+    """Return the largest finite element, by size."""
+    return float(x.double().abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Put back random numbers, and buffers that a function changes which holds the module itself."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    # Versions do not count what batch norm does to its statistics.
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy:
+                numpy.random.set_state(states[1])
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if not _is_same(buffer, value).all():
+                        buffer.copy_(value)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Lets dropout keep everything."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_dropout(func):
+            return args[0] if args else kwargs["input"]
+        args, kwargs = without_dropout(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def is_dropout(function: Any) -> bool:
+    return bool(_DROPOUT.match(getattr(function, "__name__", "")))
+
+
+def without_dropout(function: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a function that has a dropout inside, whose probability is zero."""
+    at, name = _INNER.get(function, (None, ""))
+    if name in kwargs:
+        kwargs = {**kwargs, name: 0.0}
+    return tuple(0.0 if k == at else a for k, a in enumerate(args)), kwargs
