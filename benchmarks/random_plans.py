@@ -1,6 +1,6 @@
 """Random plans: how many the certificate or the deadlock check refuses, and whether their numbers are the model's.
 
-    python benchmarks/random_plans.py [--graphs 700] [--sprograms 300] [--numbers 0.25] [--first 50000]
+    python benchmarks/random_plans.py [--graphs 700] [--sprograms 200] [--numbers 0.1] [--first 50000] [--minutes 60]
 
 Of each kind so many plans, from seeds that follow `--first`. `regular` and `nested` are random graphs under random
 grids and trees of parts (tests/property/random_graphs.py); `free`, `layered` and `rewritten` are random sPrograms on
@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from superscaler.verify.checks import CHECKS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
 
+# How many plans of a kind follow each other.
+BLOCK = 10
 COUNTS = ("plans", "cycle", "alarm", "compared", "equal", "WRONG")
 REWRITES = ("split", "copies", "stale", "early")
 # A program, and what tells whether its numbers are the model's.
@@ -40,13 +43,18 @@ def main() -> int:
     torch.set_num_threads(1)
     kinds = {"regular": options.graphs, "nested": options.graphs}
     kinds |= dict.fromkeys(("free", "layered", "rewritten"), options.sprograms)
+    found, seconds = {kind: Counter[str]() for kind in kinds}, Counter[str]()
+    end = time.monotonic() + 60 * options.minutes
+    for block in range(0, max(kinds.values()), BLOCK):
+        for kind, count in kinds.items():
+            if time.monotonic() < end:
+                seeds = range(options.first + block, options.first + min(block + BLOCK, count))
+                seconds[kind] += _sweep(kind, seeds, options.numbers, found[kind])
     print(f"{'kind':10}" + "".join(f"{name:>10}" for name in COUNTS) + f"{'CPU ms':>10}")
-    total, seconds = Counter[str](), 0.0
-    for kind, count in kinds.items():
-        found, spent = _sweep(kind, range(options.first, options.first + count), options.numbers)
-        _show(kind, found, spent)
-        total, seconds = total + found, seconds + spent
-    _show("all", total, seconds)
+    for kind in kinds:
+        _show(kind, found[kind], seconds[kind])
+    total = sum(found.values(), Counter[str]())
+    _show("all", total, seconds.total())
     return int(bool(total["false alarm"] or total["WRONG"]))
 
 
@@ -55,8 +63,9 @@ def _show(kind: str, found: Counter[str], seconds: float) -> None:
     print(f"{kind:10}" + "".join(f"{found[name]:10,}" for name in COUNTS) + f"{each:10.1f}", flush=True)
 
 
-def _sweep(kind: str, seeds: range, share: float) -> tuple[Counter[str], float]:
-    found, spent = Counter[str](), 0.0
+def _sweep(kind: str, seeds: range, share: float, found: Counter[str]) -> float:
+    """Count what becomes of the plans of some seeds; return the CPU seconds of the checks."""
+    spent = 0.0
     drawing = _graphs if kind in ("regular", "nested") else _sprograms
     for seed, drawn in zip(seeds, drawing(kind, seeds), strict=True):
         found["plans" if drawn else "cycle"] += 1
@@ -72,7 +81,7 @@ def _sweep(kind: str, seeds: range, share: float) -> tuple[Counter[str], float]:
         if alarm:
             found["alarm"] += 1
             print(f"{kind}, seed {seed}: {alarm}", flush=True)
-    return found, spent
+    return spent
 
 
 def _alarm(program: Program) -> str:
@@ -93,10 +102,17 @@ def _graphs(kind: str, seeds: range) -> Iterator[Drawn]:
         yield compiled.program, lambda c=compiled, v=values: largest_error(c, v)[0] < 1e-9
 
 
-def _sprograms(kind: str, seeds: range) -> Iterator[Drawn]:
-    from random_sprograms import MODELS, captured, random_sprogram
+@cache
+def _captured(models: tuple[str, ...]) -> list[ss.Graph]:
+    from random_sprograms import captured
 
-    graphs = [captured(model) for model in MODELS]
+    return list(map(captured, models))
+
+
+def _sprograms(kind: str, seeds: range) -> Iterator[Drawn]:
+    from random_sprograms import MODELS, random_sprogram
+
+    graphs = _captured(tuple(MODELS))
     given: dict[str, Any] = {"kind": "free", "apart": 0.4, "more": REWRITES} if kind == "rewritten" else {"kind": kind}
     for seed in seeds:
         try:
@@ -114,9 +130,10 @@ def _sprograms(kind: str, seeds: range) -> Iterator[Drawn]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", type=int, default=700, help="how many plans of random graphs, of each kind")
-    parser.add_argument("--sprograms", type=int, default=300, help="how many random sPrograms of each kind")
-    parser.add_argument("--numbers", type=float, default=0.25, help="the share of plans whose numbers are compared")
+    parser.add_argument("--sprograms", type=int, default=200, help="how many random sPrograms of each kind")
+    parser.add_argument("--numbers", type=float, default=0.1, help="the share of plans whose numbers are compared")
     parser.add_argument("--first", type=int, default=50_000, help="the first seed")
+    parser.add_argument("--minutes", type=float, default=60, help="no plan is drawn after these")
     return parser.parse_args()
 
 
