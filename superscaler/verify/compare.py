@@ -96,16 +96,16 @@ class Comparison:
     def _slice(self, whole: Values, weight: Weight) -> Tensor:
         return take(whole[weight.tensor], slots_of(self.model, weight.tensor), weight.box)
 
-    def add(self, results: Sequence[Result], expected: Reference) -> None:
-        """Compare the next step, and take over the weights after it."""
+    def add(self, results: Sequence[Result], expected: Reference, noise: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Compare the next step, and take over the weights after it. `noise`: see `noise_of`."""
         self.steps += 1
         here = "" if self.steps == 1 else f" in step {self.steps}"
         loss = torch.zeros(()) if expected.loss is None else expected.loss
         for result in results:
-            error = float((result.loss - loss).abs() / loss.abs().clamp_min(1e-30))
+            error = float((result.loss - loss).abs() / loss.abs().clamp_min(max(noise[0], 1e-30)))
             text = f"{self.model.loss}, the loss{here or ' of the step'},"
             self._add("loss_error", error, self.model.loss, self.model.loss, text)
-        self._gradients(results, expected, here)
+        self._gradients(results, expected, here, noise[1])
         self._outputs(results, expected, here)
         self._weights(results, expected, here)
         for rank, weight in self._each():
@@ -117,9 +117,9 @@ class Comparison:
             for weight in device.weights:
                 yield rank, weight
 
-    def _gradients(self, results: Sequence[Result], expected: Reference, here: str) -> None:
+    def _gradients(self, results: Sequence[Result], expected: Reference, here: str, noise: float) -> None:
         whole = {n: torch.zeros_like(self.known[n]) if g is None else g for n, g in expected.gradients.items()}
-        floor = floor_of(whole.values())
+        floor = max(floor_of(whole.values()), noise)
         for rank, weight in self._each():
             if weight.tensor in whole:
                 want = self._slice(whole, weight)

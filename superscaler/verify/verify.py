@@ -26,6 +26,7 @@ from superscaler.verify.compare import Comparison, Errors, Result
 from superscaler.verify.eager import Unlike
 from superscaler.verify.iterations import run_iterations
 from superscaler.verify.locate import TOLERANCE, Values, first_difference, model_step, on_threads
+from superscaler.verify.noise import noise_of
 from superscaler.verify.oracles import Oracle, graph_step, oracles_of, recurrence
 from superscaler.verify.retype import FLOATS, retype
 from superscaler.verify.small import shrink
@@ -214,7 +215,9 @@ def _judged(
         try:
             oracle, comparison = make(), Comparison(exact, values)
             for number, step in enumerate(zip(*results, strict=True)):
-                comparison.add(step, recurrence(oracle, exact.graph.model, comparison.known, number))
+                run = partial(recurrence, oracle, exact.graph.model, number=number)
+                expected = run(comparison.known)
+                comparison.add(step, expected, noise_of(run, comparison.known, expected))
         except Unlike as why:
             note = str(why)
             continue

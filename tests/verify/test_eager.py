@@ -101,6 +101,47 @@ def test_noise_of_a_true_zero_is_no_error_under_adam() -> None:
     assert result["parameter_error"] <= 1e-15
 
 
+class Nothing(nn.Linear):
+    """Its loss, or all of its gradients, are zero but for rounding."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(8, 4)
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y: F.kl_div(y.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+        lambda y: y.softmax(-1).sum(),
+        lambda y: (y - y.mean(-1, keepdim=True)).mean(),
+        lambda y: (y * 0).sum(),
+    ],
+)
+def test_a_loss_that_is_truly_zero_is_equal(loss: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    assert verified(Nothing(loss), "gradient_accumulation:microbatches=2")["equal"]
+
+
+def test_a_loss_that_is_only_small_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = Nothing(lambda y: y.square().mean() * 1e-20)
+    assert verified(module)["equal"]
+    run = Eager.step
+
+    def wrong(self: Eager, *given: Any) -> Any:
+        found = run(self, *given)
+        return found._replace(gradients={n: g * (1 + 1e-6) for n, g in found.gradients.items()})
+
+    monkeypatch.setattr(Eager, "step", wrong)
+    result = verified(module)
+    assert result["gradient_error"] > 5e-7
+    assert result["loss_error"] < 1e-12
+
+
 @pytest.mark.parametrize("size", [1e12, float("inf")])
 def test_a_huge_buffer_hides_no_error_and_is_none(size: float) -> None:
     def huge(m: Any, h: Tensor) -> Tensor:
