@@ -20,7 +20,7 @@ from superscaler.ir.spmd import KEPT, Fold, Folded, Unfoldable
 from superscaler.ir.transformed import Graph
 from superscaler.materialize.build import materialize
 from superscaler.materialize.loops import Aperiodic
-from superscaler.schedule.homes import place_updates
+from superscaler.schedule.homes import check_copies, place_updates
 from superscaler.schedule.loops import Steady, find_steady, first_microbatches
 from superscaler.schedule.nodes import Schedule
 from superscaler.schedule.order import check_assigned, complete
@@ -135,6 +135,7 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
                 f"{op.name} is assigned to {place_name(host)}, where only copies (Insert) and updates can be; "
                 "assign it to the device, and a copy of what it reads or makes to the host."
             )
+    check_copies(planned)
     return planned
 
 

@@ -121,7 +121,8 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
     that does not cut them parts are replicated, as `Replicate` does; so these are new parts. Cuts without a name are on
     one device together. Raises InputError where the cuts along an axis are not as many as its devices.
 
-    Backward and optimizer ops follow their forward ops unless they are assigned themselves. `device.host` is the memory
+    Backward and optimizer ops follow their forward ops unless they are assigned themselves; on a mesh an update that is
+    not cut is cut as `graph.follow` does. `device.host` is the memory
     of the CPU beside a device, where copies (`Insert`) and updates can be, with the weights and their optimizer state;
     "host" puts whole ops on the hosts of the devices where they are at the end of the plan, follow others or not.
     """
@@ -134,6 +135,8 @@ def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Devi
         if not isinstance(device, Mesh):
             _put(graph, _parts(graph, item), devices, where)
             continue
+        if isinstance(item, Op) and not item.is_forward and not graph.grids[item.name].is_touched:
+            graph.cut_as_read(item)
         for leaf in leaves(graph, item) if isinstance(item, Op) else [item]:
             parts, numbers = spread(graph, leaf, device, where)
             _put(graph, parts, devices[numbers], where)
@@ -207,6 +210,8 @@ def _update(graph: Graph, name: str, where: str) -> Op:
 
 def _items(target: Target, where: str) -> list[Op | Parts]:
     items: list[Any] = list(target) if isinstance(target, list | tuple | Flat) else [target]
+    if not items:
+        raise InputError(f"{where}: a verb is given an empty list, of no op; give at least one.")
     for item in items:
         if not isinstance(item, Op | Parts):
             raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {item!r}.")
@@ -258,7 +263,9 @@ def order(
     A stage that trains nothing has no backward, and one may compute nothing again: such a work is left out. Raises
     InputError for a stage that is none.
     """
-    where, known = _where(graph), Known()
+    where, known, rows = _where(graph), Known(), list(rows)
+    if not rows:
+        raise InputError(f"order at {where}: no rows; give one for each device.")
     for row in rows:
         found = (_of_row(graph, item, stages, known, where) for item in row)
         for before, after in pairwise(item for item in found if item is not None):
@@ -301,8 +308,6 @@ def _groups(graph: Graph, target: Target | Group | Groups, where: str) -> Groups
         return Groups(()) | target
     items = _items(target, where)
     members = tuple((i.name, ()) if isinstance(i, Op) else (i.op.name, tuple(i.paths())) for i in items)
-    if not members:
-        raise InputError(f"op_order at {where}: an empty group has no order.")
     names = list(dict.fromkeys(name for name, _ in members))
     return Groups((Group("F", members, None, ", ".join(names[:3]) + ("..." if len(names) > 3 else "")),))
 

@@ -248,6 +248,9 @@ class Graph:
 
     def op(self, name: str) -> Op:
         if not isinstance(name, str) or name not in self._by_name:
+            entry = next((e for e in reversed(self.journal) if e.op == name and e.verb == "op_trans"), None)
+            if entry is not None:
+                raise InputError(f"{name} was replaced by {entry.what} at {entry.where}; use what op_trans returned.")
             raise InputError(unknown("op", name, self._by_name))
         return self._by_name[name]
 
@@ -333,6 +336,7 @@ class Graph:
         """Give twins that no verb has touched the grids of their ops, the same objects, and their place in orders; and
         copies the parts that their first readers read.
         """
+        self._check_orders()
         for name, twin in self.twins.items():
             if not self.grids[twin.name].is_touched:
                 self.grids[twin.name] = self.grids[name]
@@ -351,6 +355,16 @@ class Graph:
         if self.twins:
             self.orders = [replace(o, before=settled(o.before), after=settled(o.after)) for o in self.orders]
 
+    def _check_orders(self) -> None:
+        """Raise InputError for an order of an op that is no more."""
+        groups = ((group, order.where) for order in self.orders for group in (order.before, order.after))
+        for group, where in {id(group.members): (group, where) for group, where in groups}.values():
+            for name, _ in group.members:
+                try:
+                    self.op(name)
+                except InputError as error:
+                    raise InputError(f"op_order at {where}: {error}") from None
+
     def parts(self, op: Op) -> Parts:
         """Return the parts of an op that was not cut irregularly, as one grid."""
         op = self.op(op.name)
@@ -368,9 +382,13 @@ class Graph:
         trained, TransformError where the op is cut or placed already.
         """
         op = self._update(update)
-        name = op.inputs[0].tensor
         if self.grids[op.name].is_touched:
             raise TransformError(f"graph.follow of {op.name} comes after it was cut or placed; follow first.")
+        return self.cut_as_read(op)
+
+    def cut_as_read(self, op: Op) -> Parts:
+        """Cut an op that updates a weight, or sets a buffer, as what reads that cuts it."""
+        name = op.inputs[0].tensor
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
         found = [cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.uses[t]]
         kept = [a for a in (found[0] if found else ()) if a.is_stage or all(a in axes for axes in found)]

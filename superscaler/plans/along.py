@@ -89,7 +89,8 @@ def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, SProgram]) -> None:
     hosted = [op for op in graph.ops if op.name in graph.hosted]
     chosen = (op for op in graph.ops if (op.is_forward and not op.is_copy) or graph.grids[op.name].is_touched)
     op_assign(graph, list(chosen), mesh)
-    op_assign(graph, hosted, "host")
+    if hosted:
+        op_assign(graph, hosted, "host")
 
 
 def _mark(plan: SProgram, name: str) -> Any:

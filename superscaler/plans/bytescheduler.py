@@ -26,7 +26,8 @@ def bytescheduler(graph: Graph, n: int, axis: str, piece: int = 4 * 2**20, ahead
     graph.unroll(2)
     layers, made = list(_layers(graph)), pieces.made(graph)
     found = [one for k, (_, ops) in enumerate(layers) for one in pieces.pieces_of(graph, ops, k, piece, made)]
-    for before, after in pairwise(pieces.sent(found, ahead)):
+    # On one device nothing is sent.
+    for before, after in pairwise(pieces.sent(found, ahead) if n > 1 else ()):
         op_order(graph, before.group, after.group)
     for (forward, _), (_, updates) in pairwise(layers):
         op_order(graph, graph.select(ops=forward), graph.select(ops=updates))

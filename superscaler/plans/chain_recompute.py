@@ -25,6 +25,8 @@ def chain_recompute(
         raise InputError("chain_recompute needs limit=BYTES (and perhaps times=FILE) or every=sqrt, one of the two.")
     if not isfinite(limit):
         raise InputError(f"chain_recompute:limit={limit}: give a number of bytes.")
+    if not layers(graph):
+        raise InputError("chain_recompute: the model has no blocks that are trained, so nothing to compute again.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     chain = stretches(graph)
     if every:

@@ -17,7 +17,7 @@ def ring_attention(graph: Graph, n: int, axis: str, zigzag: bool = False, recomp
     places = (*range(n), *reversed(range(n))) if zigzag else tuple(range(n))
     count = len(places)
     made = [parts.op for parts in op_trans(graph, attentions(graph, "ring_attention"), AttentionBlocks(count))]
-    if recompute and count > 1:
+    if recompute and count > 1 and any(op.has_mirror for op in made):
         for module in dict.fromkeys(op.module for op in made):
             op_trans(graph, [op for op in made if op.module == module], Recompute(copies=True))
     factors = [f for op in made for i in op.indices if i.follows for f in (op.indices[i.follows[0]].factor, i.factor)]

@@ -7,10 +7,12 @@ what=both         both
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from superscaler.plans.along import along_axis
 from superscaler.plans.gradient_accumulation import gradient_accumulation
 from superscaler.plans.shared import layers
-from superscaler.verbs import Graph, InputError, Insert, Recompute, op_assign, op_trans
+from superscaler.verbs import Graph, InputError, Insert, Op, Recompute, op_assign, op_trans
 
 WHAT = ("activations", "optimizer", "both")
 
@@ -21,7 +23,18 @@ def swap(graph: Graph, n: int, axis: str, what: str = "activations", microbatche
         raise InputError(f"swap:what={what}: choose {', '.join(WHAT)}.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     for layer in layers(graph) if what != "optimizer" else ():
+        is_first = not _reads_activations(graph, layer.ops)
         again = op_trans(graph, layer.ops, Recompute())
-        op_assign(graph, op_trans(graph, again, Insert()), "host")
+        if not is_first:
+            op_assign(graph, op_trans(graph, again, Insert()), "host")
+    if what != "activations" and not graph.updates:
+        raise InputError(f"swap:what={what}: nothing is trained, so that no weights rest on hosts; leave swap out.")
     if what != "activations":
         op_assign(graph, [op for op in graph.ops if not (op.is_forward or op.is_write)], "host")
+
+
+def _reads_activations(graph: Graph, ops: Sequence[Op]) -> bool:
+    """Tell whether ops read activations from outside, as all layers do but one that is given data alone."""
+    makers, inside = graph.model.producers(), {op.name for op in ops}
+    read = (makers[o.tensor][0] for op in ops for o in op.inputs if o.tensor in makers)
+    return any(maker.name not in inside and not maker.from_data for maker in read)

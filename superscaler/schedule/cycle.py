@@ -22,8 +22,11 @@ def shortest_cycle(nodes: Nodes, sorted_nodes: Sequence[Node]) -> list[Node]:
     done[[nodes.number[n] for n in sorted_nodes]] = True
     best: list[int] = []
     limit = len(nodes.names) + 1
-    left = [n for n in np.flatnonzero(~done).tolist() if nodes.is_work(n)]
+    left = sorted(np.flatnonzero(~done).tolist(), key=nodes.is_work, reverse=True)
     for start in left[:2000]:
+        # Orders of communication alone may make one, too.
+        if best and not nodes.is_work(start):
+            break
         if path := _cycle_from(nodes, start, done, limit):
             best, limit = path, sum(map(nodes.is_work, path))
     return [nodes.names[n] for n in best]
@@ -82,7 +85,8 @@ def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
         at = ring.index(node)
         why, previous = _why(nodes, ring, at)
         lines.append(f"  {nodes.describe(node)} needs {nodes.describe(previous)}  ({why})")
-    lines += ["", "What each device does until it is stuck:", *timetable(_rows(nodes, work, done)), ""]
+    if work:
+        lines += ["", "What each device does until it is stuck:", *timetable(_rows(nodes, work, done)), ""]
     if orders:
         lines.append("Remove or reverse one op_order:" if len(orders) > 1 else "Remove or reverse this op_order:")
         lines += dict.fromkeys(f"  {o}, at {o.where}" for o in orders)

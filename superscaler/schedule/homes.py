@@ -52,6 +52,20 @@ def place_updates(graph: Graph, world: int) -> None:
         graph.grids[op.name] = grids[key].copy()
 
 
+def check_copies(graph: Graph) -> None:
+    """Raise ScheduleError for a copy of `Insert` that is where all its readers are: it changes nothing."""
+    known: dict[Hashable, frozenset[Located]] = {}
+    for op in (op for op in graph.forward_ops if op.is_copy):
+        readers = graph.uses[op.outputs[0].tensor]
+        read = frozenset[Located]().union(*(_places(graph, r, r.inputs[k], known) for r, k in readers))
+        names = {reader.name for reader, _ in readers} if read == _places(graph, op, op.outputs[0], known) else set()
+        if entry := next((e for e in graph.journal if e.op in names and e.what.startswith("Insert(")), None):
+            raise ScheduleError(
+                f"op_trans at {entry.where}: the copy {op.name} is where {entry.op} reads it, so it changes nothing; "
+                f"place it elsewhere, as op_assign(graph, copies, 'host'), or leave {entry.what} out."
+            )
+
+
 def _stay(graph: Graph, op: Op, before: Op) -> None:
     """Let the update of a later iteration be where the one before it is. Raises ScheduleError where it is elsewhere."""
     own, theirs = graph.grids[op.name], graph.grids[before.name]

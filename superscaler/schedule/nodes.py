@@ -12,7 +12,7 @@ from typing import NamedTuple
 from superscaler.errors import ScheduleError
 from superscaler.ir.graph import Op
 from superscaler.ir.parts import place_name
-from superscaler.ir.transformed import Group
+from superscaler.ir.transformed import Group, Order
 from superscaler.schedule.again import RUNS, Again, maker_of, reader_of
 from superscaler.schedule.alternatives import members as parts_of
 from superscaler.schedule.antidependencies import last_of, of_weights, updates_of
@@ -99,6 +99,7 @@ class Nodes:
         for order_number, order in enumerate(self.graph.orders):
             hub = Node("O", order_number)
             before, after = (self.members(group, order.where) for group in (order.before, order.after))
+            self._check_order(order, before, after)
             if order.turns:
                 self._take_turns(hub, before, after)
                 continue
@@ -220,6 +221,16 @@ class Nodes:
                 "choose a microbatch that Microbatch made, and for B, I and W ops that have a backward."
             )
         return existing
+
+    def _check_order(self, order: Order, before: Sequence[Node], after: Sequence[Node]) -> None:
+        """Raise ScheduleError for an order that changes nothing."""
+        if order.turns and {n.device for n in before}.isdisjoint(n.device for n in after):
+            raise ScheduleError(f"op_order at {order.where}: {order}, but no device has both; leave turns=True out.")
+        moved = (n for n in (*before, *after) if n.kind != "C" or not self.schedule.transfers[n.number].is_local)
+        if order.before.kind == order.after.kind == "C" and next(moved, None) is None:
+            raise ScheduleError(
+                f"op_order at {order.where}: {order}, but neither travels between devices; leave it out."
+            )
 
     @staticmethod
     def _kinds(group: Group, segment: Segment) -> str:

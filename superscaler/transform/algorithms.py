@@ -51,6 +51,10 @@ class Replicate(_Told):
         check_parts(self.parts, op)
         if self.mirror not in (None, "copy", "route"):
             raise TransformError(f"Replicate of {op.name}: {unknown('mirror', str(self.mirror), ['copy', 'route'])}")
+        if self.mirror and not op.is_forward:
+            raise TransformError(
+                f"Replicate of {op.name}: an update has no backward; leave mirror={self.mirror!r} out."
+            )
         mirror = self.mirror or ("route" if op.from_weights else "copy")
         return Axis(None, (1,) * self.parts, mirror, name=self.axis)
 

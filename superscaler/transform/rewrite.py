@@ -57,6 +57,8 @@ class Save:
         again = next((op for op in ops if op.region), None)
         if again is not None:
             raise TransformError(f"Save of {again.name} comes after its Recompute; leave it out of one of them.")
+        if not any(op.checkpoint for op in ops):
+            raise TransformError("Save needs ops that the model wraps in torch.utils.checkpoint; none of these are.")
         names = {op.name for op in ops}
         kept = (replace(op, checkpoint="") if op.name in names else op for op in model.ops)
         return replace(model, ops=tuple(kept))
@@ -182,7 +184,9 @@ class Insert:
         read = dict.fromkeys(o.tensor for op in ops if op.name in readers for o in op.inputs)
         free = (t for t in read if t in makers and t not in inside and not makers[t][0].from_data)
         wanted = [t for t in read if t == self.tensor and t in makers] if self.tensor else list(free)
-        if self.tensor and not wanted:
+        if not wanted and not self.tensor:
+            raise TransformError("Insert needs ops that read activations from outside; none of these do.")
+        if not wanted:
             raise TransformError(
                 f"Insert needs ops that read the activation '{self.tensor}'; none of these do. Weights are where their "
                 "updates are placed, and inputs everywhere."
@@ -281,6 +285,10 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
     places = {
         op.name: [m for m in made if m.name.startswith(f"{op.name}.")] for op in before.ops if op.name not in kept
     }
+    if again := next((name for name in places if graph.op(name).region), ""):
+        raise TransformError(
+            f"op_trans at {where}: {algorithm} of {again} comes after its Recompute; do it before that."
+        )
     _take_over(graph, places)
     graph.rewrite(after)
     graph.journal += [Entry("op_trans", name, str(algorithm), where) for name in sorted(names)]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from superscaler.ir.graph import Mark, Model, Op, Operand, PTensor, Ref
 
 # What the steps have of their op.
-_TOLD = ("module", "source", "from_data", "from_weights", "checkpoint")
+_TOLD = ("module", "source", "from_data", "from_weights", "checkpoint", "split", "regather", "iteration")
 
 
 class Slot(NamedTuple):

@@ -206,7 +206,8 @@ class Author:
             return ss.Replicate(width)
         if op.linear and self.draw.random() < 0.2:
             return ss.ValueSplit(width, self.draw.choice(self.draw.choice(op.linear)))
-        return ss.Replicate(width, self.draw.choice([None, None, "copy", "route"]))
+        mirror = self.draw.choice([None, None, "copy", "route"])
+        return ss.Replicate(width, mirror if op.is_forward else None)
 
     def nest(self, op: Op, parts: Parts, extents: list[int]) -> None:
         """Transform one part, or each in the same way, apart from the others."""

@@ -172,7 +172,8 @@ class Author:
         indices = {f: op.find(f) for f in sorted(cuttable(op))}
         able = [(f, i) for f, i in indices.items() if i is not None and extents[i] > 1]
         if not able or self.draw.random() < 0.25:
-            return ss.Replicate(self.draw.randint(1, 3), self.draw.choice([None, "copy", "route"])), extents
+            parts, mirror = self.draw.randint(1, 3), self.draw.choice([None, "copy", "route"])
+            return ss.Replicate(parts, mirror if op.is_forward else None), extents
         factor, i = self.draw.choice(able)
         left = list(extents)
         if extents[i] % 2 == 0 and self.draw.random() < 0.5:
@@ -231,7 +232,9 @@ class Author:
     def copies(self) -> None:
         """Let some ops read copies, placed on hosts or anywhere, and let some updates run on hosts."""
         for _ in range(self.draw.choice([1, 2])):
-            readers = [op for op in self.graph.forward_ops if self.draw.random() < 0.3]
+            made = {o.tensor for op in self.graph.forward_ops if not op.from_data for o in op.outputs}
+            able = [op for op in self.graph.forward_ops if made.intersection(o.tensor for o in op.inputs)]
+            readers = [op for op in able if self.draw.random() < 0.3]
             for parts in ss.op_trans(self.graph, readers, ss.Insert()) if readers else ():
                 if self.draw.random() < 0.6:
                     ss.op_assign(self.graph, parts.op, "host")

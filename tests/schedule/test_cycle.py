@@ -35,7 +35,8 @@ def pipeline(graph: Graph, cluster: Cluster, rows: Rows, microbatches: int = 4, 
     parts = shared.stages(graph, chunks * world)
     for stage, ops in enumerate(parts):
         op_assign(graph, op_trans(graph, ops, Microbatch(microbatches)), stage % world)
-    ss.order(graph, rows, parts)
+    if rows:
+        ss.order(graph, rows, parts)
 
 
 def parse(*rows: str) -> Rows:

@@ -13,7 +13,20 @@ from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError, ScheduleError, TransformError
 from superscaler.ir.program import Backward, Forward
 from superscaler.ir.transformed import Graph
-from superscaler.verbs import Microbatch, Recompute, Replicate, Split, Work, op_assign, op_order, op_trans, order, place
+from superscaler.verbs import (
+    Insert,
+    Microbatch,
+    Recompute,
+    Replicate,
+    Save,
+    Split,
+    Work,
+    op_assign,
+    op_order,
+    op_trans,
+    order,
+    place,
+)  # fmt: skip
 
 
 def test_an_unassigned_op_is_named() -> None:
@@ -235,3 +248,51 @@ def test_an_update_follows_only_cuts_of_all_readers() -> None:
     graph = chain(2)
     op_trans(graph, graph.op("mul0"), Split("hidden", 3))
     assert graph.follow("w").cells.shape == ()
+
+
+def test_a_cycle_of_communication_alone_is_told() -> None:
+    def plan(graph: Graph, cluster: Cluster) -> None:
+        for op in graph.forward_ops:
+            op_assign(graph, op_trans(graph, op, Split("batch", 2)), [0, 1])
+        gradients = graph.select(ops=[graph.op("update.w")], kind="C")
+        op_order(graph, gradients, gradients)
+
+    with pytest.raises(
+        ScheduleError, match=r"(?s)cycle.*Remove or reverse this .* before C\(update.w\), at .*test_verbs"
+    ):
+        compile_graph(chain(), plan, Cluster.local(2))
+
+
+IDLE = [
+    (lambda g: op_trans(g, [], Replicate(2)), "a verb is given an empty list, of no op"),
+    (lambda g: op_assign(g, [], 0), "a verb is given an empty list, of no op"),
+    (lambda g: op_trans(g, g.op("mul1"), Insert()), "the copy h0.c is where mul1 reads it, so it changes nothing"),
+    (lambda g: op_trans(g, g.op("update.w"), Insert()), "Insert needs ops that read activations from outside"),
+    (lambda g: op_trans(g, g.op("mul1"), Save()), "Save needs ops that the model wraps in torch.utils.checkpoint"),
+    (lambda g: op_trans(g, g.op("update.w"), Replicate(2, "route")), "an update has no backward; leave mirror"),
+    (lambda g: order(g, []), "no rows; give one for each device"),
+    (lambda g: op_order(g, *[g.select(ops=[g.op("update.w")], kind="C")] * 2), "neither travels"),
+    (lambda g: op_order(g, g.op("mul0"), g.op("mul2"), turns=True), "but no device has both; leave turns"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ask", "told"), IDLE)
+def test_a_verb_that_would_change_nothing_is_refused(ask: Any, told: str) -> None:
+    def plan(graph: Graph, cluster: Cluster) -> None:
+        ask(graph)
+        op_assign(graph, graph.forward_ops, 0)
+        op_assign(graph, graph.op("mul2" if "turns" in told else "mul0"), int("turns" in told))
+
+    with pytest.raises(PlanError, match=rf"test_verbs.py:\d+: .*{told}"):
+        compile_graph(chain(), plan, Cluster.local(2))
+
+
+def test_an_update_on_a_mesh_keeps_the_cuts_of_what_reads_its_weight() -> None:
+    graph, mesh = chain(2), Cluster.local(6).mesh(dp=2, tp=3)
+    for op in graph.forward_ops:
+        op_trans(graph, op_trans(graph, op, Split("batch", 2, axis="dp")), Split("hidden", 3, axis="tp"))
+    op_assign(graph, graph.ops, mesh)
+    rows = graph.rows(graph.op("update.w"))
+    assert sorted(zip(rows.lo[:, 0].tolist(), rows.hi[:, 0].tolist(), rows.device.tolist(), strict=True)) == [
+        (lo, lo + 2, device) for lo, tp in ((0, 0), (2, 1), (4, 2)) for device in (tp, tp + 3)
+    ]
