@@ -145,6 +145,6 @@ def test_labels_that_do_not_count_are_any_number(ignored: int, plan: str, shapes
 def test_labels_of_no_class_are_refused() -> None:
     module = Labeled(255)
     ids = torch.zeros(2, 4, dtype=torch.long)
-    graph = ss.capture(module, (ids, ids + 254), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    graph = ss.capture(module, (ids, ids + 255), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
     with pytest.raises(InputError, match="'labels' has 254, but the model has 16 rows for it"):
-        ss.compile(graph, "single", "local:1").verify()
+        ss.compile(graph, "single", "local:1").verify(batch={"ids": ids, "labels": ids + 254})
