@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from damaged import DAMAGES, FILES, Damage, put, sealed, text
+from damaged import DAMAGES, FILES, put, sealed, text
 
 import superscaler as ss
 from superscaler.cli.main import main
@@ -67,11 +67,13 @@ def refusal(reader: str, folder: Path, saved: Path, capsys: pytest.CaptureFixtur
     return err.removeprefix("error: ").removesuffix("\n")
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_refused(damage: Damage, folder: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_refused(name: str, folder: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One reader is asked about each damage, all of them about some: they read by the same functions."""
+    damage, number = DAMAGES[name], list(DAMAGES).index(name)
     damage.change(folder)
     before = contents(folder)
-    for reader in damage.readers:
+    for reader in damage.readers if number % 20 == 0 else damage.readers[number % len(damage.readers) :][:1]:
         told = refusal(reader, folder, saved, capsys)
         assert len(told.splitlines()) == 1, told
         assert str(folder) in told

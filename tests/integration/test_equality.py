@@ -19,10 +19,11 @@ from superscaler.plans import resolve
 from superscaler.runtime.step import build_step, modules
 from superscaler.runtime.threads import run_ranks
 from tests.graphs import graph_of
+from tests.sweeps import slow
 
-# All plans on one model and on one without blocks, the two that cut most on the others; all of all with `-m slow`.
-ALWAYS = ["gpt2:size=tiny,layers=4", "mlp"]
-MODELS = [*ALWAYS, "gpt2:size=tiny", "llama:size=tiny", "llama:size=tiny,layers=4"]
+# All plans on a model without blocks, those that cut most on two others; all of all with `-m slow`.
+DEEP = ["gpt2:size=tiny,layers=4", "llama:size=tiny,layers=4"]
+MODELS = ["mlp", *DEEP, "gpt2:size=tiny", "llama:size=tiny"]
 PLANS = [
     ("single", 1),
     ("data_parallel", 2),
@@ -48,7 +49,7 @@ def plan_of(model: str, spec: str, world: int) -> Plan:
 
 
 CASES = [
-    pytest.param(model, *plan, marks=() if model in ALWAYS or plan in (PLANS[4], PLANS[-2]) else pytest.mark.slow)
+    (model, *plan) if model == "mlp" or (model in DEEP and plan in (PLANS[4], PLANS[-2])) else slow((model, *plan))[0]
     for model in MODELS
     for plan in PLANS
 ]
@@ -194,8 +195,7 @@ def test_the_ranks_move_the_bytes_that_the_plan_says(spec: str, world: int) -> N
     assert sum(rank.apart for rank in ran) == 3 * 2 * (world - 1) * (4 + 8)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize(("layers", "world"), [(2, 4), (3, 2)])
 @pytest.mark.parametrize(
     ("model", "block", "halves"),
     [("gpt2", "transformer.h", ("attn", "mlp")), ("llama", "model.layers", ("self_attn", "mlp"))],

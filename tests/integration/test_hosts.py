@@ -29,6 +29,7 @@ from superscaler.verify.retype import retype
 from superscaler.verify.saved import validate_directory
 from tests.graphs import graph_of
 from tests.integration.test_recompute import normed, recomputed, sharded
+from tests.sweeps import few
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 
@@ -59,7 +60,7 @@ PLANS = [("single", 1), ("data_parallel", 2), ("pipeline_1f1b:microbatches=2", 2
 MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny,layers=1,passes=2", "normed"]
 
 
-@pytest.mark.parametrize("spec", [MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.slow), *MODELS[2:]])
+@pytest.mark.parametrize("spec", few(MODELS, 0, 2, 4))
 def test_hosts_change_no_number(spec: str) -> None:
     graph = normed() if spec == "normed" else graph_of(spec, "SGD")
     for plan, world in PLANS:

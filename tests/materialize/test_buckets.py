@@ -77,7 +77,7 @@ def test_uneven_slices_travel_in_collectives_too() -> None:
     plan = ss.compile(graph, resolve("zero"), ss.Cluster.local(3))
     for device in plan.compiled.program.devices:
         assert not any(isinstance(i, Send) for i in device.instructions)
-    result = plan.verify(backend="processes")
+    result = plan.verify()
     assert result["equal"], result["first_difference"]
     assert result["bytes_moved"] == result["bytes_planned"]
     # Gathered and reduced once each, in float64; slices differ by one row at most.

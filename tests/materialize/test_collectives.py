@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +34,7 @@ def equal_on_processes(plan: ss.Plan) -> int:
     return moved
 
 
+@pytest.mark.dist
 def test_gradients_are_summed_for_the_one_device_that_updates_their_weight() -> None:
     """Each weight rests whole on one device (the optimizer's work is shared out by weights): a sum there, in a bucket
     per device, and a broadcast from there, each of one weight's bytes per device but one.
@@ -64,6 +66,7 @@ class Wide(nn.Module):
         return nn.functional.mse_loss(self.down(nn.functional.gelu(self.up(x))), y)
 
 
+@pytest.mark.dist
 def test_slices_are_gathered_on_the_one_device_that_goes_on() -> None:
     torch.manual_seed(0)
     model = Wide()

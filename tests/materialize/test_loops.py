@@ -23,6 +23,7 @@ from superscaler.plans import resolve
 from superscaler.runtime.statements import lines_of
 from superscaler.runtime.step import modules
 from superscaler.verify.checks import CHECKS
+from tests.sweeps import few
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_a_plan_with_loops_equals_the_model(mlp: Graph, plan: str, devices: int)
     assert ss.compile(mlp, resolve(plan), ss.Cluster.local(devices)).verify()["equal"]
 
 
-@pytest.mark.parametrize(("plan", "devices"), PLANS)
+@pytest.mark.parametrize(("plan", "devices"), few(PLANS, 0, 3, 4, 10))
 def test_what_is_written_of_loops_is_what_is_written_of_all(mlp: Graph, plan: str, devices: int) -> None:
     program = compiled(mlp, plan, devices).program
     one, other = emit(program), emit(expanded(program))

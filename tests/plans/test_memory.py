@@ -15,6 +15,7 @@ from superscaler.plan import Plan
 from superscaler.plans import resolve
 from tests.graphs import graph_of
 from tests.plans.test_chains import peak
+from tests.sweeps import few, slow
 
 
 def compiled(spec: str, plan: str, devices: int) -> Plan:
@@ -59,9 +60,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("spec", "plan", "devices"), [*EQUAL, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)]
-)
+@pytest.mark.parametrize(("spec", "plan", "devices"), [*few(EQUAL, 0, 1, 3, 5, 6, 8, 11, 12, 17, 18, 20), *slow(*MORE)])
 def test_equal(spec: str, plan: str, devices: int) -> None:
     found = compiled(spec, plan, devices).verify()
     assert found["equal"], found

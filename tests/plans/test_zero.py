@@ -11,6 +11,7 @@ from superscaler.errors import InputError
 from superscaler.ir.program import Collective
 from superscaler.plans import resolve
 from tests.graphs import graph_of
+from tests.sweeps import slow
 
 
 def elements(graph: ss.Graph, inside: str = "") -> int:
@@ -20,13 +21,15 @@ def elements(graph: ss.Graph, inside: str = "") -> int:
 @pytest.mark.parametrize(
     ("spec", "plan", "devices"),
     [
-        ("gpt2:size=tiny,layers=3", "zero:stage=3,keep=1", 8),
         ("llama:size=tiny", "zero:stage=3,shard=2,microbatches=2", 4),
         ("gpt2:size=tiny", "zero:stage=3,keep=2,microbatches=2", 2),
         ("gpt2:size=tiny", "zero:stage=2,microbatches=4", 2),
-        ("mixtral:size=tiny", "zero:stage=3", 4),
-        ("mbart:size=tiny", "zero:stage=1,shard=2", 8),
-        ("alphafold2:size=tiny,layers=1,passes=2", "zero:stage=3", 2),
+        *slow(
+            ("gpt2:size=tiny,layers=3", "zero:stage=3,keep=1", 8),
+            ("mixtral:size=tiny", "zero:stage=3", 4),
+            ("mbart:size=tiny", "zero:stage=1,shard=2", 8),
+            ("alphafold2:size=tiny,layers=1,passes=2", "zero:stage=3", 2),
+        ),
         # No index of most weights is divided by 3.
         ("gpt2:size=tiny,batch=6", "zero:stage=3,shard=3", 6),
     ],

@@ -35,7 +35,7 @@ def check(graph: Graph, seeds: range, apart: float | None = None, more: Sequence
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_random_sprograms_are_equal_or_refused(model: str) -> None:
-    check(captured(model), range(5))
+    check(captured(model), range(3))
 
 
 @pytest.mark.slow
@@ -66,14 +66,14 @@ def check_again(graph: Graph, seeds: range) -> None:
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_what_is_computed_again_is_equal(model: str) -> None:
-    check_again(captured(model), range(3))
-    check(captured(model), range(3), apart=0.4)
+    check_again(captured(model), range(1))
+    check(captured(model), range(2), apart=0.4)
 
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_split_backwards_are_equal(model: str) -> None:
-    check(captured(model), range(10, 12), more=("split",))
-    check(captured(model), range(10, 12), apart=0.4, more=("split",))
+    check(captured(model), range(10, 11), more=("split",))
+    check(captured(model), range(11, 12), apart=0.4, more=("split",))
 
 
 @pytest.mark.slow
@@ -89,8 +89,8 @@ REWRITES = ("split", "copies", "stale", "early")
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_all_rewrites_together_are_equal(model: str) -> None:
-    check(captured(model), range(20, 22), apart=0.4, more=REWRITES)
-    check(captured(model), range(20, 22), more=("regather", *REWRITES[1:]))
+    check(captured(model), range(20, 21), apart=0.4, more=REWRITES)
+    check(captured(model), range(21, 22), more=("regather", *REWRITES[1:]))
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ def random_graph(seed: int) -> tuple[Graph, Any]:
     return Graph(model), values
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(2))
 def test_random_graphs_on_meshes_are_the_same_folded_and_in_full(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_random(range(10 * block, 10 * block + 10), random_graph, monkeypatch)
     assert found["folded"] >= 1
@@ -230,7 +230,7 @@ BROKEN = {"attention": (5097, 1444, 1062)}
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_models_on_meshes_are_the_same_folded_and_in_full(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check_random([*range(12), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
+    found = check_random([*range(6), *BROKEN.get(model, ())], lambda _: (captured(model), None), monkeypatch)
     assert found["folded"] >= 1
 
 

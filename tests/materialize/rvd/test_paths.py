@@ -79,7 +79,7 @@ def check_least(source: Layout, goal: Layout, costs: Servers) -> None:
 @pytest.mark.parametrize("name", GROUPS)
 def test_paths_give_exactly_the_tensor(name: str, is_shuffled: bool) -> None:
     for devices in (8, 3, 2):
-        for source, goal in pairs(name, is_shuffled, 12):
+        for source, goal in pairs(name, is_shuffled, 4):
             check_path(source, goal, Servers(devices))
 
 
@@ -95,8 +95,8 @@ def test_all_paths_give_exactly_the_tensor(name: str, devices: int, is_shuffled:
 @SHUFFLED
 @pytest.mark.parametrize("name", GROUPS)
 def test_no_path_of_four_steps_is_cheaper(name: str, is_shuffled: bool) -> None:
-    for devices in (8, 3, 2):
-        for source, goal in pairs(name, is_shuffled, 3):
+    for devices in (8, 3):
+        for source, goal in pairs(name, is_shuffled, 1):
             check_least(source, goal, Servers(devices))
 
 
