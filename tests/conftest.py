@@ -30,10 +30,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        # The cores are shared out already; torch, which reads it once, is not there yet. The folder is in that of the
-        # process that started this one.
+        # The cores are shared out already; torch, which reads it once, is not there yet.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ["XDG_CACHE_HOME"] += f"/{config.workerinput['workerid']}"
         return
     folder = tempfile.TemporaryDirectory(prefix="superscaler-tests-")
     os.environ["XDG_CACHE_HOME"] = folder.name

@@ -1,4 +1,6 @@
-"""Training steps of the library's models, captured once for all tests of a process: compiling changes no graph."""
+"""Training steps of the library's models, captured once for all tests: compiling changes no graph. Processes share them by
+the cache of captures.
+"""
 
 from __future__ import annotations
 
@@ -16,4 +18,4 @@ RATES = {"AdamW": 1e-3, "SGD": 0.1}
 def graph_of(spec: str, optimizer: str = "AdamW", lr: float | None = None) -> ss.Graph:
     built, kind = build(spec), getattr(torch.optim, optimizer)
     made = kind(built.module.parameters(), lr=lr or RATES[optimizer])
-    return ss.capture(built.module, built.args, built.kwargs, made)
+    return ss.capture(built.module, built.args, built.kwargs, made, cache=spec)

@@ -22,7 +22,7 @@ Change = Callable[[Path, Path], None]
 
 @dataclass(frozen=True)
 class Edit:
-    """`change` of the files of `plan`; a refusal names one of `places`. `needs`: a file that it takes.
+    """`change` of the files of `plan`; a refusal names one of `places`.
 
     Without the manifest nobody can tell an edit with `is_other` from another plan that holds.
     """
@@ -31,7 +31,6 @@ class Edit:
     plan: str
     places: tuple[str, ...]
     change: Change
-    needs: str = ""
     is_other: bool = False
 
 
@@ -175,8 +174,8 @@ def drop_entry(place: Any, key: Any) -> None:
 EDITS: list[Edit] = []
 
 
-def edit(name: str, plan: str, change: Change, *places: str, needs: str = "", is_other: bool = False) -> None:
-    EDITS.append(Edit(name, plan, places, change, needs, is_other))
+def edit(name: str, plan: str, change: Change, *places: str, is_other: bool = False) -> None:
+    EDITS.append(Edit(name, plan, places, change, is_other))
 
 
 # The code of devices.
@@ -280,12 +279,11 @@ edit("not text", "grid", content(PLAN, b"\xff\xfe\x00\x01"), PLAN)
 # Whole files.
 
 for file in (PLAN, SEGMENTS, CODE, WEIGHTS, *TOLD):
-    needs = file if file in TOLD else ""
-    edit(f"{file} deleted", "grid", gone(file), file, needs=needs)
-    edit(f"{file} empty", "grid", content(file, ""), file, needs=needs)
-    edit(f"{file} cut short", "grid", cut(file), file, needs=needs)
-    edit(f"{file} of another plan", "grid", theirs(file), file, "program_1.py", PLAN, needs=needs)
-    edit(f"{file} a folder", "grid", a_folder(file), file, needs=needs)
+    edit(f"{file} deleted", "grid", gone(file), file)
+    edit(f"{file} empty", "grid", content(file, ""), file)
+    edit(f"{file} cut short", "grid", cut(file), file)
+    edit(f"{file} of another plan", "grid", theirs(file), file, "program_1.py", PLAN)
+    edit(f"{file} a folder", "grid", a_folder(file), file)
 edit("code and tables of another plan", "grid", theirs(PLAN, CODE, SEGMENTS), PLAN, "program_1.py", CODE, SEGMENTS)
 
 # What is checked, line by line, whatever its form.
@@ -314,7 +312,7 @@ for file in TOLD:
         "lines in reverse": lambda c: c[::-1],
     }
     for what, turn in edits.items():
-        edit(f"{file}: {what}", "grid", lines(file, turn), file, "device", CODE, PLAN, needs=file)
+        edit(f"{file}: {what}", "grid", lines(file, turn), file, "device", CODE, PLAN)
 
 # The weights.
 
