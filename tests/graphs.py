@@ -1,5 +1,5 @@
-"""Training steps of the library's models, captured once for all tests: compiling changes no graph. Processes share them by
-the cache of captures.
+"""Training steps of the library's models, captured once for all tests: compiling changes no graph. Processes share what
+is captured by its cache.
 """
 
 from __future__ import annotations
