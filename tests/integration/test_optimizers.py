@@ -43,7 +43,7 @@ def trained_by(name: str) -> Graph:
     built = build("gpt2:size=tiny")
     for key, parameter in built.module.named_parameters():
         parameter.requires_grad_(name != "frozen" or ".h.0." not in key)
-    return capture(built.module, built.args, built.kwargs, OPTIMIZERS[name](built.module))
+    return capture(built.module, built.args, built.kwargs, OPTIMIZERS[name](built.module), cache="gpt2:size=tiny")
 
 
 PIPELINE = "pipeline_1f1b:stages=2,microbatches=2"
