@@ -14,7 +14,7 @@ from superscaler.verbs import Graph
 from tests.graphs import graph_of
 
 
-def check(graph: Graph, seeds: range, apart: float | None = None, more: Sequence[str] = ()) -> None:
+def check(graph: Graph, seeds: range, apart: float | None = None, more: Sequence[str] = ()) -> Counter[str]:
     found: Counter[str] = Counter()
     for seed in seeds:
         for kind in ("free", "layered"):
@@ -30,12 +30,26 @@ def check(graph: Graph, seeds: range, apart: float | None = None, more: Sequence
             assert result["equal"], (seed, kind, result)
             found["equal"] += 1
     assert set(found) <= {"equal", "refused"}
-    assert found["equal"] > found["refused"]
+    return found
+
+
+REWRITES = ("split", "copies", "stale", "early")
+# Seeds, how much is computed again on the parts of its ops, and rewrites.
+SORTS: list[tuple[range, float | None, tuple[str, ...]]] = [
+    (range(3), None, ()),
+    (range(2), 0.4, ()),
+    (range(10, 11), None, ("split",)),
+    (range(11, 12), 0.4, ("split",)),
+    (range(20, 21), 0.4, REWRITES),
+    (range(21, 22), None, ("regather", *REWRITES[1:])),
+]
 
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_random_sprograms_are_equal_or_refused(model: str) -> None:
-    check(captured(model), range(3))
+    found = sum((check(captured(model), *sort) for sort in SORTS), Counter[str]())
+    assert found["equal"] > found["refused"]
+    check_again(captured(model), range(1))
 
 
 @pytest.mark.slow
@@ -64,33 +78,12 @@ def check_again(graph: Graph, seeds: range) -> None:
             assert result["equal"], (seed, kind, result)
 
 
-@pytest.mark.parametrize("model", list(MODELS))
-def test_what_is_computed_again_is_equal(model: str) -> None:
-    check_again(captured(model), range(1))
-    check(captured(model), range(2), apart=0.4)
-
-
-@pytest.mark.parametrize("model", list(MODELS))
-def test_split_backwards_are_equal(model: str) -> None:
-    check(captured(model), range(10, 11), more=("split",))
-    check(captured(model), range(11, 12), apart=0.4, more=("split",))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(5))
 @pytest.mark.parametrize("model", list(MODELS))
 def test_many_more_split_backwards(model: str, block: int) -> None:
     check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), more=("split",))
     check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), apart=0.4, more=("split",))
-
-
-REWRITES = ("split", "copies", "stale", "early")
-
-
-@pytest.mark.parametrize("model", list(MODELS))
-def test_all_rewrites_together_are_equal(model: str) -> None:
-    check(captured(model), range(20, 21), apart=0.4, more=REWRITES)
-    check(captured(model), range(21, 22), more=("regather", *REWRITES[1:]))
 
 
 @pytest.mark.slow
