@@ -155,7 +155,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "runtime/test_halves integration/test_split_backward"),
     # Verification.
     ("one small error makes a plan equal", "return all(error <= TOLERANCE for", "return any(error <= TOLERANCE for",
-     "property/test_verdicts"),
+     "faults/test_faults integration/test_equality"),
     ("a slice begins before its value", "outside = (ranges[..., 0] < 0) | (ranges[..., 1] > size)",
      "outside = (ranges[..., 1] > size)", "faults/test_edited faults/test_single"),
     ("a weight is read once it is updated", "for memory in weight.memory:", "for memory in ():",
