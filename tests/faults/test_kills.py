@@ -6,16 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
-from kills import job_trial, losses_of, make_plan, restart, trial
+from kills import losses_of, make_plan, restart, trial
 
 
 @pytest.mark.dist(python="real")
 def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "plan")
     whole = losses_of(plan, tmp_path)
-    for folder in ("job", "torchrun"):
-        (tmp_path / folder).mkdir()
-    job_trial(plan, tmp_path / "job", whole, random.Random(0), is_saving=True)
+    (tmp_path / "torchrun").mkdir()
     assert "trained again" in restart(plan, tmp_path / "torchrun", whole, random.Random(0))
 
 
