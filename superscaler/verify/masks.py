@@ -6,7 +6,7 @@ What a segment does follows from the indices of its operators, never from what t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -37,7 +37,6 @@ from superscaler.ir.program import (
     Value,
     Wait,
     Way,
-    writes,
 )  # fmt: skip
 from superscaler.verify.content import (
     Content,
@@ -55,16 +54,8 @@ from superscaler.verify.content import (
     text_of,
 )
 from superscaler.verify.coverage import Kinds
+from superscaler.verify.memories import Memories
 from superscaler.verify.passes import Passes
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A started communication, with the memory that it reads, and whether something has waited for it."""
-
-    how: Instruction
-    memory: frozenset[Memory]
-    is_awaited: bool = False
 
 
 class Masks:
@@ -79,12 +70,7 @@ class Masks:
         self.homes = {op.inputs[0].tensor: op for op in updates if not op.is_output}
         self.outputs = {op.inputs[0].tensor: op.inputs[1].tensor for op in updates if op.is_output}
         self.given: dict[str, list[Ints]] = {}
-        # By cohort: the outputs, and the collectives that bring something.
-        self.gives: dict[int, list[tuple[Give, Content]]] = {}
-        self.flights: dict[int, list[_Flight]] = {}
-        # By cohort and name: where what is loaded lies, and what communication brings.
-        self.loaded: dict[tuple[int, Value], Memory] = {}
-        self.works: dict[tuple[int, Value], tuple[_Flight, tuple[Memory, ...]]] = {}
+        self.memories = Memories(program)
         self.nexts = program.model.nexts
         self.updated: dict[int, set[tuple[Value, str]]] = {}
         self.losses: dict[int, list[tuple[Content, NDArray[Any]]]] = {}
@@ -95,49 +81,22 @@ class Masks:
     def run(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> Sequence[Content]:
         self.cohorts[cohort.number] = cohort
         i = cohort.code[at]
-        self._hold(i, () if isinstance(i, Accumulate) else read)
+        self.memories.hold(i, () if isinstance(i, Accumulate) else read)
         found: Sequence[Content] = getattr(self, f"_{type(i).__name__.lower()}")(cohort, at, i, read)
         return found
 
     def start(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> Sequence[Content | None]:
         i = cohort.code[at]
-        self._hold(i, read)
+        self.memories.hold(i, read)
         if isinstance(i, Send | Copy):
             (source,) = read
             assert source is not None
             check_bytes(i.bytes, [prod(source.lengths.tolist())], source.dtype)
         elif isinstance(i, Collective):
             self._check_collective(cohort, at, i, read)
-        self._fly(cohort, i, read)
+        self.memories.start(cohort.number, i, read)
         # An update of weights waits for what is on its way.
         return read
-
-    def _fly(self, cohort: Cohort, i: Instruction, read: Sequence[Content | None]) -> None:
-        """Keep where the results of a communication will lie: of one over one device, and at the source of a broadcast,
-        where the source does.
-        """
-        flight = _Flight(i, frozenset(memory for content in read if content for memory in content.memory))
-        for name in writes(i):
-            self.works[cohort.number, name] = flight, (Memory(),)
-        if isinstance(i, Collective):
-            if any(i.works) and i.kind != "broadcast":
-                self.flights.setdefault(cohort.number, []).append(flight)
-            for work, content in zip(i.works, read, strict=True):
-                if work and content and (i.kind == "broadcast" or len(i.group) == 1):
-                    self.works[cohort.number, work] = flight, content.memory
-
-    def _hold(self, i: Instruction, read: Sequence[Content | None]) -> None:
-        for content in read:
-            if content is None:
-                continue
-            if content.changed is not None:
-                raise Refusal(f"reads {kind_of(content)}, {self._changed(content)}.")
-            for memory in content.memory:
-                memory.held = memory.held or i
-
-    def _changed(self, content: Content) -> str:
-        assert content.changed is not None
-        return f"whose memory {describe(self.program, content.changed)} has changed"
 
     def take(self, value: Content, rows: Ints) -> Content:
         return rows_of(value, rows)
@@ -150,9 +109,7 @@ class Masks:
         wait = cohort.code[at]
         assert isinstance(wait, Wait)
         self._check_shape(value, wait.shape)
-        flight, memory = self.works[cohort.number, wait.work]
-        flight.is_awaited = True
-        return replace(value, memory=memory)
+        return replace(value, memory=self.memories.arrive(cohort.number, wait.work))
 
     # Local instructions.
 
@@ -167,7 +124,7 @@ class Masks:
                 raise Refusal(f"loads {i.tensor} again, which is updated by now.")
             must_equal(held, box, f"{i.tensor} is at rest as")
         self._check_inside(tensor, box)
-        memory = self.loaded.setdefault((cohort.number, i.out), Memory(held=i))
+        memory = self.memories.loaded.setdefault((cohort.number, i.out), Memory(held=i))
         return [Content(i.tensor, False, box, None, tensor.dtype, (memory,))]
 
     def _slice(self, cohort: Cohort, at: int, i: Slice, read: Sequence[Content]) -> Sequence[Content]:
@@ -221,13 +178,13 @@ class Masks:
             raise Refusal(f"adds to {i.into} in place but makes {i.out}." if i.in_place else f"makes {i.out} anew.")
         if i.in_place and into.held is not None:
             raise Refusal(f"changes {i.into} in place, which {describe(self.program, into.held)} holds.")
-        self._hold(i, read)
+        self.memories.hold(i, read)
         must_be_alike(into, value)
         self._check_largest(into, i.largest)
         must_equal(value.box, into.box, f"{i.value} is")
         found = self.sums.sum(into, into.box, read)
-        for memory in into.memory if i.in_place else ():
-            memory.changed = i
+        if i.in_place:
+            self.memories.change(i, into)
         return [found]
 
     def _forward(self, cohort: Cohort, at: int, i: Forward, read: Sequence[Content]) -> Sequence[Content]:
@@ -312,7 +269,6 @@ class Masks:
             raise Refusal("is the last of its device." if is_last else "is not the last of its device.")
         done, made = self.updated.setdefault(cohort.number, set()), dict[Value, Content]()
         count, ends = len(i.weights), len(i.weights) * 2 + len(i.buffers)
-        flying = [flight for flight in self.flights.get(cohort.number, ()) if not flight.is_awaited]
         pairs = [*zip(i.weights, read[:count], read[count : 2 * count], strict=True)]
         pairs += zip(i.buffers, read[2 * count : ends], read[ends:], strict=True)
         for name, weight, value in pairs:
@@ -320,14 +276,12 @@ class Masks:
             if home is None or held is None or held.tensor != first(weight.tensor):
                 raise Refusal(f"changes {name}, which no op updates.")
             must_equal(weight.box, box, f"changes {name} as")
-            if self.loaded.get((cohort.number, name)) not in weight.memory:
+            if self.memories.loaded.get((cohort.number, name)) not in weight.memory:
                 raise Refusal(f"changes {name}, which is a copy of the weight at rest.")
             if (name, weight.tensor) in done:
                 raise Refusal(f"changes {name} twice.")
             if value.changed is not None:
-                raise Refusal(f"sets {name} to {kind_of(value)}, {self._changed(value)}.")
-            if late := next((flight for flight in flying if not flight.memory.isdisjoint(weight.memory)), None):
-                raise Refusal(f"comes while {describe(self.program, late.how)} may still read what it changes.")
+                raise Refusal(f"sets {name} to {kind_of(value)}, {self.memories.told(value)}.")
             done.add((name, weight.tensor))
             wanted = (home.inputs[1].tensor, False) if home.is_write else (weight.tensor, True)
             if (value.tensor, value.is_gradient) != wanted or home.is_write != (name in i.buffers):
@@ -336,10 +290,9 @@ class Masks:
             value = self.sums.settled(value, deep=True)
             if value.addends is not None:
                 raise Refusal(f"changes {name}, but {self.sums.fault(value)}", self.sums.faulty(value))
-            for memory in weight.memory:
-                memory.changed = i
+            self.memories.change(i, weight, cohort.number)
             if home.outputs[0].tensor in self.nexts:
-                memory = self.loaded[cohort.number, name] = Memory(held=i)
+                memory = self.memories.loaded[cohort.number, name] = Memory(held=i)
                 made[name] = replace(weight, tensor=home.outputs[0].tensor, memory=(memory,))
         if list(made) != list(i.goes_on):
             raise Refusal(f"goes on with {', '.join(map(str, i.goes_on))} instead of {', '.join(map(str, made))}.")
@@ -358,7 +311,7 @@ class Masks:
         if value.addends is not None:
             raise Refusal(f"gives {i.tensor}, but {self.sums.fault(value)}", self.sums.faulty(value))
         self.given.setdefault(i.tensor, []).append(box)
-        self.gives.setdefault(cohort.number, []).append((i, value))
+        self.memories.gives.setdefault(cohort.number, []).append((i, value))
         return []
 
     def _loss(self, cohort: Cohort, at: int, i: Loss, read: Sequence[Content]) -> Sequence[Content]:
@@ -368,9 +321,7 @@ class Masks:
             raise Refusal("ends the step before its last instruction.")
         if len(i.counted) != len(i.parts):
             raise Refusal(f"counts {len(i.counted)} of {len(i.parts)} parts.")
-        for give, value in self.gives.get(cohort.number, ()):
-            if value.changed is not None:
-                raise Refusal(f"ends the step that gave the output {give.tensor}, {self._changed(value)} since.")
+        self.memories.check_given(cohort.number)
         counted = cohort.data(at, "counted").reshape(len(cohort), len(read))
         for content, turn in zip(read, i.of or (0,) * len(read), strict=True):
             if (content.tensor, content.is_gradient) != (self.model.losses[turn], False):

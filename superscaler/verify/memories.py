@@ -1,10 +1,28 @@
-"""Which values of a program are on the device and which on its host: only copies go from one to the other."""
+"""In which memory values lie: what else lies there, and whether it is that of the host, which only copies reach."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from superscaler.errors import ScheduleError
-from superscaler.ir.interpret import describe
-from superscaler.ir.program import ONE, Copy, Device, Forward, Load, Program, Update, Value, reads, writes
+from superscaler.ir.interpret import Refusal, describe
+from superscaler.ir.program import (
+    ONE,
+    Collective,
+    Copy,
+    Device,
+    Forward,
+    Give,
+    Instruction,
+    Load,
+    Program,
+    Update,
+    Value,
+    reads,
+    writes,
+)  # fmt: skip
+from superscaler.verify.content import Content, Memory, kind_of
 
 # These work in either memory, as the forwards of copies do.
 _ANYWHERE = frozenset({"Slice", "Combine", "Accumulate", "Wait", "Copy"})
@@ -33,3 +51,78 @@ def on_host(program: Program, device: Device) -> set[Value]:
             is_there = i.out in hosted if isinstance(i, Load) else i.to_host
         found.update(writes(i) if is_there else ())
     return found
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A started communication, with the memory that it reads, and whether something has waited for it."""
+
+    how: Instruction
+    memory: frozenset[Memory]
+    is_awaited: bool = False
+
+
+class Memories:
+    """What holds and changes the memory of values while a program runs on masks. By cohort, `gives` has the outputs;
+    by cohort and name, `loaded` where weights and inputs lie.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.gives: dict[int, list[tuple[Give, Content]]] = {}
+        self.loaded: dict[tuple[int, Value], Memory] = {}
+        # Collectives that bring something, and where what communication brings will lie.
+        self._flights: dict[int, list[_Flight]] = {}
+        self._works: dict[tuple[int, Value], tuple[_Flight, tuple[Memory, ...]]] = {}
+
+    def hold(self, i: Instruction, read: Sequence[Content | None]) -> None:
+        """Raise Refusal where an instruction reads what was changed since it was made."""
+        for content in read:
+            if content is None:
+                continue
+            if content.changed is not None:
+                raise Refusal(f"reads {kind_of(content)}, {self.told(content)}.")
+            for memory in content.memory:
+                memory.held = memory.held or i
+
+    def told(self, content: Content) -> str:
+        assert content.changed is not None
+        return f"whose memory {describe(self.program, content.changed)} has changed"
+
+    def start(self, cohort: int, i: Instruction, read: Sequence[Content | None]) -> None:
+        """Keep where the results of a communication will lie: of one over one device, and at the source of a broadcast,
+        where the source does.
+        """
+        flight = _Flight(i, frozenset(memory for content in read if content for memory in content.memory))
+        for name in writes(i):
+            self._works[cohort, name] = flight, (Memory(),)
+        if isinstance(i, Collective):
+            if any(i.works) and i.kind != "broadcast":
+                self._flights.setdefault(cohort, []).append(flight)
+            for work, content in zip(i.works, read, strict=True):
+                if work and content and (i.kind == "broadcast" or len(i.group) == 1):
+                    self._works[cohort, work] = flight, content.memory
+
+    def arrive(self, cohort: int, work: Value) -> tuple[Memory, ...]:
+        """Return where what a Wait makes lies."""
+        flight, memory = self._works[cohort, work]
+        flight.is_awaited = True
+        return memory
+
+    def change(self, i: Instruction, content: Content, cohort: int | None = None) -> None:
+        """Let what lies in the memory of a value be stale. Raises Refusal where a collective of the cohort that nothing
+        has waited for may still read it.
+        """
+        if cohort is not None:
+            self._flights[cohort] = [flight for flight in self._flights.get(cohort, ()) if not flight.is_awaited]
+        for flight in () if cohort is None else self._flights[cohort]:
+            if not flight.memory.isdisjoint(content.memory):
+                raise Refusal(f"comes while {describe(self.program, flight.how)} may still read what it changes.")
+        for memory in content.memory:
+            memory.changed = i
+
+    def check_given(self, cohort: int) -> None:
+        """Raise Refusal where an output was changed after it was given."""
+        for give, value in self.gives.get(cohort, ()):
+            if value.changed is not None:
+                raise Refusal(f"ends the step that gave the output {give.tensor}, {self.told(value)} since.")
