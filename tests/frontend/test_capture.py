@@ -214,7 +214,7 @@ def test_large_models_without_memory() -> None:
         return captured.seconds["capture"]
 
     # Four times the layers; the factor of two more is for noise, of which other processes make more now and then.
-    assert any(seconds(24) < 8 * max(seconds(6), 0.05) for _ in range(3))
+    assert any(seconds(16) < 8 * max(seconds(4), 0.05) for _ in range(3))
 
 
 def test_same_tensor_twice_is_two_inputs() -> None:
