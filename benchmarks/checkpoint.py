@@ -23,8 +23,8 @@ import torch
 
 import superscaler as ss
 from superscaler.models import build
-from superscaler.runtime.checkpoint import Saver
 from superscaler.runtime.step import Step
+from superscaler.store.save import Saver
 
 
 def step_of(spec: str, folder: Path) -> tuple[Step, Callable[[int], dict[str, torch.Tensor]]]:

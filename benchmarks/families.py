@@ -405,7 +405,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     PROCESSES.set_forkserver_preload(
-        ["torch.export", "transformers.modeling_utils", "superscaler.frontend.capture", "superscaler.verify.verify"]
+        ["torch.export", "transformers.modeling_utils", "superscaler.frontend.capture", "superscaler.verify.run"]
     )
     print(Row("family", "ops", "judge", tuple(PLANS), ()).text(), flush=True)
     rows = []

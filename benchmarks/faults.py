@@ -3,8 +3,8 @@
     python benchmarks/faults.py
 
 The plans are of an MLP, a GPT-2 and a model with random numbers, under data, tensor and pipeline parallelism. Caught
-by: one of the checks that every plan must pass (`superscaler.verify.checks`), or `numbers` (a step in float64 against
-the exported model). The last line counts those whose report names the culprit.
+by: one of the checks that every plan must pass (`superscaler.certify.certificate`), or `numbers` (a step in float64
+against the exported model). The last line counts those whose report names the culprit.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from live import Live
 
 import superscaler as ss
 from superscaler.artifact import initial_values
+from superscaler.ir.graph import block_of
 from superscaler.ir.program import Backward, Collective, Forward, Free, Value, Wait
-from superscaler.ir.transformed import block_of
 from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 import superscaler as ss
+from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Program
-from superscaler.verify.checks import CHECKS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
 

@@ -30,12 +30,12 @@ from torch import Tensor
 from two_servers import NotPermitted, cluster, enter_namespace, other_server, run
 
 from superscaler.cluster import Cluster
+from superscaler.comm.distributed import DistributedCommunicator, connect
 from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd.paths import find_path
 from superscaler.materialize.rvd.route import Route, Steps
 from superscaler.materialize.rvd.search import Path
 from superscaler.materialize.rvd.transitions import LAST, Step, messages
-from superscaler.runtime.distributed import DistributedCommunicator, connect
 
 CASES = ("R-R", "R-D", "V-R", "V-D", "D-R", "D-D")
 

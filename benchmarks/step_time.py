@@ -297,8 +297,8 @@ def worker(name: str, directory: str, steps: int, cuts: Cuts) -> None:
 def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[list[Times]]:
     """Return the times of each step by rank; half of the ranks are on the server that `other` enters."""
     import superscaler as ss
+    from superscaler.launch.launch import launch
     from superscaler.plans import resolve
-    from superscaler.runtime.launch import launch
 
     world, spec = PLANS[name]
     module = MODELS[name]()
@@ -319,7 +319,7 @@ def measure(name: str, steps: int, mbit: float, other: Sequence[str]) -> list[li
 
 def cuts_of(graph: Any, count: int) -> Iterator[tuple[int, int, bool]]:
     """Yield what each of our stages has of the model."""
-    from superscaler.plans.shared import stages
+    from superscaler.plans.lib.shared import stages
 
     last = {block.ops[-1].name for block in graph.blocks}
     first = 0

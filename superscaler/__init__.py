@@ -12,17 +12,18 @@ if TYPE_CHECKING:
     # As themselves: what a package has for others, to those who read types.
     from superscaler.cluster import Cluster as Cluster
     from superscaler.errors import PlanError as PlanError
-    from superscaler.frontend.register import register as register
+    from superscaler.frontend.users.register import register as register
     from superscaler.plan import Plan as Plan
     from superscaler.plan import capture as capture
     from superscaler.plan import compile as compile
     from superscaler.plan import load as load
-    from superscaler.plans.along import along_axis as along_axis
-    from superscaler.plans.schedules import schedule_1f1b as schedule_1f1b
-    from superscaler.plans.shared import decompose_losses as decompose_losses
-    from superscaler.plans.shared import stages as stages
-    from superscaler.plans.shared import tensor_splits as tensor_splits
-    from superscaler.runtime.weights import load_weights as load_weights
+    from superscaler.plans.lib.products import along_axis as along_axis
+    from superscaler.plans.lib.schedules import schedule_1f1b as schedule_1f1b
+    from superscaler.plans.lib.shared import decompose_losses as decompose_losses
+    from superscaler.plans.lib.shared import stages as stages
+    from superscaler.plans.lib.shared import tensor_splits as tensor_splits
+    from superscaler.store.weights import load_weights as load_weights
+    from superscaler.verbs import Action as Action
     from superscaler.verbs import Algorithm as Algorithm
     from superscaler.verbs import AttentionBlocks as AttentionBlocks
     from superscaler.verbs import Block as Block
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from superscaler.verbs import Stage as Stage
     from superscaler.verbs import Stale as Stale
     from superscaler.verbs import ValueSplit as ValueSplit
-    from superscaler.verbs import Work as Work
     from superscaler.verbs import op_assign as op_assign
     from superscaler.verbs import op_order as op_order
     from superscaler.verbs import op_trans as op_trans
@@ -61,18 +61,18 @@ __version__ = "0.1.0"
 _VERBS = (
     "Algorithm", "AttentionBlocks", "Block", "Decompose", "Device", "Dispatch", "Graph", "Group", "InputError",
     "Insert", "Mesh", "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite", "Save", "Shard",
-    "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign", "op_order", "op_trans", "order",
+    "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Action", "op_assign", "op_order", "op_trans", "order",
     "place", "sprogram",
 )  # fmt: skip
 _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",
-    "along_axis": "superscaler.plans.along",
-    "load_weights": "superscaler.runtime.weights",
-    "register": "superscaler.frontend.register",
-    "schedule_1f1b": "superscaler.plans.schedules",
+    "along_axis": "superscaler.plans.lib.products",
+    "load_weights": "superscaler.store.weights",
+    "register": "superscaler.frontend.users.register",
+    "schedule_1f1b": "superscaler.plans.lib.schedules",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),
-    **dict.fromkeys(("decompose_losses", "stages", "tensor_splits"), "superscaler.plans.shared"),
+    **dict.fromkeys(("decompose_losses", "stages", "tensor_splits"), "superscaler.plans.lib.shared"),
     **dict.fromkeys(_VERBS, "superscaler.verbs"),
 }
 __all__ = ["__version__", *_HOMES]

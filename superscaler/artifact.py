@@ -1,4 +1,4 @@
-"""What a compiled plan is on disk: emitted code, plan.json, the initial weights, and the journal."""
+"""The files of a compiled plan: emitted code, plan.json, the initial weights, and the journal."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
-from superscaler.emit.steps import Emitted
+from superscaler.emit.device import Emitted
 from superscaler.errors import InputError
-from superscaler.ir.graph import Model, once, without_sources
-from superscaler.ir.listing import print_program
+from superscaler.ir.graph import Graph
+from superscaler.ir.model import Model, once, without_sources
+from superscaler.ir.model_text import print_model
 from superscaler.ir.program import Program
-from superscaler.ir.text import print_model
-from superscaler.ir.transformed import Graph
+from superscaler.ir.program_text import print_program
 from superscaler.ops.row import aten
 from superscaler.ops.table import ROWS
-from superscaler.report.account import account, kept_values, manifest, origin, own_operators
-from superscaler.specs import files as disk
-from superscaler.specs.copies import copies
-from superscaler.specs.saved_plan import (
+from superscaler.report.facts import account, kept_values, manifest, origin, own_operators
+from superscaler.store import files as disk
+from superscaler.store.operator_files import copies
+from superscaler.store.plan import (
     VERSION,
     check_files,
     plan_files,
@@ -36,7 +36,7 @@ from superscaler.specs.saved_plan import (
     read_text,
     weight_hashes,
 )
-from superscaler.specs.staging import settle, staged, sync_all
+from superscaler.store.staging import settle, staged, sync_all
 
 RUN = '''"""Train with this plan on {world} devices; superscaler launch torchrun says how. Written by superscaler."""
 
@@ -50,12 +50,12 @@ main([str(Path(__file__).parent), *sys.argv[1:]])
 
 
 def describe(compiled: Compiled, seed: int = 0) -> dict[str, Any]:
-    """Return plan.json: what the runtime needs to know beside the code."""
+    """Return plan.json: the facts that the runtime needs beside the code."""
     return described(compiled.program, compiled.emitted, str(compiled.cluster), seed)
 
 
 def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> dict[str, Any]:
-    """Return plan.json of a program and the code that is emitted from it."""
+    """Return plan.json of a program and its emitted code."""
     model = program.model
     resident = {w.tensor for d, _ in program.distinct for w in d.weights} | set(model.inputs)
     return {
@@ -81,7 +81,7 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
 
 
 def reads(model: Model) -> dict[str, Any]:
-    """Return of the inputs of a step what a batch is checked by."""
+    """Return the facts by which the batch of a step is checked."""
     model = once(model)
     return {
         "inputs": {name: (model.tensors[name].shape, model.tensors[name].dtype) for name in model.inputs},
@@ -101,7 +101,7 @@ _MOVES = {n for n, row in ROWS.items() if row.is_view} | aten(True, "clone _to_c
 
 
 def limits(model: Model) -> dict[str, tuple[int, int]]:
-    """Return for each input whose own values select rows or classes the least one, and the first that is too large."""
+    """Return (least value, first value that is too large) of each input whose own values select rows or classes."""
     classes, rows = bounds(model, moves=_MOVES), bounds(model, _ROWS, _MOVES)
     return {name: (0 if name in rows else -(2**63), bound) for name, bound in classes.items()}
 
@@ -109,8 +109,8 @@ def limits(model: Model) -> dict[str, tuple[int, int]]:
 def bounds(
     model: Model, selecting: Mapping[str, int] = _SELECTING, moves: Container[str] | None = None
 ) -> dict[str, int]:
-    """Return for each integer input below which number its values must be: the rows or classes that they select, as
-    they are or after what is done to them (after `moves` only, if given).
+    """Return an exclusive upper bound for each integer input: the number of rows or classes that its values select, as
+    they are or after other ops (only after `moves`, if given).
     """
     found: dict[str, int] = {}
     for op in (op for op in model.ops if op.target in selecting):
@@ -150,12 +150,12 @@ def slots_of(model: Model, name: str) -> list[list[int]]:
 
 
 def is_owned(model: Model, name: str) -> bool:
-    """Tell whether a tensor is a parameter or buffer of the user's module, or a segment of one."""
+    """Return whether a tensor is a parameter or buffer of the user's module, or a segment of one."""
     return model.tensors[name].kind in ("parameter", "buffer")
 
 
 def owned(model: Model, name: str) -> dict[str, Any]:
-    """Return which of the user's tensors this one is: its name, shape and dtype, and where this one starts on a dim."""
+    """Return the user's tensor that this one is: its name, shape and dtype, and the start of this one on a dim."""
     tensor, (packed, dim, start, _) = model.tensors[name], model.segments.get(name, (name, 0, 0, 0))
     shape = list(tensor.shape)
     if packed != name:
@@ -177,11 +177,11 @@ def initial_values(model: Model, values: Mapping[str, Tensor], seed: int = 0) ->
 
 
 def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], seed: int = 0) -> bool:
-    """Write a plan directory. An older plan there is replaced, once the new one is whole; any other non-empty directory
+    """Write a plan directory. An older plan there is replaced once the new one is whole; any other non-empty directory
     is refused.
 
-    Returns False where the same plan is there already, which stays as it is. Files that are not of the older plan stay.
-    Raises InputError for a directory that cannot be written, or where a file of that kind would be replaced.
+    Returns False if the same plan is there already; it then stays as it is. Files that do not belong to the older plan
+    stay. Raises InputError for a directory that cannot be written, or if a user's file would be replaced.
     """
     older = plan_files(directory)
     operators, sources = copies(own_operators(compiled.graph.model))
@@ -211,14 +211,14 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
 
 
 def _refuse_theirs(directory: Path, names: Iterable[str], older: Container[str]) -> None:
-    """Raise InputError for a file of the user's in the place of one that is to be written."""
+    """Raise InputError if a user's file has the name of a file to be written."""
     for name in sorted(names):
         if (directory / name).is_dir() or (name not in older and os.path.lexists(directory / name)):
             raise InputError(f"{directory / name} is not of the plan there; move it, or choose another --out.")
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes], weights: Mapping[str, Tensor], plan: dict[str, Any]) -> None:
-    """Write a plan into a folder of its own; plan.json is the last, when all else is on the disk."""
+    """Write a plan into a folder of its own; plan.json comes last, when all else is on the disk."""
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -233,7 +233,7 @@ def _write_files(folder: Path, files: Mapping[str, bytes], weights: Mapping[str,
 
 
 def texts(program: Program, emitted: Emitted) -> dict[str, str]:
-    """Return the files that follow from a program: the code, the model, the program itself, what starts it."""
+    """Return the files that follow from a program: the code, the model, the program, and run.py."""
     return {
         **emitted.files,
         disk.MODEL_FILE: print_model(without_sources(program.model)),
@@ -252,8 +252,8 @@ def _texts(compiled: Compiled) -> dict[str, str]:
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:
-    """Return explain.json of a directory that holds the plan of a transformed graph, whole and as it was written there;
-    None where it holds another one, or none.
+    """Return explain.json of a directory that holds the plan of this transformed graph, whole and unedited; None
+    otherwise.
     """
     try:
         settle(directory)
@@ -267,7 +267,7 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
 
 
 def _is_there(directory: Path, kept: Mapping[str, Any]) -> bool:
-    """Tell whether a directory holds a plan of this manifest, whole."""
+    """Return whether a directory holds the plan of this manifest, whole."""
     try:
         found = read_plan(directory)
         check_files(directory, found)

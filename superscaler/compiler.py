@@ -1,4 +1,4 @@
-"""The whole pipeline: a captured graph and an sProgram -> one program per device, in the order of the paper."""
+"""The whole pipeline: a captured graph and an sProgram become one program per device, in the order of the paper."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from functools import cached_property
 from typing import Any
 
 from superscaler.cluster import Cluster
-from superscaler.emit.steps import Emitted, emit
+from superscaler.emit.device import Emitted, emit
 from superscaler.errors import InputError, PlanError
-from superscaler.ir.loops import Rolled
-from superscaler.ir.moves import Move, moves
-from superscaler.ir.parts import HOSTS, place_name
+from superscaler.ir.codes import Rolled
+from superscaler.ir.fold import KEPT, Fold, Folded, Unfoldable
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import HOSTS, place_name
 from superscaler.ir.program import Free, Program
-from superscaler.ir.spmd import KEPT, Fold, Folded, Unfoldable
-from superscaler.ir.transformed import Graph
+from superscaler.ir.traffic import TransferRow, moves
 from superscaler.materialize.build import materialize
 from superscaler.materialize.loops import Aperiodic
-from superscaler.schedule.homes import check_copies, place_updates
-from superscaler.schedule.loops import Steady, find_steady, first_microbatches
-from superscaler.schedule.nodes import Schedule
+from superscaler.schedule.dependencies import Schedule
+from superscaler.schedule.fold import find_fold, restrict
 from superscaler.schedule.order import check_assigned, complete
-from superscaler.schedule.spmd import find_fold, restrict
+from superscaler.schedule.residents import check_copies, place_updates
+from superscaler.schedule.steady_state import SteadyState, find_steady, first_microbatches
 from superscaler.timing import timed, without_garbage_collection
 from superscaler.transform.rewrite import recompute_checkpoints
 
@@ -33,10 +33,10 @@ SProgram = Callable[[Graph, Cluster], Any]
 
 @dataclass(frozen=True)
 class Compiled:
-    """Everything that compiling made. `seconds` per phase, whose sum is `total`.
+    """The result of compiling. `seconds`: by phase, with their sum as `total`.
 
-    Of a plan that folds, `schedule` has the compiled places only; `close` tells which devices correspond. Of one that
-    goes in loops it has the first microbatches only.
+    For a folded plan, `schedule` covers the sampled places only; `close` is the fold before any axis was given up. For
+    a plan with loops, `schedule` covers the first microbatches only.
     """
 
     graph: Graph
@@ -49,18 +49,18 @@ class Compiled:
 
     @property
     def fold(self) -> Fold | None:
-        """Return the fold of which the schedule has the compiled places, None where it has all parts."""
+        """Return the fold whose sampled places the schedule covers, None if it covers all parts."""
         return self.program.devices.fold if isinstance(self.program.devices, Folded) else None
 
     @cached_property
     def whole_schedule(self) -> Schedule:
-        """Return the schedule of all parts on all devices, whose cost grows with their number."""
+        """Return the schedule of all parts on all devices, at a cost that grows with their number."""
         rolls = any(isinstance(device.instructions, Rolled) for device, _ in self.program.distinct)
         return complete(self.graph, self.close) if rolls or self.fold is not None else self.schedule
 
     @cached_property
-    def moves(self) -> list[Move]:
-        """Return what is moved how, and why."""
+    def moves(self) -> list[TransferRow]:
+        """Return the traffic of the program: each transfer, its way and the reason."""
         return moves(self.program)
 
     @property
@@ -76,7 +76,7 @@ class Compiled:
 
 
 def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compiled:
-    """Transform, place and order a copy of `graph` as `sprogram` says; then complete, materialize and emit it.
+    """Transform, place and order a copy of `graph` by `sprogram`; then complete, materialize and emit it.
 
     Raises PlanError with the reason when the plan cannot hold.
     """
@@ -85,7 +85,7 @@ def compile_graph(graph: Graph, sprogram: SProgram, cluster: Cluster) -> Compile
 
 
 def transform(graph: Graph, sprogram: SProgram, cluster: Cluster) -> tuple[Graph, dict[str, float]]:
-    """Return a copy of `graph` as `sprogram` transforms, places and orders it, all parts placed, and the seconds."""
+    """Return a copy of `graph`, transformed, placed and ordered by `sprogram`, and the seconds by phase."""
     seconds = {"plan": 0.0}
     with without_garbage_collection(), timed(seconds, "plan"):
         planned = graph.copy()
@@ -154,9 +154,11 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
 
 
 def _compiled(
-    planned: Graph, cluster: Cluster, close: Fold | None, steady: Steady | None, phases: dict[str, float]
+    planned: Graph, cluster: Cluster, close: Fold | None, steady: SteadyState | None, phases: dict[str, float]
 ) -> tuple[Schedule, Program]:
-    """Compile as few microbatches as tell of all; all where they do not, or where the plan does not hold."""
+    """Compile the first microbatches if they determine all; compile all if they do not, or if the plan does not
+    hold.
+    """
     if steady is not None:
         with contextlib.suppress(Aperiodic, PlanError):
             return _folded(planned, cluster, close, phases, steady)
@@ -164,9 +166,9 @@ def _compiled(
 
 
 def _folded(
-    planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[str, float], steady: Steady | None = None
+    planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[str, float], steady: SteadyState | None = None
 ) -> tuple[Schedule, Program]:
-    """Compile as few places of each fold axis as tell of all; those of an axis that does not fold after all, all."""
+    """Compile the sampled places of each fold axis; all places of an axis that proves not to fold."""
     fold, kept = close, planned if steady is None else first_microbatches(planned, steady)
     while True:
         fold = None if fold is None or max(fold.widths, default=0) <= KEPT else fold

@@ -1,4 +1,4 @@
-"""What can go wrong, one class per phase. A message names the thing, the numbers, the place, and what to do."""
+"""The errors of each phase. A message names the thing, the numbers, the place, and the remedy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class InputError(PlanError):
 
 
 class CaptureError(InputError):
-    """The model cannot be captured, or holds what no rule supports."""
+    """The model cannot be captured, or has something without a rule."""
 
 
 class TransformError(InputError):
-    """An `op_trans` that cannot be done."""
+    """An `op_trans` that cannot be applied."""
 
 
 class ScheduleError(PlanError):
@@ -36,9 +36,9 @@ class RuntimeFailure(PlanError):
 
 
 def brief(value: object) -> str:
-    """Return the first line of a value's text, and of a long one its start.
+    """Return the first line of a value's text, cut if it is long.
 
-    >>> brief("one\\ntwo"), len(brief("1" * 1000))
+    >>> brief("one\ntwo"), len(brief("1" * 1000))
     ('one', 203)
     """
     text = (str(value).strip().splitlines() or [""])[0]

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 from superscaler.artifact import initial_values, reuse, write
+from superscaler.certify.certificate import CHECKS
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled, compile_graph, finish, transform
 from superscaler.errors import InputError
 from superscaler.frontend.agreement import SKIPPED
 from superscaler.frontend.capture import capture as capture_model
-from superscaler.ir.transformed import Graph
+from superscaler.ir.graph import Graph
 from superscaler.plans import resolve
-from superscaler.report import explain
-from superscaler.report.account import account, manifest, summary
+from superscaler.report import words as explain
+from superscaler.report.facts import account, manifest, summary
 from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
-from superscaler.specs.files import named_path
+from superscaler.store.files import named_path
 from superscaler.timing import timed
 from superscaler.verify import verify
-from superscaler.verify.checks import CHECKS
 
 # An optimizer that was not spoken of.
 _UNSAID: Any = object()
@@ -40,7 +40,9 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds per phase, capture included: `export` is torch's own, `certify` once done; `total` is their sum."""
+        """Return the seconds of each phase, capture included: `export` is torch's own, `certify` once done; `total` is
+        their sum.
+        """
         phases = {**self.compiled.graph.captured.seconds, **self.compiled.seconds, **self._certified}
         phases.pop("total")
         phases["total"] = sum(phases.values())
@@ -52,7 +54,7 @@ class Plan:
 
     @property
     def trains(self) -> bool:
-        """Tell whether the plan trains, or else only computes what the module returns."""
+        """Return whether the plan trains; an inference plan only computes the module's outputs."""
         return bool(self.compiled.graph.model.loss)
 
     def validate(self) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class Plan:
     def verify(
         self, backend: str = "threads", batch: Mapping[str, torch.Tensor] | None = None, shapes: str = "auto"
     ) -> dict[str, Any]:
-        """Compare one step with the model in float64; see `superscaler.verify.verify`."""
+        """Compare one step with the model in float64; see `superscaler.verify.run`."""
         return verify(self.compiled, backend, batch, shapes)
 
     def save(self, directory: str | Path, seed: int = 0) -> bool:
@@ -84,7 +86,7 @@ class Plan:
         return write(self.compiled, folder, values, seed)
 
     def explain(self) -> str:
-        """Return the plan in words: per block its splits, weights and communication; the order; the totals."""
+        """Return the plan in words: splits, weights and communication of each block; the order; the totals."""
         return explain.words(self._account)
 
     def draw(self, path: str | Path) -> None:
@@ -92,7 +94,7 @@ class Plan:
         save(self._account, named_path("draw", path))
 
     def diff(self, other: Plan) -> str:
-        """Return what differs between this plan and another, nothing when they are equal."""
+        """Return the differences between this plan and another, empty if they are equal."""
         return "\n".join(explain.difference(self._account, other._account))
 
     @cached_property
@@ -101,15 +103,15 @@ class Plan:
         return {"manifest": manifest(self.compiled, values), "seed": 0, **account(self.compiled)}
 
     def summary(self) -> str:
-        """Return one line per distinct program: who runs it, its segments, its communication per step."""
+        """Return one line per distinct program: its devices, its segments, its communication per step."""
         return summary(self.compiled)
 
 
 def compile_to(
     graph: Graph, sprogram: Callable[[Graph, Cluster], Any], cluster: Cluster, directory: Path | None, seed: int = 0
 ) -> tuple[str, dict[str, int], dict[str, float], bool]:
-    """Compile a plan, certify it, and write it into a directory. One that holds the same plan stays; only the sProgram
-    runs then.
+    """Compile a plan, certify it, and write it into a directory. A directory with the same plan stays; then only the
+    sProgram runs.
 
     Returns the plan's summary and counts, the seconds per phase, and whether it was written.
     """
@@ -176,7 +178,7 @@ def capture(
 def compile(graph: Graph, sprogram: Callable[[Graph, Cluster], Any] | str, cluster: Cluster | str) -> Plan:
     """Return the plan that `sprogram` makes of (a copy of) the graph. Raises PlanError with the reason.
 
-    Both may also be what the command line takes: "hybrid:dp=2,tp=2" and "local:4".
+    Both arguments may also be texts of the command line: "hybrid:dp=2,tp=2" and "local:4".
     """
     program = resolve(sprogram) if isinstance(sprogram, str) else sprogram
     devices = Cluster.parse(cluster) if isinstance(cluster, str) else cluster

@@ -1,4 +1,4 @@
-"""How long things take, on how many cores, and garbage collection held back where it costs more than it frees."""
+"""Measured seconds, available cores, and garbage collection held back where it costs more than it frees."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds that the block takes to those of a phase."""
+    """Add the seconds of the block to those of a phase."""
     start = time.perf_counter()
     yield
     phases[name] += time.perf_counter() - start
@@ -24,9 +24,10 @@ def timed(phases: dict[str, float], name: str) -> Iterator[None]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Capture and compilation make many small objects that live until their end; to look for garbage among them costs
-    a quarter of the time of the one, and half of that of the other. Nor are they looked through when they are made:
-    they then count as old.
+    """Pause garbage collection in the block, and count its objects as old afterwards.
+
+    Capture and compilation make many small objects that live until their end. Searching them for garbage costs a
+    quarter of the time of capture, and half of that of compilation.
     """
     enabled = gc.isenabled()
     gc.disable()

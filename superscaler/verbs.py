@@ -1,4 +1,6 @@
-"""The verbs `op_trans`, `op_assign` and `op_order`, and the algorithms of `op_trans`: all that a plan imports."""
+"""The verbs `op_trans`, `op_assign` and `op_order`, and the algorithms of `op_trans`: everything that a plan
+imports.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,61 @@ import numpy as np
 
 from superscaler.cluster import Cluster, Device, Mesh
 from superscaler.errors import InputError, TransformError, unknown
-from superscaler.ir.graph import Op, PTensor
-from superscaler.ir.parts import HOSTS, Ints
-from superscaler.ir.timetable import Row, timetable
-from superscaler.ir.transformed import Block, Entry, Flat, Graph, Group, Groups, Order, Parts, caller
-from superscaler.ir.work import Work, parse_schedule
-from superscaler.transform.algorithms import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit
-from superscaler.transform.cut import cut
+from superscaler.ir.actions import Action, Row, parse_schedule, timetable
+from superscaler.ir.graph import Block, Entry, Flat, Graph, Group, Groups, Order, Parts, caller
+from superscaler.ir.grid import HOSTS, Ints
+from superscaler.ir.model import Op, PTensor
+from superscaler.transform.attention_blocks import AttentionBlocks
+from superscaler.transform.cut import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit, cut
 from superscaler.transform.experts import Dispatch
 from superscaler.transform.losses import Decompose
 from superscaler.transform.place import leaves, spread
 from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, Save, SplitBackward, Stale, rewrite
-from superscaler.transform.ring import AttentionBlocks
 
 __all__ = [
-    "Algorithm", "AttentionBlocks", "Block", "Cluster", "Decompose", "Device", "Dispatch", "Graph", "Group",
-    "InputError", "Insert", "Mesh", "Microbatch", "Op", "Parts", "Recompute", "Regather", "Replicate", "Rewrite",
-    "Row", "Save", "Shard", "Split", "SplitBackward", "Stage", "Stale", "ValueSplit", "Work", "op_assign",
-    "op_order", "op_trans", "order", "parse_schedule", "place", "sprogram", "timetable", "unknown",
+    "Action",
+    "Algorithm",
+    "AttentionBlocks",
+    "Block",
+    "Cluster",
+    "Decompose",
+    "Device",
+    "Dispatch",
+    "Graph",
+    "Group",
+    "InputError",
+    "Insert",
+    "Mesh",
+    "Microbatch",
+    "Op",
+    "Parts",
+    "Recompute",
+    "Regather",
+    "Replicate",
+    "Rewrite",
+    "Row",
+    "Save",
+    "Shard",
+    "Split",
+    "SplitBackward",
+    "Stage",
+    "Stale",
+    "ValueSplit",
+    "op_assign",
+    "op_order",
+    "op_trans",
+    "order",
+    "parse_schedule",
+    "place",
+    "sprogram",
+    "timetable",
+    "unknown",
 ]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Target = Op | Parts | Sequence[Op | Parts]
-Pair = tuple[Work, Work]
+Pair = tuple[Action, Action]
 Known = dict[tuple[int, str], Group | None]
 
 
@@ -91,7 +124,7 @@ def _parts(graph: Graph, item: Op | Parts) -> Parts:
 
 
 def _pieces(graph: Graph, item: Op | Parts) -> Sequence[Parts]:
-    """Return handles that can be cut each at once: of an op that was cut irregularly several."""
+    """Return handles that can each be cut at once: several for an op that was cut irregularly."""
     if isinstance(item, Parts):
         return [item]
     found = leaves(graph, item)
@@ -99,7 +132,7 @@ def _pieces(graph: Graph, item: Op | Parts) -> Sequence[Parts]:
 
 
 def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op]:
-    """Return the ops that a verb takes whole: those of a group, too."""
+    """Return the ops that a verb takes whole, those of a group included."""
     if isinstance(target, Group):
         return [graph.op(name) for name, _ in target.members]
     items = _items(target, where)
@@ -241,10 +274,10 @@ def op_order(
     `graph.select`, or several of these, `a | b`.
 
     With `turns` the two alternate instead: as much of `before` as computes without communication inside it, then so
-    much of `after`, and so on. What one waits for travels while the other computes.
+    much of `after`, and so on. Communication of one travels while the other computes.
 
-    Updates (optimizer ops) run at the end of a step, or where they are ordered before other work: after all that reads
-    their weight on their device, and once its gradient is whole.
+    Updates (optimizer ops) run at the end of a step, or where they are ordered before other work: after all reads of
+    their weight on their device, and after its gradient is complete.
     """
     where = _where(graph)
     pairs = list(product(_groups(graph, before, where), _groups(graph, after, where)))
@@ -255,13 +288,13 @@ def op_order(
 
 
 def order(
-    graph: Graph, rows: Iterable[Iterable[Target | Group | Groups | Work | Pair]], stages: Sequence[Sequence[Op]] = ()
+    graph: Graph, rows: Iterable[Iterable[Target | Group | Groups | Action | Pair]], stages: Sequence[Sequence[Op]] = ()
 ) -> None:
-    """Make the items of each row happen one after the other: what `op_order` takes, works (`2F0`) of `stages`, or pairs
-    of works that take turns.
+    """Make the items of each row happen one after the other: targets of `op_order`, actions (`2F0`) of `stages`, or
+    pairs of actions that take turns.
 
-    A stage that trains nothing has no backward, and one may compute nothing again: such a work is left out. Raises
-    InputError for a stage that is none.
+    A stage without training has no backward, and a stage may recompute nothing: such an action is left out. Raises
+    InputError for an unknown stage.
     """
     where, known, rows = _where(graph), Known(), list(rows)
     if not rows:
@@ -273,9 +306,13 @@ def order(
 
 
 def _of_row(
-    graph: Graph, item: Target | Group | Groups | Work | Pair, stages: Sequence[Sequence[Op]], known: Known, where: str
+    graph: Graph,
+    item: Target | Group | Groups | Action | Pair,
+    stages: Sequence[Sequence[Op]],
+    known: Known,
+    where: str,
 ) -> Target | Group | Groups | None:
-    works = [work for work in (item if isinstance(item, tuple) else (item,)) if isinstance(work, Work)]
+    works = [work for work in (item if isinstance(item, tuple) else (item,)) if isinstance(work, Action)]
     if not works:
         return cast(Target | Group | Groups, item)
     groups = Groups(group for work in works if (group := _work(graph, work, stages, known, where)))
@@ -284,8 +321,8 @@ def _of_row(
     return groups or None
 
 
-def _work(graph: Graph, work: Work, stages: Sequence[Sequence[Op]], known: Known, where: str) -> Group | None:
-    """Return the parts of a work; `known` are those of all microbatches that were looked up."""
+def _work(graph: Graph, work: Action, stages: Sequence[Sequence[Op]], known: Known, where: str) -> Group | None:
+    """Return the parts of an action; `known` caches those of all microbatches."""
     key = work.stage, work.kind
     if key not in known:
         known[key] = _in_all(graph, work, stages, where)
@@ -293,8 +330,8 @@ def _work(graph: Graph, work: Work, stages: Sequence[Sequence[Op]], known: Known
     return group and replace(group, microbatch=work.microbatch, label=str(work))
 
 
-def _in_all(graph: Graph, work: Work, stages: Sequence[Sequence[Op]], where: str) -> Group | None:
-    """Return what a work is in all microbatches."""
+def _in_all(graph: Graph, work: Action, stages: Sequence[Sequence[Op]], where: str) -> Group | None:
+    """Return the parts of an action in all microbatches."""
     if work.stage >= len(stages):
         raise InputError(f"order at {where}: {work} is of stage {work.stage}, but there are {len(stages)}; give these.")
     ops = stages[work.stage]
@@ -313,7 +350,7 @@ def _groups(graph: Graph, target: Target | Group | Groups, where: str) -> Groups
 
 
 def _where(graph: object) -> str:
-    """Return where a verb is called. Raises InputError for another graph than the one that a plan is given."""
+    """Return the line at which a verb is called. Raises InputError for a graph other than the one given to the plan."""
     where = caller()
     if not isinstance(graph, Graph):
         raise InputError(f"{where}: a verb takes the graph first, not {type(graph).__name__}.")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from superscaler.cli.common import ModelRequest, Printer, command, table
-from superscaler.report.explain import scaled, some
 from superscaler.report.model import collapse, describe, group
+from superscaler.report.words import scaled, some
 
 # Places and factors that a cell of the tables names; --json has all.
 _PLACES = 4
@@ -66,7 +66,7 @@ def _summary(name: str, found: dict[str, Any]) -> str:
 
 
 def _told(found: dict[str, Any]) -> str:
-    """Return what a step returns, where that is more than a loss."""
+    """Return the outputs of a step in words, if there are more than a loss."""
     shown = [f"{name} {tuple(shape)} {dtype}" for name, (shape, dtype) in found["outputs"].items()]
     means = "" if found["trains"] else "inference: no gradient is computed, nothing is updated; "
     return f"\n{means}a step returns {some(shown, _PLACES)}" if shown else ""

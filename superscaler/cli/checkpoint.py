@@ -19,8 +19,8 @@ Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write
 
 @command
 def inspect(printer: Printer, checkpoint: Checkpoint) -> None:
-    """Say what is in a checkpoint, after its shards were checked."""
-    from superscaler.train.exchange import inspect as look
+    """Print the contents of a checkpoint, after its shards were checked."""
+    from superscaler.store.convert import inspect as look
 
     printer.result = found = look(checkpoint)
     printer.show(_told(found))
@@ -61,7 +61,7 @@ def export(
     """Write model.safetensors by the model's own names, and its config.json if it is Hugging Face's."""
     if form not in FORMATS:
         raise InputError(unknown("format", form, FORMATS))
-    from superscaler.train.exchange import export_distributed, export_model
+    from superscaler.store.convert import export_distributed, export_model
 
     if form == "distributed":
         files = export_distributed(checkpoint, out)
@@ -76,8 +76,8 @@ def export(
 
 
 def _trained(checkpoint: Path) -> str:
-    """Return the model of the library that was trained. What is in a user's file is run only if that is asked for."""
-    from superscaler.runtime.stored import open_checkpoint
+    """Return the trained model of the library. A user's file is run only on request."""
+    from superscaler.store.tensors import open_checkpoint
 
     manifest = open_checkpoint(checkpoint).manifest or {}
     name = (manifest["training"] or {}).get("model")
@@ -99,7 +99,7 @@ def import_(
     ] = False,
 ) -> None:
     """Write weights of another program as a checkpoint, for --resume and --weights."""
-    from superscaler.train.exchange import import_weights
+    from superscaler.store.convert import import_weights
 
     made = import_weights(source, out, trust)
     printer.show(f"imported as {made}")

@@ -1,4 +1,6 @@
-"""What the commands share: their arguments, how results are printed, and how text becomes a model and a plan."""
+"""Shared parts of the commands: their arguments, the printing of results, and the way from text to a model and a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ _NONE = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """What to capture, as text. Its fields are options of the commands that take one."""
+    """A model to capture, as text. Its fields are options of the commands that take one."""
 
     model: Annotated[
         str,
@@ -155,7 +157,7 @@ class ModelRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(ModelRequest):
-    """What to compile, as text."""
+    """A plan to compile, as text."""
 
     plan: Annotated[
         str,

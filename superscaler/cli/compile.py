@@ -10,10 +10,10 @@ import typer
 
 from superscaler.cli.common import PlanRequest, Printer, command
 from superscaler.cluster import Cluster
-from superscaler.cluster.start import how_to_start
 from superscaler.errors import InputError
-from superscaler.specs.files import RUN_FILE
-from superscaler.specs.saved_plan import plan_files
+from superscaler.launch.jobs import how_to_start
+from superscaler.store.files import RUN_FILE
+from superscaler.store.plan import plan_files
 
 
 def _directory(text: str) -> Path:

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from superscaler import cache
 from superscaler.cli import measure as links
 from superscaler.cli.common import Printer, command, option, table
 from superscaler.errors import RuntimeFailure
+from superscaler.store import cache
 from superscaler.timing import cores
 
 # The supported versions of torch: from the first, below the second. The package's own requirement says the same.
@@ -24,7 +24,7 @@ _PYTHON = (3, 11)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at and what was found. Without a required one that is ok, nothing can be trained."""
+    """A check and its finding. Training needs every required one to be ok."""
 
     name: str
     ok: bool
@@ -118,8 +118,8 @@ def _cuda() -> Iterator[Check]:
 
 def _probe(backend: str, world: int, check: Check) -> Check:
     """Run an all_reduce on `world` processes; return the check when it works, else with what went wrong."""
-    from superscaler.runtime.launch import call
-    from superscaler.runtime.measure import probe
+    from superscaler.comm.measure import probe
+    from superscaler.launch.launch import call
 
     try:
         call(probe, world, backend)

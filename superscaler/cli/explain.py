@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from superscaler.cli.common import Printer, command, option
-from superscaler.report.explain import difference, read, words
+from superscaler.report.words import difference, read, words
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A plan directory that compile --out wrote.")]
 
@@ -22,7 +22,7 @@ def explain(
         option("--svg", "Draw instead: exchanges of several steps, with layouts, bytes and seconds.", "FILE"),
     ] = None,
 ) -> None:
-    """Say what a plan does: per block its splits, weights and communication; the order; the totals of a step."""
+    """Print a plan in words: splits, weights and communication by block; the order; the totals of a step."""
     printer.result = found = read(plan)
     if svg is None:
         printer.show(words(found))
@@ -36,7 +36,7 @@ def explain(
 
 @command
 def diff(printer: Printer, plan_a: Directory, plan_b: Directory) -> bool:
-    """Say what differs between two plans. Exit code 0 when they are equal, 1 when they differ."""
+    """Print the differences between two plans. Exit code 0 when they are equal, 1 when they differ."""
     both = read(plan_a), read(plan_b)
     lines = difference(*both)
     printer.show("\n".join(lines) or "equal plans")

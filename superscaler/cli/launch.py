@@ -10,10 +10,11 @@ import typer
 
 from superscaler.cli.common import Printer, command, option
 from superscaler.cli.explain import Directory
-from superscaler.cluster import Cluster, start
+from superscaler.cluster import Cluster
 from superscaler.errors import InputError
-from superscaler.specs.files import RUN_FILE
-from superscaler.specs.saved_plan import read_plan
+from superscaler.launch import jobs as start
+from superscaler.store.files import RUN_FILE
+from superscaler.store.plan import read_plan
 
 app = typer.Typer(help="Print how a saved plan is started: a command, or a file for a scheduler.", no_args_is_help=True)
 

@@ -37,8 +37,8 @@ def measure(printer: Printer, spec: str | None, out: Path | None) -> None:
     count = _count(spec)
     from superscaler.cluster import LINKS, LOCAL, Cluster
     from superscaler.cluster.fit import Sample, error, fit, predict
-    from superscaler.runtime.launch import call
-    from superscaler.runtime.measure import measure as measure_links
+    from superscaler.comm.measure import measure as measure_links
+    from superscaler.launch.launch import call
 
     samples = [Sample(**{**found, "group": tuple(found["group"])}) for found in call(measure_links, count)[0]]
     samples.sort(key=lambda s: (s.link, s.kind, s.size))

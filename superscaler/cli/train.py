@@ -65,9 +65,9 @@ def train(
 ) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     check(request, clip, data, out)
-    from superscaler.train.keep import ending
     from superscaler.train.launch import Keeping
     from superscaler.train.launch import train as launch
+    from superscaler.train.resume import ending
 
     keeping = Keeping(
         save=save, save_every=save_every, keep=keep, on_failed_save=on_failed_save, resume=resume, weights=weights,

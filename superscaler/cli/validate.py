@@ -39,7 +39,7 @@ def validate(
     if request.directory:
         return _compare(printer, request, not no_manifest)
     if os.path.isdir(request.model) and not request.plan:
-        from superscaler.verify.saved import validate_directory
+        from superscaler.verify.plan_dir import validate_directory
 
         printer.result = validate_directory(Path(request.model), manifest=not no_manifest)
         printer.show(f"the plan in {request.model} holds: its program is certified, and its files are what that says")
@@ -61,7 +61,7 @@ def _compare(printer: Printer, request: Request, manifest: bool) -> bool:
         raise InputError(f"the plan in {request.directory} has a cluster; leave --plan and --cluster out.")
     from superscaler.cli.verify import real_batch
     from superscaler.verify.against import compare_directory
-    from superscaler.verify.saved import validate_directory
+    from superscaler.verify.plan_dir import validate_directory
 
     checks = validate_directory(Path(request.directory), manifest)
     graph, built = replace(request, no_cache=True).capture()

@@ -59,7 +59,7 @@ class DeviceFile(_Checked):
 
 
 class ClusterFile(_Checked):
-    """What the file holds. `preset` is the kind of its devices, or `local` when nothing is known about them."""
+    """The contents of the file. `preset`: the kind of its devices, or `local` if nothing is known about them."""
 
     name: StrictStr
     preset: StrictStr
@@ -96,7 +96,7 @@ def _links(known: Links, told: LinksFile) -> Links:
 
 
 def read(text: str, where: str) -> ClusterFile:
-    """Return what the text says. Raises InputError that names the first key that is wrong."""
+    """Return the contents of a text. Raises InputError that names the first wrong key."""
     content = parse(text, where)
     keys = list(ClusterFile.model_fields)
     if not isinstance(content, dict):

@@ -73,7 +73,7 @@ def predict(links: Links, sample: Sample) -> float:
 
 
 def error(links: Links, sample: Sample) -> float:
-    """Return how far the links are off, in parts of what was measured."""
+    """Return the relative error of the links' prediction for a sample."""
     return abs(predict(links, sample) / sample.seconds - 1)
 
 

@@ -19,7 +19,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What the time of a collective depends on, beside its groups and its size. `rings`: devices know nothing else."""
+    """The facts that the time of a collective depends on, beside its groups and its size. `rings`: devices know rings
+    only.
+    """
 
     links: Links
     per_server: int
@@ -69,7 +71,7 @@ LOCAL_KINDS = ("chunk", "value_chunk")
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What a group needs: seconds of latency, bytes inside by each device, and bytes out of and into each server.
+    """The needs of a group: seconds of latency, bytes inside by each device, and bytes out of and into each server.
 
     Bytes are per byte of the source. Rings use both classes of link at once, hierarchies one after the other.
     """

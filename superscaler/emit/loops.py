@@ -1,4 +1,4 @@
-"""Loops over microbatches as Python writes them: where a body starts, and which values have an index."""
+"""Loops over microbatches in emitted Python: where a body starts, and which values have an index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from superscaler.ir.loops import NONE, Loop, Rolled, Run
+from superscaler.ir.codes import NONE, Loop, Rolled, Run
 from superscaler.ir.program import ONE, Free, Instruction, Recv, Role, Send, Slice, Task, Value, names
 
 # The variable of a loop: the first microbatch of its body.
@@ -19,7 +19,7 @@ Row = tuple[Instruction, ...]
 
 @dataclass(frozen=True)
 class Section:
-    """Instructions that are done once, or as often as `count`: then `later` has them in the second repetition."""
+    """Instructions that run once, or `count` times: then `later` has them in the second repetition."""
 
     rows: Sequence[Row]
     later: Sequence[Row] = ()
@@ -27,36 +27,38 @@ class Section:
 
     @cached_property
     def _moves(self) -> set[tuple[Value, Value]]:
-        """Return the values of a body with what they are in the second repetition."""
+        """Return the values of a body, each with its value in the second repetition."""
         pairs = zip(self.rows, self.later, strict=False)
         return {pair for (one, *_), (other, *_) in pairs for pair in zip(_values(one), _values(other), strict=True)}
 
     @cached_property
     def moving(self) -> set[Value]:
-        """Return the values of a body that are others in each repetition."""
+        """Return the values of a body that differ between repetitions."""
         return {a for a, b in self._moves if a != b}
 
     @cached_property
     def period(self) -> int:
-        """Return how many microbatches later each repetition is, 0 where something else moves in its values."""
+        """Return the microbatches from one repetition to the next, 0 if something else moves in its values."""
         steps = {b.microbatch - a.microbatch for a, b in self._moves if a != b}
         is_plain = all(a._replace(microbatch=b.microbatch) == b for a, b in self._moves)
         fixed = {a for a, b in self._moves if a == b}
         return steps.pop() if len(steps) == 1 and is_plain and not self.moving & fixed else 0
 
     def made(self) -> Iterator[Value]:
-        """Yield what moves and is made in the body, in order."""
+        """Yield the moving values that the body makes, in order."""
         return (v for i, *_ in self.rows for v in names(i, Role.WRITE) if v in self.moving)
 
     def own(self) -> set[Value]:
-        """Return what moves in a loop and is made and freed in one repetition, where it is of one microbatch."""
+        """Return the moving values that are made and freed in one repetition, for its own microbatch."""
         freed = {v for i, *_ in self.rows for v in names(i, Role.END)}
         times = Counter(map(_family, self.moving))
         return {_family(v) for v in self.made() if v in freed and times[_family(v)] == 1}
 
 
 def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Section]:
-    """Return the code of devices that run one program; messages that start together are of one repetition."""
+    """Return the code of devices that run one program, as sections. Messages that start together stay in one
+    repetition.
+    """
     told = [_unparted(code) if isinstance(code, Rolled) else [tuple(code)] for code in codes]
     found = []
     for run, *others in zip(*told, strict=True):
@@ -72,7 +74,7 @@ def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Section]:
 
 
 def _unparted(code: Rolled) -> list[Run]:
-    """Return code whose loops start where no messages that start together are parted."""
+    """Return code whose loops start where they part no messages that start together."""
     found: list[Run] = [()]
     pending = list(code.runs)
     while pending:
@@ -98,7 +100,7 @@ def _unparted(code: Rolled) -> list[Run]:
 
 
 def _is_between(before: Row, loop: Loop, last: Row, after: Row, at: int) -> bool:
-    """Tell whether a body may start at one of its instructions: messages before it do not start with those behind."""
+    """Return whether a body may start at one of its instructions: no messages before it start with those behind."""
     end = (last[:at], last[at:] + after) if at else (last, after)
     parts = ((before + loop.first[:at], loop.first[at:]), (loop.first + loop.second[:at], loop.second[at:]), end)
     return not any(_is_one(left, right) for left, right in parts)
@@ -110,8 +112,10 @@ def _is_one(left: Row, right: Row) -> bool:
 
 
 class Spelling:
-    """How the values of a program are written. Of those that move in a loop some are made and freed in one repetition;
-    all others are in a dict by microbatch.
+    """The names of the values of a program in its source.
+
+    A value that moves in a loop has a plain name if it is made and freed in one repetition; otherwise it is in a dict
+    by microbatch.
     """
 
     def __init__(self, runs: Sequence[Section]) -> None:
@@ -129,7 +133,7 @@ class Spelling:
         return sorted(value.spelled("") for value in self.kept)
 
     def enter(self, loop: Section) -> str:
-        """Start to write the body of a loop; return its head."""
+        """Enter the body of a loop; return its head."""
         self._moving, self._period = loop.moving, loop.period
         self._first = min(value.microbatch for value in self._moving)
         made = [(there, v.microbatch) for v in loop.made() if (there := self._there.get(_family(v))) is not None]
@@ -159,7 +163,7 @@ class Spelling:
         return f'f"{task.spelled(f"{{{self.number(task.microbatch, self._period)}}}")}"'
 
     def number(self, start: int, step: int) -> str:
-        """Return a number that is `start` in the first repetition, and `step` larger in each that follows."""
+        """Return the source of a number that is `start` in the first repetition and grows by `step`."""
         period = 1 if step % self._period == 0 else self._period
         factor = step * period // self._period
         start -= self._first // period * factor
@@ -167,7 +171,7 @@ class Spelling:
         return turn + (f" {'-' if start < 0 else '+'} {abs(start)}" if start else "")
 
     def did(self, i: Instruction) -> None:
-        """Note what an instruction outside of loops makes and frees."""
+        """Record the values that an instruction outside of loops makes and frees."""
         for value in names(i, Role.WRITE):
             if value.microbatch != NONE and _family(value) in self._there:
                 self._there[_family(value)].append(value.microbatch)
@@ -176,7 +180,7 @@ class Spelling:
                 self._there[_family(value)].remove(value.microbatch)
 
     def several(self, values: Sequence[Value | None], gap: str = "None") -> list[str]:
-        """Return how values are written one after the other: a dict that has some of them, and no others, at once."""
+        """Return the sources of values in order; a dict of which these are all values is written at once."""
         found = []
         for _, some in groupby(values, lambda v: None if v is None else _family(v)):
             own = list(some)

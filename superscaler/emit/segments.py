@@ -1,4 +1,4 @@
-"""Functions of a program -> the text of `segments.py`: one function per distinct text, shared by layers and devices."""
+"""Source of functions: the text of `segments.py`, one function per distinct text, shared by layers and devices."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superscaler.ir.graph import Model, Op, Operand, draw_number, first
 from superscaler.ir.mask import Box, extents
+from superscaler.ir.model import Model, Op, Operand, draw_number, first
+from superscaler.ir.model_text import unique
 from superscaler.ir.program import Function, Program
-from superscaler.ir.text import unique
 from superscaler.ops.call import Local, ranges
 from superscaler.ops.table import RANDOM, parts_of, row_of
 
@@ -26,8 +26,8 @@ from superscaler.runtime import functional
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A random tensor of an op on one part: the number of its op, the box of its elements in the whole tensor, and
-    how many iterations of the step are before it.
+    """A random tensor of an op on one part: the number of its op, the box of its elements in the whole tensor, and the
+    number of iterations of the step before it.
     """
 
     op: int
@@ -38,7 +38,7 @@ class Draw:
 
 
 def draws_of(model: Model, function: Function, boxes: Sequence[Box]) -> list[Draw]:
-    """Return what a function draws at random, in order, where its random ops are parts with these boxes."""
+    """Return the random tensors that a function draws, in order, if its random ops are parts with these boxes."""
     drawn = ((op, random) for op in function.ops if (random := row_of(op.target).random))
     return [
         Draw(draw_number(first(op.origin or op.name)), *random(op, box, model.tensors), ahead=op.iteration)
@@ -63,7 +63,7 @@ def emit_segments(program: Program) -> tuple[str, list[str]]:
 
 
 def _stem(path: str, default: str = "") -> str:
-    """Return a name for a module path or a tensor: its last names, numbers left out."""
+    """Return a name for a module path or a tensor: its last names, without numbers."""
     words = [w for w in path.split(".") if w and not w.isdigit()]
     name = re.sub(r"\W", "_", "_".join(words[-2:]) or default)
     return name if name.isidentifier() else f"_{name}"
@@ -82,7 +82,7 @@ class _Writer:
         self.ops = [op for op in function.ops if op.name not in fused]
 
     def write(self) -> str:
-        """Return the function from its parameters on: everything but its name."""
+        """Return the source of the function from its parameters on, without its name."""
         parameters = [unique(self._short(tensor), self.taken) for tensor in self.function.inputs]
         lines: list[str] = []
         module, dying = None, self._dying()
@@ -100,7 +100,9 @@ class _Writer:
         return f"({', '.join(parameters + extra)}):\n" + "\n".join(lines) + "\n"
 
     def _dying(self) -> dict[str, list[str]]:
-        """Return per op what nothing reads after it. A value and its views share memory, and die together."""
+        """Return, for each op, the values that nothing reads after it. A value and its views share memory, and die
+        together.
+        """
         shared: dict[str, list[str]] = {}
         last: dict[int, str] = {}
         for op in self.ops:
@@ -144,7 +146,7 @@ class _Writer:
         return self.value[op.inputs[k].tensor] if number is None else parameters[number]
 
     def _short(self, tensor: str) -> str:
-        """Return a name that is equal in all layers: numbers of blocks and of repeated ops are left out."""
+        """Return a name that is equal in all layers: without numbers of blocks and of repeated ops."""
         tensor = first(self.tensors[tensor].origin or tensor)
         if self.tensors[tensor].kind == "activation":
             name = re.sub(r"_\d+$", "", re.sub(r"\W", "_", tensor))
@@ -158,7 +160,7 @@ class _Writer:
     # A bias that follows its matrix product is given to it again, as one call.
 
     def _fusable(self) -> dict[str, Op]:
-        """Return the products whose only reader is the addition of a one-dimensional weight, by the addition's name."""
+        """Return the products whose only reader adds a one-dimensional weight, by the name of that addition."""
         uses: Counter[str] = Counter(o.tensor for op in self.function.ops for o in op.inputs)
         made = {op.outputs[0].tensor: op for op in self.function.ops if row_of(op.target).biased}
         found = {}

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from superscaler.errors import CaptureError, brief
+from superscaler.frontend.capture_cache import values_of
 from superscaler.frontend.checkpoints import marked
-from superscaler.frontend.entries import values_of
 from superscaler.frontend.oracle import packed, reference_step
 from superscaler.frontend.refusals import forward_line
 from superscaler.frontend.results import loss_of, taken_apart

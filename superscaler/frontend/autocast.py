@@ -1,4 +1,4 @@
-"""Autocast as casts in the graph: what torch's own kernels cast, as often as eager autocast does."""
+"""Autocast as casts in the graph: the casts of torch's own kernels, as often as eager autocast makes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 def read_autocast(name: str | None, kind: str) -> Autocast | None:
-    """Return what `torch.autocast` is asked for by name, else by the region around this call, if any."""
+    """Return the autocast with this name, else the `torch.autocast` region around this call, if any."""
     if name is not None:
         if name not in AUTOCASTS:
             raise InputError(unknown("autocast", name, AUTOCASTS))
@@ -33,8 +33,10 @@ def read_autocast(name: str | None, kind: str) -> Autocast | None:
 
 
 def cast_product(equation: Any, *operands: Any) -> tuple[Any, ...]:
-    """Return the arguments of an einsum as autocast would cast them for the product that it is: decomposition keeps an
-    einsum whole. An einsum of other than two operands, or that is no product only, stays as it is.
+    """Return the arguments of an einsum, cast as autocast would cast the product that it is; decomposition keeps an
+    einsum whole.
+
+    An einsum of other than two operands, or one that is more than a product, stays as it is.
     """
     flat = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     kind = flat[0].device.type if isinstance(flat[0], Tensor) else "meta"
@@ -57,7 +59,7 @@ def has_regions(exported: ExportedProgram) -> bool:
 def stand_ins(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Give the arguments as CPU tensors without data, and the module such weights: autocast leaves meta alone."""
+    """Give the arguments as CPU tensors without data, and such weights to the module: autocast ignores meta tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Tensor] = {}
 
@@ -82,7 +84,7 @@ def stand_ins(
 
 
 def forget_stand_ins(exported: ExportedProgram) -> None:
-    """Put tensors of the meta device back where a program holds stand-ins."""
+    """Replace the stand-ins of a program by tensors of the meta device."""
     for table in (exported.state_dict, exported.constants):
         for name, value in table.items():
             if isinstance(value, FakeTensor):
@@ -92,7 +94,7 @@ def forget_stand_ins(exported: ExportedProgram) -> None:
 def open_regions(exported: ExportedProgram) -> None:
     """Put the ops of autocast regions between an enter and an exit, so that decomposition casts them one by one.
 
-    As the call of a submodule, which torch.export makes of a region, they would lose their module and their line.
+    torch.export makes a region the call of a submodule, in which ops would lose their module and their line.
     """
     _open(exported.graph_module, "")
     exported.graph_module.recompile()
@@ -128,7 +130,7 @@ def _inline(module: GraphModule, node: Node, outermost: str) -> None:
 
 
 def share_casts(exported: ExportedProgram) -> None:
-    """Make equal casts of a weight (or an input) in one region one op, as the cache of eager autocast does."""
+    """Merge equal casts of a weight (or an input) in one region, as the cache of eager autocast does."""
     first: dict[Any, Node] = {}
     graph = exported.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_CAST):

@@ -24,20 +24,19 @@ from torch.utils import _pytree as pytree
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.agreement import agree
 from superscaler.frontend.autocast import Autocast, read_autocast
-from superscaler.frontend.constants import fold
+from superscaler.frontend.capture_cache import Inputs, inputs_of, key_of, load, save
 from superscaler.frontend.effects import refuse_shared
-from superscaler.frontend.entries import Inputs, inputs_of, key_of, load, save
 from superscaler.frontend.export import examples, export
-from superscaler.frontend.gradients import depends, remove_idle_detaches, with_gradient
 from superscaler.frontend.infer import Indexed, Inference, infer
 from superscaler.frontend.naming import name_factors
-from superscaler.frontend.normalize import normalize, remove_dead
-from superscaler.frontend.optimizer import Training, read_optimizer
+from superscaler.frontend.packed_weights import Segments, cut_segments
 from superscaler.frontend.results import names_of
-from superscaler.frontend.segments import Segments, cut_segments
+from superscaler.frontend.rewrites.constants import fold
+from superscaler.frontend.rewrites.normalize import normalize, remove_dead
 from superscaler.frontend.trace import Trace, base_of, dtype_of, op_name, outputs, read, reads, shape_of, target_of
-from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref, TensorKind, common_module
-from superscaler.ir.text import unique
+from superscaler.frontend.training import Training, depends, read_optimizer, remove_idle_detaches, with_gradient
+from superscaler.ir.model import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref, TensorKind, common_module
+from superscaler.ir.model_text import unique
 from superscaler.ops.table import row_of, with_linearity
 from superscaler.specs.reads import watched
 from superscaler.timing import timed, without_garbage_collection
@@ -58,7 +57,7 @@ class Call:
     updated: frozenset[str] = frozenset()
 
     def batch(self) -> dict[str, Tensor]:
-        """Return the example inputs by the names that export gave them, in its order."""
+        """Return the example inputs by their exported names, in export's order."""
         pairs = zip(self.inputs.names, self._flat()[0], strict=True)
         return {name: value for name, value in pairs if isinstance(value, Tensor)}
 
@@ -171,7 +170,7 @@ def capture(
 
 
 def _fixed(module: nn.Module, model: Model) -> dict[str, Tensor]:
-    """Return what a module saves and the model has not, as far as it has data."""
+    """Return the tensors of a module's state that the model lacks, as far as they have data."""
     known = {*model.tensors, *model.aliases, *(packed for packed, *_ in model.segments.values())}
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     return {name: value.detach().clone() for name, value in state.items() if name not in known and not value.is_meta}
@@ -180,7 +179,7 @@ def _fixed(module: nn.Module, model: Model) -> dict[str, Tensor]:
 def _read(
     module: nn.Module, exported: ExportedProgram, form: str, training: Training, device: torch.device
 ) -> tuple[Model, dict[str, Tensor]]:
-    """Return the model that is in an exported program, and its values."""
+    """Return the model in an exported program, and its values."""
     aliases = aliases_of(module)
     trace = read(exported, aliases, names_of(form))
     _require_values(module, trace)
@@ -210,7 +209,7 @@ def _copy_given(trace: Trace) -> None:
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
-    """Return for each further name of a tied parameter the name that is kept: the first of `named_parameters`."""
+    """Return the kept name of each further name of a tied parameter: the first of `named_parameters`."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -227,7 +226,7 @@ def _require_values(module: nn.Module, trace: Trace) -> None:
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Return where constants are computed: on the module's device, on the CPU for a module without data."""
+    """Return the device of constants: the module's device, or the CPU for a module without data."""
     first: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
@@ -284,7 +283,7 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: 
 
 
 class Builder:
-    """Writes the inferred graph down as frozen data."""
+    """A writer of the inferred graph as frozen data."""
 
     def __init__(self, trace: Trace, found: Inference, needed: Set[Node]) -> None:
         self.found = found
@@ -334,7 +333,7 @@ class Builder:
         return replace(op, flops=row_of(op.target).flops(op, [*map(shape_of, read)], [*map(shape_of, made)]))
 
     def update(self, weight: Node, group: int, training: Training) -> Op:
-        """Return the op that updates a parameter in place; each of its elements is updated apart."""
+        """Return the op that updates a parameter in place, element by element."""
         return self.in_place(self.tensor(weight), f"update.{weight.name}", f"ss.{training.optimizer.name}", group=group)
 
     def write(self, buffer: Node, new: Node) -> Op:
@@ -342,11 +341,13 @@ class Builder:
         return self.in_place(self.tensor(buffer), f"write.{buffer.name}", "ss.write", new)
 
     def given(self, name: str, node: Node) -> PTensor:
-        """Return an output of the step, which is as a tensor of the model."""
+        """Return an output of the step, as a tensor of the model."""
         return replace(self.tensor(node), name=name, kind="output", requires_grad=False)
 
     def in_place(self, tensor: PTensor, name: str, target: str, *others: Node, group: int = 0) -> Op:
-        """Return the op that sets a tensor at the end of the step, by elements of others of the same shape."""
+        """Return the op that sets a tensor at the end of the step, element by element, from others of the same
+        shape.
+        """
         factors = [factor for dim in tensor.slots for factor in dim]
         slots = tuple(range(len(factors)))
         return Op(
@@ -365,7 +366,7 @@ class Builder:
 
 
 def _checkpoints(calls: Iterable[Node]) -> dict[int | None, str]:
-    """Return names of the regions of the model's own checkpoints: the module of each, or else its first op."""
+    """Return names of the regions of the model's own checkpoints: the module of each, or its first op."""
     members: dict[int | None, list[Node]] = {}
     for call in calls:
         members.setdefault(call.meta.get("region"), []).append(call)
@@ -379,8 +380,8 @@ _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "genera
 
 
 def _literal(value: Any, numbers: Iterator[int]) -> Any:
-    """Return an argument as a plain value: tensors as their number among the operands, dtypes as text, nothing that
-    names a device or a memory layout.
+    """Return an argument as a plain value: tensors as their number among the operands, dtypes as text, devices and
+    memory layouts left out.
     """
     if isinstance(value, Node):
         return Ref(next(numbers))

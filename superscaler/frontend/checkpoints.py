@@ -1,4 +1,4 @@
-"""What a model wraps in `torch.utils.checkpoint`: run once, as it is written, and marked in what is exported."""
+"""The model's own `torch.utils.checkpoint` regions: run once, as written, and marked in the exported program."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MARK = "checkpoint"
 
 
 def mark_of(node: Node) -> int | None:
-    """Return the number of the outermost region in which export made a node, None outside of all."""
+    """Return the number of the outermost region of a node, None outside of all."""
     found: int | None = (node.meta.get("custom") or {}).get(_MARK)
     return found
 
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Mark what is made in checkpointed regions, by a number for each, and compute nothing again."""
+    """Mark the nodes of checkpointed regions, by a number for each, and recompute nothing."""
     enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
     numbers, opened, mark = count(), list[Any](), ExitStack()
 

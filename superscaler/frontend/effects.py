@@ -1,4 +1,4 @@
-"""What a forward does beside its result, and a captured step would not: found while it runs, and refused."""
+"""Side effects of a forward that a captured step would lose: found while it runs, and refused."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ State = dict[str, tuple[Any, Any]]
 
 
 class Unsettled(Exception):
-    """The first call of a module set what later calls find: the graph of a later one is wanted.
+    """The first call of a module set state that later calls find, so the graph of a later call is needed.
 
-    `settle` sets it again: torch.export puts the attributes of a module back.
+    `settle` sets the state again: torch.export restores the attributes of a module.
     """
 
     def __init__(self, told: str, found: Sequence[tuple[Any, str]]) -> None:
@@ -65,7 +65,9 @@ def _backward_hooks(module: nn.Module) -> tuple[Any, ...]:
 
 
 def refuse_shared(module: nn.Module, trained: Mapping[str, Any]) -> None:
-    """Raise CaptureError where a tensor of a module is a view of a trained parameter: its copy would stay as it is."""
+    """Raise CaptureError for a tensor of a module that is a view of a trained parameter: its copy would not follow
+    updates.
+    """
     parameters = [(name, p) for name, p in module.named_parameters() if name in trained]
     spans = {p.untyped_storage()._cdata: (name, p) for name, p in parameters}
     others: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
@@ -85,13 +87,13 @@ def _is_dense(x: Any) -> bool:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors of one storage may have an element in common."""
+    """Return whether two tensors of one storage may share an element."""
     (a, b), (c, d) = map(_span, (one, other))
     return a < d and c < b
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage that a tensor lies in."""
+    """Return the range of bytes of a tensor in its storage."""
     last = sum((int(size) - 1) * int(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset()) * x.element_size()
     return start, start + (last + 1) * x.element_size()
@@ -100,8 +102,8 @@ def _span(x: Tensor) -> tuple[int, int]:
 def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's forward during export. Raises CaptureError for effects that the graph would lose silently.
 
-    What is set once, such as a cache, is settled in a second run: a tensor in the same export, which knows it; after
-    anything else Unsettled asks for another one.
+    State that is set once (a cache) is settled in a second run: a tensor in the same export, which knows it; anything
+    else raises Unsettled, which asks for another export.
     """
     with blocked(), _recorded() as places:
         given, before, draws = _flat(args, kwargs), _state(module), _draws()
@@ -182,7 +184,7 @@ def _state(module: nn.Module) -> State:
 
 
 def _kept(function: Any) -> State:
-    """Return what a function of the user's own has from around it."""
+    """Return the values that a function of the user's own takes from its surroundings."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(function, FunctionType) or not is_model(function.__code__.co_filename, own=True):
         return {}

@@ -1,4 +1,4 @@
-"""A module and its example arguments -> an exported program whose outputs are its loss, and what else is kept."""
+"""Export: a module and its example arguments become a program whose outputs are its loss and other kept results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError, PlanError
 from superscaler.frontend import autocast as casts
-from superscaler.frontend import checkpoints, experts
+from superscaler.frontend import checkpoints
 from superscaler.frontend.autocast import Autocast
 from superscaler.frontend.effects import Unsettled, call, refuse_hooks
 from superscaler.frontend.refusals import Lost, explain, forward_line
 from superscaler.frontend.results import returned
+from superscaler.frontend.rewrites import custom_ops as experts
 
 # Synonyms of operators that have a rule, and what torch itself writes in such operators.
 _COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hinge_embedding_loss kl_div less less_equal
@@ -77,7 +78,7 @@ def export(
 
 
 def _settled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """Export a module; again, where its first call changed what the second one finds."""
+    """Export a module; export it again if its first call changed state that the second one finds."""
     try:
         return torch.export.export(module, args, kwargs, strict=False)
     except Unsettled as first:
@@ -89,7 +90,7 @@ def _settled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _decompositions(exported: ExportedProgram) -> dict[Any, Any]:
-    """Return how torch writes the composite operators of a program that have no rule of their own."""
+    """Return torch's decompositions of composite operators in a program that have no rule of their own."""
     names = set(_COMPOSITE.split())
     found = {n.target for n in exported.graph.nodes if str(n.target).removeprefix("aten.").split(".")[0] in names}
     # With running statistics it changes them, which its own name does not say.
@@ -102,7 +103,7 @@ def _decompositions(exported: ExportedProgram) -> dict[Any, Any]:
 def examples(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments to export with: a tensor passed twice is cloned, and on meta where the module is.
+    """Return the arguments for the export: a tensor passed twice is cloned, and all are on meta if the module is.
 
     Export deduplicates tensor objects, and would wire `labels` into `input_ids`.
     """
@@ -201,7 +202,7 @@ def _as_it_is(module: nn.Module, kind: type[nn.Module], forward: Any) -> Iterato
 
 @contextmanager
 def _unchecked() -> Iterator[None]:
-    """Let torch's distributions take what they are given: whether it is valid is no part of a graph."""
+    """Skip the argument checks of torch's distributions: validity is no part of a graph."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

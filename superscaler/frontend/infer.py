@@ -1,4 +1,6 @@
-"""Unify indices along every edge of the graph, then read off each op's indices, marks and slots."""
+"""Inference of indices: unify indices along every edge of the graph, then read off each op's indices, marks and
+slots.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.trace import Trace, argument, dtype_of, outputs, reads, shape_of, target_of
-from superscaler.ir.graph import Mark
+from superscaler.ir.model import Mark
 from superscaler.ops.call import Site
 from superscaler.ops.notation import Dim, Signature, frozen, misfit, resolve
 from superscaler.ops.row import elementwise
@@ -25,8 +27,8 @@ Slots = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """A call with its indices: for each the class that it belongs to, its mark, and the index up to whose end parts
-    have it, if there is one; slots as `ir.Operand` has them.
+    """A call with its indices: the class and the mark of each, and the index whose end bounds it in parts, if any;
+    slots as in `ir.Operand`.
     """
 
     call: Node
@@ -39,19 +41,19 @@ class Indexed:
 
 @dataclass(slots=True)
 class Inference:
-    """The dims of every tensor as spans, the indexed calls, and how often an operator without a rule was met."""
+    """The dims of every tensor as spans, the indexed calls, and the count of each operator without a rule."""
 
     dims: dict[Node, list[list[Span]]] = field(default_factory=dict)
     calls: list[Indexed] = field(default_factory=list)
     unsupported: Counter[str] = field(default_factory=Counter)
 
     def classes(self, tensor: Node) -> list[list[Span]]:
-        """Return per dim of a tensor the classes of its slots."""
+        """Return, for each dim of a tensor, the classes of its slots."""
         return [leaves(dim) for dim in self.dims[tensor]]
 
 
 def infer(trace: Trace) -> Inference:
-    """Return the indices of all calls of a trace. What does not fit is frozen where it does not fit, and only there."""
+    """Return the indices of all calls of a trace. A misfit is frozen at its operand, and only there."""
     found = Inference()
     for leaf in trace.leaves():
         found.dims[leaf] = [[Span(size)] if size > 1 else [] for size in shape_of(leaf)]
@@ -64,7 +66,7 @@ def infer(trace: Trace) -> Inference:
 
 
 def _instantiate(found: Inference, call: Node) -> tuple[Node, Signature, dict[str, Span]]:
-    """Give a call fresh indices, and unify them with what its operands already are."""
+    """Give a call fresh indices, and unify them with those of its operands."""
     rule, is_known = signature(call)
     if not is_known:
         found.unsupported[target_of(call)] += 1
@@ -112,7 +114,7 @@ def _read_off(found: Inference, call: Node, rule: Signature, spans: dict[str, Sp
 
 
 def _match(have: list[Span], indices: list[int], classes: list[Span]) -> tuple[list[int | None], list[int]]:
-    """Return for each slot of a dim the index that it is, from both ends, and the indices that match no slot."""
+    """Return the index of each slot of a dim, matched from both ends, and the indices that match no slot."""
     result: list[int | None] = [None] * len(have)
     first, last = 0, 0
     while first < min(len(have), len(indices)) and have[first] is classes[indices[first]]:
@@ -182,7 +184,7 @@ def _check_call(node: Node, rule: Registered, sizes: Mapping[str, int]) -> None:
 
 
 def _given(node: Node) -> list[int]:
-    """Return which of an operator's tensor operands a call has: optional ones may be None."""
+    """Return the numbers of the operator's tensor operands that a call has; optional ones may be None."""
     found: list[int] = []
     number = 0
     for position, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]

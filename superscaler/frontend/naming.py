@@ -1,6 +1,6 @@
-"""Readable names of factors: batch, sequence, hidden, heads, mlp, vocabulary; else the place where they occur first.
+"""Names of factors: batch, sequence, hidden, heads, mlp, vocabulary; else the place of their first occurrence.
 
-A name is the path of the module that holds all weights with the factor, and what the factor is there: h.0.attn.heads.
+A name is the path of the module that holds all weights with the factor, and the role of the factor: h.0.attn.heads.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from itertools import takewhile
 
 from torch.fx import Node
 
-from superscaler.frontend.gradients import depends
 from superscaler.frontend.infer import Inference
 from superscaler.frontend.trace import Trace, dtype_of, op_name, outputs, reads, shape_of, target_of
-from superscaler.ir.graph import TensorKind
+from superscaler.frontend.training import depends
+from superscaler.ir.model import TensorKind
 from superscaler.ops.spans import Span
 from superscaler.ops.table import row_of
 
@@ -60,7 +60,7 @@ def _candidates(trace: Trace, found: Inference) -> Iterator[tuple[Span, str]]:
 
 
 def _inputs(trace: Trace, found: Inference) -> Iterator[tuple[Span, str]]:
-    """The first dim of all inputs is the batch; the second of the first that holds token ids is the sequence."""
+    """Yield the batch (the first dim of all inputs) and the sequence (the second of the first input with token ids)."""
     inputs = [leaf for leaf in trace.leaves("input") if shape_of(leaf)]
     for leaf in inputs:
         yield from ((span, _BATCH) for span in found.classes(leaf)[0])
@@ -77,7 +77,7 @@ def _dims(found: Inference, tensor: Node, stem: str) -> Iterator[tuple[Span, str
 
 
 def _roles(trace: Trace, found: Inference, weights: _Weights) -> Iterator[tuple[Span, str]]:
-    """Yield what factors are by the operators that read them, and then by the weights that have them."""
+    """Yield the roles of factors: by the operators that read them, then by the weights that have them."""
     from_inputs = depends(trace, "input")
     heads: set[int] = set()
     for indexed in found.calls:
@@ -110,7 +110,7 @@ def _read_by(call: Node, found: Inference, from_inputs: set[Node]) -> Iterator[t
 
 
 class _Weights:
-    """Which parameters hold each class, and the paths that all blocks of the model start with."""
+    """The parameters that hold each class, and the common prefix of all blocks' paths."""
 
     def __init__(self, trace: Trace, found: Inference) -> None:
         self.dims: list[list[Span]] = []
@@ -127,7 +127,7 @@ class _Weights:
         self.root = _common(words[: k - 1] for words in paths if (k := _first_number(words)))
 
     def short(self, words: Words) -> Words:
-        """Return a path without what all blocks start with."""
+        """Return a path without the common prefix of all blocks."""
         return (
             words[len(self.root) :] if words[: len(self.root)] == self.root and len(words) > len(self.root) else words
         )
@@ -143,14 +143,14 @@ class _Weights:
         return ".".join(path if path[-1:] == [role] else [*path, role])
 
     def role(self, span: Span) -> str:
-        """Return what a factor of two or more matrices is: mlp inside one block, hidden across them."""
+        """Return the role of a factor of two or more matrices: mlp inside one block, hidden across them."""
         matrices = self.matrices.get(id(span), [])
         blocks = {tuple(words[: _last_number(words) + 1]) for words in matrices}
         return "" if len(matrices) < 2 else "mlp" if len(blocks) == 1 and blocks != {()} else "hidden"
 
 
 def _words(parameter: str) -> Words:
-    """Return the path of a parameter's module, or of a parameter that is no weight or bias itself.
+    """Return the path of a parameter's module, or of the parameter if it is no weight or bias itself.
 
     >>> _words("transformer.h.0.attn.c_attn.weight")
     ['transformer', 'h', '0', 'attn', 'c_attn']

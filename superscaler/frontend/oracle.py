@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx import Interpreter, Node
 
 from superscaler.frontend.results import names_of
-from superscaler.ir.graph import Model
+from superscaler.ir.model import Model
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured

@@ -1,4 +1,4 @@
-"""What a captured step cannot hold, in one sentence: the user's line, what it does, and what to write instead."""
+"""Refusals: things that a captured step cannot hold, in one sentence: the user's line, its effect, and the remedy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.derivatives import is_derivative
 from superscaler.frontend.trace import FRAME, source_of
+from superscaler.frontend.users.derivatives import is_derivative
 from superscaler.specs.registered import REGISTERED
 
 _PYTHON = sysconfig.get_paths()["stdlib"]
@@ -73,11 +73,11 @@ _INPUT = re.compile(r"Unsupported input type <class '(.*?)'>")
 
 
 class Lost(Exception):
-    """A call whose effect export would drop; says what it does and what to write instead."""
+    """A call whose effect export would drop, with its effect and the remedy."""
 
 
 def explain(module: nn.Module, error: BaseException) -> CaptureError:
-    """Return one sentence about a failed export, with the user's own line where the exception shows it."""
+    """Return one sentence about a failed export, with the user's own line if the exception shows it."""
     name, where = type(module).__name__, user_line("".join(traceback.format_exception(error)))
     if isinstance(error, Lost):
         return CaptureError(f"{where or forward_line(module)} {error}.")
@@ -119,7 +119,7 @@ def line_of(function: Any) -> str:
 
 
 def is_model(file: str, own: bool = False) -> bool:
-    """Tell whether a file belongs to neither Python nor, where it must be the user's `own`, to any package."""
+    """Return whether a file belongs to neither Python nor, with `own`, to any package."""
     return bool(file) and (
         not file.startswith(_LIBRARIES) if own else not file.startswith(_PYTHON) or "-packages" in file
     )
@@ -226,7 +226,7 @@ _REFUSING = {
 
 
 class _Context(SimpleNamespace):
-    """Takes what a function's forward keeps for its backward."""
+    """A stand-in for the context in which a function's forward keeps tensors for its backward."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
@@ -238,7 +238,7 @@ def _forward(cls: type[Function], *args: Any) -> Any:
 
 
 def _in_operator(frame: FrameType | None) -> bool:
-    """Tell whether a frame runs inside a registered function."""
+    """Return whether a frame runs inside a registered function."""
     codes = {rule.code for rule in REGISTERED.values()}
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back

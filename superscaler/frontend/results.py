@@ -1,4 +1,4 @@
-"""What a module returns, as data: where its tensors are, and what a step returns in their place."""
+"""Results of a module as data: the places of its tensors, and the form that a step returns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class NoLossError(CaptureError):
-    """A module returns no loss that can be trained by."""
+    """A module returns no loss to train by."""
 
 
 def loss_of(output: Any, name: str) -> Tensor:
-    """Return the scalar loss that the output of `name` is or holds. Raises CaptureError where there is none."""
+    """Return the scalar loss in the output of `name`. Raises CaptureError if there is none."""
     loss = output
     if not isinstance(output, Tensor):
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -40,8 +40,8 @@ def loss_of(output: Any, name: str) -> Tensor:
 
 
 def returned(output: Any, name: str, is_trained: bool, is_kept: bool) -> tuple[tuple[Tensor, ...], str]:
-    """Return the tensors of a result that a step returns, the loss of one that trains last, and the form of the others
-    in JSON, if they are kept.
+    """Return the tensors that a step returns, the trained loss last, and the form of the others in JSON, if they are
+    kept.
     """
     loss = loss_of(output, name) if is_trained else None
     form, tensors = taken_apart(output, name, loss) if is_kept else (None, {})
@@ -63,9 +63,9 @@ def names_of(form: str) -> list[str]:
 
 
 def taken_apart(output: Any, name: str, loss: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """Return the form of a result, as JSON has it, and its tensors by name; a loss that is trained by is left out.
+    """Return the form of a result, as JSON has it, and its tensors by name, without the trained loss.
 
-    Raises CaptureError for what `name` returns that is neither a tensor, a plain value, nor a container of these.
+    Raises CaptureError for a result of `name` that is neither a tensor, a plain value, nor a container of these.
     """
     tensors: dict[str, Tensor] = {}
 

@@ -1,4 +1,6 @@
-"""An exported program as a graph of torch.fx that the later steps of capture rewrite, and the values of its leaves."""
+"""The trace: an exported program as a torch.fx graph that later steps of capture rewrite, and the values of its
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.checkpoints import mark_of
-from superscaler.ir.graph import TensorKind
-from superscaler.ir.text import unique
+from superscaler.ir.model import TensorKind
+from superscaler.ir.model_text import unique
 from superscaler.ops.table import RANDOM, row_of
 
 
@@ -43,7 +45,7 @@ class Trace:
     kept: list[str] = field(default_factory=list)
 
     def calls(self) -> list[Node]:
-        """Return the operator calls, without the nodes that name one result of several."""
+        """Return the operator calls, without the nodes for single results of several."""
         return [n for n in self.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
 
     def leaves(self, *kinds: TensorKind) -> list[Node]:
@@ -53,7 +55,7 @@ class Trace:
 
     @property
     def results(self) -> tuple[Node, ...]:
-        """Return the tensors that leave the step: what buffers are set to, outputs, and the loss."""
+        """Return the tensors that leave the step: new values of buffers, outputs, and the loss."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
@@ -61,17 +63,17 @@ class Trace:
         return self.results[-1] if len(self.results) > len(self.writes) + len(self.kept) else None
 
     def outputs(self) -> list[tuple[str, Node]]:
-        """Return the name of each output with what it is."""
+        """Return the name and the node of each output."""
         return list(zip(self.kept, self.results[len(self.writes) :], strict=False))
 
     def written(self) -> list[tuple[Node, Node]]:
-        """Return each buffer that the model changes, with what it is set to at the end of the step."""
+        """Return each buffer that the model changes, with its value at the end of the step."""
         buffers = {leaf.name: leaf for leaf in self.leaves("buffer")}
         pairs = ((buffers[name], new) for name, new in zip(self.writes, self.results, strict=False))
         return [(buffer, new) for buffer, new in pairs if new is not buffer]
 
     def constant(self, node: Any) -> Tensor | None:
-        """Return the value of an argument that is a constant, if it is known."""
+        """Return the value of a constant argument, if it is known."""
         is_constant = isinstance(node, Node) and node.meta.get("kind") == "constant"
         return node.meta.get("value") if is_constant else None
 
@@ -82,7 +84,7 @@ class Trace:
             return filled(self.graph.placeholder("leaf"), name, {"kind": kind, "value": value}, like)
 
     def replace(self, node: Node, *results: Node | None) -> None:
-        """Let readers read these in the place of a call's results, and drop it."""
+        """Replace a call's results by these in all readers, and drop the call."""
         made = outputs(node)
         for old, new in zip(made, results, strict=False):
             if new is not None:
@@ -91,10 +93,10 @@ class Trace:
             self.graph.erase_node(old)
 
     def rewrite(self, node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Put what a torch function runs, given these arguments without data, in the place of a call.
+        """Replace a call by the calls of a torch function on these arguments, without data.
 
-        The function may give the first ones of several results, None for those that nobody reads, and NotImplemented
-        where the call stays. The results, and what draws random numbers, have the names that the call had.
+        The function may return the first ones of several results, None for those that nobody reads, and NotImplemented
+        if the call stays. The results, and random draws, keep the names of the call.
         """
         writer = _Writer(self, node)
         given = map_arg((args, kwargs), writer.give)
@@ -129,7 +131,7 @@ class Trace:
 
 
 class _Writer(TorchDispatchMode):
-    """Writes what runs as calls before a call: named after it, of its module and line."""
+    """A writer of the calls that a function makes, before a call: named after it, of its module and line."""
 
     def __init__(self, trace: Trace, node: Node) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class _Writer(TorchDispatchMode):
         self.made: list[Node] = []
 
     def give(self, node: Node) -> Tensor:
-        """Return what a function is given of an operand."""
+        """Return the stand-in of an operand that the function is given."""
         self.known[id(node.meta["val"])] = node
         return node.meta["val"]  # type: ignore[no-any-return]
 
@@ -205,7 +207,7 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 
 def target_of(node: Node) -> str:
-    """Return the name of an operator: with its overload, if torch has it."""
+    """Return the name of an operator, with its overload if torch has it."""
     return _target(node.target)
 
 
@@ -225,8 +227,8 @@ def place_of(node: Node) -> str:
 
 
 def read(exported: ExportedProgram, canonical: Mapping[str, str], kept: Sequence[str] = ()) -> Trace:
-    """Return the graph of an exported program. `canonical` maps all parameter names to the one that is kept; `kept` are
-    the names of its outputs but the loss.
+    """Return the graph of an exported program. `canonical`: the kept name of each parameter name; `kept`: the names of
+    its outputs but the loss.
     """
     _refuse_mutation(exported)
     trace = Trace(deepcopy(exported.graph))
@@ -321,7 +323,7 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
 
 
 def _module(node: Node) -> str:
-    """Return the path of the innermost module; a repeated call of a module has the suffix `@n`, which goes."""
+    """Return the path of the innermost module, without the suffix `@n` of repeated calls."""
     stack = node.meta.get("nn_module_stack") or {}
     path: str = next(reversed(stack.values()))[0] if stack else ""
     return path.split("@")[0]
@@ -341,7 +343,7 @@ def source_of(stack: str) -> str:
 
 
 def shorten(path: str) -> str:
-    """Leave out what differs between machines: up to site-packages, or the working directory."""
+    """Return a path without the part that differs between machines: up to site-packages, or the working directory."""
     for root in ("site-packages" + os.sep, os.getcwd() + os.sep):
         if root in path:
             return path.split(root, 1)[1]

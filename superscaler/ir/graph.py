@@ -1,432 +1,467 @@
-"""The data-flow graph of one training iteration: pTensors, operators with their indices, and the factors they share.
-
-A forward op has a *mirror*, an op of kind `backward`, exactly when `has_mirror`; mirrors are not stored, since they
-follow from their ops. The gradient of a pTensor is a pTensor, too: its value is the sum of an addend for each use, made
-by the mirror of the op that uses it. An optimizer op is an op of kind `optimizer`, one per trained parameter; so is the
-op that sets a buffer (`ss.write`) which the model changes.
-"""
+"""`Graph`: a model, the parts that a plan made of its ops, their order, and a journal of the calls of verbs."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from hashlib import blake2b
-from itertools import takewhile
+from itertools import accumulate, chain, pairwise
 from math import prod
-from typing import Any, Literal
+from numbers import Integral
+from typing import Any, overload
 
-TensorKind = Literal["input", "parameter", "buffer", "constant", "activation", "output", "next"]
-OpKind = Literal["forward", "backward", "optimizer"]
-Mark = Literal["spatial", "summed", "frozen"]
-MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
+import numpy as np
 
-_LATER = re.compile(r"\+\d+$")
-_BITS = re.compile(r"\d+")
+from superscaler.errors import InputError, TransformError, unknown
+from superscaler.ir.grid import UNASSIGNED, Grid, Ints, Rows, cuts_of, expand, read_by
+from superscaler.ir.model import Factor, Model, Op, first, later, renamed
+from superscaler.ir.unroll import unrolled
 
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """A class of indices of all ops through which the same index flows: batch, sequence, heads."""
-
-    name: str
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class PTensor:
-    """A logical tensor of the model. A dim is an ordered product of slots, major to minor; a dim of size 1 has none.
-
-    `slots[d]` holds the factor names of dim `d`; `extents` the sizes of all slots, flattened over the dims.
-    `trained_as` is set in a copy of the model in another dtype: the dtype there was, by which communication is chosen.
-    `origin` is the tensor whose value a twin makes again, or a copy is; of a buffer, the weight that it was before.
-    One of kind `next` is what a weight or buffer is in a later iteration of a step; it is where that is. Of a `largest`
-    one, which has no gradient, the value is the largest of its parts, not their sum.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    kind: TensorKind
-    slots: tuple[tuple[str, ...], ...]
-    extents: tuple[int, ...]
-    requires_grad: bool = False
-    trained_as: str = ""
-    origin: str = ""
-    largest: bool = False
-
-    def local_shape(self, extents: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a piece whose slots have these sizes: each dim is the product of its slots."""
-        sizes = iter(extents)
-        return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * width(self.dtype)
-
-    @property
-    def trained(self) -> PTensor:
-        """Return the tensor in the dtype of the model that trains: by its size communication is chosen."""
-        return replace(self, dtype=self.trained_as, trained_as="") if self.trained_as else self
-
-    @property
-    def wide_dtype(self) -> str:
-        """Return in which dtype to add many values of this tensor: halves in float32."""
-        return "float32" if self.dtype in ("float16", "bfloat16") else self.dtype
+_BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
+# Pieces of one gradient.
+MOST_PIECES = 2**16
+# The kinds of work that `select` knows.
+KINDS = ("F", "B", "I", "W", "R", "C")
+Address = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
-    """One index of one op's iteration space. Cutting a `summed` index gives value parts.
+class Parts:
+    """A light handle on parts of one op: cells of one grid of its tree, in any shape. Indexing works as in numpy."""
 
-    An index that `follows` (index, step, chunks) another one is cut with it: of as many equal chunks of both, a part
-    with chunk k of that one has chunk k - step of this one, counted around; a part with all chunks has all of it.
-    Without chunks, (index, 0, 0), a part has of this one all up to the end of its range of that one (of keys those that
-    its queries see in causal attention). All others are independent.
-    """
+    op: Op
+    grid: Grid = field(repr=False)
+    prefix: Address
+    cells: Ints
+    level: int
 
-    size: int
-    factor: str
-    mark: Mark
-    follows: tuple[int, int, int] | None = None
+    def __len__(self) -> int:
+        return len(self.cells) if self.cells.ndim else 1
 
-    @property
-    def until(self) -> int | None:
-        """Return the index up to whose end parts have this one, if there is one."""
-        return self.follows[0] if self.follows and not self.follows[2] else None
+    def __iter__(self) -> Iterator[Parts]:
+        return (self[k] for k in range(len(self)))
 
+    def __getitem__(self, key: Any) -> Parts:
+        cells = self.cells[key] if self.cells.ndim else self.cells
+        return replace(self, cells=np.asarray(cells))
 
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """How an op reads or writes a pTensor: for each (flattened) slot the op's index, or None where it is whole."""
-
-    tensor: str
-    slots: tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """Stands in `Op.args` for the op's input number `operand`."""
-
-    operand: int
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """An operator. `args` and `kwargs` are those of `target` (an ATen overload or one of ours), tensors as `Ref`.
-
-    `flops` counts the forward. `from_data`: depends on inputs and constants only; `from_weights`: on weights and
-    constants only (its mirror routes when it is replicated). `group` is the optimizer's parameter group.
-
-    `linear` holds the sets of inputs through which partial values may pass: all at once in a sum, one at a time in a
-    product. `passes` names for some factors the set whose value is a sum over that factor: cutting an op that lacks
-    the factor on it splits that value. `of` is the op of which a backward op is the mirror.
-
-    `origin` is the op that a twin computes again, and `region` with what; `checkpoint` names the region of the model's
-    own `torch.utils.checkpoint` that the op is in. Mirrors of ops with one `split` run together in two halves, first
-    for gradients of activations, then for those of weights. Ops with one `regather` keep no weights for their mirrors.
-    `iteration` is that of the ones of a step (`Graph.unroll`) in which the op is.
-    """
-
-    name: str
-    target: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
-    indices: tuple[Index, ...]
-    kind: OpKind = "forward"
-    has_mirror: bool = False
-    module: str = ""
-    source: str = ""
-    flops: int = 0
-    from_data: bool = False
-    from_weights: bool = False
-    group: int = 0
-    linear: tuple[tuple[int, ...], ...] = ()
-    passes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    of: str = ""
-    origin: str = ""
-    region: str = ""
-    checkpoint: str = ""
-    split: str = ""
-    regather: str = ""
-    iteration: int = 0
+    def flat(self) -> Parts:
+        """Return the same parts in one row."""
+        return replace(self, cells=self.cells.reshape(-1))
 
     @property
-    def is_write(self) -> bool:
-        """Tell whether the op sets a buffer, its first input, to its second one at the end of the step, or gives that
-        as an output of the step.
-        """
-        return self.target == "ss.write" or self.is_output
+    def origin(self) -> Op:
+        return self.op
 
-    @property
-    def is_output(self) -> bool:
-        """Tell whether the step returns what the op reads, where its parts are."""
-        return self.target == "ss.output"
+    def paths(self) -> list[Address]:
+        """Return the address of each part, which stays valid when the part is transformed further."""
+        return [(*self.prefix, (self.level, int(cell))) for cell in self.cells.reshape(-1)]
 
-    @property
-    def is_copy(self) -> bool:
-        """Tell whether the op is made by `Insert`: the gradient of what it copies is that of its copy, too."""
-        return self.target == "ss.identity"
-
-    @property
-    def is_forward(self) -> bool:
-        return self.kind == "forward"
-
-    @property
-    def is_mirror(self) -> bool:
-        return self.kind == "backward"
-
-    def find(self, factor: str) -> int | None:
-        """Return the index to cut for a factor (`*` in its name stands for any text): the first output's first one that
-        is not frozen, or None. `sequence@1` is the second of `indices` that has the factor, `hidden@summed` the first
-        that is summed.
-        """
-        name, _, which = factor.partition("@")
-        own = [n for n, i in enumerate(self.indices) if is_named(i.factor, name) and not i.follows]
-        own = own[int(which) : int(which) + 1] if which.isdigit() else own
-        free = [
-            n
-            for n in own
-            if self.indices[n].mark != "frozen" and (which in ("", self.indices[n].mark) or which.isdigit())
-        ]
-        return next((i for o in self.outputs for i in o.slots if i in free), next(iter(free), None))
-
-    def summed(self, operand: Operand) -> list[int]:
-        """Return the indices of which an element of an operand has all points: those it has none of, nor one with which
-        it moves.
-        """
-        leading = [n if i.follows is None else i.follows[0] for n, i in enumerate(self.indices)]
-        own = {i if self.indices[i].until is not None else leading[i] for i in operand.slots if i is not None}
-        return [n for n, first in enumerate(leading) if own.isdisjoint((n, first))]
-
-    def notation(self) -> str:
-        """Return the op's indices in one line, as `linear: batch sequence hidden, mlp hidden -> batch sequence mlp`."""
-
-        def side(operands: tuple[Operand, ...]) -> str:
-            return ", ".join(
-                " ".join("." if i is None else self.indices[i].factor + MARKS[self.indices[i].mark] for i in o.slots)
-                for o in operands
+    def check(self) -> None:
+        """Raise TransformError if the parts were replaced by a later `op_trans`."""
+        replaced = len(self.grid.axes) != self.level
+        cells = self.cells.reshape(-1).tolist() if self.grid.children else []
+        nested = [self.grid.children[c] for c in cells if c in self.grid.children]
+        if replaced or nested:
+            where = self.grid.replaced_at if replaced else nested[0].replaced_at
+            raise TransformError(
+                f"this part of {self.op.name} was replaced by the op_trans at {where}; use its result."
             )
 
-        return f"{self.target}: {side(self.inputs)} -> {side(self.outputs)}"
+
+class Flat(Sequence[Parts]):
+    """The parts of several handles in one row. There may be millions, so each is made on demand."""
+
+    def __init__(self, handles: Iterable[Parts]) -> None:
+        self.handles = [parts.flat() for parts in handles]
+        self.ends = list(accumulate(len(parts) for parts in self.handles))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __iter__(self) -> Iterator[Parts]:
+        return chain.from_iterable(self.handles)
+
+    @overload
+    def __getitem__(self, key: int) -> Parts: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[Parts]: ...
+
+    def __getitem__(self, key: int | slice) -> Parts | list[Parts]:
+        if isinstance(key, slice):
+            return [self[k] for k in range(*key.indices(len(self)))]
+        key = range(len(self))[key]
+        at = bisect_right(self.ends, key)
+        return self.handles[at][key - self.ends[at]]
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
-    """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes.
+class Group:
+    """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
 
-    `scaler` is the state of the `torch.amp.GradScaler` that scales the loss, empty without one.
+    Kind F: the forward of ops that take part in training (not of those that only prepare data). B: the mirrors. I and
+    W: the halves of split mirrors. R: recomputed ops. C: the communication that moves gradients to updates.
     """
 
-    name: str
-    groups: tuple[tuple[tuple[str, Any], ...], ...]
-    scaler: tuple[tuple[str, float], ...] = ()
+    kind: str
+    members: tuple[tuple[str, tuple[Address, ...]], ...]
+    microbatch: int | None = None
+    label: str = ""
+
+    def __str__(self) -> str:
+        return self.label
+
+    def __or__(self, other: Group | Groups) -> Groups:
+        """Return both as one group to order."""
+        return Groups((self,)) | other
+
+    def later(self, iteration: int) -> Group:
+        """Return the same parts in another iteration of a step."""
+        return replace(self, members=tuple((later(name, iteration), paths) for name, paths in self.members))
+
+
+class Groups(tuple[Group, ...]):
+    """Several groups that are ordered as one: `a | b`."""
+
+    def __or__(self, other: Group | Groups) -> Groups:
+        return Groups((*self, *(other if isinstance(other, Groups) else (other,))))
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What capture found and no plan changes. Ops are in execution order, the optimizer ops last.
+class Order:
+    """One group before the other; or, with `turns`, both in alternation."""
 
-    `aliases` has for each further name of a tied parameter the one that is kept; `segments` for each parameter that is
-    a segment of a packed one that one, the dim, and the range there; `unsupported` how often operators without a rule
-    occur. `loss` and the optimizer's name are '' where nothing is trained; `result` is the form, in JSON, of what the
-    step returns beside its loss, '' where that is nothing. A step has so many `iterations`.
-    """
+    before: Group
+    after: Group
+    where: str
+    turns: bool = False
 
-    tensors: Mapping[str, PTensor]
+    def __str__(self) -> str:
+        return f"{self.before} {'in turns with' if self.turns else 'before'} {self.after}"
+
+    def later(self, iteration: int) -> Order:
+        """Return the same order in another iteration of a step."""
+        return Order(self.before.later(iteration), self.after.later(iteration), self.where)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of the journal: the call of a verb, the op, and where the user wrote it."""
+
+    verb: str
+    op: str
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.verb} {self.op} {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A repeated part of the model: a module path that ends in an integer, with its forward ops in order."""
+
+    path: str
     ops: tuple[Op, ...]
-    factors: Mapping[str, Factor]
-    inputs: tuple[str, ...]
-    loss: str
-    optimizer: Optimizer
-    aliases: Mapping[str, str]
-    unsupported: Mapping[str, int]
-    segments: Mapping[str, tuple[str, int, int, int]] = field(default_factory=dict)
-    result: str = ""
-    iterations: int = 1
 
-    def producers(self) -> dict[str, tuple[Op, int]]:
-        """Return for each activation the op that writes it and which of its outputs it is."""
-        return {o.tensor: (op, k) for op in self.forward_ops for k, o in enumerate(op.outputs)}
+    @property
+    def calls(self) -> tuple[tuple[Op, ...], ...]:
+        """Return the ops of each call of the module, if a step calls it several times (recycling, shared layers). A
+        call begins where the module's first operator comes again.
+        """
+        first = self.ops[0]
+        starts = [k for k, op in enumerate(self.ops) if _place(op) == _place(first)]
+        return tuple(self.ops[a:b] for a, b in pairwise([*starts, len(self.ops)]))
 
-    def uses(self) -> dict[str, list[tuple[Op, int]]]:
-        """Return for each pTensor the forward ops that read it, each with the number of the input, in order."""
-        found: dict[str, list[tuple[Op, int]]] = {name: [] for name in self.tensors}
-        for op in self.forward_ops:
-            for k, operand in enumerate(op.inputs):
-                found[operand.tensor].append((op, k))
-        return found
+
+def _place(op: Op) -> tuple[str, str, str]:
+    return op.module, op.target, op.source
+
+
+def block_of(module: str) -> str:
+    """Return the outermost enclosing module path that ends in an integer, or an empty string.
+
+    >>> block_of("transformer.h.3.attn.c_attn")
+    'transformer.h.3'
+    """
+    found = _BLOCK.match(module)
+    return found.group(0) if found else ""
+
+
+class Graph:
+    """A captured training step and the parts that a plan made of it. Only the verbs change it."""
+
+    def __init__(self, model: Model, captured: Any = None) -> None:
+        self.captured = captured
+        self.grids: dict[str, Grid] = {}
+        self.orders: list[Order] = []
+        self.journal: list[Entry] = []
+        # The updates whose gradient is reduced in each of so many microbatches.
+        self.reduced: dict[str, int] = {}
+        # The weights that are brought other than one segment before their first reader: how many before.
+        self.ahead: dict[str, int] = {}
+        # The updates whose gradient comes in so many pieces, each communicated by itself.
+        self.pieces: dict[str, int] = {}
+        # Ops whose parts go to the hosts of the devices where they would be.
+        self.hosted: set[str] = set()
+        self._uses: dict[str, list[tuple[Op, int]]] | None = None
+        # Whether gradients of weights are sent while others are computed.
+        self.overlaps = True
+        self.rewrite(model)
+
+    def copy(self, model: Model | None = None) -> Graph:
+        """Return a graph with its own parts, of the same model or of another one with the same ops."""
+        twin = Graph(model or self.model, self.captured)
+        twin.grids = {name: grid.copy() for name, grid in self.grids.items()}
+        twin.orders, twin.journal = list(self.orders), list(self.journal)
+        twin.reduced, twin.ahead, twin.hosted = dict(self.reduced), dict(self.ahead), set(self.hosted)
+        twin.pieces, twin.overlaps = dict(self.pieces), self.overlaps
+        return twin
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """Return all ops in execution order: forward, then optimizer. Mirrors and recomputed ops follow their forward
+        ops.
+        """
+        return self._ops
 
     @property
     def forward_ops(self) -> tuple[Op, ...]:
-        return tuple(op for op in self.ops if op.is_forward)
-
-    def origin(self, tensor: str) -> str:
-        """Return the pTensor whose value a twin makes again, or a copy is; itself of any other."""
-        return self.tensors[tensor].origin or tensor
-
-    def gradient(self, tensor: str) -> str:
-        """Return the name of the gradient of a pTensor, one with that of its twin, '' where it has none."""
-        return f"d({self.origin(tensor)})" if tensor and self.tensors[tensor].requires_grad else ""
+        return self._forward_ops
 
     @property
-    def versions(self) -> dict[str, str]:
-        """Return the older versions of weights, each with its weight; of one the younger first."""
-        return {t.name: t.origin for t in self.tensors.values() if t.kind == "buffer" and t.origin}
+    def factors(self) -> dict[str, Factor]:
+        return dict(self.model.factors)
 
     @property
-    def ages(self) -> dict[str, int]:
-        """Return for each trained weight how many updates old it is where it is read."""
-        found = {op.inputs[0].tensor: 0 for op in self.ops if op.kind == "optimizer" and not op.is_write}
-        return {**found, **Counter(self.versions.values())}
+    def blocks(self) -> tuple[Block, ...]:
+        """Return the repeated blocks in order of their first op."""
+        found: dict[str, list[Op]] = {}
+        for op in self.forward_ops:
+            if path := block_of(op.module):
+                found.setdefault(path, []).append(op)
+        return tuple(Block(path, tuple(ops)) for path, ops in found.items())
 
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """Return the loss of each iteration."""
-        return tuple(later(self.loss, k) for k in range(self.iterations)) if self.loss else ()
+    def op(self, name: str) -> Op:
+        if not isinstance(name, str) or name not in self._by_name:
+            entry = next((e for e in reversed(self.journal) if e.op == name and e.verb == "op_trans"), None)
+            if entry is not None:
+                raise InputError(f"{name} was replaced by {entry.what} at {entry.where}; use what op_trans returned.")
+            raise InputError(unknown("op", name, self._by_name))
+        return self._by_name[name]
 
-    @property
-    def nexts(self) -> dict[str, str]:
-        """Return what weights and buffers are in later iterations, each with what it is made of by an update."""
-        made = ((op.outputs[0].tensor, op.inputs[0].tensor) for op in self.ops if not op.is_forward)
-        return {new: old for new, old in made if self.tensors[new].kind == "next"}
+    def rename_factor(self, old: str, new: str) -> None:
+        """Rename factor `old` to `new`. Raises InputError for an unknown or a taken name."""
+        if old not in self.model.factors:
+            raise InputError(unknown("factor", old, self.model.factors))
+        if new in self.model.factors or not re.fullmatch(r"[\w.]+", new):
+            is_taken = new in self.model.factors
+            why = "is the name of another factor" if is_taken else "is no name (letters, digits, _ and .)"
+            raise InputError(f"rename_factor('{old}', '{new}'): '{new}' {why}; choose another.")
+        self.rewrite(renamed(self.model, old, new))
+        self.journal.append(Entry("rename_factor", old, f"to {new}", caller()))
 
-    @property
-    def weights(self) -> set[str]:
-        """Return the names of parameters, of their older versions, and of what they are in later iterations."""
-        return {t.name for t in self.parameters()} | self.versions.keys() | self.nexts.keys()
+    def unroll(self, iterations: int = 2) -> None:
+        """Make a step of several iterations, each on a batch of its own, with the weights that the one before left.
 
-    def mirror(self, op: Op) -> Op:
-        """Return the backward op of a forward one.
+        y = f(x, w); w = update(w, d(w))
+        ->  y = f(x, w); w+1 = update(w, d(w)); y+1 = f(x+1, w+1); w = update(w+1, d(w+1))
 
-        y = f(x)  ->  d(x) += d.f(d(y)): input j is the gradient of output j, output k an addend of that of input k.
+        Ops of iteration k have `op.iteration` k, the same factors, and the parts, places and orders made so far.
+        Updates of one weight stay where the first is. A step then takes a list of as many batches, and returns their
+        losses. Raises TransformError for a model that cannot be unrolled.
         """
-        given, made = ([replace(o, tensor=self.gradient(o.tensor)) for o in some] for some in (op.outputs, op.inputs))
-        sides = tuple(given), tuple(made), op.indices
-        return Op(f"d.{op.name}", op.target, (), (), *sides, kind="backward", module=op.module, of=op.name)
+        where = caller()
+        try:
+            model = unrolled(self.model, iterations)
+        except TransformError as error:
+            raise TransformError(f"unroll at {where}: {error}") from None
+        more = [(op, first(op.name)) for op in model.ops if op.iteration]
+        self.grids |= {op.name: self.grids[name].copy() for op, name in more}
+        self.reduced |= {op.name: self.reduced[name] for op, name in more if name in self.reduced}
+        self.pieces |= {op.name: self.pieces[name] for op, name in more if name in self.pieces}
+        self.hosted |= {op.name for op, name in more if name in self.hosted}
+        self.ahead |= {later(name, k): n for name, n in self.ahead.items() for k in range(1, iterations)}
+        self.orders += [order.later(k) for k in range(1, iterations) for order in self.orders]
+        self.rewrite(model)
+        self.journal.append(Entry("unroll", "", str(iterations), where))
 
-    def parameters(self) -> Iterator[PTensor]:
-        """Yield the trained and frozen parameters in the order of the module."""
-        return (t for t in self.tensors.values() if t.kind == "parameter")
+    def send_gradients_last(self) -> None:
+        """Send the gradients of weights once the backward of a device has ended, not while others are computed."""
+        self.overlaps = False
+        self.journal.append(Entry("send_gradients_last", "", "", caller()))
+
+    def send_in_pieces(self, update: Op | str, count: int) -> None:
+        """Send the gradient of an update in `count` pieces along a dim, each by itself.
+
+        `update`: the op, or the name of its weight. Piece k is `select(ops=[update], microbatch=k, kind="C")`.
+        """
+        op = self._update(update)
+        if not isinstance(count, Integral) or not 1 <= count <= MOST_PIECES:
+            raise InputError(f"send_in_pieces at {caller()}: {op.name} in {count!r} pieces; choose 1 to {MOST_PIECES}.")
+        self.pieces[op.name] = int(count)
+        self.journal.append(Entry("send_in_pieces", op.name, str(count), caller()))
+
+    def _update(self, update: Op | str) -> Op:
+        """Return an optimizer op, given itself or the name of its weight."""
+        name = update.inputs[0].tensor if isinstance(update, Op) else self.model.aliases.get(update, update)
+        if name not in self.updates:
+            raise InputError(unknown("trained parameter", name, self.updates))
+        return self.updates[name]
+
+    @property
+    def uses(self) -> Mapping[str, list[tuple[Op, int]]]:
+        """Return, for each pTensor, the forward ops that read it, each with the number of the input, in order."""
+        if self._uses is None:
+            self._uses = self.model.uses()
+        return self._uses
+
+    def rewrite(self, model: Model) -> None:
+        """Replace the model by one with other ops; new ones have no parts yet.
+
+        `twins`: recomputed ops by the name of their op. `updates`: optimizer ops by the name of their weight.
+        """
+        self.model = model
+        self.twins = {op.origin: op for op in model.ops if op.origin}
+        self.updates = {op.inputs[0].tensor: op for op in model.ops if op.kind == "optimizer" and not op.is_write}
+        self.grids = {op.name: self.grids.get(op.name) or Grid() for op in model.ops}
+        self._uses = None
+        self._by_name = {op.name: op for op in model.ops}
+        self._ops = tuple(op for op in model.ops if not op.origin)
+        self._forward_ops = tuple(op for op in self._ops if op.is_forward)
+
+    def settle(self) -> None:
+        """Give untouched recomputed ops the grids of their ops and their place in orders, and copies the parts of their
+        first readers.
+        """
+        self._check_orders()
+        for name, twin in self.twins.items():
+            if not self.grids[twin.name].is_touched:
+                self.grids[twin.name] = self.grids[name]
+        copies = [op for op in self._forward_ops if op.is_copy and not self.grids[op.name].is_touched]
+        for op in reversed(copies):
+            reader, k = self.uses[op.outputs[0].tensor][0]
+            self.grids[op.name] = read_by(self.grids[reader.name], reader.inputs[k].slots)
+
+        def settled(group: Group) -> Group:
+            names = {name: twin.name for name, twin in self.twins.items() if group.kind == "R" or twin.has_mirror}
+            if group.kind == "F":
+                return group
+            members = tuple((names.get(name, name), paths) for name, paths in group.members)
+            return replace(group, kind="F" if group.kind == "R" else group.kind, members=members)
+
+        if self.twins:
+            self.orders = [replace(o, before=settled(o.before), after=settled(o.after)) for o in self.orders]
+
+    def _check_orders(self) -> None:
+        """Raise InputError for an order of an op that is no more."""
+        groups = ((group, order.where) for order in self.orders for group in (order.before, order.after))
+        for group, where in {id(group.members): (group, where) for group, where in groups}.values():
+            for name, _ in group.members:
+                try:
+                    self.op(name)
+                except InputError as error:
+                    raise InputError(f"op_order at {where}: {error}") from None
+
+    def parts(self, op: Op) -> Parts:
+        """Return the parts of an op that was not cut irregularly, as one grid."""
+        op = self.op(op.name)
+        grid = self.grids[op.name]
+        shape = [len(a.sizes) for a in grid.axes]
+        return Parts(op, grid, (), np.arange(prod(shape)).reshape(shape), len(shape))
+
+    def follow(self, update: Op | str) -> Parts:
+        """Cut an optimizer op, given itself or the name of its weight, in the same way as the readers of the weight cut
+        it.
+
+        x @ w cut on w's rows by 2, and on x's by 4  ->  update(w[0:8]), update(w[8:16])
+
+        Returns its parts, to be cut further and placed. Replicas of a weight are no cut. Of several readers, only the
+        cuts that all share are taken, and the stage of the first. Raises InputError for a tensor that is not trained,
+        TransformError if the op is cut or placed already.
+        """
+        op = self._update(update)
+        if self.grids[op.name].is_touched:
+            raise TransformError(f"graph.follow of {op.name} comes after it was cut or placed; follow first.")
+        return self.cut_as_read(op)
+
+    def cut_as_read(self, op: Op) -> Parts:
+        """Cut an op that updates a weight, or sets a buffer, as what reads that cuts it."""
+        name = op.inputs[0].tensor
+        read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
+        found = [cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.uses[t]]
+        kept = [a for a in (found[0] if found else ()) if a.is_stage or all(a in axes for axes in found)]
+        axes = [a if a.index is None else replace(a, index=op.inputs[0].slots[a.index]) for a in kept]
+        self.grids[op.name] = Grid(tuple(axes), np.full([len(a.sizes) for a in axes], UNASSIGNED))
+        return self.parts(op)
+
+    def rows(self, op: Op) -> Rows:
+        return expand(op, self.grids[op.name])
+
+    def select(
+        self,
+        module: str | None = None,
+        ops: Iterable[Op] | None = None,
+        microbatch: int | None = None,
+        kind: str = "F",
+        label: str = "",
+    ) -> Group:
+        """Return the parts of the ops inside `module` (a path, submodules included) or of `ops`, as one group.
+
+        In a group of kind C, `microbatch` is the number of the piece (`send_in_pieces`). Raises InputError when nothing
+        matches.
+        """
+        where = f"select at {caller()}"
+        if kind not in KINDS:
+            raise InputError(f"{where}: {unknown('kind of work', kind, KINDS)}")
+        if microbatch is not None and not isinstance(microbatch, Integral):
+            raise InputError(f"{where}: microbatch {microbatch!r} is no number; give 0 for the first, or None for all.")
+        chosen = self.forward_ops if ops is None else tuple(ops)
+        if module is not None:
+            chosen = tuple(o for o in chosen if o.module == module or o.module.startswith(module + "."))
+        if kind in ("I", "W") and not any(o.split for o in self.model.ops):
+            raise InputError(f"{where}: {kind} is of ops whose backward is split; op_trans(SplitBackward()) these.")
+        if kind in ("B", "I", "W"):
+            mirrored = ((o, self.twins.get(o.name, self.op(o.name))) for o in chosen)
+            chosen = tuple(o for o, of in mirrored if of.has_mirror and (kind == "B" or of.split))
+        chosen = tuple(o for o in chosen if not o.from_data and (kind != "R" or o.name in self.twins))
+        chosen = tuple(o for o in chosen if kind != "C" or not (o.is_forward or o.is_write))
+        if kind == "C" and microbatch is not None:
+            for name, count in ((o.name, self.pieces.get(o.name, 1)) for o in chosen):
+                if not 0 <= microbatch < count:
+                    raise InputError(f"{where}: {name} has no piece {microbatch} of {count}; send_in_pieces before.")
+        if not chosen:
+            paths = {o.module for o in self.forward_ops}
+            raise InputError(f"{where}: {unknown('module', module, paths) if module else 'it matches no op.'}")
+        of = f" of microbatch {microbatch}" if microbatch is not None else ""
+        name = label or f"{kind}({module or chosen[0].name}){of}"
+        return Group(kind, tuple((o.name, ()) for o in chosen), microbatch, name)
 
 
-def later(name: str, iteration: int) -> str:
-    """Return the name that something has in an iteration of a step.
-
-    >>> later("h", 0), later("h", 2)
-    ('h', 'h+2')
-    """
-    return f"{name}+{iteration}" if iteration else name
-
-
-def first(name: str) -> str:
-    """Return the name that something has in the first iteration.
-
-    >>> first("h"), first("h+2")
-    ('h', 'h')
-    """
-    return _LATER.sub("", name)
+def caller() -> str:
+    """Return file:line of the first frame outside of this module and the verbs: the line of the plan."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "superscaler.verbs"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def draw_number(op: str) -> int:
-    """Return the number of an op by which its random numbers are drawn: of its name, wherever it is in the graph.
+def rows_under(grid: Grid, path: Address) -> tuple[int, int]:
+    """Return the range of rows of a part's address."""
+    if not path:
+        return 0, len(grid)
+    (level, cell), rest = path[0], path[1:]
+    width = prod(len(a.sizes) for a in grid.axes[level:])
+    first = cell * width
 
-    >>> draw_number("dropout_1") == draw_number("dropout_1") != draw_number("dropout_2")
-    True
-    """
-    return int.from_bytes(blake2b(op.encode(), digest_size=6).digest(), "big")
+    def count(cells: range) -> int:
+        return sum(len(grid.children[c]) if c in grid.children else 1 for c in cells)
 
-
-def is_named(factor: str, name: str) -> bool:
-    """Tell whether a factor has a name, in which `*` stands for any text.
-
-    >>> is_named("h.3.mlp", "h.*.mlp"), is_named("h.3.mlp", "mlp")
-    (True, False)
-    """
-    return factor == name or ("*" in name and fnmatchcase(factor, name))
-
-
-def common_module(modules: Iterable[str]) -> str:
-    """Return the module path that all of these share; what is in no module does not count.
-
-    >>> common_module(["h.0.attn.c_attn", "h.0.ln_1", "", "h.0"])
-    'h.0'
-    """
-    levels = zip(*(module.split(".") for module in modules if module), strict=False)
-    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
-
-
-def width(dtype: str) -> int:
-    """Return the bytes of an element.
-
-    >>> [width(dtype) for dtype in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn")]
-    [4, 2, 8, 1, 1]
-    """
-    bits = _BITS.search(dtype)
-    return int(bits[0]) // 8 if bits else 1
-
-
-def unread_twins(model: Model) -> frozenset[str]:
-    """Return the tensors that are computed again only for the gradients behind them, which do not depend on their
-    values: only sums read them, whose results nobody reads in another way.
-    """
-    uses, found = model.uses(), set[str]()
-    for op in reversed(model.ops):
-        for output in op.outputs if op.origin else ():
-            readers = [reader for reader, _ in uses[output.tensor]]
-            if all(len(r.linear) == 1 and found.issuperset(o.tensor for o in r.outputs) for r in readers):
-                found.add(output.tensor)
-    return frozenset(found)
-
-
-def without_twins(model: Model) -> Model:
-    """Return the model in which nothing is computed again or copied, no backward is split, and no weight has an older
-    version.
-    """
-    twins, versions = {op.origin: op for op in model.ops if op.origin}, model.versions
-
-    def plain(op: Op) -> Op:
-        inputs = op.inputs
-        if any(model.tensors[o.tensor].origin for o in inputs):
-            inputs = tuple(replace(o, tensor=model.origin(o.tensor)) for o in inputs)
-        mirrored = twins.get(op.name, op).has_mirror
-        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=mirrored, inputs=inputs)
-
-    kept = (op for op in model.ops if not (op.origin or op.is_copy))
-    kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))
-    ops = tuple(map(plain, kept))
-    return replace(model, tensors={n: t for n, t in model.tensors.items() if not t.origin}, ops=ops)
-
-
-def once(model: Model) -> Model:
-    """Return the model of the first of its iterations."""
-    if model.iterations == 1:
-        return model
-    own = (op for op in model.ops if not op.iteration)
-    ops = tuple(op if op.is_forward else replace(op, outputs=op.inputs[:1]) for op in own)
-    tensors = {name: t for name, t in model.tensors.items() if first(name) == name}
-    inputs = tuple(name for name in model.inputs if name in tensors)
-    return replace(model, tensors=tensors, ops=ops, inputs=inputs, iterations=1)
-
-
-def without_sources(model: Model) -> Model:
-    """Return the model without the lines of the files of its operators."""
-    return replace(model, ops=tuple(replace(op, source="") for op in model.ops))
-
-
-def renamed(model: Model, old: str, new: str) -> Model:
-    """Return the model with a factor renamed."""
-
-    def name(factor: str) -> str:
-        return new if factor == old else factor
-
-    tensors = {n: replace(t, slots=tuple(tuple(map(name, dim)) for dim in t.slots)) for n, t in model.tensors.items()}
-    indices = [tuple(replace(i, factor=name(i.factor)) for i in op.indices) for op in model.ops]
-    passes = [tuple(sorted((name(f), group) for f, group in op.passes)) for op in model.ops]
-    ops = tuple(replace(op, indices=i, passes=p) for op, i, p in zip(model.ops, indices, passes, strict=True))
-    factors = {name(f): replace(factor, name=name(f)) for f, factor in model.factors.items()}
-    return replace(model, tensors=tensors, ops=ops, factors=factors)
+    before = count(range(first))
+    lo, hi = rows_under(grid.children[cell], rest) if rest else (0, count(range(first, first + width)))
+    return before + lo, before + hi

@@ -1,7 +1,8 @@
-"""Runs a Program on any domain: every instruction of every device, each message and collective met with its other ends.
+"""The interpreter of a Program on any domain: every instruction of every device, each message and collective matched
+with its other ends.
 
 A domain gives instructions their meaning: masks for the certificate. One value stands for all devices of a cohort, so
-that the work grows with the number of distinct programs.
+the work grows with the number of distinct programs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from superscaler.errors import ScheduleError, TransformError
-from superscaler.ir.cohorts import Cohort, cohorts
-from superscaler.ir.parts import Ints
+from superscaler.ir.codes import Cohort, cohorts
+from superscaler.ir.grid import Ints
 from superscaler.ir.program import (
     FIELDS,
     ONE,
@@ -38,7 +39,7 @@ V = TypeVar("V")
 
 
 class Refusal(Exception):
-    """What a domain says of the first device of a cohort, by its row, for which an instruction has no meaning."""
+    """A domain's refusal of an instruction, with the row of the first device of the cohort that it concerns."""
 
     def __init__(self, why: str, row: int = 0) -> None:
         super().__init__(why)
@@ -49,21 +50,26 @@ class Domain(Protocol[V]):
     """The meaning of instructions. Every value has a row per device of the cohort that holds it."""
 
     def run(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V]:
-        """Return what an instruction writes, given what it reads, in the order of its fields (None: nothing there)."""
+        """Return the values that an instruction writes, from those that it reads, in the order of its fields (None: a
+        gap).
+        """
 
     def start(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V | None]:
-        """Return what a communication is given as it is when it starts, whatever becomes of it afterwards."""
+        """Return the values given to a communication as they are when it starts, whatever becomes of them
+        afterwards.
+        """
 
     def take(self, value: V, rows: Ints) -> V:
         """Return some rows of a value."""
 
     def join(self, how: Collective, part: int, members: Sequence[tuple[V, Ints]], position: Ints, group: Ints) -> V:
-        """Return what a collective gives for its tensor `part`: to rows of `group` and at a `position` in it, where
-        `members` have per place in the group a value and its row for each group.
+        """Return the result of a collective for its tensor `part`, for each row: its `group`, and its `position` there.
+
+        `members` has, for each place in the group, a value and its row for each group.
         """
 
     def arrive(self, cohort: Cohort, at: int, recv: Instruction, value: V) -> V:
-        """Return what a Wait makes of what has come for a receive or a collective."""
+        """Return the value that a Wait makes of an arrived message or collective."""
 
 
 @dataclass(eq=False)
@@ -80,8 +86,10 @@ class _Post(Generic[V]):
 
 @dataclass(eq=False)
 class _Group(Generic[V]):
-    """The groups of devices of a cohort: the `distinct` ones, and per place in them the cohort of the members, their
-    rows, and what they have started; per device which group is its own (`inverse`) and its `position` there.
+    """The groups of devices of a cohort in a collective.
+
+    `distinct`: the groups; for each place in them the cohort of the members, their rows, and the communication that
+    they started. `inverse` and `position`: the group of each device, and its place there.
     """
 
     distinct: Ints
@@ -93,7 +101,9 @@ class _Group(Generic[V]):
 
 @dataclass(eq=False)
 class _Run(Generic[V]):
-    """A cohort on its way through its code: what its names hold, what it has started, what it may wait for."""
+    """The state of a cohort in its code: the values of its names, its started communication, and the posts it may wait
+    for.
+    """
 
     cohort: Cohort
     at: int = 0
@@ -106,8 +116,10 @@ class _Run(Generic[V]):
 
 
 def interpret(program: Program, domain: Domain[V]) -> None:
-    """Run a program on a domain. Raises ScheduleError at the first instruction that has no meaning there, with its
-    device, or where devices wait for what never comes.
+    """Run a program on a domain.
+
+    Raises ScheduleError at the first instruction without a meaning there, naming its device, or if devices wait for a
+    message that never comes.
     """
     _Interpreter(program, domain).run()
 
@@ -135,7 +147,7 @@ class _Interpreter(Generic[V]):
                     raise ScheduleError(self._where(run, post.at, "no device receives it.", 0))
 
     def _advance(self, run: _Run[V]) -> bool:
-        """Run instructions until one must wait; tell whether any ran."""
+        """Run instructions until one must wait; return whether any ran."""
         code, first = run.cohort.code, run.at
         while run.at < len(code):
             try:
@@ -257,7 +269,7 @@ class _Interpreter(Generic[V]):
         return True
 
     def _message(self, run: _Run[V], post: _Post[V]) -> V | None:
-        """Return what has come from the peers, or None where it is not sent yet."""
+        """Return the value that arrived from the peers, or None if it is not sent yet."""
         senders = self.runs[self.cohort_of[post.peers[0]]]
         if (self.cohort_of[post.peers] != senders.cohort.number).any():
             raise Refusal("receives from devices that run other programs.")
@@ -273,7 +285,7 @@ class _Interpreter(Generic[V]):
         return None
 
     def _collective(self, run: _Run[V], post: _Post[V], part: int) -> V | None:
-        """Return what a collective gives, or None where a member has not started it yet."""
+        """Return the result of a collective, or None if a member has not started it yet."""
         key = post.peers.tobytes()
         if key not in run.groups:
             run.groups[key] = self._group(run, post.peers)
@@ -308,7 +320,7 @@ class _Interpreter(Generic[V]):
 
     @staticmethod
     def _posts(other: _Run[V], distinct: Ints, rows: Ints) -> list[_Post[V]]:
-        """Return what devices of a cohort have started over these groups."""
+        """Return the communication that devices of a cohort have started over these groups."""
         for posts in other.collectives.values():
             group = posts[0].peers
             if group.shape[1] == distinct.shape[1] and np.array_equal(group[rows], distinct):
@@ -332,19 +344,19 @@ class _Interpreter(Generic[V]):
 
 
 def _meeting(i: Collective) -> tuple[object, ...]:
-    """Return what is equal for all members of a collective."""
+    """Return the facts that are equal for all members of a collective."""
     return i.kind, len(i.ways), i.dtype, i.bytes, i.root
 
 
 def _fields(i: Instruction) -> Iterator[Value | None]:
-    """Yield what an instruction reads, with its gaps."""
+    """Yield the values that an instruction reads, with gaps as None."""
     for field_ in FIELDS[type(i), Role.READ]:
         value = getattr(i, field_)
         yield from (value,) if isinstance(value, Value) else value
 
 
 def describe(program: Program, i: Instruction) -> str:
-    """Return an instruction in few words: its kind, and what it runs or names."""
+    """Return an instruction in few words: its kind, and the op or value that it concerns."""
     if isinstance(i, Forward) and 0 <= i.function < len(program.functions) and program.functions[i.function].ops:
         function = program.functions[i.function]
         return f"Forward {i.task} ({function.ops[0].name}..{function.ops[-1].name})"

@@ -10,8 +10,8 @@ from math import prod
 import numpy as np
 
 from superscaler.errors import InputError
-from superscaler.ir.graph import Operand
-from superscaler.ir.parts import Grid, Ints
+from superscaler.ir.grid import Grid, Ints
+from superscaler.ir.model import Operand
 
 _TEXT = re.compile(r"^R\((\d+)\)V\((\d+)\)D\(([\d,]*)\) @ (\[.*\]|\d+)$")
 
@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def counts(self) -> str:
-        """The layout in words, without the devices."""
+        """Return the layout in words, without the devices."""
         replicas, values, dims = self.shape
         return f"R({replicas})V({values})D({','.join(map(str, dims))})"
 
@@ -63,11 +63,9 @@ class Layout:
 def layout_of(grid: Grid, operand: Operand, output: bool, is_gradient: bool = False) -> Layout | None:
     """Return the layout of an operand, or of its gradient, over a regular grid; None for irregular ones.
 
-    Microbatches are left out, and so are axes along which all parts are on one device.
-
-    An axis that cuts an index of the operand is a D axis; any other cut makes value parts of an output, and replicas
-    of an input. An output is what is made, so the gradient of an input is one. Gradients of routing replicas are value
-    parts at both ends.
+    Microbatches are left out, and so are axes along which all parts are on one device. An axis that cuts an index of
+    the operand is a D axis; any other cut makes value parts of an output and replicas of an input. The gradient of an
+    input counts as an output. Gradients of routing replicas are value parts at both ends.
     """
     if grid.children:
         return None

@@ -1,4 +1,4 @@
-"""Masks: which portion of a pTensor a part reads or writes, in one line that parses back."""
+"""Masks: the portion of a pTensor that a part reads or writes, in one line that parses back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _range(text: str) -> Range:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the common box of two boxes over the same slots, or None where they share no element."""
+    """Return the common box of two boxes over the same slots, or None if they share no element."""
     both = tuple((max(p, q), min(r, s)) for (p, r), (q, s) in zip(a, b, strict=True))
     return None if any(lo >= hi for lo, hi in both) else both
 

@@ -1,4 +1,4 @@
-"""`Program`: what each device does, as ordered instructions over local names. The waist between planning and running.
+"""`Program`: the instructions of each device over local names. The waist between planning and running.
 
 Names are local to a device. `view` is the shape of a local tensor in slots (sizes of all slots, flattened over dims).
 """
@@ -13,15 +13,15 @@ from enum import Enum
 from math import prod
 from typing import Annotated, NamedTuple, get_type_hints
 
-from superscaler.ir.graph import Model, Op
 from superscaler.ir.mask import Box
-from superscaler.ir.notes import Note
+from superscaler.ir.model import Model, Op
+from superscaler.ir.provenance import Provenance
 
 Shape = tuple[int, ...]
 
 
 class Role(Enum):
-    """What a field of an instruction is; one without a role is equal on all devices that run a program."""
+    """The role of a field of an instruction. A field without a role is equal on all devices that run a program."""
 
     READ = "names that are read"
     WRITE = "names that are made"
@@ -37,8 +37,8 @@ class Role(Enum):
 
 
 class Value(NamedTuple):
-    """A name on a device, as `d_h_m2_work__3`: of the tensor with an identifier `name`, its gradient, or the handle of
-    the communication that brings it. `number` counts the values that are alike but for it.
+    """A name on a device, such as `d_h_m2_work__3`: a tensor with identifier `name`, its gradient, or the handle of
+    communication that brings it. `number` counts values that differ in nothing else.
     """
 
     name: str
@@ -80,7 +80,7 @@ ONE = Value("one")
 
 
 class Task(NamedTuple):
-    """One part of a segment: what Forward and Backward run."""
+    """One part of a segment, which Forward and Backward run."""
 
     segment: int
     microbatch: int = -1
@@ -118,12 +118,12 @@ Gaps = Annotated[tuple[Value | None, ...], Role.READ]
 Write = Annotated[Value, Role.WRITE]
 Writes = Annotated[tuple[Value, ...], Role.WRITE]
 Group = Annotated[tuple[int, ...], Role.GROUP]
-Notes = Annotated[tuple[Note, ...], Role.NOTE]
+Notes = Annotated[tuple[Provenance, ...], Role.NOTE]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring a resident tensor into the step: a slice of an input of the batch, of a constant, or a weight at rest."""
+    """Load a resident tensor: a slice of an input of the batch, of a constant, or a weight at rest."""
 
     out: Write
     tensor: str
@@ -132,9 +132,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a part of a segment: `function` on detached aliases of `inputs`. `at` has where the part starts, on each of
-    the function's coordinates; `grads` tells which aliases want a gradient, `saved` the numbers of the outputs whose
-    gradients come back. The numbers `again` are those of weights that are not kept, but given to the backward again.
+    """Run a part of a segment: `function` on detached aliases of `inputs`.
+
+    `at`: the start of the part on each coordinate of the function. `grads`: which aliases want a gradient. `saved`: the
+    numbers of the outputs whose gradients come back. `again`: the numbers of weights that are not kept, but given to
+    the backward again.
     """
 
     task: Task
@@ -150,10 +152,10 @@ class Forward:
 @dataclass(frozen=True, slots=True)
 class Backward:
     """Run the mirror of a part: gradients of its saved outputs (None: nobody read them) to gradients of its aliases
-    (None: nobody reads them). `wide` tells which of these become float32.
+    (None: nobody reads them). `wide`: which of these become float32.
 
-    Of a split one `half` is input: what its outputs are not is kept for the other half; or weight, which is given
-    nothing more.
+    In a split backward, `half` is `input` (it keeps the tensors that the other half needs) or `weight` (it is given
+    nothing more).
     """
 
     task: Task
@@ -178,7 +180,7 @@ class Slice:
 @dataclass(frozen=True, slots=True)
 class Combine:
     """out = the sum of pieces, each placed at its box (in slots) in zeros; `shape` is the local shape of the result.
-    `largest`: it is the largest of the pieces that are there, instead.
+    With `largest`, it is the largest of the pieces instead.
     """
 
     out: Write
@@ -202,10 +204,12 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How one tensor goes through a collective: `take` is the slot that is gathered, `give` the one that is scattered
-    (-1: none); the source has `view` in slots and shape `local`, the result `shape`. `sizes` are those of the chunks of
-    that slot, in order of the group, where they are uneven: all are padded to the largest.
+class CollectiveArg:
+    """The layout change of one tensor in a collective.
+
+    `take`: the slot that is gathered, `give`: the slot that is scattered (-1: none). The source has `view` in slots and
+    shape `local`, the result `shape`. `sizes`: of the chunks of that slot in group order, where they are uneven; all
+    are padded to the largest.
     """
 
     view: Shape
@@ -217,7 +221,7 @@ class Way:
 
     @property
     def elements(self) -> int:
-        """Return how many elements of its source travel, padding included."""
+        """Return the number of elements of its source that travel, padding included."""
         slot = max(self.take, self.give)
         chunks = 1 if self.take >= 0 else len(self.sizes)
         return prod(self.view) // self.view[slot] * max(self.sizes) * chunks if self.sizes else prod(self.view)
@@ -225,17 +229,18 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Start a collective over `group` (its k-th device owns the k-th chunk) of one tensor, or of several that travel as
-    one, flattened and joined; `works` become the handles to wait on, None where only the device at place `root` of the
-    group gets anything. `bytes` is what the sources weigh, padded. An all_reduce gives their sum, or the
-    `largest`.
+    """Start a collective over `group` (its k-th device owns the k-th chunk) of one tensor, or of several that are
+    flattened and joined.
+
+    `works`: the handles to wait on, None where only the device at place `root` of the group gets a result. `bytes`: of
+    the sources, padded. An all_reduce gives the sum, or the `largest`.
     """
 
     kind: str
     works: Annotated[tuple[Value | None, ...], Role.WRITE]
     sources: Gaps
     group: Group
-    ways: tuple[Way, ...]
+    ways: tuple[CollectiveArg, ...]
     dtype: str
     bytes: int
     largest: bool = False
@@ -245,7 +250,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start to send. Messages of one `point` of the order of all devices start together."""
+    """Start to send. Messages with one `point` (in the order of all devices) start together."""
 
     source: Read
     peer: Annotated[int, Role.PEER]
@@ -287,8 +292,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Run the optimizer on `weights` at rest with their `gradients`, and set `buffers` to `values`. `is_early`: another
-    one follows on the device. Those that are in `goes_on` are then what they are in the next iteration.
+    """Run the optimizer on `weights` at rest with their `gradients`, and set `buffers` to `values`.
+
+    `is_early`: another update follows on the device. `goes_on`: weights whose names hold the next iteration's values
+    afterwards.
     """
 
     weights: Reads
@@ -301,7 +308,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """The step returns on this device `value`, of a shape, as the part of an output tensor at `box`."""
+    """Return `value` from the step on this device, as the part of an output tensor at `box`."""
 
     value: Read
     tensor: str
@@ -311,8 +318,8 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The end of a step. Its loss is the sum of the `counted` parts over all devices; the others are replicas. With
-    several iterations `of` tells of which one each part is, and there is a loss of each.
+    """End the step. Its loss is the sum of the `counted` parts over all devices; the others are replicas. With several
+    iterations, `of` has the iteration of each part, and each iteration has a loss.
     """
 
     parts: Reads
@@ -345,7 +352,7 @@ FIELDS = {(k, role): tuple(n for n, r in ROLES[k].items() if r is role) for k in
 
 
 def names(i: Instruction, role: Role) -> tuple[Value, ...]:
-    """Return the names that an instruction has in fields of a role."""
+    """Return the names in the fields of an instruction with a role."""
     found: list[Value] = []
     for name in FIELDS[type(i), role]:
         value = getattr(i, name)
@@ -363,9 +370,10 @@ def writes(i: Instruction) -> tuple[Value, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """The ops of a segment with the box of each on a part: what emit turns into source, once per distinct text. Parts
-    of equal sizes share a function: one that runs `at` some numbers has index k of an op start at the one that
-    `coordinates` names.
+    """The ops of a segment with the box of each on a part. Emit turns it into source, once per distinct text.
+
+    Parts of equal sizes share a function: in a part that starts `at` some numbers, index k of an op starts at the one
+    that `coordinates` names.
     """
 
     ops: tuple[Op, ...]
@@ -377,7 +385,7 @@ class Function:
     coordinates: tuple[tuple[int, ...], ...] = ()
 
     def boxes_at(self, at: Sequence[int], targets: Container[str] | None = None) -> list[Box]:
-        """Return the box of each op (with one of `targets`) where a part starts `at` these numbers."""
+        """Return the box of each op (with one of `targets`) in a part that starts `at` these numbers."""
         return [
             tuple((at[c], at[c] + hi - lo) for c, (lo, hi) in zip(where, box, strict=True))
             for op, box, where in zip(self.ops, self.boxes, self.coordinates, strict=True)
@@ -387,8 +395,8 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight at rest on a device, or on its `host`. `counted`: its elements count here in global norms. `group`: the
-    optimizer's.
+    """A weight at rest on a device, or on its `host`. `counted`: its elements count here in global norms. `group`: of
+    the optimizer.
     """
 
     name: Value
@@ -402,7 +410,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one device holds and does."""
+    """The weights and the instructions of one device."""
 
     rank: int
     weights: tuple[Weight, ...]
@@ -411,25 +419,27 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`notes` tell what no instruction does: how many transfers stay on a device, and how many take a path."""
+    """A model, its functions and the code of all devices. `notes` count transfers without an instruction: those that
+    stay on a device, and those that take a path.
+    """
 
     model: Model
     functions: tuple[Function, ...]
     devices: Sequence[Device]
-    notes: Mapping[Note, int] = field(default_factory=dict)
+    notes: Mapping[Provenance, int] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
         return len(self.devices)
 
     def weights(self, rank: int) -> tuple[Weight, ...]:
-        """Return what a device holds."""
+        """Return the weights of a device."""
         known = getattr(self.devices, "weights", None)
         return tuple(self.devices[rank].weights if known is None else known(rank))
 
     @property
     def distinct(self) -> list[tuple[Device, int]]:
-        """Return devices whose code differs, each with the number of devices that run it (with data of their own)."""
+        """Return devices with different code, each with the number of devices that run it (with data of their own)."""
         known = getattr(self.devices, "distinct", None)
         return [(device, 1) for device in self.devices] if known is None else list(known())
 

@@ -1,4 +1,4 @@
-"""Deadlock freedom: run only the communication of all devices, with sends that block until they are received."""
+"""Deadlock freedom: the communication of all devices alone, with sends that block until they are received."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from superscaler.errors import ScheduleError
+from superscaler.ir.fold import Folded
 from superscaler.ir.program import Collective, Device, Program, Recv, Send, Value
-from superscaler.ir.spmd import Folded
 
 Meeting = tuple[object, ...]
 Communication = Collective | Send | Recv
 
 
 def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[int], Communication]]]:
-    """Return per device its communication in order: what it meets for, who must be there, and in which instruction."""
+    """Return the communication of each device in order: (meeting, the devices that must be there, instruction)."""
     found = []
     for device in devices:
         mine: list[tuple[Meeting, frozenset[int], Communication]] = []
@@ -55,9 +55,9 @@ def _shown(works: Sequence[Value | None]) -> str:
 
 
 def check_rendezvous(program: Program) -> None:
-    """Raise ScheduleError showing where each device stands if the communication cannot finish.
+    """Raise ScheduleError, showing the position of each device, if the communication cannot finish.
 
-    Of a program that folds, one device of each base is looked at: the devices that it stands for do the same in step.
+    In a folded program one device of each base is checked: the devices that it stands for run in step with it.
     """
     devices = program.devices
     if isinstance(devices, Folded):

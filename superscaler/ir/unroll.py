@@ -1,4 +1,4 @@
-"""Several iterations of a model in one graph, each reading the weights that the one before it left."""
+"""Several iterations of a model in one graph, each with the weights that the one before left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from superscaler.errors import TransformError
-from superscaler.ir.graph import Model, Op, Operand, PTensor, later
+from superscaler.ir.model import Model, Op, Operand, PTensor, later
 
 # Copies of the model in one step.
 MOST = 1024
@@ -20,8 +20,8 @@ def unrolled(model: Model, count: int) -> Model:
     y = f(x, w); w = update(w, d(w))
     ->  y = f(x, w); w+1 = update(w, d(w)); y+1 = f(x+1, w+1); w = update(w+1, d(w+1))
 
-    What no iteration changes, as constants and frozen weights, has one name. Raises TransformError for a model that
-    trains nothing, returns something beside its loss, scales its loss, reads older weights, or is unrolled already.
+    Tensors that no iteration changes (constants, frozen weights) have one name. Raises TransformError for a model that
+    trains nothing, returns outputs beside its loss, scales its loss, reads older weights, or is unrolled already.
     """
     why = next((why for is_wrong, why in _refusals(model, count) if is_wrong), "")
     if why:
@@ -54,7 +54,7 @@ def unrolled(model: Model, count: int) -> Model:
 
 
 def _refusals(model: Model, count: int) -> list[tuple[bool, str]]:
-    """Return what cannot be unrolled, each with whether it is so."""
+    """Return the reasons against unrolling, each with whether it holds."""
     is_number = isinstance(count, int) and not isinstance(count, bool) and count > 1
     return [
         (not is_number, f"{count!r} is no number of iterations; give 2 or more."),

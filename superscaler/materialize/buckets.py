@@ -1,4 +1,6 @@
-"""Which collectives travel as one: those of one kind, group, dtype and way that start together, or are not urgent."""
+"""Buckets of collectives: those of one kind, group, dtype and purpose travel as one if they start together or are not
+urgent.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A collective of a transfer, what each of its sources weighs, and what it weighs in the model that trains."""
+    """A collective of a transfer. `bytes`: of each source; `weight`: the same in the dtype of the trained model."""
 
     number: int
     step: Collective
@@ -27,7 +29,7 @@ class Entry:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Collectives that start together: when others wait for one of them, or they are worth one."""
+    """Collectives that start together: as soon as a reader waits for one of them, or they are large enough."""
 
     entries: list[Entry] = field(default_factory=list)
     microbatches: set[int] = field(default_factory=set)
@@ -36,7 +38,7 @@ class _Bucket:
 
 
 class Buckets:
-    """Collectives that were not started yet; those to updates start as soon as they are worth it if they `overlap`."""
+    """Collectives that have not started. With `overlap`, those to updates start as soon as they are large enough."""
 
     def __init__(self, overlap: bool) -> None:
         self._overlap = overlap
@@ -45,8 +47,8 @@ class Buckets:
     def add(
         self, entry: Entry, transfer: Transfer, dtype: str, largest: bool, turn: Hashable = (), is_due: bool = False
     ) -> None:
-        """Add a collective; one to updates, which come last, waits until there are enough of them, unless it `is_due`,
-        or a plan orders it apart: of a `turn` what is made at once starts together.
+        """Add a collective. One to updates waits for a large enough bucket, unless it `is_due`, or the plan orders it:
+        the pieces of one `turn` start together.
         """
         is_late, how = transfer.is_to_updates, entry.step.how
         way = "to updates" if is_late else "from weights at rest" if transfer.is_from_rest else "between segments"
@@ -58,13 +60,13 @@ class Buckets:
         some.is_due |= is_due or not is_late or (self._overlap and (turn != () or some.weight >= SEGMENT_BYTES))
 
     def take(self, ended: Set[int]) -> Iterator[list[Entry]]:
-        """Yield the buckets that are due, and those that devices whose backward has `ended` add nothing to."""
+        """Yield the buckets that are due, and all buckets of devices whose backward has `ended`."""
         due = [key for key, some in self._waiting.items() if some.is_due or not ended.isdisjoint(key[0])]
         for key in due:
             yield from _filled(self._waiting.pop(key).entries)
 
     def close(self, devices: Set[int], microbatch: int) -> bool:
-        """Let the gradients of one microbatch go that a device is done with; tell if any do."""
+        """Mark the buckets of other microbatches of these devices as due; return whether any bucket is due."""
         for key, some in self._waiting.items():
             is_one = len(some.microbatches) == 1 and -1 not in some.microbatches
             some.is_due |= is_one and microbatch not in some.microbatches and not devices.isdisjoint(key[0])
@@ -72,7 +74,7 @@ class Buckets:
 
 
 def _filled(entries: list[Entry]) -> Iterator[list[Entry]]:
-    """Yield the collectives in runs that fill a bucket each; a tensor larger than a bucket goes alone."""
+    """Yield the collectives in runs of at most BUCKET_BYTES each. A larger tensor travels alone."""
     found: list[Entry] = []
     room = 0
     for entry in entries:

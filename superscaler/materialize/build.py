@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from superscaler.ir.fold import Fold
+from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.parts import HOSTS
 from superscaler.ir.program import (
     ONE,
     Backward,
@@ -27,28 +28,25 @@ from superscaler.ir.program import (
     reads,
     writes,
 )  # fmt: skip
-from superscaler.ir.spmd import Fold
-from superscaler.materialize.code import Code
-from superscaler.materialize.context import Context
+from superscaler.materialize.check_unrolled import rolled
+from superscaler.materialize.fold import fold_devices
 from superscaler.materialize.functions import Functions
-from superscaler.materialize.names import task
-from superscaler.materialize.residents import Residents
+from superscaler.materialize.local_tensors import Code, Residents, task
 from superscaler.materialize.rvd.transitions import Costs
-from superscaler.materialize.spmd import fold_devices
+from superscaler.materialize.steps import Context
 from superscaler.materialize.values import Values
-from superscaler.materialize.whole import rolled
 from superscaler.materialize.writer import Writer
-from superscaler.schedule.again import Work
 from superscaler.schedule.antidependencies import updates_of
-from superscaler.schedule.edges import Edges, Key
-from superscaler.schedule.loops import Steady
-from superscaler.schedule.nodes import Node, Schedule
+from superscaler.schedule.dataflow import Dataflow, Key
+from superscaler.schedule.dependencies import Node, Schedule
+from superscaler.schedule.recompute_order import Work
 from superscaler.schedule.segments import Alias, Segment
+from superscaler.schedule.steady_state import SteadyState
 from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, Place
 
 
 def materialize(
-    schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None, steady: Steady | None = None
+    schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None, steady: SteadyState | None = None
 ) -> Program:
     """Return the program of a complete schedule on `world` devices, whose exchanges take as long as `costs` say.
 
@@ -67,7 +65,7 @@ def materialize(
 
 
 class _Builder:
-    """Writes the work of the devices whose code tells that of all."""
+    """Writes the work of the sampled devices, whose code determines the code of all."""
 
     def __init__(self, schedule: Schedule, writer: Writer) -> None:
         self.schedule, self.model = schedule, schedule.edges.model
@@ -99,7 +97,7 @@ class _Builder:
             else:
                 self.writer.turn(devices, run[0].key[1])
             self.values.finish(place for node in run for place in self._reads(node))
-            told = [node for node in run if self.context.is_told(node.device)]
+            told = [node for node in run if self.context.is_emitted(node.device)]
             if kind == "U":
                 self._update(told)
                 continue
@@ -107,7 +105,7 @@ class _Builder:
                 work = self._forward if kind == "F" else self._backward
                 work(self.schedule.segments[node.number], node)
         # Nothing refers to itself, so that all that only writing needs is freed at once.
-        del self.writer.landed
+        del self.writer.on_arrival
 
     def _together(self, node: Node) -> tuple[object, ...]:
         """Return what is equal for neighbours in the order that finish exchanges together: devices that correspond, and
@@ -154,12 +152,12 @@ class _Builder:
                 yield from self._again(segment, node.key)
 
     def _pieces(self, node: Node) -> int:
-        """Return in how many pieces an update gets its gradient."""
+        """Return the number of pieces in which an update gets its gradient."""
         edges = self.schedule.edges
         return edges.graph.pieces.get(edges.by_home[node.number].name, 1)
 
     def _again(self, segment: Segment, key: Key) -> list[Place]:
-        """Return where a backward reads weights again."""
+        """Return the places where a backward reads regathered weights."""
         places = (Place(REGATHER, segment.number, key, number) for number in segment.again)
         return [place for place in places if place in self.values.readers_of]
 
@@ -199,7 +197,7 @@ class _Builder:
         return self.residents.slice(key[0], tensor, box, key[1] if self._moves(segment, number) else -1)
 
     def _moves(self, segment: Segment, number: int) -> bool:
-        """Tell whether microbatches read different elements of an alias, where they are told apart."""
+        """Return whether the box of an input depends on the microbatch (always False outside the steady state)."""
         if (steady := self.context.steady) is None:
             return False
         if (segment.number, number) not in self._moving:
@@ -210,7 +208,7 @@ class _Builder:
         return self._moving[segment.number, number]
 
     def _backward(self, segment: Segment, node: Node) -> None:
-        """Write a backward, or half of one; whole where one half gives all."""
+        """Write a backward, or half of one. It is whole where one half makes all gradients."""
         kind, key = node.kind, node.key
         own, halves = segment.given, set(segment.given.values())
         if kind not in halves:
@@ -229,7 +227,7 @@ class _Builder:
                 self.values.made(Place(BACKWARD, segment.number, key, number), output, node.device, box)
 
     def _gradients(self, segment: Segment, key: Key) -> tuple[Value | None, ...]:
-        """Return what comes as the gradients of a segment's outputs."""
+        """Return the gradients of a segment's outputs."""
         at = segment.keys.index(key)
         gradients: list[Value | None] = []
         for number, output in enumerate(segment.outputs):
@@ -243,19 +241,21 @@ class _Builder:
         return tuple(gradients)
 
     def _gradient(self, segment: Segment, key: Key, alias: int) -> Value | None:
-        """Return a name for the gradient of an alias, None where nobody reads it."""
+        """Return a name for the gradient of an alias, None if nobody reads it."""
         like = self.code.like(self.model.origin(segment.aliases[alias].tensor), is_gradient=True)
         like = like._replace(microbatch=key[1]) if self.context.steady else like
         is_read = Place(BACKWARD, segment.number, key, alias) in self.values.pieces_of
         return self.code.fresh(key[0], like) if is_read else None
 
     def _is_wide(self, tensor: str) -> bool:
-        """Tell whether the gradient of a tensor becomes float32."""
+        """Return whether the gradient of a tensor becomes float32."""
         spec = self.model.tensors[tensor]
         return tensor in self.context.from_weights and spec.wide_dtype != spec.dtype
 
     def _update(self, nodes: Sequence[Node]) -> None:
-        """Update the weights of some nodes, those of a device as one, after what takes over their values."""
+        """Update the weights of some nodes, those of one device in one instruction. Values that replace others come
+        first.
+        """
         pairs: dict[int, tuple[list[tuple[Value, Value]], ...]] = {}
         kept = set[Value]()
         for node in nodes:
@@ -286,7 +286,7 @@ class _Builder:
             self.code.write(rank, Update(*_sides(weights), *_sides(buffers), goes_on=goes_on))
 
     def _loss_places(self) -> set[Place]:
-        """Return the parts of losses that together are their values: one replica of each addend."""
+        """Return the parts of losses that add up to their values: one replica of each addend."""
         found = set[Place]()
         for segment in self.schedule.segments:
             for number, output in enumerate(segment.outputs):
@@ -301,9 +301,9 @@ def _box(alias: Alias, at: int) -> Box:
     return tuple(zip(alias.lo[at].tolist(), alias.hi[at].tolist(), strict=True))
 
 
-def _turns(edges: Edges) -> dict[tuple[int, int], frozenset[tuple[int, int]]]:
-    """Return for the updates whose gradients come in an order of their own, and the piece, in which orders these are,
-    on which side.
+def _turns(edges: Dataflow) -> dict[tuple[int, int], frozenset[tuple[int, int]]]:
+    """Return, for each gradient (or piece of one) that a plan orders, the numbers of these orders and the side it is
+    on.
     """
     found: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for number, order in enumerate(edges.graph.orders):
@@ -320,7 +320,7 @@ def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tup
 
 
 def _with_frees(code: Sequence[Instruction], key: Callable[[Value], str] | None) -> list[Instruction]:
-    """Return the code with each name freed after its last use; weights and inputs stay with the runtime."""
+    """Return the code with a Free after the last use of each name. Weights and inputs stay with the runtime."""
     last: dict[Value, int] = {}
     for at, instruction in enumerate(code):
         for name in (*reads(instruction), *writes(instruction)):

@@ -1,4 +1,6 @@
-"""Which collective a joint transfer is: pieces and readers on one device group, told apart by how their boxes tile."""
+"""The choice of a collective for a joint transfer: pieces and readers on one device group, recognised by how their
+boxes tile.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from superscaler.ir.fold import Fold
 from superscaler.ir.mask import Box
-from superscaler.ir.spmd import Fold
 from superscaler.schedule.transfers import Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A collective over `group` in chunk order; `take` is the slot that is gathered, `give` the one scattered, `sizes`
-    the elements of its chunks where these are uneven, `root` the place in the group of the one that gets the result.
+    """A collective over `group`, in chunk order.
+
+    `take`: the slot that is gathered; `give`: the slot that is scattered; `sizes`: elements of the chunks where these
+    are uneven; `root`: position in the group of the only receiver.
     """
 
     kind: str
@@ -50,9 +54,9 @@ class _Tiling:
 
 
 def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
-    """Return the collective that does a joint transfer, or None where only exact messages do.
+    """Return the collective of a joint transfer, or None where only exact messages do it.
 
-    The group is that of the whole plan, of which the transfer may show only the compiled places of a fold.
+    The group is that of the whole plan; the transfer may show only the sampled places of a fold.
 
     pieces          readers        collective
     all B, partial  all B          all_reduce
@@ -75,7 +79,9 @@ def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
 
 
 def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
-    """Return the collective that takes the boxes that devices hold to those that they read, each reading all."""
+    """Return the collective that takes the boxes that devices hold to the boxes that they read; each reads all
+    pieces.
+    """
     if len(held) == 1:
         return _broadcast(held, read)
     if len(read) == 1:
@@ -96,7 +102,7 @@ def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
 
 
 def refusal(transfer: Transfer) -> str:
-    """Return why a transfer between devices, for which nothing matches, is no collective."""
+    """Return the reason why a transfer without a match is no collective."""
     held, read = ({end.device for end in ends} for ends in (transfer.pieces, transfer.readers))
     if not transfer.is_joint:
         return "not every reader needs every piece"
@@ -137,7 +143,7 @@ def _same(boxes: dict[int, Box]) -> Box | None:
 
 
 def _tiling(boxes: dict[int, Box]) -> _Tiling | None:
-    """Return how boxes follow each other along one slot, or None; `sizes` are empty where they are equal."""
+    """Return how boxes follow each other along one slot, or None. `sizes` are empty where all are equal."""
     distinct = list(boxes.values())
     slots = [s for s in range(len(distinct[0])) if len({box[s] for box in distinct}) > 1]
     if len(slots) != 1:

@@ -1,4 +1,4 @@
-"""The functions of segments: parts of equal sizes share one."""
+"""Functions of segments: parts of equal sizes share one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from superscaler.ir.graph import Op
+from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Box
-from superscaler.ir.parts import Ints
+from superscaler.ir.model import Op
 from superscaler.ir.program import Function, Shape
-from superscaler.schedule.edges import Edges
+from superscaler.schedule.dataflow import Dataflow
 from superscaler.schedule.segments import Segment
 
 
 class Functions:
-    """The functions made so far; a part is a segment and the number `at` of one of its keys."""
+    """Functions made so far. A part is a segment and the position `at` of one of its keys."""
 
-    def __init__(self, edges: Edges) -> None:
+    def __init__(self, edges: Dataflow) -> None:
         self.edges = edges
         self.made: list[Function] = []
         self._numbers: dict[Hashable, int] = {}
@@ -25,7 +25,7 @@ class Functions:
         self._starts: dict[int, tuple[Ints, tuple[Shape, ...]]] = {}
 
     def start(self, segment: Segment, at: int) -> Shape:
-        """Return where a part starts, on each of its function's coordinates."""
+        """Return the start of a part on each coordinate of its function."""
         return tuple(self._coordinates(segment)[0][at].tolist())
 
     def number(self, segment: Segment, at: int) -> int:
@@ -42,7 +42,7 @@ class Functions:
         return self._numbers[key]
 
     def forms(self, segment: Segment) -> Ints:
-        """Return per key of a segment a row that is equal for parts which the same function computes."""
+        """Return a row per key of a segment; parts with equal rows share a function."""
         if segment.number not in self._forms:
             columns = []
             for op in segment.ops:
@@ -52,8 +52,8 @@ class Functions:
         return self._forms[segment.number]
 
     def _coordinates(self, segment: Segment) -> tuple[Ints, tuple[Shape, ...]]:
-        """Return where the parts of a segment start [keys, coordinates], indices that move alike as one coordinate, and
-        for each op the coordinate of each index.
+        """Return the starts of a segment's parts [keys, coordinates] and, for each op, the coordinate of each index.
+        Indices that move alike share a coordinate.
         """
         if segment.number not in self._starts:
             columns = [self.edges.rows[op.name].lo[segment.row_of[op.name]] for op in segment.ops]

@@ -1,9 +1,10 @@
-"""Loops over microbatches: found in the code of a few of them, and checked to be the code of all.
+"""Loops over microbatches: the code of a few microbatches, extended to all of them.
 
-What is compiled has the first microbatches of a plan. Where the code of a device repeats, all numbers in it moving
-evenly, it goes on to repeat for the others; what comes after belongs to the last ones. Names have the microbatch in
-them, so which value is meant is never a guess; that each is made before it is read, read and freed as often as it
-should be, and that the communication of all devices meets, is checked for all microbatches.
+Only the first microbatches of a plan are compiled. Where the code of a device repeats and all its numbers move evenly,
+the repetition is continued for the microbatches in between; the code behind the loop then belongs to the last ones.
+Values are named by microbatch, so a name is never ambiguous. `check_unrolled` proves the result for all microbatches:
+each value is made before it is read, each is read and freed as often as before, and the communication of all devices
+meets.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from superscaler.ir.loops import NONE, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
+from superscaler.ir.codes import NONE, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
 from superscaler.ir.program import FIELDS, ROLES, Backward, Forward, Instruction, Loss, Role, Value
 
 
 class Aperiodic(Exception):
-    """The code of a few microbatches does not tell that of all."""
+    """The code of a few microbatches does not determine the code of all."""
 
 
 _NAMES = {kind: (*FIELDS[kind, Role.READ], *FIELDS[kind, Role.WRITE], *FIELDS[kind, Role.END]) for kind in ROLES}
@@ -36,7 +37,7 @@ _PLACED = {kind for kind in ROLES if FIELDS[kind, Role.EVEN] or FIELDS[kind, Rol
 
 
 def form(i: Instruction) -> tuple[Hashable, int]:
-    """Return what an instruction has in common with that of another microbatch, and its own, NONE if it has none."""
+    """Return the form of an instruction, equal for all microbatches, and its microbatch (NONE if it has none)."""
     kind, given = type(i), list[Any]()
     for name in _NAMES[kind]:
         value = getattr(i, name)
@@ -51,8 +52,10 @@ def form(i: Instruction) -> tuple[Hashable, int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """How the code of a device repeats: its spans, and for each place outside of them whom it stands for: the
-    instruction `like` (of a body) in a repetition, or itself, `later` by some microbatches.
+    """Loops in the code of a device, and the place of every instruction outside of them.
+
+    `outside`: for each instruction outside a loop, (body instruction that it equals or NONE, repetition, microbatch
+    shift).
     """
 
     spans: tuple[Span, ...]
@@ -60,7 +63,9 @@ class Shape:
 
 
 def find_shape(code: Sequence[Instruction], period: int, missing: int) -> Shape:
-    """Return how code repeats that lacks a number of microbatches. Raises Aperiodic where it does not tell."""
+    """Return the loops of code that lacks `missing` microbatches. Raises Aperiodic where the code does not determine
+    them.
+    """
     forms, at = zip(*map(form, code), strict=True)
     is_work = [isinstance(i, Forward | Backward) for i in code]
     spans = steady_spans(find_spans(forms, at, period), forms, at, is_work)
@@ -95,7 +100,9 @@ def find_shape(code: Sequence[Instruction], period: int, missing: int) -> Shape:
 def _shifts(
     at: Sequence[int], spans: Sequence[Span], outside: Mapping[int, tuple[int, int, int]]
 ) -> dict[tuple[int, int | None], set[int]]:
-    """Return how much later what is between the same loops is, of each microbatch and (None) of all."""
+    """Return the microbatch shifts of instructions between the same loops: by (gap, microbatch), and by (gap, None) for
+    all.
+    """
     found: dict[tuple[int, int | None], set[int]] = {}
     for n, (like, _, later) in outside.items():
         for microbatch in (at[n], None) if like != NONE else ():
@@ -104,13 +111,14 @@ def _shifts(
 
 
 def _gap(n: int, spans: Sequence[Span]) -> int:
-    """Return between which loops an instruction is."""
+    """Return the number of loops that start at or before instruction `n`."""
     return sum(span.start <= n for span in spans)
 
 
 def roll(code: Sequence[Instruction], shape: Shape, added: int, period: int) -> Rolled:
-    """Return code with `added` more repetitions in each loop; its shape is that of code which is equal to it but for
-    what moves along a fold. Raises Aperiodic where a number does not move evenly.
+    """Return code with `added` more repetitions in each loop. Raises Aperiodic where a number does not move evenly.
+
+    `shape` may come from another place of the fold: its code is equal but for the numbers that move along the fold.
     """
     code = tuple(code)
     try:
@@ -128,7 +136,7 @@ def roll(code: Sequence[Instruction], shape: Shape, added: int, period: int) -> 
 
 
 def _moves(repetitions: Sequence[Instruction]) -> Moves:
-    """Return what the fields of an instruction that may move are in each repetition."""
+    """Return the values of each moving field of an instruction, as a function of the repetition."""
     found = dict[str, Callable[[int], Any]]()
     for name in _MOVING[type(repetitions[0])]:
         values = [getattr(i, name) for i in repetitions]
@@ -144,7 +152,7 @@ def _always(value: Any) -> Callable[[int], Any]:
 
 
 def _outside(i: Instruction, told: Mapping[int, Moves], stands: tuple[int, int, int], period: int) -> Instruction:
-    """Return an instruction outside of loops in the code of all microbatches."""
+    """Return an instruction outside of loops, as it stands in the code of all microbatches."""
     like, repetition, later = stands
     moves = told.get(like, {})
     if any(getattr(i, name) != move(repetition) for name, move in moves.items()):
@@ -155,7 +163,9 @@ def _outside(i: Instruction, told: Mapping[int, Moves], stands: tuple[int, int, 
 
 
 def _shifted(i: Instruction, later: int, changed: dict[str, Any]) -> Instruction:
-    """Return an instruction of a later microbatch, of which some fields are others."""
+    """Return an instruction moved to a microbatch `later` by some; `changed` holds its fields that are known
+    already.
+    """
     for name in _NAMES[type(i)]:
         value = getattr(i, name)
         is_one = isinstance(value, Value)

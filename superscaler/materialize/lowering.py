@@ -1,27 +1,64 @@
-"""A transfer -> its steps: one collective, exact messages, sums and joins of several groups, or a searched path.
-
-Pure: what comes out depends on the transfer and its context only, names nothing and writes nothing.
-"""
+"""How a transfer becomes steps: the candidate forms, and the cheapest of them by the formulas of the cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from math import prod
 
 from superscaler.cluster.seconds import LOCAL_KINDS
-from superscaler.ir.graph import width
+from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, extents, intersect
-from superscaler.ir.parts import HOSTS
+from superscaler.ir.model import width
+from superscaler.materialize.buckets import KINDS
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
-from superscaler.materialize.context import Context
-from superscaler.materialize.pricing import cheapest
-from superscaler.materialize.reduction import by_server, finer, reduction
-from superscaler.materialize.rvd.route import Route, is_collective, route
+from superscaler.materialize.rvd.route import Route, is_collective, priced, route
 from superscaler.materialize.rvd.transitions import Step as PathStep
-from superscaler.materialize.steps import Collective, Cut, Join, Lowered, Message, Slot, Step, common, slots_of
+from superscaler.materialize.steps import Collective, Context, Cut, Join, Lowered, Message, Slot, Step, common, slots_of
+from superscaler.materialize.sums import by_server, finer, reduction
 from superscaler.schedule.transfers import Transfer
+
+# How much longer than the cheapest one a form may take that is preferred to it.
+NEARLY = 1.01
+Groups = dict[tuple[int, ...], int]
+
+
+def cheapest(forms: Sequence[Lowered], context: Context, itemsize: int) -> Lowered:
+    """Return the cheapest form of a transfer; among forms within NEARLY of it, the last one."""
+    prices = [seconds(form, context, itemsize) for form in forms] if len(forms) > 1 else [0.0]
+    return [form for form, price in zip(forms, prices, strict=True) if price <= min(prices) * NEARLY][-1]
+
+
+def seconds(lowered: Lowered, context: Context, itemsize: int) -> float:
+    """Return the seconds of all rounds in turn. Steps of one kind in a round run at once; latencies that buckets share
+    are left out.
+    """
+    costs, total = priced(context.costs), 0.0
+    everything = [step for steps in lowered.rounds for step in steps if not isinstance(step, Cut | Join)]
+    is_shared = all(isinstance(step, Collective) and step.how.kind in KINDS for step in everything)
+    for steps in lowered.rounds:
+        for kind, groups in _started(steps, context).items():
+            each = partial(costs.seconds, kind, list(groups))
+            total += each(max(groups.values()) * itemsize) - (each(0) if is_shared else 0.0)
+    return total
+
+
+def _started(steps: tuple[Step, ...], context: Context) -> dict[str, Groups]:
+    """Return, for each kind, its groups on all devices of a fold, each with the elements of its largest source."""
+    found: dict[str, Groups] = {}
+    for step in steps:
+        if isinstance(step, Collective):
+            kind, group, boxes = step.how.kind, step.how.group, [source.box for source in step.sources]
+        elif isinstance(step, Message):
+            kind, group, boxes = "messages", (step.source.device, step.out.device), [step.out.box]
+        else:
+            continue
+        everywhere = [group] if context.fold is None else context.fold.everywhere(group)
+        found.setdefault(kind, {}).update(dict.fromkeys(everywhere, max(prod(extents(box)) for box in boxes)))
+    return found
+
 
 # Why a transfer takes the steps of a searched path.
 PATH = "the cheapest path to another layout"
@@ -30,7 +67,7 @@ HOST = "placed on the host"
 
 
 def lower(transfer: Transfer, context: Context) -> Lowered:
-    """Return the steps of a transfer, on the devices whose code is written."""
+    """Return the steps of a transfer, on the sampled devices."""
     if transfer.is_local:
         return Lowered((), _linked(transfer))
     if transfer.has_host:
@@ -55,7 +92,7 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
 
 
 def _linked(transfer: Transfer) -> tuple[tuple[Slot, ...], ...]:
-    """Return per reader its pieces on its own device."""
+    """Return, for each reader, the pieces on its own device."""
     ends: list[list[Slot]] = [[] for _ in transfer.readers]
     for p, r in transfer.links:
         piece = transfer.pieces[p]
@@ -65,7 +102,9 @@ def _linked(transfer: Transfer) -> tuple[tuple[Slot, ...], ...]:
 
 
 def _outer(transfer: Transfer) -> list[int]:
-    """Return for each reader the one of the largest box around its own, where both read all pieces on one device."""
+    """Return, for each reader, the reader on its device with the largest box around its own, if both read all
+    pieces.
+    """
     by_device: dict[int, list[int]] = {}
     for r, reader in enumerate(transfer.readers):
         by_device.setdefault(reader.device if transfer.is_joint and not transfer.is_to_updates else ~r, []).append(r)
@@ -79,7 +118,9 @@ def _outer(transfer: Transfer) -> list[int]:
 
 
 def _cut_out(transfer: Transfer, outer: Sequence[int], context: Context) -> Lowered:
-    """A device that reads a box, and boxes in it, cuts these out of it."""
+    """Return the steps for devices that read a box and also boxes inside it: the inner ones are cut out on the
+    device.
+    """
     kept = sorted(set(outer))
     links = tuple((p, n) for p in range(len(transfer.pieces)) for n in range(len(kept)))
     inner = lower(replace(transfer, readers=tuple(transfer.readers[r] for r in kept), links=links), context)
@@ -92,7 +133,9 @@ def _cut_out(transfer: Transfer, outer: Sequence[int], context: Context) -> Lowe
 
 
 def _over_owners(transfer: Transfer, context: Context) -> Lowered:
-    """What goes between a device and its host is copied; all else goes between devices, before or after that."""
+    """Return the steps of a transfer with hosts: copies between a device and its host, before or after steps between
+    devices.
+    """
     pieces = tuple(replace(piece, device=piece.device % HOSTS) for piece in transfer.pieces)
     sources: list[list[int]] = [[] for _ in transfer.readers]
     for p, r in transfer.links:
@@ -124,7 +167,7 @@ def _collective(transfer: Transfer, how: Match, context: Context) -> Lowered:
     item, box = len(held), transfer.pieces[0].box
     outs = {} if how.root >= 0 else {device: Slot(device, item, box) for device in held}
     outs |= {reader.device: Slot(reader.device, item, reader.box) for reader in transfer.readers}
-    told = [device for device in how.group if device in {**held, **outs} and context.is_told(device)]
+    told = [device for device in how.group if device in {**held, **outs} and context.is_emitted(device)]
     slots = tuple((held.get(device), outs.get(device)) for device in told)
     # The source of a broadcast has what it reads.
     kept = held if how.kind == "broadcast" else {}
@@ -137,7 +180,7 @@ def _messages(transfer: Transfer, context: Context) -> Lowered:
     steps: list[Step] = []
     for link, (p, r) in enumerate(transfer.links):
         reader = transfer.readers[r]
-        if pieces[p].device != reader.device and context.is_told(pieces[p].device, reader.device):
+        if pieces[p].device != reader.device and context.is_emitted(pieces[p].device, reader.device):
             out = Slot(reader.device, len(pieces) + link, common(pieces[p].box, reader.box))
             steps.append(Message(pieces[p], out, why))
             ends[r].append(out)
@@ -145,7 +188,7 @@ def _messages(transfer: Transfer, context: Context) -> Lowered:
 
 
 class _Path:
-    """The steps of a searched path, each after the one before has arrived. `slots` has what each device holds."""
+    """The steps of a searched path; each starts after the one before has arrived. `slots`: what each device holds."""
 
     def __init__(self, transfer: Transfer, found: Route, context: Context) -> None:
         self.transfer, self.route, self.context = transfer, found, context
@@ -160,7 +203,7 @@ class _Path:
         return Lowered(tuple(map(tuple, self.rounds)), ends, self.route)
 
     def _take(self, n: int) -> None:
-        """Take step `n`; what came to a device alone, and not in the end, needs no join."""
+        """Write step `n`. An intermediate value that arrives in one piece needs no join."""
         last = len(self.route.path.steps) - 1
         after = self.route.boxes(self.route.path.steps[n].layout)
         parts = self._parts(self.route.path.steps[n], after, f"step {n + 1} of {last + 1} of " if last else "")
@@ -175,26 +218,26 @@ class _Path:
                 self.rounds[-1].append(Join(tuple(some), self.slots[device]))
 
     def _parts(self, step: PathStep, after: Mapping[int, Box], many: str) -> dict[int, list[Slot]]:
-        """Start a step; return what each device then has of its box: first what it kept."""
-        why, is_told = f"{many}{PATH}", self.context.is_told
+        """Start a step; return the parts of each device's box after it, the kept ones first."""
+        why, is_emitted = f"{many}{PATH}", self.context.is_emitted
         sent: list[Slot] = []
         kept = list(step.kept)
         for group in step.groups:
             if is_collective(step.kind):
-                some = tuple((self.slots[d], self._new(d, after[d])) for d in group if is_told(d))
+                some = tuple((self.slots[d], self._new(d, after[d])) for d in group if is_emitted(d))
                 self.rounds[-1] += [Collective(Match(step.kind, group, step.take, step.give), some, why)] * bool(some)
                 sent += [out for _, out in some]
             elif step.kind in LOCAL_KINDS:
                 # Of a value cut into addends, the first device has the whole, others zeros.
                 kept += group if step.kind == "chunk" else group[:1]
             else:
-                for to in (to for to in group[1:] if is_told(group[0], to)):
+                for to in (to for to in group[1:] if is_emitted(group[0], to)):
                     source = self.slots[group[0]]
                     sent.append(self._new(to, common(source.box, after[to])))
                     self.rounds[-1].append(Message(source, sent[-1], why))
-        cuts = [(self.slots[d], self._new(d, common(self.slots[d].box, after[d]))) for d in kept if is_told(d)]
+        cuts = [(self.slots[d], self._new(d, common(self.slots[d].box, after[d]))) for d in kept if is_emitted(d)]
         self.rounds[-1] += [Cut(source, out) for source, out in cuts]
-        parts: dict[int, list[Slot]] = {device: [] for device in after if is_told(device)}
+        parts: dict[int, list[Slot]] = {device: [] for device in after if is_emitted(device)}
         for out in (*(out for _, out in cuts), *sent):
             parts[out.device].append(out)
         return parts

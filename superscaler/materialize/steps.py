@@ -1,27 +1,81 @@
-"""What a transfer is made of: collectives, messages, cuts and joins over slots, in rounds. Data, and how it prints."""
+"""The steps of a lowered transfer (collectives, messages, cuts, joins), and the context of a lowering."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from superscaler.ir.fold import Fold, Unfoldable
+from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, intersect
-from superscaler.ir.parts import HOSTS
+from superscaler.ir.model import PTensor
 from superscaler.materialize.collectives import Match
+from superscaler.materialize.rvd.paths import Cache
 from superscaler.materialize.rvd.route import Route
-from superscaler.schedule.transfers import Transfer
+from superscaler.materialize.rvd.transitions import Costs
+from superscaler.schedule.steady_state import SteadyState
+from superscaler.schedule.transfers import BACKWARD, Transfer
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tensors, costs and folds that a lowering depends on.
+
+    `from_weights`: tensors that depend on weights only. `close`: the fold before any axis was given up. `fold`: the
+    fold of the plan; transfers show its sampled places. `overlaps`: gradients are sent while others are computed.
+    `steady`: transfers show the first microbatches, and values and messages are named by them. `turns`: for updates, by
+    home number and piece, the orders of communication that they are in. `paths`: a cache of searched paths.
+    """
+
+    tensors: Mapping[str, PTensor]
+    from_weights: frozenset[str]
+    costs: Costs
+    close: Fold | None = None
+    fold: Fold | None = None
+    overlaps: bool = True
+    steady: SteadyState | None = None
+    turns: Mapping[tuple[int, int], Hashable] = field(default_factory=dict)
+    paths: Cache = field(default_factory=dict)
+
+    def dtype(self, transfer: Transfer, *, trained: bool = False) -> str:
+        """Return the dtype in which a transfer moves its tensor. Gradients that are summed over microbatches are never
+        halves.
+
+        `trained`: the dtype of the trained model, by which the form is chosen, if this model is a retyped copy.
+        """
+        tensor = self.tensors[transfer.tensor]
+        tensor = tensor.trained if trained else tensor
+        is_summed = transfer.kind == BACKWARD and transfer.tensor in self.from_weights
+        return tensor.wide_dtype if is_summed else tensor.dtype
+
+    def turn(self, transfer: Transfer) -> Hashable:
+        """Return the orders of communication that a transfer is in."""
+        place = transfer.readers[0].places[0]
+        return self.turns.get((place.segment, place.number), ()) if transfer.is_to_updates else ()
+
+    def is_emitted(self, *devices: int) -> bool:
+        """Return whether these devices are sampled, so that their code is emitted. Raises Unfoldable if only some of
+        them are.
+        """
+        if self.fold is None or self.fold.told.issuperset(devices):
+            return True
+        if not self.fold.told.isdisjoint(devices):
+            raise Unfoldable(self.fold.spanned(devices)[0])
+        return False
 
 
 class Slot(NamedTuple):
-    """A box of the tensor on a device; `item` tells what is made on the way apart, and starts with the pieces."""
+    """A box of the tensor on a device. `item` distinguishes the values of a transfer; the first items are its
+    pieces.
+    """
 
     device: int
     item: int
     box: Box
 
     def __str__(self) -> str:
-        """Return device, item and box.
+        """Return device, item and box as text.
 
         >>> str(Slot(1, 3, ((0, 4), (8, 16))))
         '1.3[0:4, 8:16]'
@@ -31,7 +85,9 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What each device gives (None: nothing, of a broadcast) and what it gets (None: nothing, one device does)."""
+    """A collective with the source of each device (None for a broadcast's receivers) and its result (None where it gets
+    none).
+    """
 
     how: Match
     slots: tuple[tuple[Slot | None, Slot | None], ...]
@@ -53,7 +109,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Send the box of `out` to its device."""
+    """A message: the box of `out` goes to its device."""
 
     source: Slot
     out: Slot
@@ -61,7 +117,7 @@ class Message:
 
     @property
     def is_copy(self) -> bool:
-        """Tell whether it goes between a device and its host."""
+        """Return whether it goes between a device and its host."""
         return self.source.device ^ HOSTS == self.out.device
 
     def __str__(self) -> str:
@@ -70,7 +126,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Take a box out of another on its device."""
+    """A box cut out of another one on its device."""
 
     source: Slot
     out: Slot
@@ -81,7 +137,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Add up slots on a device, each placed at its box in zeros."""
+    """A sum of slots on a device, each placed at its box in zeros."""
 
     sources: tuple[Slot, ...]
     out: Slot
@@ -95,9 +151,11 @@ Step = Collective | Message | Cut | Join
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """How a transfer gets what it moves to its readers. The steps of a round start together, when all that the round
-    before it sent is there. `ends` has the slots that each reader joins in the end, where it is first read; `route` is
-    the path that was searched, if the rounds follow one.
+    """The rounds of steps of a transfer. The steps of a round start together, after all messages of the round before
+    arrived.
+
+    `ends`: the slots that each reader joins when it is first read. `route`: the searched path, if the rounds follow
+    one.
     """
 
     rounds: tuple[tuple[Step, ...], ...]
@@ -110,12 +168,12 @@ class Lowered:
 
 
 def slots_of(transfer: Transfer) -> list[Slot]:
-    """Return the slots of its pieces."""
+    """Return the slots of a transfer's pieces."""
     return [Slot(piece.device, p, piece.box) for p, piece in enumerate(transfer.pieces)]
 
 
 def common(have: Box, want: Box) -> Box:
-    """Return what two boxes that meet have in common."""
+    """Return the intersection of two boxes that meet."""
     found = intersect(have, want)
     assert found is not None
     return found

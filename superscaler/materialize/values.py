@@ -1,4 +1,4 @@
-"""What parts make and read: which transfer has a value, and under which name."""
+"""Values that parts make and read: the transfer that moves each, and its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EndOf = tuple[int, int]
 
 
 class Values:
-    """The ends of transfers by place. A piece or reader is addressed by (number of the transfer, number in it)."""
+    """The ends of transfers by place. A piece or reader is addressed by (number of the transfer, position in it)."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer, self.code, self.transfers = writer, writer.code, writer.transfers
@@ -30,10 +30,12 @@ class Values:
         self._totals: dict[tuple[EndOf, ...], Value] = {}
         # What has come so far of sums.
         self._so_far: dict[tuple[EndOf, ...], Value] = {}
-        writer.landed = self._add_up
+        writer.on_arrival = self._add_up
 
     def made(self, place: Place, name: Value, rank: int, box: Box | None = None) -> None:
-        """Record that a value exists, of a box that may move in pieces; add it to the sums that it belongs to."""
+        """Record that a value exists, and add it to the sums that it belongs to. `box`: given if the value may move in
+        pieces.
+        """
         whole = name
         for number, p in self.pieces_of.get(place, ()):
             names, key, transfer = self.writer.names, (number, rank, p), self.transfers[number]
@@ -41,7 +43,7 @@ class Values:
             names[key] = self.code.add(rank, names[key], name) if key in names else name
 
     def value(self, place: Place) -> Value | None:
-        """Return the name of what a place reads: the sum of its transfers, or None where nothing comes for it."""
+        """Return the name of the value read at a place: the sum of its transfers, None if nothing arrives."""
         owners = tuple(self.readers_of.get(place, ()))
         if owners in self._totals:
             return self._totals[owners]
@@ -59,7 +61,7 @@ class Values:
         return self._totals[owners]
 
     def gradient(self, place: Place, count: int, box: Box) -> Value | None:
-        """Return the name of what an update reads, of which `count` pieces came; None where nothing did."""
+        """Return the name of the gradient that an update reads, joined from `count` pieces; None if nothing arrives."""
         places = [own for n in range(count) if (own := place._replace(number=n)) in self.readers_of]
         parts = [(name, self._end(own).box) for own in places if (name := self.value(own)) is not None]
         if len(parts) < 2:
@@ -73,7 +75,7 @@ class Values:
         return self.transfers[number].readers[r]
 
     def _add_up(self, number: int) -> None:
-        """Add what a transfer brought to the sums that it belongs to."""
+        """Add an arrived transfer to the sums that it belongs to."""
         for r, reader in enumerate(self.transfers[number].readers):
             owners = tuple(self.readers_of[reader.places[0]])
             if len(owners) > 1 and (name := self._of((number, r))) is not None:
@@ -82,12 +84,12 @@ class Values:
                 self._read[number, r] = None
 
     def _of(self, owner: EndOf) -> Value | None:
-        """Return the name of a reader's value, joining what came for it at the first call."""
+        """Return the name of a reader's value; the first call joins what arrived for it."""
         if owner not in self._read:
             self._read[owner] = self.writer.read(*owner)
         return self._read[owner]
 
     def finish(self, places: Iterable[Place]) -> None:
-        """Take the steps that are left of all transfers to these places."""
+        """Write the remaining steps of all transfers to these places."""
         if self.writer.is_busy:
             self.writer.finish(number for place in places for number, _ in self.readers_of.get(place, ()))

@@ -1,4 +1,6 @@
-"""Steps of transfers -> instructions, in the order of the schedule: the only place where communication is written."""
+"""Communication as instructions, in the order of the schedule: the only place where sends and collectives are
+written.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from math import prod
 
-from superscaler.ir.graph import width
+from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, extents
-from superscaler.ir.notes import Note
-from superscaler.ir.parts import HOSTS
-from superscaler.ir.program import Collective, Copy, Recv, Send, Value, Way
+from superscaler.ir.model import width
+from superscaler.ir.program import Collective, CollectiveArg, Copy, Recv, Send, Value
+from superscaler.ir.provenance import Provenance
 from superscaler.materialize import steps
 from superscaler.materialize.buckets import KINDS, Buckets, Entry
-from superscaler.materialize.code import Code
-from superscaler.materialize.context import Context
+from superscaler.materialize.local_tensors import Code
 from superscaler.materialize.lowering import PATH, lower
-from superscaler.materialize.steps import Cut, Join, Lowered, Message, Slot, Step
-from superscaler.schedule.nodes import Node
+from superscaler.materialize.steps import Context, Cut, Join, Lowered, Message, Slot, Step
+from superscaler.schedule.dependencies import Node
 from superscaler.schedule.transfers import BACKWARD, Transfer
 
 # How many buckets of gradients are on their way into slices at once: one is being sent while the next one is made.
@@ -25,8 +26,9 @@ FLYING = 2
 
 
 class Writer:
-    """Writes the steps of transfers into the code of devices. Values go by the number of their transfer and their slot:
-    by name once they are there, by handle while they are on their way.
+    """Writes the steps of transfers into the code of devices.
+
+    Values are addressed by the number of their transfer and their slot: by name after they arrived, by handle before.
     """
 
     def __init__(self, transfers: Sequence[Transfer], code: Code, context: Context) -> None:
@@ -38,9 +40,9 @@ class Writer:
         # Those of the layers of a model are often equal.
         self._alike: dict[Hashable, Lowered] = {}
         # Gradients on their way into slices, by group: what they are made of is held until they are waited for, of
-        # which `landed` is told.
-        self.landed: Callable[[int], None] = lambda number: None
-        self._flying: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
+        # which `on_arrival` is told.
+        self.on_arrival: Callable[[int], None] = lambda number: None
+        self._in_flight: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
         # Transfers of which rounds are left, and how many are done with: they follow at the first read, so that nothing
         # is waited for before; but once slices have landed, their next round is started.
         self._left: set[int] = set()
@@ -49,7 +51,7 @@ class Writer:
         self._numbered = Counter[tuple[int, int, int]]()
         self._points: dict[int, int] = {}
         # How many transfers stay on a device or take a path.
-        self.notes: Counter[Note] = Counter()
+        self.notes: Counter[Provenance] = Counter()
 
     def lowered(self, number: int) -> Lowered:
         if number not in self._lowered:
@@ -85,7 +87,7 @@ class Writer:
         self.flush(frozenset())
 
     def _start(self, number: int, some: Sequence[Step], is_due: bool = False) -> None:
-        """Write steps of a transfer; its collectives wait for those of others where that holds nothing up."""
+        """Write steps of a transfer. Its collectives join a bucket where that delays nothing."""
         transfer = self.transfers[number]
         is_joined = number not in self._left or self._is_joined(number)
         for step in some:
@@ -97,32 +99,34 @@ class Writer:
                 self._write(number, step)
 
     def _is_joined(self, number: int) -> bool:
-        """Tell whether all rounds of a transfer are collectives that may wait."""
+        """Return whether all rounds of a transfer may wait in buckets."""
         steps_of_all = (step for some in self.lowered(number).rounds for step in some)
         is_held_up = any(isinstance(step, Message) and not step.is_copy for step in steps_of_all)
         return self.transfers[number].is_to_updates and not is_held_up
 
     def _goes_on_to_hosts(self, number: int) -> bool:
-        """Tell whether all that is left of a transfer is to copy what came to hosts."""
+        """Return whether only copies to hosts are left of a transfer."""
         left = [step for some in self.lowered(number).rounds[1:] for step in some]
         return number in self._left and all(isinstance(step, Message) and step.is_copy for step in left)
 
     def flush(self, ended: Set[int]) -> None:
-        """Start the buckets that are due, and those that devices whose backward has `ended` add nothing to."""
+        """Start the buckets that are due, and all buckets of devices whose backward has `ended`."""
         for bucket in list(self.buckets.take(ended)):
             self._collective(bucket)
 
     def turn(self, devices: Set[int], microbatch: int) -> None:
-        """Let the gradients of a microbatch go when devices work on another, and wait for the first that went."""
+        """Release the gradients of other microbatches when devices turn to this one, and wait for the reduce-scatters
+        that started first.
+        """
         if self.buckets.close(devices, microbatch):
             self.flush(frozenset())
-        for group, flying in self._flying.items():
+        for group, flying in self._in_flight.items():
             first = self.transfers[flying[0][0].number].microbatches if flying else {-1}
             if not {-1, microbatch} & first and not devices.isdisjoint(group):
-                self._land(flying)
+                self._arrive(flying)
 
     def finish(self, numbers: Iterable[int]) -> None:
-        """Take the steps that are left of transfers, in one order on all devices."""
+        """Write the remaining rounds of transfers, in the same order on all devices."""
         left = sorted(self._left.intersection(numbers))
         joined = [number for number in left if self._is_joined(number)]
         self._finish(joined, {piece.device for number in joined for piece in self.transfers[number].pieces})
@@ -131,7 +135,7 @@ class Writer:
         self._left.difference_update(left)
 
     def _finish(self, numbers: Sequence[int], ended: Set[int]) -> None:
-        """Take the rounds that are left of transfers together."""
+        """Write the remaining rounds of transfers together."""
         self.flush(ended)
         while going := [n for n in numbers if self._done[n] + 1 < len(self.lowered(n).rounds)]:
             self._point += 1
@@ -149,11 +153,11 @@ class Writer:
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether anything is left to finish."""
+        """Return whether any transfer has rounds left."""
         return bool(self._left)
 
     def read(self, number: int, r: int) -> Value | None:
-        """Return the name of what a reader of a transfer reads, None of a gradient that nobody made."""
+        """Return the value that a reader of a transfer gets; None for a gradient that nobody makes."""
         transfer, reader, slots = (
             self.transfers[number],
             self.transfers[number].readers[r],
@@ -187,7 +191,7 @@ class Writer:
         return like._replace(microbatch=self._microbatch(transfer)) if self.context.steady else like
 
     def _microbatch(self, transfer: Transfer) -> int:
-        """Return the microbatch of what a transfer moves, -1 where that is of none, or of several."""
+        """Return the microbatch that a transfer moves, -1 if it moves none or several."""
         found = transfer.microbatches
         if found == {-1}:
             found = {place.key[1] for reader in transfer.readers for place in reader.places}
@@ -202,8 +206,8 @@ class Writer:
         return self.names[number, slot.device, slot.item]
 
     def settle(self, number: int, owner: int) -> None:
-        """Take what is left of a transfer, and wait on a device for what it started there: what it sends is about to
-        change. Updates wait for messages and broadcasts themselves.
+        """Finish a transfer, and wait on a device for the steps that it started there, because an update is about to
+        change their sources. Messages and broadcasts are waited for by the updates themselves.
         """
         self.finish([number])
         for step in self.lowered(number).rounds[0]:
@@ -211,7 +215,7 @@ class Writer:
                 self._receive(number, step, owner)
 
     def _receive(self, number: int, step: Step, owner: int | None = None) -> None:
-        """Wait for what a step brought, to one device or to all."""
+        """Wait for the result of a step, on one device or on all."""
         tensor = self.transfers[number].tensor
         outs = step.outs if isinstance(step, steps.Collective) else [step.out]
         for out in outs:
@@ -253,7 +257,7 @@ class Writer:
         self.code.write(to, Recv(work, rank, message, shape, dtype, point))
 
     def _message(self, transfer: Transfer, rank: int, to: int) -> tuple[int, int]:
-        """Return the numbers of a message and of the point where it starts; in loops they move with the microbatch."""
+        """Return the number of a message and of its starting point. Both move with the microbatch in a loop."""
         self._messages += 1
         if self.context.steady is None:
             return self._messages, self._point
@@ -271,7 +275,7 @@ class Writer:
         self._started += 1
         notes = tuple(self._note(self.transfers[entry.number], entry.step.why) for entry in bucket)
         for pairs in zip(*(entry.step.slots for entry in bucket), strict=True):
-            works, sources, ways = list[Value | None](), list[Value | None](), list[Way]()
+            works, sources, ways = list[Value | None](), list[Value | None](), list[CollectiveArg]()
             for entry, (source, out) in zip(bucket, pairs, strict=True):
                 sources.append(None if source is None else self._name(entry.number, source))
                 works.append(None if out is None else self._handle(entry.number, out))
@@ -280,13 +284,13 @@ class Writer:
             rank = next(slot.device for slot in pairs[0] if slot is not None)
             self.code.write(rank, Collective(how.kind, *some, dtype, weight, largest, notes, how.root))
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
-            flying = self._flying.setdefault(how.group, [])
+            flying = self._in_flight.setdefault(how.group, [])
             flying.append(bucket)
             # What goes on elsewhere lands as soon as the next one is made.
             if len(flying) > (1 if bucket[0].number in self._left else FLYING):
-                self._land(flying)
+                self._arrive(flying)
 
-    def _land(self, flying: list[Sequence[Entry]]) -> None:
+    def _arrive(self, flying: list[Sequence[Entry]]) -> None:
         """Wait for the first bucket of those on their way, and start what can go on with it."""
         bucket = flying.pop(0)
         for entry in bucket:
@@ -295,7 +299,7 @@ class Writer:
             else:
                 self._receive(entry.number, entry.step)
             if entry.number not in self._left:
-                self.landed(entry.number)
+                self.on_arrival(entry.number)
         going = {entry.number: None for entry in bucket if self._can_go_on(entry.number)}
         for number in going:
             self._go_on(number, is_due=True)
@@ -314,18 +318,18 @@ class Writer:
         dtypes = (self.context.dtype(transfer, trained=trained) for trained in (False, True))
         return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
 
-    def _way(self, number: int, step: steps.Collective, source: Slot | None, out: Slot | None) -> Way:
+    def _way(self, number: int, step: steps.Collective, source: Slot | None, out: Slot | None) -> CollectiveArg:
         """Return how a device takes part, of which one that gives or gets nothing tells what the others do."""
         given, got = (slot or (step.sources, step.outs)[n][0] for n, slot in enumerate((source, out)))
         tensor, view, how = self.code.tensors[self.transfers[number].tensor], extents(given.box), step.how
         local, shape = tensor.local_shape(view), tensor.local_shape(extents(got.box))
-        return Way(view, how.take, how.give, local, shape, how.sizes)
+        return CollectiveArg(view, how.take, how.give, local, shape, how.sizes)
 
-    def _note(self, transfer: Transfer, why: str) -> Note:
-        return Note(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
+    def _note(self, transfer: Transfer, why: str) -> Provenance:
+        return Provenance(transfer.tensor, transfer.kind == BACKWARD, why, None, self._started)
 
-    def _count(self, transfer: Transfer, note: Note, devices: Sequence[int]) -> None:
-        """Count a transfer as often as it is done, not at all if another place tells of it."""
+    def _count(self, transfer: Transfer, note: Provenance, devices: Sequence[int]) -> None:
+        """Count a transfer once for each time it runs; skip it where another place of the fold counts it."""
         fold, steady = self.context.fold, self.context.steady
         copies = fold.copies(devices) if fold is not None else 1
         if steady is not None and 0 <= self._microbatch(transfer) < steady.inner:
@@ -339,10 +343,10 @@ class Writer:
         if found is not None and len(found.path.steps) > 1:
             path = found.told(self.context.dtype(transfer), transfer.kind == BACKWARD)
             devices = {*found.boxes(found.path.source), *found.boxes(found.path.goal)}
-            self._count(transfer, Note(transfer.tensor, path.is_backward, PATH, path), sorted(devices))
+            self._count(transfer, Provenance(transfer.tensor, path.is_backward, PATH, path), sorted(devices))
 
 
-def _local(transfer: Transfer) -> Note:
+def _local(transfer: Transfer) -> Provenance:
     several = len(transfer.links) > len(transfer.readers) or any(len(piece.places) > 1 for piece in transfer.pieces)
     why = "summed or joined where it is read" if several else "made where it is read"
-    return Note(transfer.tensor, transfer.kind == BACKWARD, why)
+    return Provenance(transfer.tensor, transfer.kind == BACKWARD, why)

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, pair: Tensor | None = None) -> Tensor:
-        """Return what is added to `x` (batch, rows, length, width), given `pair` (batch, length, length, pair)."""
+        """Return the residual of `x` (batch, rows, length, width), given `pair` (batch, length, length, pair)."""
         packed = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         q, k, v = packed.permute(3, 0, 1, 4, 2, 5).unbind()
         bias = self.bias(pair).permute(0, 3, 1, 2).unsqueeze(1) if self.bias is not None else None

@@ -1,4 +1,4 @@
-"""What a named model is: sizes, and how it is built and fed. Batches are random, by the seed and the step only."""
+"""Named models: their sizes, and how they are built and fed. Batches are random, by the seed and the step only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row of an operator is given: a call as it is captured (`Site`), and an op on one part (`Local`)."""
+"""The arguments of a row's functions: a call as it is captured (`Site`), and an op on one part (`Local`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from superscaler.ir.graph import Op, Operand, PTensor, Ref
 from superscaler.ir.mask import Box
+from superscaler.ir.model import Op, Operand, PTensor, Ref
 from superscaler.ops.notation import Shape
 
 # What torch has, as a dtype. Other text is text: it may come from a file.
@@ -118,7 +118,7 @@ class Local:
 
     @property
     def is_summed_in_parts(self) -> bool:
-        """Tell whether an index that this op sums over is cut, so that the result is a value part."""
+        """Return whether an index that this op sums over is cut, so that the result is a value part."""
         pairs = zip(self.op.indices, self.box, strict=True)
         return any(i.mark == "summed" and hi - lo < i.size for i, (lo, hi) in pairs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from superscaler.ir.graph import Op
+from superscaler.ir.model import Op
 from superscaler.ops.call import Local, Site
 from superscaler.ops.row import (
     Groups,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from superscaler.ir.graph import Op
+from superscaler.ir.model import Op
 from superscaler.ops.call import Local, Site
 from superscaler.ops.notation import Shape
 from superscaler.ops.row import Sized, marked, plain, row, whole

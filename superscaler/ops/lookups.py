@@ -66,7 +66,7 @@ def _index_write(mark: str = "") -> Recipe:
 
 
 def _index_add(x: Local) -> str:
-    """The first part of what is added adds to the operand, each other one to zeros: the parts add up."""
+    """Add the first part to the operand, and each other part to zeros: the parts then add up."""
     part = x.parts.get(_ADDED)
     return plain(replace(x, names=(f"functional.of_first({x.names[0]}, {part})", *x.names[1:])) if part else x)
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from math import prod
 
 from superscaler.errors import InputError
-from superscaler.ir.graph import Mark
+from superscaler.ir.model import Mark
 
 Shape = tuple[int, ...]
 Dim = tuple[str, ...] | None

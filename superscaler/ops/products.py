@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.mask import Box, extents
+from superscaler.ir.model import Op, PTensor
 from superscaler.ops.call import Local, Site, ranges, ranges_of
 from superscaler.ops.notation import Shape
 from superscaler.ops.row import Dims, Drawn, Sized, call, each, on, row
@@ -40,7 +40,7 @@ _QUERIES, _EXPERTS = (0, -2), (3, 0)
 
 
 def _of_causal(op: Op, tensors: Mapping[str, PTensor]) -> Dims:
-    """It matters which queries a part has where they see those before them only, and the keys do not tell."""
+    """Return the dims of the queries, if attention is causal and the keys do not show which queries a part has."""
     is_causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal")
     return (_QUERIES,) if is_causal and all(i.until is None for i in op.indices) else ()
 
@@ -70,13 +70,17 @@ def _attention_text(x: Local) -> str:
 
 
 def _is_behind(x: Local) -> bool:
-    """Tell whether a part has not the first queries and as many keys: torch aligns a causal mask at both firsts."""
+    """Return whether a part lacks the first queries, or has other numbers of queries and keys: torch aligns a causal
+    mask at the first of both.
+    """
     is_first = any(i.until is not None and not x.box[i.until][0] for i in x.op.indices)
     return bool(_rows(x)) and not (is_first and x.shapes[0][-2] == x.shapes[1][-2])
 
 
 def _rows(x: Local) -> str:
-    """Return the range of the queries of a part; '' for all. Where it reads keys up to their end, its sizes tell."""
+    """Return the range of the queries of a part; '' for all. If it reads keys up to their end, its sizes determine
+    them.
+    """
     own, whole = ranges_of(x.op, x.box, x.tensors, *_QUERIES)
     return x.part(*_QUERIES) or (f"{own}, {whole}" if extents(own) != whole else "")
 

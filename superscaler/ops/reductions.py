@@ -66,13 +66,13 @@ def _count_labels(x: Local) -> str:
 
 
 def _picking(x: Local) -> str:
-    """What picks a class of each row, of the classes of a part."""
+    """Return the source of an op that picks a class of each row from the classes of a part."""
     part = x.part(*_OF_SCORES)
     return f"functional.{x.op.target.removeprefix('ss.')}({x.arguments}{part and ', '}{part})"
 
 
 def _typed(x: Local) -> str:
-    """What is told the dtype of its result."""
+    """Return the source of an op with its result's dtype as an argument."""
     return f"functional.{x.op.target.removeprefix('ss.')}({x.arguments}, dtype={x.dtype})"
 
 

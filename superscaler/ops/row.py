@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from superscaler.ir.graph import Op, PTensor, Ref
 from superscaler.ir.mask import Box, extents
+from superscaler.ir.model import Op, PTensor, Ref
 from superscaler.ops.call import Local, Site, ranges
 from superscaler.ops.notation import Shape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from superscaler.ir.graph import Op, PTensor
+from superscaler.ir.model import Op, PTensor
 from superscaler.ops.call import Local, Site
 from superscaler.ops.notation import Shape
 from superscaler.ops.row import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from superscaler.ir.graph import Op, PTensor
 from superscaler.ir.mask import Box, extents
+from superscaler.ir.model import Op, PTensor
 from superscaler.ops import elementwise, layers, lookups, products, reductions, shapes
 from superscaler.ops.call import ranges_of
 from superscaler.ops.row import Row

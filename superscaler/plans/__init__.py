@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 
 from superscaler.errors import InputError, unknown
-from superscaler.plans.along import product
-from superscaler.plans.schedules import RULES
+from superscaler.plans.lib.products import product
+from superscaler.plans.lib.schedules import RULES
 from superscaler.specs.options import for_function
 from superscaler.specs.user_file import from_file
 from superscaler.verbs import Cluster, Graph
@@ -26,11 +26,11 @@ def names() -> list[str]:
 
 
 def resolve(spec: str) -> SProgram:
-    """Return the sProgram that `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]` names, or a product
-    of plans along one axis, each with its size if that is not what others leave: `zero:2,stage=3 x tensor_parallel`.
+    """Return the sProgram named `NAME[:key=value,...]` or `path/to/file.py:function[:key=value,...]`, or a product of
+    plans along one axis, each with its size unless the others determine it: `zero:2,stage=3 x tensor_parallel`.
 
-    Raises InputError for an unknown plan, function or key, a value of the wrong type, or a file that cannot be run.
-    What an sProgram of a file raises becomes an InputError that names its line.
+    Raises InputError for an unknown plan, function or key, a value of the wrong type, or a file that cannot be run. An
+    error of an sProgram in a file becomes an InputError that names its line.
     """
     terms = re.split(r"\s+x\s+", spec.strip())
     if len(terms) > 1 or _FACTOR.fullmatch(spec):

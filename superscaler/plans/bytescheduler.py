@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 
-from superscaler.plans import pieces
-from superscaler.plans.along import along_axis
 from superscaler.plans.data_parallel import data_parallel
+from superscaler.plans.lib import gradient_chunks as pieces
+from superscaler.plans.lib.products import along_axis
 from superscaler.verbs import Graph, InputError, Op, op_order
 
 
@@ -34,10 +34,10 @@ def bytescheduler(graph: Graph, n: int, axis: str, piece: int = 4 * 2**20, ahead
 
 
 def _layers(graph: Graph) -> Iterator[tuple[list[Op], list[Op]]]:
-    """Yield the ops of the second iteration in runs of a block or other module, and the updates of what each is the
-    first to read.
+    """Yield the ops of the second iteration in runs of a block or other module, each with the updates of the weights
+    that it is the first to read.
 
-    What a block reads again when it is called again is there.
+    A block that is called again reads no new weights.
     """
     block_of, taken = {op.name: block.path for block in graph.blocks for op in block.ops}, set[str]()
     second = (op for op in graph.forward_ops if op.iteration)

@@ -2,7 +2,8 @@
 
 limit=BYTES         what a device holds at most: weights, gradients and optimizer state, and activations. The runs of
                     blocks that are computed again take the least time (`times`: a JSON file of seconds by block;
-                    default: FLOPs): the optimal choice that computes nothing again more than once (plans/chains.py)
+                    default: FLOPs): the optimal choice that recomputes nothing more than once
+                    (plans/lib/checkpoint_chain.py)
 every=sqrt|NUMBER   runs of so many blocks: of sqrt(blocks), which keep the least
 """
 
@@ -10,10 +11,10 @@ from __future__ import annotations
 
 from math import ceil, isfinite, sqrt
 
-from superscaler.plans.along import along_axis
-from superscaler.plans.chains import cheapest
 from superscaler.plans.gradient_accumulation import gradient_accumulation
-from superscaler.plans.shared import layers, stretches
+from superscaler.plans.lib.checkpoint_chain import cheapest
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import layers, stretches
 from superscaler.verbs import Graph, InputError, Recompute, op_trans
 
 

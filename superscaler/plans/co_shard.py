@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 
-from superscaler.plans.along import along_axis
 from superscaler.plans.gradient_accumulation import gradient_accumulation
-from superscaler.plans.shared import joined, layers, made_for, splits_within, undivided
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import joined, layers, made_for, splits_within, undivided
 from superscaler.verbs import Block, Graph, InputError, Recompute, Split, op_trans
 
 

@@ -1,13 +1,13 @@
 """Dynamic axial parallelism (FastFold's): a model of two axes is cut along one of them, in turn the one not attended.
 
-The axes are the factors of the input with the most of them, beside the batch. What attends along one is cut along the
+The axes are the factors of the input with the most of them, beside the batch. Attention along one axis is cut along the
 other, or along another dim of the same, with an all_to_all on either side.
 """
 
 from __future__ import annotations
 
-from superscaler.plans.along import along_axis
-from superscaler.plans.shared import along, attentions, keys_of
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import along, attentions, keys_of
 from superscaler.verbs import Graph, InputError, Split, op_trans
 
 

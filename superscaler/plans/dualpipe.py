@@ -11,25 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from superscaler.plans import schedules
-from superscaler.plans.along import along_axis
-from superscaler.plans.lay import count_microbatches, lay
-from superscaler.plans.shared import stages
-from superscaler.verbs import Graph, Work
+from superscaler.plans.lib import schedules
+from superscaler.plans.lib.place_table import count_microbatches, place_table
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import stages
+from superscaler.verbs import Action, Graph
 
 
 @along_axis(batches=True)
 def dualpipe(graph: Graph, n: int, axis: str, microbatches: int | None = None, blocks: str = "") -> None:
     table = schedules.dualpipe_v(n, count_microbatches(graph, n, microbatches))
-    lay(graph, axis, table, stages(graph, 2 * n, blocks), rows=map(in_pairs, table))
+    place_table(graph, axis, table, stages(graph, 2 * n, blocks), rows=map(in_pairs, table))
 
 
-def in_pairs(row: Sequence[Work]) -> list[Work | tuple[Work, Work]]:
+def in_pairs(row: Sequence[Action]) -> list[Action | tuple[Action, Action]]:
     """Return the work of a device where a forward and the backward after it are a pair, unless of one microbatch."""
-    found: list[Work | tuple[Work, Work]] = []
+    found: list[Action | tuple[Action, Action]] = []
     for work in row:
         last = found[-1] if found else None
-        if isinstance(last, Work) and last.kind + work.kind == "FB" and last.microbatch != work.microbatch:
+        if isinstance(last, Action) and last.kind + work.kind == "FB" and last.microbatch != work.microbatch:
             found[-1] = last, work
         else:
             found.append(work)

@@ -7,7 +7,7 @@ dropped, which `verify` counts.
 
 from __future__ import annotations
 
-from superscaler.plans.along import along_axis
+from superscaler.plans.lib.products import along_axis
 from superscaler.verbs import Dispatch, Graph, InputError, Split, op_trans
 
 

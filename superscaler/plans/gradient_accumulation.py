@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superscaler.plans.along import along_axis
+from superscaler.plans.lib.products import along_axis
 from superscaler.verbs import Graph, InputError, Microbatch, Split, op_trans
 
 

@@ -6,10 +6,10 @@ other layers, which are a pipeline. `recompute` (early, late) computes blocks ag
 
 from __future__ import annotations
 
-from superscaler.plans import schedules
-from superscaler.plans.along import along_axis
-from superscaler.plans.lay import compute_again, count_microbatches, lay
-from superscaler.plans.shared import decompose_losses, stages, tensor_splits
+from superscaler.plans.lib import schedules
+from superscaler.plans.lib.place_table import compute_again, count_microbatches, place_table
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import decompose_losses, stages, tensor_splits
 from superscaler.verbs import Graph, InputError, op_trans
 
 
@@ -26,7 +26,7 @@ def interlaced(graph: Graph, n: int, axis: str, microbatches: int | None = None,
         raise InputError("interlaced needs an embedding, repeated blocks and a head; choose pipeline_1f1b.")
     table = schedules.interlaced(n, microbatches)
     parts = [ops[:first], *stages(graph, n, ops=ops[first:last]), ops[last:]]
-    lay(graph, axis, compute_again(graph, table, parts, recompute), parts)
+    place_table(graph, axis, compute_again(graph, table, parts, recompute), parts)
     for op in (*ops[:first], *ops[last:]):
         for split in splits.get(op.name, ()):
             op_trans(graph, [op], split)

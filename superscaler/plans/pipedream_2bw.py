@@ -6,7 +6,7 @@ and says that they are stale by 1.
 
 from __future__ import annotations
 
-from superscaler.plans.along import along_axis
+from superscaler.plans.lib.products import along_axis
 from superscaler.plans.pipeline import pipeline
 from superscaler.verbs import Graph, Stale, op_trans
 

@@ -1,7 +1,7 @@
 """Pipeline parallelism: contiguous stages, embedding and head included, whose work is in the order of a table.
 
-schedule      a rule of plans/schedules.py (gpipe, zb_h1, ...: each is a plan by its own name, too), or a file with a
-              row of work for each device: `0F0 0F1 0B0 0B1`
+schedule      a rule of plans/lib/schedules.py (gpipe, zb_h1, ...: each is a plan by its own name, too), or a file
+              with a row of actions for each device: `0F0 0F1 0B0 0B1`
 microbatches  by default two for each device
 chunks        stages on each device, where the schedule has a choice (interleaved, breadth_first)
 slices        of each microbatch along the sequence, where the schedule has a choice (terapipe, seq1f1b): these are
@@ -13,10 +13,10 @@ recompute     early or late: blocks are computed again in the backward, before t
 
 from __future__ import annotations
 
-from superscaler.plans.along import along_axis
-from superscaler.plans.lay import compute_again, count_microbatches, lay
-from superscaler.plans.schedules import RULES, table_of
-from superscaler.plans.shared import stages as balanced
+from superscaler.plans.lib.place_table import compute_again, count_microbatches, place_table
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.schedules import RULES, table_of
+from superscaler.plans.lib.shared import stages as balanced
 from superscaler.verbs import Graph, InputError
 
 
@@ -39,4 +39,4 @@ def pipeline(
     options = {"microbatches": microbatches, "chunks": chunks, "slices": slices}
     table, slices = table_of(schedule, n, {k: v for k, v in options.items() if v is not None})
     parts = balanced(graph, 1 + max(work.stage for row in table for work in row), blocks)
-    lay(graph, axis, compute_again(graph, table, parts, recompute), parts, slices)
+    place_table(graph, axis, compute_again(graph, table, parts, recompute), parts, slices)

@@ -8,9 +8,9 @@ what=attention  products of activations with each other (attention), and what is
 
 from __future__ import annotations
 
-from superscaler.plans.along import along_axis
 from superscaler.plans.gradient_accumulation import gradient_accumulation
-from superscaler.plans.shared import layers, made_for, stretches
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import layers, made_for, stretches
 from superscaler.verbs import Graph, InputError, Op, Recompute, op_trans
 
 

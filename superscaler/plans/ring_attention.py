@@ -7,8 +7,8 @@ work of causal attention. Of keys and values a device keeps its own; those of ot
 
 from __future__ import annotations
 
-from superscaler.plans.along import along_axis
-from superscaler.plans.shared import along, attentions
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import along, attentions
 from superscaler.verbs import AttentionBlocks, Graph, Recompute, Split, op_trans
 
 

@@ -10,8 +10,8 @@ on: what a layer keeps is divided by the number of devices, for one all_gather m
 
 from __future__ import annotations
 
-from superscaler.plans.along import along_axis
-from superscaler.plans.shared import along, decompose_losses, sequences, tensor_splits
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import along, decompose_losses, sequences, tensor_splits
 from superscaler.verbs import Graph, Regather, Split, op_trans
 
 

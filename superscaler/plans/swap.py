@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from superscaler.plans.along import along_axis
 from superscaler.plans.gradient_accumulation import gradient_accumulation
-from superscaler.plans.shared import layers
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import layers
 from superscaler.verbs import Graph, InputError, Insert, Op, Recompute, op_assign, op_trans
 
 WHAT = ("activations", "optimizer", "both")

@@ -6,8 +6,8 @@ travel, and no scores. `vocabulary=false` leaves embeddings and losses whole.
 
 from __future__ import annotations
 
-from superscaler.plans.along import along_axis
-from superscaler.plans.shared import decompose_losses, tensor_splits
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import decompose_losses, tensor_splits
 from superscaler.verbs import Graph, op_trans
 
 

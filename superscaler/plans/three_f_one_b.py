@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from superscaler.plans import schedules
-from superscaler.plans.along import along_axis
-from superscaler.plans.lay import count_microbatches, lay
-from superscaler.plans.shared import stages
+from superscaler.plans.lib import schedules
+from superscaler.plans.lib.place_table import count_microbatches, place_table
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import stages
 from superscaler.verbs import Graph, InputError, Op
 
 
@@ -36,7 +36,7 @@ def three_f_one_b(graph: Graph, n: int, axis: str, microbatches: int | None = No
             f"the model's {len(graph.blocks)} blocks; choose fewer devices, or more layers."
         )
     table = schedules.three_f_one_b(n, count_microbatches(graph, n, microbatches), len(calls))
-    lay(graph, axis, table, others + parts)
+    place_table(graph, axis, table, others + parts)
 
 
 def _like(ops: list[Op], blocks: dict[str, int], n: int) -> list[list[Op]]:

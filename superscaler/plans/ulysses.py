@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from math import gcd
 
-from superscaler.plans.along import along_axis
-from superscaler.plans.shared import along, attentions, made_for, sequences
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.lib.shared import along, attentions, made_for, sequences
 from superscaler.verbs import Graph, InputError, Op, Split, op_trans
 
 

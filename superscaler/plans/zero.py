@@ -12,7 +12,7 @@ stage 3  so, and weights of blocks are gathered again for the backward: all but 
 from __future__ import annotations
 
 from superscaler.errors import divisors
-from superscaler.plans.along import along_axis
+from superscaler.plans.lib.products import along_axis
 from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather, Replicate, Shard, Split, op_trans
 
 

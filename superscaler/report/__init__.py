@@ -1,1 +1,1 @@
-"""What a model and a plan say about themselves: as data, in words, in pictures."""
+"""Reports on models and plans: as data, in words, in pictures."""

@@ -1,4 +1,4 @@
-"""What is in a captured model, as plain data: operators, factors, totals, and what cannot be cut and why."""
+"""The contents of a captured model as plain data: operators, factors, totals, and uncuttable indices with reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from math import prod
 from typing import Any, TypeVar
 
-from superscaler.ir.graph import Model, Op, PTensor
+from superscaler.ir.model import Model, Op, PTensor
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -16,11 +16,11 @@ _BLOCK = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """Return what was captured. Bytes and FLOPs are of the forward of one step on the example batch.
+    """Return the facts of a captured model. Bytes and FLOPs are of the forward of one step on the example batch.
 
-    `activation_bytes`: every activation that a mirror reads, once. The mirrors of ops that are linear in all that they
-    read (additions, views, sums) read none; what else autograd keeps (statistics, masks) is not counted.
-    `checkpoints` counts per module the regions that the model wraps in `torch.utils.checkpoint`.
+    `activation_bytes`: every activation that a mirror reads, once. Mirrors of ops that are linear in all inputs
+    (additions, views, sums) read none; other tensors that autograd keeps (statistics, masks) are not counted.
+    `checkpoints`: the number of `torch.utils.checkpoint` regions by module.
     """
     forward = [op for op in model.ops if op.is_forward]
     regions = dict.fromkeys(op.checkpoint for op in forward if op.checkpoint and op.has_mirror)
@@ -64,7 +64,7 @@ def span(numbers: Collection[int]) -> str:
 
 
 def collapse(name: str) -> str:
-    """Return a name without the numbers of blocks, and of what is told apart by a number only.
+    """Return a name without the numbers of blocks and of repeated names.
 
     >>> collapse("transformer.h.3.attn.c_attn"), collapse("slice_12.3")
     ('transformer.h.*.attn.c_attn', 'slice_*.3')
@@ -90,7 +90,9 @@ def _read_factors(model: Model, op: Op) -> Iterator[str]:
 
 
 def _operators(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
-    """Return per operator its count, the notation of its first op, and how many of its ops are frozen on what."""
+    """Return, for each operator, its count, the notation of its first op, and the number of its ops frozen on each
+    index.
+    """
     rows = []
     for target, ops in sorted(group(forward, lambda op: op.target).items(), key=lambda item: -len(item[1])):
         frozen = Counter(f for op in ops for f in dict.fromkeys(collapse(f) for f, _ in frozen_indices(model, op)))
@@ -99,7 +101,9 @@ def _operators(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
 
 
 def _factors(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
-    """Return each factor: size, in how many ops it is spatial, summed and frozen, and its inputs and parameters."""
+    """Return each factor: its size, the numbers of ops in which it is spatial, summed and frozen, its inputs and
+    parameters.
+    """
     marks: dict[str, Counter[str]] = defaultdict(Counter)
     for op in forward:
         for factor, mark in {(i.factor, i.mark) for i in op.indices}:
@@ -122,7 +126,7 @@ def _factors(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
 
 
 def _frozen(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
-    """Return what cannot be cut: per operator and reason how many ops, and on which factors."""
+    """Return the uncuttable indices: for each operator and reason, the number of ops and the factors."""
     found = [(op, factor, reason) for op in forward for factor, reason in frozen_indices(model, op)]
     rows = [
         {"operator": target, "reason": reason, "count": len({op.name for op, *_ in some}),
@@ -133,7 +137,7 @@ def _frozen(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
 
 
 def _kept(model: Model, forward: list[Op]) -> list[str]:
-    """Return the activations that mirrors read: those of ops that are not linear in all that they read together."""
+    """Return the activations that mirrors read: inputs of ops that are not linear in all inputs together."""
     read = (
         operand.tensor
         for op in forward

@@ -13,7 +13,7 @@ import numpy as np
 
 from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
-from superscaler.report.explain import duration, size
+from superscaler.report.words import duration, size
 
 # Lengths, in pixels.
 CELL, GAP, ARROW, MARGIN, LINE = 28, 6, 150, 20, 16
@@ -30,7 +30,7 @@ font-family="sans-serif" font-size="12">
 
 
 def draw(found: Mapping[str, Any]) -> str:
-    """Return the paths that explain.json tells of as SVG. Raises InputError for a plan that has none."""
+    """Return the paths in explain.json as SVG. Raises InputError for a plan without paths."""
     if not found["paths"]:
         raise InputError(
             "this plan has nothing to draw: a single collective, or messages, do each of its exchanges; "
@@ -54,7 +54,7 @@ def save(found: Mapping[str, Any], file: Path) -> None:
 
 
 def _path(path: Mapping[str, Any], y: int) -> tuple[list[str], int, int]:
-    """Return a path from `y` on, and where it ends."""
+    """Return a path drawn from `y` on, and the position of its end."""
     layouts = [Layout.parse(text) for text in (path["layout"], *(step["layout"] for step in path["steps"]))]
     title = _title(path)
     top, x, height = y + 3 * LINE, MARGIN, max(_extent(layout)[1] for layout in layouts)

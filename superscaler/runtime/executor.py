@@ -1,4 +1,4 @@
-"""What emitted code calls: segments under autograd, slices and sums, communication, the optimizer."""
+"""The runtime of emitted code: segments under autograd, slices and sums, communication, the optimizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from superscaler.runtime import buckets, functional, halves
-from superscaler.runtime.communicator import Communicator, Work
-from superscaler.runtime.copies import Copies
+from superscaler.comm import buckets
+from superscaler.comm.communicator import Communicator, Handle
+from superscaler.runtime import functional
+from superscaler.runtime import split_backward as halves
 from superscaler.runtime.fused import is_plain
-from superscaler.runtime.regather import Dropped
+from superscaler.runtime.saved_tensors import Copies, RegatheredTensors
 from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
@@ -28,8 +29,8 @@ Pairs = Sequence[tuple[str, Tensor]]
 class Rank:
     """One device of a plan while it runs: its weights, the tapes of its segments, its communicator.
 
-    `tables` are the device's in plan.json; `weights` its slices by local name; `chosen` the name of the optimizer and
-    the options of its groups; `seed` that of all random numbers.
+    `tables`: the device's tables in plan.json. `weights`: its slices by local name. `chosen`: the optimizer's name and
+    the options of its groups. `seed`: of all random numbers.
     """
 
     communicator: Communicator
@@ -63,7 +64,7 @@ class Rank:
         self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
         self._tapes: dict[str, tuple[list[GradientEdge | None], list[Tensor]]] = {}
         self._rests: dict[str, tuple[list[Tensor], halves.Rest]] = {}
-        self._dropped: dict[str, Dropped] = {}
+        self._dropped: dict[str, RegatheredTensors] = {}
         self._early: list[tuple[str, Tensor]] = []
         self._at_rest = set(map(id, self.weights.values()))
 
@@ -95,13 +96,14 @@ class Rank:
         parts: int | None = None,
         again: Sequence[int] = (),
     ) -> tuple[Tensor, ...]:
-        """Run a segment on detached aliases; keep what its backward needs under `tag`, but for the inputs `again`, with
-        which it goes on. Returns detached outputs.
+        """Run a segment on detached aliases and return detached outputs.
+
+        The tape stays under `tag`, without the inputs `again`, which the backward is given.
         """
         leaves = [self._leaf(x) if g == "1" else x.detach() for x, g in zip(inputs, grads, strict=True)]
         extra: list[Any] = [] if draws is None else [self.random(draws)]
         extra += [] if parts is None else [self.tables["parts"][parts]]
-        dropped = Dropped([inputs[n] for n in again]) if again else None
+        dropped = RegatheredTensors([inputs[n] for n in again]) if again else None
         with torch.set_grad_enabled("1" in grads), dropped.hooks() if dropped else nullcontext():
             outputs = function(*map(_on, leaves, inputs), *extra)
         if dropped is not None:
@@ -122,8 +124,8 @@ class Rank:
         return made
 
     def _leaf(self, x: Tensor) -> Tensor:
-        """Return where the gradient of an input comes out: of its shape, but without its memory, as a graph holds its
-        leaves whether an op saves them or not. A weight that is here anyway is its own.
+        """Return a leaf that receives the gradient of an input: of its shape, but without its memory, because a graph
+        holds its leaves whether or not an op saves them. A resident weight is its own leaf.
         """
         own = x if id(x) in self._at_rest else x.new_empty(()).expand(x.shape)
         return own.detach().requires_grad_()
@@ -133,8 +135,8 @@ class Rank:
     ) -> tuple[Tensor, ...]:
         """Return the gradients of a segment's aliases, given those of its saved outputs (None: nobody read them).
 
-        Those with a 1 in `wide` are float32: they are added up before they are used. `again` are the weights that the
-        forward has not kept.
+        Gradients with a 1 in `wide` are float32, because they are added up before their use. `again`: the weights that
+        the forward did not keep.
         """
         if again:
             self._dropped.pop(tag).give(again)
@@ -143,19 +145,21 @@ class Rank:
         return self._done("B", tag, gradients, _filled(aliases, found, "1" * len(aliases), wide))
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> tuple[Tensor, ...]:
-        """Return the gradients of a segment's aliases with a 1 in `wanted`; keep what `backward_weight` needs."""
+        """Return the gradients of a segment's aliases with a 1 in `wanted`; keep the tensors that `backward_weight`
+        needs.
+        """
         edges, aliases = self._tapes.pop(tag)
         found, rest = halves.first_half(_given(edges, gradients), aliases, [w == "1" for w in wanted])
         self._rests[tag] = aliases, rest
         return self._done("B", tag, gradients, _filled(aliases, found, wanted))
 
     def backward_weight(self, tag: str, wanted: str, wide: str = "") -> tuple[Tensor, ...]:
-        """Return the gradients of a segment's aliases with a 1 in `wanted`, others than `backward_input` has given."""
+        """Return the gradients of a segment's aliases with a 1 in `wanted`, none of which `backward_input` returned."""
         aliases, rest = self._rests.pop(tag)
         return _filled(aliases, halves.second_half(rest), wanted, wide)
 
     def random(self, number: int) -> Callable[[int], Tensor]:
-        """Return what gives the k-th random tensor of a segment on this device."""
+        """Return a function that draws the k-th random tensor of a segment on this device."""
         entries = self.tables["draws"][number]
 
         def random(k: int) -> Tensor:
@@ -175,7 +179,7 @@ class Rank:
         self, pieces: Sequence[Tensor], boxes: int, view: Sequence[int], shape: Sequence[int], dtype: str,
         largest: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Return the sum of pieces, each placed at its box of a tensor of zeros; or the largest that is there."""
+        """Return the sum of pieces, each placed at its box of a tensor of zeros; or the largest of them."""
         device = pieces[0].device if pieces else self.device
         none = -math.inf if largest else 0
         out = torch.full(tuple(view), none, dtype=getattr(torch, dtype), device=device)
@@ -191,41 +195,41 @@ class Rank:
 
     # Communication.
 
-    def all_reduce(self, x: Tensor, group: int, largest: bool = False) -> Work:
+    def all_reduce(self, x: Tensor, group: int, largest: bool = False) -> Handle:
         return self.communicator.all_reduce(x, self._group(group), largest=largest)
 
-    def all_reduce_bucket(self, tensors: Sequence[Tensor], group: int, largest: bool = False) -> tuple[Work, ...]:
+    def all_reduce_bucket(self, tensors: Sequence[Tensor], group: int, largest: bool = False) -> tuple[Handle, ...]:
         return buckets.all_reduce(self.communicator, tensors, self._group(group), largest)
 
-    def all_gather(self, x: Tensor, group: int, dim: int, sizes: Sequence[int] = ()) -> Work:
+    def all_gather(self, x: Tensor, group: int, dim: int, sizes: Sequence[int] = ()) -> Handle:
         return self.communicator.all_gather(x, self._group(group), dim, sizes)
 
     def all_gather_bucket(
         self, tensors: Sequence[Tensor], group: int, dims: Sequence[int], sizes: Sequence[Sequence[int]] = ()
-    ) -> tuple[Work, ...]:
+    ) -> tuple[Handle, ...]:
         return buckets.all_gather(self.communicator, tensors, self._group(group), dims, sizes)
 
-    def reduce_scatter(self, x: Tensor, group: int, dim: int, sizes: Sequence[int] = ()) -> Work:
+    def reduce_scatter(self, x: Tensor, group: int, dim: int, sizes: Sequence[int] = ()) -> Handle:
         return self.communicator.reduce_scatter(x, self._group(group), dim, sizes)
 
     def reduce_scatter_bucket(
         self, tensors: Sequence[Tensor], group: int, dims: Sequence[int], sizes: Sequence[Sequence[int]] = ()
-    ) -> tuple[Work, ...]:
+    ) -> tuple[Handle, ...]:
         return buckets.reduce_scatter(self.communicator, tensors, self._group(group), dims, sizes)
 
-    def reduce(self, x: Tensor, group: int, root: int) -> Work:
+    def reduce(self, x: Tensor, group: int, root: int) -> Handle:
         return self.communicator.reduce(x, self._group(group), root)
 
-    def reduce_bucket(self, tensors: Sequence[Tensor], group: int, root: int) -> tuple[Work, ...]:
+    def reduce_bucket(self, tensors: Sequence[Tensor], group: int, root: int) -> tuple[Handle, ...]:
         return buckets.reduce(self.communicator, tensors, self._group(group), root)
 
-    def rd_gather(self, x: Tensor, group: int, root: int, dim: int) -> Work:
+    def rd_gather(self, x: Tensor, group: int, root: int, dim: int) -> Handle:
         return self.communicator.rd_gather(x, self._group(group), root, dim)
 
-    def all_to_all(self, x: Tensor, group: int, split_dim: int, concat_dim: int) -> Work:
+    def all_to_all(self, x: Tensor, group: int, split_dim: int, concat_dim: int) -> Handle:
         return self.communicator.all_to_all(x, self._group(group), split_dim, concat_dim)
 
-    def broadcast(self, x: Tensor | None, group: int, shape: Sequence[int], dtype: str) -> Work:
+    def broadcast(self, x: Tensor | None, group: int, shape: Sequence[int], dtype: str) -> Handle:
         ranks = self._group(group)
         return self.communicator.broadcast(x, ranks[0], ranks, tuple(shape), getattr(torch, dtype))
 
@@ -237,14 +241,14 @@ class Rank:
         # Emitted code never changes a tensor in place once it was sent, and updates of weights wait for what is sent.
         self.communicator.send(x, peer, tag, owned=True)
 
-    def recv(self, message: int, shape: Sequence[int], dtype: str) -> Work:
+    def recv(self, message: int, shape: Sequence[int], dtype: str) -> Handle:
         peer, tag = self.tables["messages"][message]
         return self.communicator.recv(tuple(shape), getattr(torch, dtype), peer, tag)
 
-    def to_host(self, x: Tensor) -> Work:
+    def to_host(self, x: Tensor) -> Handle:
         return self._copies.start(x, to_host=True)
 
-    def to_device(self, x: Tensor) -> Work:
+    def to_device(self, x: Tensor) -> Handle:
         return self._copies.start(x, to_host=False)
 
     def _group(self, number: int) -> tuple[int, ...]:
@@ -255,8 +259,8 @@ class Rank:
     def update(self, pairs: Pairs, early: bool = False) -> None:
         """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm.
 
-        With a scaler they are divided by the loss scale first; where one is not finite, no rank changes a weight. Both
-        need the gradients of all weights: an `early` update then waits for the last one.
+        With a scaler they are divided by the loss scale first; if one is not finite, no rank changes a weight. Clipping
+        and scaling need the gradients of all weights, so an `early` update then waits for the last one.
         """
         if early and (self.held is not None or self.clip is not None or self.scaler is not None):
             self._early += pairs
@@ -291,15 +295,17 @@ class Rank:
             self.weights[name].copy_(value.reshape(self.weights[name].shape))
 
     def give(self, name: str, value: Tensor, shape: Sequence[int]) -> None:
-        """Take what the step returns on this rank."""
+        """Store an output of the step on this rank."""
         self.outputs[name] = value.detach().reshape(shape)
 
     def finish(self) -> None:
-        """End a step that trains nothing."""
+        """End a step without training."""
         self.steps += 1
 
     def _unscale(self, scaler: Scaler, gradients: dict[str, Tensor]) -> bool:
-        """Divide the gradients by the loss scale, choose the next one, and tell whether all of all ranks are finite."""
+        """Divide the gradients by the loss scale, choose the next scale, and return whether all gradients of all ranks
+        are finite.
+        """
         found = self._world_sum(scaler.unscale(gradients))
         scaler.update(found)
         return not float(found)
@@ -314,8 +320,9 @@ class Rank:
             gradients.update({name: gradient * scale for name, gradient in gradients.items()})
 
     def loss(self, parts: Sequence[Tensor], counted: int, of: Sequence[int] = ()) -> Tensor:
-        """Return the loss of the step: the sum of the parts of all devices that count, equal on all of them. Where `of`
-        tells the iterations of the parts, return the loss of each.
+        """Return the loss of the step: the sum of the counted parts of all devices, equal on all of them.
+
+        `of`: the iteration of each part; then the loss of each iteration is returned.
         """
         kept: list[list[Tensor]] = [[] for _ in range(self.iterations)]
         for part, counts, turn in zip(parts, self.tables["counted"][counted], of or (0,) * len(parts), strict=True):
@@ -332,7 +339,7 @@ class Rank:
 
 
 def _on(leaf: Tensor, x: Tensor) -> Tensor:
-    """Return an input as a graph reads it, whose gradient goes to a leaf."""
+    """Return an input whose gradient goes to a leaf."""
     if leaf.data_ptr() == x.data_ptr():
         return leaf
     alias = leaf.view_as(leaf)
@@ -347,7 +354,9 @@ def _given(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | No
 def _filled(
     aliases: Sequence[Tensor], found: Sequence[Tensor | None], wanted: str, wide: str = ""
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of the aliases with a 1 in `wanted`: zeros where there are none, float32 as `wide` tells."""
+    """Return the gradients of the aliases with a 1 in `wanted`: zeros for missing ones, float32 where `wide` has a
+    1.
+    """
     rows = ((k, a, g) for k, (a, g, w) in enumerate(zip(aliases, found, wanted, strict=True)) if w == "1")
     whole = ((k, torch.zeros_like(a) if g is None else g) for k, a, g in rows)
     return tuple(g.float() if wide[k : k + 1] == "1" else g for k, g in whole)
@@ -368,7 +377,7 @@ def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:
 
 
 def put(x: Tensor, slots: Sequence[Sequence[int]], box: Box, piece: Tensor) -> None:
-    """Write what `take` gives into a whole tensor, which is contiguous."""
+    """Write a piece of `take` into a whole, contiguous tensor."""
     inner = _narrow(x.view(_flat(slots)), box)
     inner.copy_(piece.reshape(inner.shape))
 

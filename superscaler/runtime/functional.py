@@ -1,4 +1,4 @@
-"""What emitted code calls where torch has no such function: normalized losses, and randomness that no plan changes."""
+"""Functions of emitted code that torch lacks: normalized losses, and random numbers that no plan changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK = 1 << 17
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
     """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean.
 
-    Halves are widened to the dtype of `count`: the sum over many labels may be more than they can hold.
+    Halves are widened to the dtype of `count`, because the sum over many labels may exceed their range.
     """
     wide = logits.to(torch.promote_types(logits.dtype, count.dtype))
     return F.cross_entropy(wide, labels, reduction="sum", ignore_index=ignore_index) / count
@@ -33,12 +33,12 @@ def nll_loss(scores: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -
 
 
 def count_labels(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Return how many labels count, as a scalar of the given dtype."""
+    """Return the number of labels that are not ignored, as a scalar of the given dtype."""
     return (labels != ignore_index).sum().to(dtype)
 
 
 def largest(scores: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return the largest score along `dim`, without a gradient: nothing that is made of it depends on it in the end."""
+    """Return the largest score along `dim`, without a gradient: it cancels in every result."""
     return scores.detach().amax(dim).to(dtype)
 
 
@@ -53,9 +53,9 @@ def normalized(scores: Tensor, largest: Tensor, total: Tensor, dim: int, dtype: 
 
 
 def picked(scores: Tensor, labels: Tensor, box: Sequence[tuple[int, int]] = (), extents: Sequence[int] = ()) -> Tensor:
-    """Return for each of the labels (N, ...) its score of (N, classes, ...), zero for one that is not here.
+    """Return the score in (N, classes, ...) of each label (N, ...), zero for a label outside of the box.
 
-    `scores` has the classes `box` of as many as `extents` says, by default all.
+    `scores` has the classes `box` of `extents`, by default all.
     """
     classes = scores.shape[1]
     places, is_elsewhere = _find(labels, box or [(0, classes)], extents or [classes])
@@ -69,7 +69,9 @@ def class_sums(
     box: Sequence[tuple[int, int]] = (),
     extents: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Return `exp_sum` and `picked` of (N, classes, ...) scores, whose gradients are added before they are narrowed."""
+    """Return `exp_sum` and `picked` of (N, classes, ...) scores, with gradients that are added before they are
+    narrowed.
+    """
     wide = scores.to(largest.dtype)
     return exp_sum(wide, largest, 1), picked(wide, labels, box, extents)
 
@@ -83,7 +85,8 @@ def row_losses(
     *,
     ignore_index: int,
 ) -> Tensor:
-    """Return the sum over the labels that count of -log probability, over `count`: a scalar, a part of the mean.
+    """Return the sum of -log probability over the labels that are not ignored, over `count`: a scalar, a part of the
+    mean.
 
     `picked` has the log probabilities of the labels; with `largest` and `total` (see `exp_sum`) their scores.
     """
@@ -129,9 +132,9 @@ def embedding_part(
     extents: Sequence[int],
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Return the rows of `ids` (any shape) that `weight` has, zeros for others: a part of the value of F.embedding.
+    """Return the rows of `ids` (any shape) in `weight`, zeros for others: a part of the value of F.embedding.
 
-    `weight` has the rows `box` of a table of as many rows as `extents` says. Row `padding_idx` gets no gradient.
+    `weight` has the rows `box` of a table of `extents` rows. Row `padding_idx` gets no gradient.
     """
     places, is_elsewhere = _find(ids, box, extents)
     found = F.embedding(places, weight)
@@ -141,7 +144,7 @@ def embedding_part(
 
 
 def of_first(x: Tensor, box: Sequence[tuple[int, int]]) -> Tensor:
-    """Return x where a part of a dim is its first, zeros elsewhere: what is added in parts is added to x once."""
+    """Return x on the first part of a dim, zeros on all others, so that a sum of parts adds x once."""
     return x if all(low == 0 for low, _ in box) else torch.zeros_like(x)
 
 
@@ -154,7 +157,7 @@ def piece(x: Tensor, dim: int, box: Sequence[tuple[int, int]], extents: Sequence
 
 
 def causal_mask(box: Sequence[tuple[int, int]], extents: Sequence[int], keys: int, like: Tensor) -> Tensor:
-    """Return which of `keys` the queries `box` of as many as `extents` says may see, bool (queries, keys)."""
+    """Return the keys that the queries `box` of `extents` may see, bool (queries, keys)."""
     queries = _linear_index(box, extents, like.device).reshape(-1, 1)
     return torch.arange(keys, device=like.device) <= queries
 
@@ -193,9 +196,9 @@ def attention_block(
 ) -> tuple[Tensor, Tensor]:
     """Return scaled dot product attention of chunks of queries, each to one chunk of keys, and its log-sum-exp.
 
-    `blocks` has per chunk of q (..., heads, L, E) the number of the chunk, of the `chunks` of k and v (..., heads or a
-    divisor of it, S, E), that it sees, and how: "all", "before" (as many as it is itself), "none". `mask` as of
-    `attention_dropout`. The second result (..., heads, L) is in float32 at least, and finite where nothing is seen.
+    `blocks`: for each chunk of q (..., heads, L, E), the number of the chunk that it sees, of the `chunks` of k and v
+    (..., heads or a divisor of it, S, E), and how: "all", "before" (as many keys as queries), "none". `mask`: as in
+    `attention_dropout`. The second result (..., heads, L) is in float32 at least, and finite where no key is seen.
     """
     k, v = _expand_heads(k, q), _expand_heads(v, q)
     given = zip(q.chunk(len(blocks), -2), blocks, strict=True)
@@ -210,9 +213,9 @@ def attention_block(
 def seen_by(
     box: Sequence[tuple[int, int]], extents: Sequence[int], step: int, chunks: int, is_causal: bool
 ) -> tuple[list[tuple[int, str]], int]:
-    """Return the `blocks` and `chunks` of `attention_block` in a step of a ring, where there are `chunks` in all.
+    """Return the `blocks` and `chunks` of `attention_block` in a step of a ring with `chunks` chunks.
 
-    The queries are the chunks in `box` of as many as `extents` says; with one of them the keys are its one chunk.
+    The queries are the chunks in `box` of `extents`; with one chunk of queries, the keys are its one chunk.
     """
     size, blocks = extents[0] // chunks, list[tuple[int, str]]()
     for at in range(box[0][0] // size, box[0][1] // size):
@@ -222,7 +225,7 @@ def seen_by(
 
 
 def _rows_of(mask: Tensor | None, n: int, at: int, blocks: int, chunks: int) -> Tensor | None:
-    """Return what a mask has for a chunk of queries and one of keys; a dim of size 1 has it for all."""
+    """Return the mask of a chunk of queries and a chunk of keys; a dim of size 1 is broadcast."""
     for number, count, dim in ((n, blocks, -2), (at, chunks, -1)):
         if mask is not None and mask.shape[dim] > 1:
             mask = mask.chunk(count, dim)[number]
@@ -250,14 +253,16 @@ def _block(
 
 
 def attention_merge(first: Tensor, first_total: Tensor, second: Tensor, second_total: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention to the keys of two blocks, and its log-sum-exp, of the results of `attention_block` for each."""
+    """Return attention to the keys of two blocks, and its log-sum-exp, from the results of `attention_block` for
+    each.
+    """
     total = torch.logaddexp(first_total, second_total)
     one, other = ((some - total).exp().unsqueeze(-1) for some in (first_total, second_total))
     return (one * first + other * second).to(first.dtype), total
 
 
 def histc(x: Tensor, bins: int, low: float, high: float) -> Tensor:
-    """Return how many elements are in each of `bins` equal intervals from low to high, in the dtype of x (any)."""
+    """Return the number of elements in each of `bins` equal intervals from low to high, in the dtype of x (any)."""
     # CPUs count floating-point numbers only.
     counted = x if x.is_floating_point() or x.device.type != "cpu" else x.float()
     return torch.histc(counted, bins, low, high).to(x.dtype)
@@ -273,12 +278,11 @@ def experts(
     box: Sequence[tuple[int, int]] = (),
     extents: Sequence[int] = (),
 ) -> Tensor:
-    """Return for each token the sum over those of its experts that are here of its weight *
-    down @ (activation(gate @ x) * (up @ x)).
+    """Return, for each token, the sum over its local experts of weight * down @ (activation(gate @ x) * (up @ x)).
 
-    x (tokens, hidden), ids and weights (tokens, chosen), gate_up (experts here, 2 width, hidden), down (experts here,
-    outputs, width); the result is (tokens, outputs), in the dtype of x. The experts here are those in `box` of as many
-    as `extents` says, by default all.
+    x (tokens, hidden), ids and weights (tokens, chosen), gate_up (local experts, 2 width, hidden), down (local experts,
+    outputs, width); the result is (tokens, outputs), in the dtype of x. The local experts are those in `box` of
+    `extents`, by default all.
     """
     count = len(gate_up)
     numbers = _linear_index(box or [(0, count)], extents or [count], "cpu").reshape(-1).tolist()
@@ -292,10 +296,10 @@ def experts(
 
 
 def dispatch(x: Tensor, ids: Tensor, experts: int, groups: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of each expert (experts, groups, capacity, hidden), and how many tokens chose it.
+    """Return the rows of each expert (experts, groups, capacity, hidden), and the number of tokens that chose it.
 
     x (tokens, hidden), ids (tokens, chosen), counts (experts, groups); the tokens come group by group. The rows of an
-    expert are the first tokens of a group that chose it, in order, and zeros behind.
+    expert are the first tokens of a group that chose it, in order, then zeros.
     """
     place, counts = _rows(ids, experts, groups, capacity)
     written = x.unflatten(0, (groups, -1)).repeat_interleave(ids.shape[1], 1)
@@ -320,9 +324,9 @@ def expert_rows(rows: Tensor, wanted: Tensor, gate_up: Tensor, down: Tensor, act
 
 
 def collect(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Return for each token the sum over its experts of weight * their result for it, zero where it has no row.
+    """Return, for each token, the sum over its experts of weight * result, zero for a dropped choice.
 
-    rows (experts, groups, capacity, outputs); ids and weights (tokens, chosen), as `dispatch` was given them.
+    rows (experts, groups, capacity, outputs); ids and weights (tokens, chosen), as given to `dispatch`.
     """
     experts, groups, capacity, outputs = rows.shape
     place, _ = _rows(ids, experts, groups, capacity)
@@ -333,8 +337,8 @@ def collect(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return where each choice (groups, choices) is among the rows of all experts, their number for one that has no row
-    left; and how often each expert was chosen (groups, experts).
+    """Return the row of each choice (groups, choices) among the rows of all experts, the number of rows for a dropped
+    choice; and the count of choices of each expert (groups, experts).
     """
     chosen = ids.reshape(groups, -1)
     order = F.one_hot(chosen, experts).cumsum(1)
@@ -361,7 +365,7 @@ def _expand_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _find(ids: Tensor, box: Sequence[tuple[int, int]], extents: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return where each id is in the box of a dim, anywhere if it is not in it, and whether it is not."""
+    """Return the position of each id in the box of a dim (any position if it is outside), and whether it is outside."""
     here = _linear_index(box, extents, ids.device).reshape(-1)
     places = torch.searchsorted(here, ids).clamp_(max=len(here) - 1)
     return places, here[places] != ids
@@ -393,7 +397,7 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _shift(words: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros: torch fills with the sign."""
+    """Shift right and fill with zeros; torch fills with the sign."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Which values of straight code are not finite, and where that began: of the ops of a segment, forward and backward."""
+"""Origins of values that are not finite, in straight code: the ops of a segment, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from superscaler.ir.graph import Op
+from superscaler.ir.model import Op
 from superscaler.ir.program import Task
 from superscaler.runtime.statements import Line, lines_of, names_in, ops_of
-
-if TYPE_CHECKING:
-    from superscaler.runtime.finite import Program
 
 # What an origin is, the first to be told first. What is given may be meant, as a mask is; and a sum over ranks is the
 # origin only where no rank has another one.
@@ -25,7 +22,9 @@ FORWARD, BACKWARD, GIVEN, SUM = KINDS = ("forward", "backward", "given", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What made numbers that are not finite of finite ones, in words; `turned`: what made nan of infinite ones."""
+    """The step that made non-finite numbers from finite ones, in words; `turned`: the step that made nan from
+    infinity.
+    """
 
     kind: str
     number: int
@@ -45,7 +44,7 @@ def is_bad(x: object) -> bool:
 
 
 def counted(x: Tensor) -> str:
-    """Return in words how many elements are not finite.
+    """Return the number of elements that are not finite, in words.
 
     >>> counted(torch.tensor([1.0, float("inf"), float("nan")]))
     '2 of 3 elements not finite (1 nan, 1 inf)'
@@ -57,7 +56,7 @@ def counted(x: Tensor) -> str:
 
 
 def ranges_of(values: Mapping[str, Any]) -> str:
-    """Return in words from where to where the first floating-point values are."""
+    """Return the least and largest element of the first floating-point values, in words."""
     told = [
         f"{name} from {x.min().item():.4g} to {x.max().item():.4g}"
         for name, x in values.items()
@@ -67,7 +66,7 @@ def ranges_of(values: Mapping[str, Any]) -> str:
 
 
 class Origins:
-    """What is known of the names of straight code: their values, and which of these are not finite."""
+    """The values of names in straight code, and which of them are not finite."""
 
     def __init__(self, numbers: Iterator[int], values: dict[str, Any], bad: dict[str, Bad]) -> None:
         self.numbers, self.values, self.bad = numbers, values, bad
@@ -78,8 +77,8 @@ class Origins:
     def mark(
         self, name: str, value: Any, read: Sequence[Bad], where: object, kind: str, told: Callable[[], str]
     ) -> None:
-        """Note whether a value is finite, which `where` made of others; those in `read` are not. If all are finite, it
-        is an origin of this kind, as `told`.
+        """Record whether a value is finite. `where` made it of others, of which those in `read` are not finite; without
+        any of these, it is an origin of this kind, described by `told`.
         """
         self.bad.pop(name, None)
         if not is_bad(value):
@@ -97,9 +96,9 @@ class Origins:
 
 
 class Segment(Origins):
-    """A segment that ran: to be run again an op at a time, and its mirror backwards."""
+    """A segment that ran, to be run again op by op, and its mirror backwards."""
 
-    def __init__(self, program: Program, line: Line, arguments: list[Any]) -> None:
+    def __init__(self, program: Any, line: Line, arguments: list[Any]) -> None:
         self.tag, self.code, inputs, self.flags, self.saved = (line.value(a, program.values) for a in arguments[:5])
         self.parameters = self.code.__code__.co_varnames[: self.code.__code__.co_argcount]
         values = {n: x.detach() for n, x in zip(self.parameters, inputs, strict=False)}
@@ -128,7 +127,7 @@ class Segment(Origins):
         return [node.id for node in self.lines[-1].statement.value.elts]
 
     def forward(self) -> list[Bad | None]:
-        """Run the segment, if it was not run yet; return what is wrong with its results."""
+        """Run the segment, once; return the faults of its results."""
         if not self.lines:
             self.lines = lines_of(self.code)
             function = self.program.function(self.tag)
@@ -151,13 +150,13 @@ class Segment(Origins):
                 self.mark(name, x, self.read(line.reads), self._called(line), FORWARD, told)
 
     def take(self, call: Line, given: Sequence[ast.expr]) -> None:
-        """Note what the mirror is given, by the line that runs it or its first half."""
+        """Record the gradients given to the mirror, from the line that runs it or its first half."""
         values = ((k, node, call.value(node, self.program.values)) for k, node in zip(self.saved, given, strict=True))
         self.call = call
         self.given = [(k, x, self.program.read(names_in(node))) for k, node, x in values if x is not None]
 
     def backward(self) -> list[Bad | None]:
-        """Run the mirror, if it was not run yet; return what is wrong with the gradients of inputs that want one."""
+        """Run the mirror, once; return the faults of the gradients of inputs that want one."""
         if self.mirrored is None:
             self.mirrored = self._mirror()
         return self.mirrored

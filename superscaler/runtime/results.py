@@ -1,4 +1,4 @@
-"""What a step returns, in the form in which the module returns it."""
+"""The outputs of a step, in the form in which the module returns them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Outputs(dict[str, Any]):
-    """A dict whose values are attributes too, as those of what a module returns as an object."""
+    """A dict whose values are attributes too, like those of an output object of a module."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -19,7 +19,7 @@ class Outputs(dict[str, Any]):
 
 
 def put_together(form: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a result of a form, with tensors by name; None in the place of one that is not here.
+    """Return a result of a form, with tensors by name, None for a tensor that is not here.
 
     >>> put_together({"dict": {"logits": {"tensor": "return.logits"}, "kept": {"value": 2}}}, {})
     {'logits': None, 'kept': 2}

@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Scaler:
-    """Scales the loss, and halves or doubles the scale by what becomes of the gradients. `state`: a GradScaler's."""
+    """A loss scale that is halved or doubled depending on the gradients. `state`: a GradScaler's."""
 
     def __init__(self, state: Mapping[str, Any], device: torch.device) -> None:
         self.device = device
         self.load_state_dict(state)
 
     def unscale(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Put the gradients divided by the scale in their place; return a float32 scalar, 1 if any is not finite."""
+        """Divide the gradients by the scale, in place; return a float32 scalar, 1 if any is not finite."""
         finite = [g.isfinite().all().to(self.device) for g in gradients.values()]
         inverse = self.scale.double().reciprocal()
         for name, gradient in gradients.items():
@@ -30,7 +30,7 @@ class Scaler:
         torch._amp_update_scale_(self.scale, self._tracker, found, *factors, self._options["growth_interval"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `GradScaler.state_dict` returns."""
+        """Return the state in the form of `GradScaler.state_dict`."""
         return {**self._options, "scale": self.scale.item(), "_growth_tracker": self._tracker.item()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Emitted code one statement at a time: what each reads and makes, and which op of the model it is."""
+"""Statements of emitted code, one at a time: the names that each reads and makes, and its op of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from superscaler.ir.graph import Op
+from superscaler.ir.model import Op
 from superscaler.ir.program import Function
 
 # Python 3.11 cannot make syntax trees in two threads at a time: it counts the depths of both together.
@@ -21,7 +21,7 @@ PARSING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A statement of an emitted function, the names that it reads and makes, and of a `with` the lines within."""
+    """A statement of an emitted function, the names that it reads and makes, and the lines within a `with`."""
 
     function: FunctionType
     statement: Any
@@ -30,7 +30,7 @@ class Line:
     inner: tuple[Line, ...]
 
     def run(self, names: dict[str, Any]) -> None:
-        """Execute the statement; what it makes goes into `names`."""
+        """Execute the statement; its results go into `names`."""
         text = "\n" * (self.statement.lineno - 1) + ast.unparse(self.statement)
         exec(compile(text, self.function.__code__.co_filename, "exec"), self.function.__globals__, names)
 
@@ -39,7 +39,7 @@ class Line:
 
     @property
     def call(self) -> tuple[str, list[Any]]:
-        """Return the method that makes the value and its arguments, in order; no name where none does."""
+        """Return the method that makes the value and its arguments, in order; '' if no method does."""
         value = getattr(self.statement, "value", None)
         if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
             return "", []
@@ -51,7 +51,7 @@ class Line:
 
 
 def lines_of(function: FunctionType) -> list[Line]:
-    """Return the statements of an emitted function, those of loops as often as they are done."""
+    """Return the statements of an emitted function, those of loops once for each repetition."""
     with PARSING:
         tree = ast.parse(function.__globals__["__source__"])
     found = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function.__name__)
@@ -72,7 +72,7 @@ def _straight(statements: Sequence[ast.stmt], unrolled: _Unrolled) -> Iterator[a
 
 
 class _Unrolled(ast.NodeTransformer):
-    """Makes of a statement of a loop what it is in one repetition: each element of a dict is a name of its own."""
+    """A rewriter of loop statements for one repetition: each element of a dict becomes a name of its own."""
 
     def __init__(self) -> None:
         # The variable of the loop, and per dict the elements that are there.
@@ -145,7 +145,7 @@ def names_in(node: ast.AST, context: type[ast.expr_context] = ast.Load) -> tuple
 
 
 def ops_of(function: Function, lines: Sequence[Line], parameters: Sequence[str]) -> dict[str, Op]:
-    """Return which op each line is, by the first name that it makes; a product that is part of its addition is not."""
+    """Return the op of each line, by the first name that it makes; a product fused into an addition has none."""
     tensors = dict(zip(parameters, function.inputs, strict=False))
     parts: dict[str, set[str]] = {}
     found: dict[str, Op] = {}

@@ -1,4 +1,4 @@
-"""A plan directory or an emitted plan -> the `step` of one rank."""
+"""The `step` of one rank, from a plan directory or an emitted plan."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import torch
 from torch import Tensor
 
 from superscaler.cluster import Cluster
-from superscaler.cluster.start import how_to_start
+from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
-from superscaler.ir.graph import later
-from superscaler.runtime import finite
-from superscaler.runtime.checkpoint import save
-from superscaler.runtime.communicator import Communicator
+from superscaler.ir.model import later
+from superscaler.launch.jobs import how_to_start
+from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.executor import Rank, take
-from superscaler.runtime.operators import import_operators
-from superscaler.runtime.restore import load_weights, restore
 from superscaler.runtime.results import put_together
-from superscaler.runtime.saved import open_plan, tell_versions
 from superscaler.runtime.scaler import Scaler
-from superscaler.specs.files import RUN_FILE, named_path
+from superscaler.store.files import RUN_FILE, named_path
+from superscaler.store.open_plan import open_plan, tell_versions
+from superscaler.store.operators import import_operators
+from superscaler.store.restore import load_weights, restore
+from superscaler.store.save import save
 
 if TYPE_CHECKING:
-    from superscaler.runtime.watch import Watch
+    from superscaler.launch.watch import Watch
 
 
 class Step:
-    """One rank of a plan. `step(batch)` runs one iteration on the global batch and returns the loss; where nothing is
-    trained, what the module returns.
+    """One rank of a plan. `step(batch)` runs one iteration on the global batch and returns the loss; in an inference
+    plan, the module's outputs.
 
     `batch`: a tensor per input, of the shapes in `inputs`, integers below those in `bounds`. The loss is a scalar,
-    equal on all ranks. A plan whose steps are several `iterations` (`graph.unroll`) takes a list of as many batches,
-    and returns a tensor of their losses. With `clip`, the gradients are scaled so that their global norm is at most
-    `clip`, and `last_norm` is the norm before. With `check_finite`, a loss or a gradient that is not finite raises
-    RuntimeFailure, which names the operator that it comes from, on all ranks and with nothing changed.
+    equal on all ranks. A plan with several `iterations` a step (`graph.unroll`) takes a list of as many batches, and
+    returns a tensor of their losses. With `clip`, the gradients are scaled so that their global norm is at most `clip`,
+    and `last_norm` is the norm before. With `check_finite`, a loss or a gradient that is not finite raises
+    RuntimeFailure, with the name of the operator, on all ranks and with nothing changed.
     """
 
     def __init__(
@@ -104,15 +104,17 @@ class Step:
 
     @property
     def outputs(self) -> Any:
-        """What the module returned in the last step, in its form, without the loss that was trained by; None where a
-        plan keeps nothing. Every rank has all elements, unless the plan places an output itself: then those that it
-        places there, None where these are none.
+        """Return the module's outputs of the last step, in its form, without the trained loss; None if the plan keeps
+        none.
+
+        Every rank has all elements, unless the plan places an output itself: then the rank has the placed parts, None
+        if there are none.
         """
         return put_together(self._form, self.state.outputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training changed on this rank: slices of `weights`, `optimizer`, `lr` of all parameter groups,
-        `steps`, and `scaler` (as `torch.amp.GradScaler.state_dict` has it; None without one).
+        """Return the state of training on this rank: slices of `weights`, `optimizer`, `lr` of all parameter groups,
+        `steps`, and `scaler` (in the form of `torch.amp.GradScaler.state_dict`; None without one).
         """
         state = self.state
         return {
@@ -124,7 +126,7 @@ class Step:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on the same rank of the same plan. Raises InputError for another."""
+        """Continue from a `state_dict` of the same rank of the same plan. Raises InputError for another."""
         state = self.state
         is_whole = isinstance(saved, Mapping) and {"weights", "optimizer", "steps"} <= saved.keys()
         if not is_whole or not isinstance(saved["steps"], int) or (saved["optimizer"] is None) != (not state.optimizer):
@@ -148,23 +150,23 @@ class Step:
     def save(self, directory: str | Path, keep: int | None = None) -> Path:
         """Save a checkpoint into a folder of checkpoints, and wait until it is whole; all ranks call this.
 
-        Returns the checkpoint. `keep`: how many whole ones stay, of which the oldest are removed (default: all). Raises
-        InputError where it cannot be saved; those before it stay as they were.
+        Returns the checkpoint. `keep`: how many whole ones stay; the oldest are removed (default: all stay). Raises
+        InputError if it cannot be saved; earlier ones stay as they were.
         """
         return save(self, directory, keep)
 
     def restore(self, path: str | Path) -> int:
-        """Go on from a checkpoint, saved under any plan of the same model; all ranks call this.
+        """Continue from a checkpoint, saved under any plan of the same model; all ranks call this.
 
-        `path`: a checkpoint, or a folder of them (the last whole one). Returns how many steps it was trained. Under the
-        same plan training goes on bit for bit. Raises InputError, on all ranks and with nothing changed on any, for one
+        `path`: a checkpoint, or a folder of them (the last whole one). Returns the number of its steps. Under the same
+        plan training continues bit for bit. Raises InputError, on all ranks and with nothing changed on any, for one
         that is damaged or of another model or optimizer.
         """
         return int(restore(self, path)["step"])
 
     def load_weights(self, path: str | Path) -> list[str]:
-        """Set the weights to those of a checkpoint, of a safetensors file, or of a folder with `model.safetensors` or
-        its index; all ranks call this. Returns the names there that the model has not. Raises InputError as `restore`.
+        """Set the weights from a checkpoint, a safetensors file, or a folder with `model.safetensors` or its index; all
+        ranks call this. Returns the names there that the model lacks. Raises InputError as `restore`.
         """
         return load_weights(self, path)
 
@@ -174,12 +176,14 @@ class Step:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of the plan that this rank put on links since the start; all ranks together, `plan.counts` a step."""
+        """Return the bytes of the plan that this rank put on links since the start; all ranks together put
+        `plan.counts` a step.
+        """
         return self.state.communicator.moved
 
     @property
     def lr(self) -> float | tuple[float, ...]:
-        """The learning rate; where those of the parameter groups differ, one for each group of the user's optimizer.
+        """The learning rate; if the parameter groups differ, one for each group of the user's optimizer.
 
         Assign a number where all groups have one rate, else one for each group: `step.lr = [r * 0.5 for r in step.lr]`.
         Raises InputError for a number that would make different rates equal, and for another number of rates.
@@ -212,7 +216,7 @@ class Step:
             group["lr"] = self._lr[number]
 
     def groups(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's groups on this rank by their numbers: it has those of the weights that are here."""
+        """Return the optimizer's groups on this rank by number: those of its weights."""
         numbers = sorted({w["group"] for w in self.state.tables["weights"] if w["trained"]})
         return dict(zip(numbers, self.state.optimizer.param_groups if self.state.optimizer else [], strict=True))
 
@@ -228,8 +232,8 @@ class Step:
 
 
 def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """Return the tensors of a batch, or of a list of as many as a step has iterations, by the names that these have in
-    the plan. Raises InputError for anything else.
+    """Return the tensors of a batch, or of a list of batches (one for each iteration), by their names in the plan.
+    Raises InputError for anything else.
     """
     count = plan.get("iterations", 1)
     if count == 1:
@@ -291,7 +295,7 @@ def build_step(
     fixed: Mapping[str, Tensor] | None = None,
 ) -> Step:
     """Return the step of a rank. `weights`: whole tensors by pTensor name; each rank keeps its own slices. `fixed`: on
-    rank 0 what the module has and no device.
+    rank 0, the module's tensors that no device holds.
     """
     tables = {**plan["devices"][communicator.rank], "slots": plan["slots"]}
     local = {}
@@ -330,11 +334,11 @@ def modules(files: Mapping[str, str], prefix: str = "") -> dict[str, ModuleType]
 def load(directory: str | Path, manifest: bool = True) -> Step:
     """Return this rank's step of a saved plan. Rank and world come from torchrun's environment (alone: rank 0 of 1).
 
-    Raises InputError for a directory that is damaged, of another version, or edited. `manifest=False` leaves hashes
-    out: it runs a plan as it was edited.
+    Raises InputError for a directory that is damaged, of another version, or edited. `manifest=False` skips the hashes:
+    it runs an edited plan.
     """
-    from superscaler.runtime.distributed import connect, world_size
-    from superscaler.runtime.watch import watch
+    from superscaler.comm.distributed import connect, world_size
+    from superscaler.launch.watch import watch
 
     path = named_path("load", directory)
     saved = open_plan(path, manifest)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from superscaler.schedule.again import Work
-from superscaler.schedule.edges import Edges, Key
+from superscaler.schedule.dataflow import Dataflow, Key
+from superscaler.schedule.recompute_order import Work
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
 
@@ -16,7 +16,7 @@ from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
 Dependency = tuple[Work, Work, str]
 
 
-def of_weights(edges: Edges, segment_of: Mapping[str, Segment]) -> Iterator[Dependency]:
+def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[Dependency]:
     """Yield what comes before an update because it reads the weight itself, and in later iterations after it."""
     uses, nexts, known = edges.model.uses(), edges.model.nexts, dict[Hashable, list[tuple[Key, Key]]]()
     for tensor, op in edges.homes.items():
@@ -34,7 +34,7 @@ def of_weights(edges: Edges, segment_of: Mapping[str, Segment]) -> Iterator[Depe
                     yield (UPDATE, older, home), ("F", segment.number, key), "read after update"
 
 
-def updates_of(edges: Edges, transfer: Transfer, pieces: Sequence[End]) -> Iterator[Work]:
+def updates_of(edges: Dataflow, transfer: Transfer, pieces: Sequence[End]) -> Iterator[Work]:
     """Yield the updates of the weight or buffer of which a transfer moves a view, where that is."""
     base = edges.bases.get(transfer.tensor) if transfer.kind == FORWARD else None
     devices = {piece.device for piece in pieces if piece.places[0].kind == FORWARD}

@@ -1,4 +1,4 @@
-"""What forbids an order: a shortest cycle, told with what each device does until it is stuck."""
+"""The reason that no order exists: a shortest cycle, with the work of each device until it is stuck."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from superscaler.ir.actions import Action, Row, timetable
+from superscaler.ir.graph import KINDS
+from superscaler.ir.grid import place_name
 from superscaler.ir.mask import Mask
-from superscaler.ir.parts import place_name
-from superscaler.ir.timetable import Row, timetable
-from superscaler.ir.transformed import KINDS
-from superscaler.ir.work import Work
-from superscaler.schedule.nodes import Node, Nodes
+from superscaler.schedule.dependencies import DependencyGraph, Node
 from superscaler.schedule.transfers import BACKWARD, FORWARD, Transfer
 
 
-def shortest_cycle(nodes: Nodes, sorted_nodes: Sequence[Node]) -> list[Node]:
+def shortest_cycle(nodes: DependencyGraph, sorted_nodes: Sequence[Node]) -> list[Node]:
     """Return a cycle with the least work among the nodes that could not be sorted."""
     done = np.zeros(len(nodes.names), dtype=bool)
     done[[nodes.number[n] for n in sorted_nodes]] = True
@@ -32,8 +31,8 @@ def shortest_cycle(nodes: Nodes, sorted_nodes: Sequence[Node]) -> list[Node]:
     return [nodes.names[n] for n in best]
 
 
-def _cycle_from(nodes: Nodes, start: int, done: np.ndarray, limit: int) -> list[int]:
-    """Return a cycle through `start` of less work than `limit`; transfers and orders are passed at no cost."""
+def _cycle_from(nodes: DependencyGraph, start: int, done: np.ndarray, limit: int) -> list[int]:
+    """Return a cycle through `start` with less work than `limit`; transfers and orders count as no work."""
     came = {start: -1}
     depth = {start: 1}
     queue = deque([start])
@@ -54,10 +53,10 @@ def _cycle_from(nodes: Nodes, start: int, done: np.ndarray, limit: int) -> list[
     return []
 
 
-def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
-    """Return the message of a cycle: each work with what it needs and why, what is `done` before, what to do.
+def explain(nodes: DependencyGraph, cycle: Sequence[Node], done: Sequence[Node]) -> str:
+    """Return the message of a cycle: each work, its need and the reason; the work `done` before; the remedy.
 
-    Where a step couples its microbatches, it is told by the op that does, and by the order that it cannot have.
+    Where a step couples its microbatches, the message names the op that does, and the order that is impossible.
     """
     ring = list(cycle)
     orders = [nodes.graph.orders[n.number] for n in ring if n.kind == "O"]
@@ -93,17 +92,17 @@ def explain(nodes: Nodes, cycle: Sequence[Node], done: Sequence[Node]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _rows(nodes: Nodes, work: Sequence[Node], done: Sequence[Node]) -> list[Row]:
-    """Return what the devices of a cycle have done when they are stuck, by step, and what they wait for."""
+def _rows(nodes: DependencyGraph, work: Sequence[Node], done: Sequence[Node]) -> list[Row]:
+    """Return, for each device of a cycle, its work by step until it is stuck, and the work that it waits for."""
     called = {}
     for order in nodes.graph.orders:
         for group in (order.before, order.after):
-            if Work.matches(group.label):
+            if Action.matches(group.label):
                 called.update(dict.fromkeys(nodes.members(group, order.where), group.label))
     runs = _runs(nodes, done, called)
 
     def name(node: Node) -> str:
-        """Return the name of work, with its op where part of what goes by that name is done."""
+        """Return the name of work, with its op if other work of that name is done."""
         short = called.get(node) or _short(nodes, node)
         is_begun = node.key[1] >= 0 and short in runs.get(node.device, {}).values()
         return f"{short} ({nodes.name(node)})" if is_begun else short
@@ -121,8 +120,8 @@ def _rows(nodes: Nodes, work: Sequence[Node], done: Sequence[Node]) -> list[Row]
     return [Row(device, runs.get(device, {}), ", ".join(waits[device])) for device in sorted(waits)]
 
 
-def _runs(nodes: Nodes, done: Sequence[Node], called: Mapping[Node, str]) -> dict[int, dict[int, str]]:
-    """Return per device and step the work done, what goes by one name together."""
+def _runs(nodes: DependencyGraph, done: Sequence[Node], called: Mapping[Node, str]) -> dict[int, dict[int, str]]:
+    """Return the names of work done, by device and step; work of one name is joined."""
     level = [0] * len(nodes.names)
     runs: dict[int, list[tuple[int, str, list[Node]]]] = {}
     for node in done:
@@ -140,22 +139,22 @@ def _runs(nodes: Nodes, done: Sequence[Node], called: Mapping[Node, str]) -> dic
     return {device: {step: _run(nodes, name, some) for step, name, some in mine} for device, mine in runs.items()}
 
 
-def _run(nodes: Nodes, name: str, some: Sequence[Node]) -> str:
+def _run(nodes: DependencyGraph, name: str, some: Sequence[Node]) -> str:
     if name not in KINDS:
         return name
     ops = [op.name for node in some for op in nodes.schedule.segments[node.number].ops]
     return f"{name} to {ops[-1]}" if len(ops) > 1 else f"{name} {ops[0]}"
 
 
-def _is_shown(nodes: Nodes, node: Node) -> bool:
-    """Tell whether work has a step: preparing data has none, nor have updates that nothing waits for."""
+def _is_shown(nodes: DependencyGraph, node: Node) -> bool:
+    """Return whether work has a step: not the preparation of data, nor updates that nothing waits for."""
     if node.kind == "U":
         return bool(nodes.after[nodes.number[node]])
     return node.is_run and not nodes.schedule.segments[node.number].ops[0].from_data
 
 
-def _short(nodes: Nodes, node: Node) -> str:
-    """Return the name of work on its device: that of its microbatch, or else of its op."""
+def _short(nodes: DependencyGraph, node: Node) -> str:
+    """Return the name of work on its device: by its microbatch, or else by its op."""
     part = f" part {node.key[2]}" if node.key[2] > 0 else ""
     if node.kind == "U":
         return f"U {nodes.name(node)}{part}"
@@ -163,8 +162,8 @@ def _short(nodes: Nodes, node: Node) -> str:
     return f"{kind}{node.key[1]}" if node.key[1] >= 0 else f"{kind} {nodes.name(node)}{part}"
 
 
-def _coupled(nodes: Nodes, transfer: Transfer) -> tuple[str, bool]:
-    """Return which op of a microbatch reads what of others, if one does, and whether of earlier ones only."""
+def _coupled(nodes: DependencyGraph, transfer: Transfer) -> tuple[str, bool]:
+    """Return the op that reads several microbatches (as text), and whether it reads earlier ones only."""
     made = {place.key[1] for piece in transfer.pieces for place in piece.places} - {-1}
     places = (place for reader in transfer.readers for place in reader.places if place.kind in (FORWARD, BACKWARD))
     place = next((p for p in places if p.key[1] >= 0), None)
@@ -182,7 +181,7 @@ def _coupled(nodes: Nodes, transfer: Transfer) -> tuple[str, bool]:
     return f"{told} reads {'' if is_forward else 'the gradient of '}{transfer.tensor}", is_causal
 
 
-def _why(nodes: Nodes, ring: list[Node], at: int) -> tuple[str, Node]:
+def _why(nodes: DependencyGraph, ring: list[Node], at: int) -> tuple[str, Node]:
     previous = ring[at - 1]
     if previous.kind == "O":
         return f"op_order, {nodes.graph.orders[previous.number].where}", ring[at - 2]

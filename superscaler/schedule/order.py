@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.parts import UNASSIGNED
-from superscaler.ir.spmd import Fold
-from superscaler.ir.transformed import Graph
-from superscaler.schedule.alternatives import find_turns
+from superscaler.ir.fold import Fold
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import UNASSIGNED
 from superscaler.schedule.cycle import explain, shortest_cycle
-from superscaler.schedule.edges import Edges
-from superscaler.schedule.nodes import Node, Nodes, Relaxation, Schedule
+from superscaler.schedule.dataflow import Dataflow
+from superscaler.schedule.dependencies import DependencyGraph, Node, Relaxation, Schedule
+from superscaler.schedule.replicas import find_turns
 from superscaler.schedule.segments import Segment, find_segments
 from superscaler.schedule.transfers import Place, find_transfers
 
@@ -25,12 +25,12 @@ OTHERS = "other copies than the nearest are read"
 
 
 def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
-    """Return a schedule of a placed graph. `fold` tells which devices are close.
+    """Return a schedule of a placed graph. `fold`: which devices are close.
 
-    Where no order exists, relaxations are tried in turn; the schedule tells those that were taken. Raises ScheduleError
-    when none is left.
+    Where no order exists, relaxations are tried in turn; the schedule lists those that were taken. Raises ScheduleError
+    if none is left.
     """
-    attempt = _Attempt(Edges(graph, fold))
+    attempt = _Attempt(Dataflow(graph, fold))
     while not attempt.is_whole:
         found = (relax(attempt) for relax in RELAXATIONS)
         relaxed = next((other for other in found if other is not None), None)
@@ -38,7 +38,7 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
             raise ScheduleError(explain(attempt.nodes, attempt.cycle, attempt.order))
         attempt = relaxed
     schedule, order = attempt.nodes.schedule, attempt.order
-    late = sort(attempt.nodes) if attempt.nodes.bring_late(order) else order
+    late = sort(attempt.nodes) if attempt.nodes.delay_gathers(order) else order
     order = late if len(late) == len(order) else order
     schedule.order = [n for n in order if n.kind != "O"]
     in_order = {name: tuple(op.name for op in graph.model.ops if op.name in ops) for name, ops in attempt.taken.items()}
@@ -48,15 +48,17 @@ def complete(graph: Graph, fold: Fold | None = None) -> Schedule:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A schedule, and as much of an order as there is. `taken` has the ops that each relaxation concerns."""
+    """A schedule and the longest order found. `taken`: the ops of each relaxation."""
 
-    edges: Edges
+    edges: Dataflow
     taken: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @cached_property
-    def nodes(self) -> Nodes:
+    def nodes(self) -> DependencyGraph:
         segments = find_segments(self.edges, self.taken.get(SPLIT, frozenset()))
-        return Nodes(Schedule(self.edges, segments, find_transfers(self.edges, segments, APART not in self.taken)))
+        return DependencyGraph(
+            Schedule(self.edges, segments, find_transfers(self.edges, segments, APART not in self.taken))
+        )
 
     @cached_property
     def order(self) -> list[Node]:
@@ -72,12 +74,12 @@ class _Attempt:
 
     @property
     def stuck(self) -> list[Segment]:
-        """The segments in the cycle."""
+        """Return the segments in the cycle."""
         return [self.nodes.schedule.segments[n.number] for n in self.cycle if n.is_run]
 
 
 def _send_apart(attempt: _Attempt) -> _Attempt | None:
-    """A cycle may vanish when no reader waits for replicas that it does not read."""
+    """Relax: send replicas one by one, so that no reader waits for replicas that it does not read."""
     transfers, edges = attempt.nodes.schedule.transfers, attempt.edges
     left = {n.number for n in {*attempt.nodes.names}.difference(attempt.order) if n.kind == "C"}
     tensors = {transfers[number].tensor for number in left if transfers[number].classes}
@@ -86,19 +88,19 @@ def _send_apart(attempt: _Attempt) -> _Attempt | None:
 
 
 def _split(attempt: _Attempt) -> _Attempt | None:
-    """A cycle through a segment of several ops may vanish when its ops run apart; one through single ops is real."""
+    """Relax: split the segments in the cycle into single ops. A cycle of single ops is real."""
     ops = frozenset(op.name for segment in attempt.stuck for op in segment.ops)
     is_split = all(len(segment.ops) == 1 for segment in attempt.stuck)
     return None if is_split else replace(attempt, taken={**attempt.taken, SPLIT: attempt.taken.get(SPLIT, ops) | ops})
 
 
 def _read_others(attempt: _Attempt) -> _Attempt | None:
-    """One through a replica may vanish if its readers take another; maybe then nothing else need be given up."""
+    """Relax: read other replicas than the nearest. The other relaxations then start anew."""
     edges = attempt.edges
     ops = frozenset(op.name for segment in attempt.stuck for op in segment.ops if edges.is_replicated(op.name))
     if OTHERS in attempt.taken or not ops:
         return None
-    return _Attempt(Edges(edges.graph, edges.fold, find_turns(edges)), {OTHERS: ops})
+    return _Attempt(Dataflow(edges.graph, edges.fold, find_turns(edges)), {OTHERS: ops})
 
 
 RELAXATIONS: Sequence[Callable[[_Attempt], _Attempt | None]] = (_send_apart, _split, _read_others)
@@ -122,20 +124,20 @@ def check_assigned(graph: Graph) -> None:
         )
 
 
-def sort(nodes: Nodes) -> list[Node]:
-    """Return the nodes in one order that keeps every edge; fewer than all where there is a cycle.
+def sort(nodes: DependencyGraph) -> list[Node]:
+    """Return the nodes in one order that keeps every edge; fewer than all if there is a cycle.
 
-    Of the nodes that are ready, messages go first (those to updates after what others wait for) and what makes them of
-    data alone, then backwards (they release memory), earlier microbatches before later ones. Devices that correspond do
-    the same together, unless one waits for another.
+    Of ready nodes, messages go first (those to updates last), then their makers that depend on data alone, then
+    backwards (they release memory), and earlier microbatches before later ones. Corresponding devices do the same at
+    the same time, unless one waits for another.
     """
     together = _orbits(nodes)
     order = _sort(nodes, together) if len(set(together)) < len(together) else []
     return order if len(order) == len(nodes.names) else _sort(nodes, range(len(nodes.names)))
 
 
-def _sort(nodes: Nodes, groups: Sequence[int]) -> list[Node]:
-    """Sort groups of nodes, numbered per node by the first of each group."""
+def _sort(nodes: DependencyGraph, groups: Sequence[int]) -> list[Node]:
+    """Sort groups of nodes; `groups` has, for each node, the first node of its group."""
     members: dict[int, list[int]] = {}
     for node, group in enumerate(groups):
         members.setdefault(group, []).append(node)
@@ -156,8 +158,8 @@ def _sort(nodes: Nodes, groups: Sequence[int]) -> list[Node]:
     return order
 
 
-def _orbits(nodes: Nodes) -> list[int]:
-    """Return per node the first node that does the same on a device that corresponds to its own."""
+def _orbits(nodes: DependencyGraph) -> list[int]:
+    """Return, for each node, the first node that does the same on a corresponding device."""
     fold, first = nodes.schedule.edges.fold, dict[Hashable, int]()
     if fold is None:
         return list(range(len(nodes.names)))
@@ -177,7 +179,7 @@ def _orbits(nodes: Nodes) -> list[int]:
     return found
 
 
-def _priority(nodes: Nodes, number: int) -> tuple[int, int, int, int, int]:
+def _priority(nodes: DependencyGraph, number: int) -> tuple[int, int, int, int, int]:
     node = nodes.names[number]
     is_early = node.kind == "F" and node.number in nodes.early
     # An update that something waits for, or else at the end.

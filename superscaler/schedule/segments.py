@@ -1,10 +1,9 @@
-"""Segments: maximal runs of forward ops of one device with nothing to communicate between them or their mirrors.
+"""Segments: maximal runs of forward ops of one device with no communication between them or their mirrors.
 
-They end where the gradients of their weights are worth sending, so that these travel while others are computed.
-
-All parts of a segment's ops share the same keys (device, microbatch, ordinal), so a segment has one instance per key.
-An op's level counts the cut edges on the longest path to it; ops of one segment have one level, so no path leaves a
-segment and comes back.
+A segment ends where the gradients of its weights are worth sending, so that these travel while others are computed. All
+parts of a segment's ops share the same keys (device, microbatch, ordinal), so a segment has one instance per key. The
+level of an op is the number of cut edges on the longest path to it. Ops of one segment have one level, so no path
+leaves a segment and comes back.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from superscaler.ir.graph import Op, common_module, width
+from superscaler.ir.graph import Graph, block_of, rows_under
+from superscaler.ir.grid import Ints, Rows
 from superscaler.ir.layout import layout_of
 from superscaler.ir.mask import Box
-from superscaler.ir.parts import Ints, Rows
-from superscaler.ir.transformed import Graph, block_of, rows_under
-from superscaler.schedule.cover import Turn
-from superscaler.schedule.edges import Edges, Key, Labels
+from superscaler.ir.model import Op, common_module, width
+from superscaler.schedule.dataflow import Dataflow, Key, Labels
+from superscaler.schedule.joins import Turn
 
 # What is worth an all_reduce: far above the latency, and little enough for the last one, which nothing hides.
 SEGMENT_BYTES = 6 * 2**20
@@ -34,8 +33,8 @@ T = TypeVar("T", bound=Hashable)
 class Alias:
     """A tensor that a segment reads from outside: one alias per box and, with a gradient, per addend status.
 
-    `lo`, `hi` [keys, slots]; `labels` as in `Held`, per key, None without a gradient; `shares` where parts share out
-    the tensor's addends, per key the part's place among them. `is_weight`: made of weights alone.
+    `lo`, `hi`: [keys, slots]. `labels`: per key, as in `Produced`; None without a gradient. `shares`: per key, the
+    part's place among the parts that share out the addends. `is_weight`: made of weights alone.
     """
 
     tensor: str
@@ -52,7 +51,7 @@ class Alias:
         return tuple(zip(self.lo[key].tolist(), self.hi[key].tolist(), strict=True))
 
     def is_zero(self, key: int) -> bool:
-        """Tell whether a part reads nothing of a tensor that is everywhere, because another part of the value does."""
+        """Return whether a part reads zeros, because another part of the value reads the tensor."""
         return self.shares is not None and any(at > 0 for at, _ in self.shares[key])
 
 
@@ -68,8 +67,8 @@ class Output:
 
 @dataclass(eq=False)
 class Segment:
-    """`position` is where its first op is in the model; of what is computed again, where that is computed first. Of
-    what it reads the `level` is lower.
+    """A run of forward ops. `position`: of its first op in the model (of the original, for recomputed ops). `level`:
+    larger than the level of every segment that it reads.
     """
 
     number: int
@@ -88,18 +87,22 @@ class Segment:
 
     @cached_property
     def backwards(self) -> str:
-        """Return the kinds of its work in the backward: B, or I and W where it is split."""
+        """Return the kinds of its backward work: B, or I and W if it is split."""
         return "" if not self.has_mirror else "IW" if self.ops[0].split else "B"
 
     @cached_property
     def given(self) -> Mapping[int, str]:
-        """Return for each alias that has a gradient which of these gives it: of halves W if it is a weight, else I."""
+        """Return, for each alias with a gradient, the kind of work that makes it; in a split backward W for weights,
+        else I.
+        """
         halves = ("B", "B") if self.backwards == "B" else ("I", "W")
         return {n: halves[a.is_weight] for n, a in enumerate(self.aliases) if a.labels is not None}
 
     @cached_property
     def taking(self) -> str:
-        """Return which of these takes the gradients of outputs: of halves the first one that gives a gradient."""
+        """Return the kind of work that takes the gradients of outputs: of two halves, the first that makes a
+        gradient.
+        """
         return min(self.given.values(), default="")
 
     @property
@@ -109,12 +112,12 @@ class Segment:
 
     @property
     def is_copy(self) -> bool:
-        """Tell whether the segment is of copies, past which gradients go."""
+        """Return whether the segment copies tensors; gradients pass it by."""
         return self.ops[0].is_copy
 
     @property
     def region(self) -> str:
-        """Return with what the segment is computed again, '' for what is computed first."""
+        """Return the region with which the segment is recomputed, '' if it is not."""
         return self.ops[0].region if self.ops[0].origin else ""
 
     @property
@@ -123,7 +126,7 @@ class Segment:
         return common_module(op.module for op in self.ops)
 
 
-def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Segment]:
+def find_segments(edges: Dataflow, alone: frozenset[str] = frozenset()) -> list[Segment]:
     """Group the forward ops into segments, in order. Ops named in `alone` each get a segment of their own."""
     ops = edges.model.forward_ops
     marks, stretches = _signatures(edges.graph), _stretches(edges)
@@ -158,8 +161,8 @@ def find_segments(edges: Edges, alone: frozenset[str] = frozenset()) -> list[Seg
     return segments
 
 
-def _stretches(edges: Edges) -> dict[str, int]:
-    """Number the ops, whole blocks alike: a new number where a device has enough gradients to sum with others'."""
+def _stretches(edges: Dataflow) -> dict[str, int]:
+    """Number the ops, whole blocks alike: the number grows where a device has enough gradients to be worth a sum."""
     found: dict[str, int] = {}
     of_block: dict[str, int] = {}
     counted: set[str] = set()
@@ -182,7 +185,9 @@ def _stretches(edges: Edges) -> dict[str, int]:
 
 
 def _sink(ops: Sequence[Op], local: Mapping[tuple[str, str], bool], levels: dict[str, int]) -> None:
-    """Raise what depends on weights only (casts) to the level of what reads it: nothing else says when it runs."""
+    """Raise ops that depend on weights only (casts) to the level of their readers; nothing else determines when they
+    run.
+    """
     readers: dict[str, list[str]] = {}
     for source, reader in local:
         readers.setdefault(source, []).append(reader)
@@ -192,7 +197,7 @@ def _sink(ops: Sequence[Op], local: Mapping[tuple[str, str], bool], levels: dict
 
 
 def root(parent: dict[T, T], name: T) -> T:
-    """Return which member stands for all that a member was joined with."""
+    """Return the representative of a member in a union-find forest."""
     while parent[name] != name:
         parent[name] = parent[parent[name]]
         name = parent[name]
@@ -200,7 +205,7 @@ def root(parent: dict[T, T], name: T) -> T:
 
 
 def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
-    """Return for each op in which orders, region and split it takes part, and how: equal ones may share a segment."""
+    """Return, for each op, its orders, region and split: ops with equal signatures may share a segment."""
     found: dict[str, set[Hashable]] = {}
     for op in graph.model.ops:
         found[op.name] = {(op.region, bool(op.origin), op.split, op.regather, op.is_copy)}
@@ -212,7 +217,7 @@ def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     return {name: frozenset(signature) for name, signature in found.items()}
 
 
-def _segment(edges: Edges, number: int, position: int, level: int, ops: tuple[Op, ...]) -> Segment:
+def _segment(edges: Dataflow, number: int, position: int, level: int, ops: tuple[Op, ...]) -> Segment:
     own = edges.rows[ops[0].name]
     keys = tuple(own.keys[row] for row in edges.in_order(own))
     segment = Segment(number, position, level, ops, keys)
@@ -226,8 +231,10 @@ def _segment(edges: Edges, number: int, position: int, level: int, ops: tuple[Op
     return segment
 
 
-def _is_gathered(edges: Edges, alias: Alias) -> bool:
-    """Tell whether each part reads more of an activation than any part of its op makes, whose value is whole."""
+def _is_gathered(edges: Dataflow, alias: Alias) -> bool:
+    """Return whether each part reads more of an activation than any part of its maker holds, all with the whole
+    value.
+    """
     if alias.tensor not in edges.producers:
         return False
     held = edges.held(*edges.producers[alias.tensor])
@@ -236,7 +243,7 @@ def _is_gathered(edges: Edges, alias: Alias) -> bool:
     return is_whole and (held.hi - held.lo).prod(axis=1).max() < (alias.hi - alias.lo).prod(axis=1).min()
 
 
-def _aliases(edges: Edges, segment: Segment) -> tuple[Alias, ...]:
+def _aliases(edges: Dataflow, segment: Segment) -> tuple[Alias, ...]:
     made = {o.tensor for op in segment.ops for o in op.outputs}
     found: dict[Hashable, Alias] = {}
     for op in segment.ops:
@@ -263,7 +270,7 @@ def _normal(labels: list[Hashable]) -> Labels:
     return tuple(number.setdefault(label, len(number)) for label in labels)
 
 
-def _find_outputs(edges: Edges, segments: list[Segment]) -> None:
+def _find_outputs(edges: Dataflow, segments: list[Segment]) -> None:
     read = {a.tensor for s in segments for a in s.aliases} | set(edges.readers)
     gradient, losses = edges.model.gradient, edges.model.losses
     with_gradient = {gradient(a.tensor) for s in segments for a in s.aliases if a.labels is not None}

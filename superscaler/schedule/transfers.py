@@ -1,8 +1,8 @@
-"""Transfers: who must send what to whom so that every read finds its elements with their whole value.
+"""Transfers: which device sends what to whom, so that every read finds its elements with their whole value.
 
-A transfer joins pieces (what one device holds, after summing locally what always travels together) with readers (a
-box on a device, however many parts read it). Where every reader needs every piece it is *joint* and may become a
-collective; else each link is a message of its own.
+A transfer joins pieces (values on one device, after local sums) with readers (a box on a device, for any number of
+parts). It is *joint* if every reader needs every piece; a joint transfer may become a collective. In any other transfer
+each link is a message of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.graph import unread_twins
+from superscaler.ir.grid import HOSTS, Tree
 from superscaler.ir.mask import Box, intersect
-from superscaler.ir.parts import HOSTS, Tree
-from superscaler.schedule.cover import Held, Wanted
-from superscaler.schedule.edges import Edges, Key, Port
+from superscaler.ir.model import unread_twins
+from superscaler.schedule.dataflow import Dataflow, Key, Port
+from superscaler.schedule.joins import Produced, Required
 from superscaler.schedule.segments import Alias, Segment, root
 
 FORWARD, BACKWARD, UPDATE, REGATHER = "F", "B", "U", "G"
@@ -27,9 +27,10 @@ FORWARD, BACKWARD, UPDATE, REGATHER = "F", "B", "U", "G"
 class Place(NamedTuple):
     """An end of a transfer: output or alias `number` of segment instance (`segment`, `key`), or a weight at rest.
 
-    kind F: an output of the forward, or an alias that the forward reads; B: the gradient of an alias that a backward
-    makes, or of an output that it reads; G: an alias that the backward reads again; U: the part `key` of the optimizer
-    op that `segment` stands for: the weight at rest, and piece `number` of the gradient or the new value that it reads.
+    Kind F: an output of the forward, or an alias that the forward reads. Kind B: the gradient of an alias that a
+    backward makes, or of an output that it reads. Kind G: an alias that the backward reads again. Kind U: part `key` of
+    the optimizer op with home number `segment`: the weight at rest, and piece `number` of the gradient or new value
+    that it reads.
     """
 
     kind: str
@@ -40,7 +41,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A box of a tensor on a device: a piece that is held there, or what readers there want."""
+    """A box of a tensor on a device: a piece held there, or a box that readers there require."""
 
     device: int
     box: Box
@@ -49,9 +50,10 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`links` are pairs (piece, reader); the reader's value is the sum of its pieces, each at its own box.
+    """A transfer of one tensor. `links` are pairs (piece, reader); a reader's value is the sum of its pieces, each at
+    its box.
 
-    `classes`, if not empty, has a number per piece: those with equal ones are replicas, and any of them would do.
+    `classes`: a number per piece, if not empty; pieces with equal numbers are replicas.
     """
 
     tensor: str
@@ -76,17 +78,17 @@ class Transfer:
 
     @property
     def is_to_updates(self) -> bool:
-        """Tell whether only updates read it, which come last: gradients of weights."""
+        """Return whether only updates read it (gradients of weights)."""
         return self.kind == BACKWARD and all(place.kind == UPDATE for end in self.readers for place in end.places)
 
     @property
     def is_from_rest(self) -> bool:
-        """Tell whether it brings weights at rest to other devices."""
+        """Return whether it moves weights at rest to other devices."""
         return all(place.kind == UPDATE for end in self.pieces for place in end.places) and not self.is_local
 
     @property
     def is_again(self) -> bool:
-        """Tell whether it brings activations to the backward again."""
+        """Return whether it moves activations to a backward again."""
         return all(place.kind == REGATHER for end in self.readers for place in end.places) and not self.is_local
 
     @property
@@ -95,14 +97,14 @@ class Transfer:
 
     @property
     def is_one(self) -> bool:
-        """Tell whether it runs at one point of the order; else each of its messages goes when it can."""
+        """Return whether it runs at one point of the order. Otherwise each of its messages runs when it can."""
         return self.is_joint or self.is_to_updates or bool(self.classes) or self.has_host
 
 
-def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True) -> list[Transfer]:
+def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = True) -> list[Transfer]:
     """Return all transfers of activations, weights and gradients of a step, in the order of the tensors.
 
-    With `joins` those of replicas to other devices are one transfer, for which all of them must be made.
+    With `joins`, replicas that go to other devices are one transfer, which waits for all of them.
     """
     model = edges.model
     reads, addends = dict[str, Reads](), dict[str, Reads]()
@@ -140,8 +142,8 @@ def find_transfers(edges: Edges, segments: Sequence[Segment], joins: bool = True
 
 
 def _apart(readers: Reads, is_late: bool, is_at_rest: bool) -> list[tuple[Reads, int | None]]:
-    """Return apart who reads a weight at rest, or a copy, when it is computed again, and of weights each microbatch of
-    all who do: it is brought there again, too.
+    """Return groups of readers of a resident weight or a copy: recomputed regions apart; for weights each microbatch
+    apart, because each gathers the weight again.
     """
     found: dict[str, Reads] = {}
     for read in readers:
@@ -155,16 +157,18 @@ Reads = list[tuple[Segment, int, Alias]]
 
 
 class Side(NamedTuple):
-    """What makes or reads a tensor: a port, and per part its row, box (`Held` where it is made) and places."""
+    """A producer or consumer of a tensor: its port, and for each part its row, box (`Produced` for producers) and
+    places.
+    """
 
     port: Port
     rows: Sequence[int]
-    boxes: Wanted
+    boxes: Required
     places: Sequence[tuple[Place, ...]]
 
 
 def _move(
-    edges: Edges,
+    edges: Dataflow,
     tensor: str,
     kind: str,
     made: Sequence[Side],
@@ -173,11 +177,13 @@ def _move(
     apart: int = 0,
     is_free: bool = False,
 ) -> list[Transfer]:
-    """Return the transfers from what makes a tensor, each an addend of it, to all that reads it; those of `apart`
-    microbatches each by itself. Where any value will do (`is_free`), a device reads the addends that it made.
+    """Return the transfers of a tensor from its makers, one addend each, to all readers.
+
+    `apart`: number of microbatches that move one by one. `is_free`: any value will do, so a device reads the addends
+    that it made.
     """
     columns = zip(*(side.boxes.columns() for side in read), strict=True)
-    wanted = Wanted(*(np.concatenate(column) for column in columns))
+    wanted = Required(*(np.concatenate(column) for column in columns))
     users = [place for side in read for (place,) in side.places]
     found: list[Transfer] = []
     for side in made:
@@ -185,7 +191,7 @@ def _move(
         for reader in read:
             joined = edges.join(side.port, reader.port)
             pairs += ([at[source] for source in joined[row]] for row in reader.rows)
-        assert isinstance(side.boxes, Held)
+        assert isinstance(side.boxes, Produced)
         pairs = _own(side.boxes, wanted, pairs) if is_free else pairs
         for some in _by_microbatch(side.boxes, pairs, tensor, apart) if apart else (pairs,):
             found += _group(tensor, kind, side.boxes, side.places, wanted, users, some, joins)
@@ -193,14 +199,14 @@ def _move(
 
 
 def _in_pieces(transfers: Sequence[Transfer], extents: Sequence[int], count: int) -> list[Transfer]:
-    """Return transfers to updates in pieces along the first dim that is long enough, by which memory lies."""
+    """Return transfers to updates in pieces along the first dim that is long enough, which is contiguous in memory."""
     slot = next((n for n, extent in enumerate(extents) if extent >= count), int(np.argmax(extents)))
     bounds = [extents[slot] * k // count for k in range(count + 1)]
     return [part for t in transfers for k in range(count) for part in _within(t, k, slot, *bounds[k : k + 2])]
 
 
 def _within(transfer: Transfer, number: int, slot: int, first: int, end: int) -> list[Transfer]:
-    """Return what is between two bounds of a transfer to updates, for which it is piece `number`."""
+    """Return the part of a transfer to updates between two bounds, as piece `number`."""
 
     def clipped(side: End) -> End:
         (lo, hi), box = side.box[slot], side.box
@@ -213,8 +219,8 @@ def _within(transfer: Transfer, number: int, slot: int, first: int, end: int) ->
     return [Transfer(transfer.tensor, transfer.kind, *part) for part in parts if part[-1]]
 
 
-def _own(held: Held, wanted: Wanted, pairs: list[list[int]]) -> list[list[int]]:
-    """Return of each reader's sources those on its device, if they have its box, else all."""
+def _own(held: Produced, wanted: Required, pairs: list[list[int]]) -> list[list[int]]:
+    """Return, for each reader, its sources on its own device if these have its box, else all its sources."""
     found = []
     for row, pair in enumerate(pairs):
         place = wanted.at[row][0], *wanted.corners(row)
@@ -222,7 +228,7 @@ def _own(held: Held, wanted: Wanted, pairs: list[list[int]]) -> list[list[int]]:
     return found
 
 
-def _by_microbatch(held: Held, pairs: list[list[int]], tensor: str, count: int) -> list[list[list[int]]]:
+def _by_microbatch(held: Produced, pairs: list[list[int]], tensor: str, count: int) -> list[list[list[int]]]:
     microbatch = [at for _, at in held.at]
     found = sorted({microbatch[source] for pair in pairs for source in pair})
     if found[-1:] != [-1] and len(found) != count:
@@ -233,8 +239,8 @@ def _by_microbatch(held: Held, pairs: list[list[int]], tensor: str, count: int) 
     return [[[source for source in pair if microbatch[source] == at] for pair in pairs] for at in found]
 
 
-def _side(edges: Edges, outputs: Mapping[str, tuple[Segment, int]], port: Port) -> Side:
-    """Return what makes a value or reads its gradient: an output of a segment, or a weight at rest and its update."""
+def _side(edges: Dataflow, outputs: Mapping[str, tuple[Segment, int]], port: Port) -> Side:
+    """Return the side of a port: an output of a segment and its gradient, or a weight at rest and its update."""
     op, slot = port
     if op.is_forward or op.is_mirror:
         segment, number = outputs[edges.graph.op(op.of or op.name).outputs[slot].tensor]
@@ -246,18 +252,18 @@ def _side(edges: Edges, outputs: Mapping[str, tuple[Segment, int]], port: Port) 
 
 
 def _alias(
-    edges: Edges, segment: Segment, number: int, alias: Alias, microbatch: int | None, kind: str = FORWARD
+    edges: Dataflow, segment: Segment, number: int, alias: Alias, microbatch: int | None, kind: str = FORWARD
 ) -> Side:
-    """Return who reads an alias in one microbatch, or in all."""
+    """Return the readers of an alias in one microbatch, or (None) in all."""
     keys = np.array(segment.keys, dtype=np.int64).reshape(-1, 3)
     own = np.flatnonzero((keys[:, 1] == microbatch) | (microbatch is None))
     places = [(Place(kind, segment.number, segment.keys[at], number),) for at in own.tolist()]
-    wanted = Wanted(alias.lo[own], alias.hi[own], keys[own, 0], keys[own, 1])
+    wanted = Required(alias.lo[own], alias.hi[own], keys[own, 0], keys[own, 1])
     return Side(alias.uses[0], alias.keys_at[own].tolist(), wanted, places)
 
 
-def _merge(edges: Edges, readers: Reads) -> list[Reads]:
-    """Group the aliases whose gradients are alike on all keys: they are summed before they travel."""
+def _merge(edges: Dataflow, readers: Reads) -> list[Reads]:
+    """Group aliases whose gradients are alike on all keys: these are summed before they travel."""
     found: dict[Hashable, Reads] = {}
     for segment, number, alias in readers:
         tree = None if alias.rows.regular else id(alias.rows)
@@ -267,15 +273,15 @@ def _merge(edges: Edges, readers: Reads) -> list[Reads]:
     return list(found.values())
 
 
-def _gradient(edges: Edges, group: Reads) -> Side:
-    """Return the gradient of aliases that are alike, by key of their segments."""
+def _gradient(edges: Dataflow, group: Reads) -> Side:
+    """Return the gradient of equal aliases, by key of their segments."""
     segment, _, alias = group[0]
     (op, k), at = alias.uses[0], alias.keys_at
     port = edges.mirrors[op.name], k
     held = edges.held(*port)
     tree = None if held.tree is None else _renumber(held.tree, {int(row): key for key, row in enumerate(at)})
     columns, labels = held.columns(at), tuple(held.labels[row] for row in at)
-    held = Held(*columns, labels, tree, held.all_routes, k, held.all_replicas, edges.fold)
+    held = Produced(*columns, labels, tree, held.all_routes, k, held.all_replicas, edges.fold)
     places = [tuple(Place(BACKWARD, s.number, key, n) for s, n, _ in group) for key in segment.keys]
     return Side(port, at.tolist(), held, places)
 
@@ -289,14 +295,14 @@ def _renumber(tree: Tree, order: dict[int, int]) -> Tree:
 def _group(
     tensor: str,
     kind: str,
-    held: Held,
+    held: Produced,
     sources: Sequence[tuple[Place, ...]],
-    wanted: Wanted,
+    wanted: Required,
     users: Sequence[Place],
     pairs: list[list[int]],
     joins: bool,
 ) -> list[Transfer]:
-    """Merge what always travels together into pieces and readers, and return one transfer per connected component."""
+    """Merge values that always travel together into pieces and readers; return one transfer per connected component."""
     by_reader: dict[Hashable, list[int]] = {}
     for row, pair in enumerate(pairs):
         by_reader.setdefault((wanted.at[row][0], *wanted.corners(row), tuple(sorted(pair))), []).append(row)
@@ -321,8 +327,8 @@ def _group(
 
 
 def _apart_by_pieces(transfer: Transfer) -> list[Transfer]:
-    """Take out of a transfer that is not joint what may be a collective: those on several devices that read the same
-    pieces, or one that is among those that have them; before them who reads what its own device has.
+    """Split a transfer that is not joint, so that its parts may be collectives: readers on several devices of the same
+    pieces, or one reader among their holders. Readers of values on their own device come first.
     """
     if transfer.is_one:
         return [transfer]
@@ -341,12 +347,12 @@ def _apart_by_pieces(transfer: Transfer) -> list[Transfer]:
 
 
 def _is_from_its_own(transfer: Transfer, r: int, sources: Sequence[Sequence[int]]) -> bool:
-    """Tell whether a reader reads what its own device has of something, and others have."""
+    """Return whether a reader reads a value on its own device that other devices hold too."""
     return any(transfer.pieces[p].device == transfer.readers[r].device for p in sources[r])
 
 
 def _read_by(transfer: Transfer, some: Sequence[int], sources: Sequence[Sequence[int]]) -> list[Transfer]:
-    """Return what goes to some readers; pieces that only differed in who else reads them are one."""
+    """Return the transfers to some readers; pieces that differed only by their other readers become one."""
     readers_of: dict[int, list[int]] = {}
     for n, r in enumerate(some):
         for p in sources[r]:
@@ -362,7 +368,7 @@ def _read_by(transfer: Transfer, some: Sequence[int], sources: Sequence[Sequence
 
 
 def _joined(transfers: Sequence[Transfer], class_of: Mapping[int, int]) -> list[Transfer]:
-    """Join the transfers of replicas of the same pieces to other devices: together these may share out the work."""
+    """Join transfers of replicas of the same pieces to other devices, so that the replicas can share the work."""
     groups: dict[Hashable, list[Transfer]] = {}
     for t in transfers:
         microbatches = (frozenset(p.key[1] for e in ends for p in e.places) for ends in (t.pieces, t.readers))

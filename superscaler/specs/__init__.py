@@ -1,1 +1,1 @@
-"""What users name in text: options, and functions in files of their own."""
+"""User input in text: options, and functions in files of their own."""

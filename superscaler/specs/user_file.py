@@ -83,7 +83,7 @@ def from_file(spec: str, kind: str, given: Sequence[str] = (), mark: str = "") -
 
 
 def is_installed(file: str) -> bool:
-    """Tell whether a file is of Python or of an installed package, which other machines have by themselves."""
+    """Return whether a file belongs to Python or to an installed package, which other machines have by themselves."""
     return "-packages" in file or file.startswith(_LIBRARIES)
 
 

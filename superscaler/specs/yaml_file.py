@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def parse(text: str, where: str) -> Any:
-    """Return what YAML says. Raises InputError for what is none."""
+    """Return the data of a YAML text. Raises InputError for a text that is not YAML."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -35,8 +35,8 @@ def parse(text: str, where: str) -> Any:
 
 
 def read(given: Any, where: str) -> Any:
-    """Return what a YAML file says, or what is given in the place of its name. Raises InputError for a file that cannot
-    be read, or is none.
+    """Return the data of a YAML file, or data given in the place of its name. Raises InputError for a file that cannot
+    be read, or is not YAML.
     """
     if not isinstance(given, str):
         return given
@@ -61,7 +61,9 @@ def table(given: Any, where: str, known: Mapping[str, Any] | None = None) -> dic
 
 
 def of_kind(default: Any, given: Any, where: str) -> Any:
-    """Return what is given. Raises InputError unless it is what the default is: a number, a name, a list or a table."""
+    """Return a given value. Raises InputError unless it is of the default's kind: a number, a name, a list or a
+    table.
+    """
     if isinstance(default, Mapping):
         return table(given, where)
     if type(given) is not type(default):

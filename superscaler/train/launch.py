@@ -1,4 +1,4 @@
-"""Train a plan directory with processes of this machine."""
+"""Training of a plan directory with processes of this machine."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from superscaler.errors import InputError, RuntimeFailure
-from superscaler.runtime.folder import check_folder
-from superscaler.runtime.launch import launch
-from superscaler.runtime.stored import open_stored
+from superscaler.launch.launch import launch
+from superscaler.store.checkpoint_dir import check_folder
+from superscaler.store.tensors import open_stored
 from superscaler.train.data import check_text
-from superscaler.train.keep import OUTCOME_FILE, STOP_FILE, check_resume, check_saving, is_first, saving_folder
 from superscaler.train.loop import check_options
+from superscaler.train.resume import OUTCOME_FILE, STOP_FILE, check_resume, check_saving, is_first, saving_folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """What training starts from and what it saves; None for what it does not."""
+    """The start and the checkpoints of a run; None for options that were not given."""
 
     save: Path | None = None
     save_every: int | None = None
@@ -30,7 +30,7 @@ class Keeping:
     named: str | None = None
 
     def check(self, steps: int, data: Path | None) -> None:
-        """Raise InputError for what ranks would refuse, before there are any."""
+        """Raise InputError for options that ranks would refuse, before any rank starts."""
         folder = saving_folder(self.save, self.resume)
         check_saving(self, folder)
         if self.resume is not None and not is_first(self.save, self.resume):
@@ -41,7 +41,7 @@ class Keeping:
             check_folder(folder)
 
     def options(self) -> list[str]:
-        """Return the options of a rank that say the same; files by their whole paths."""
+        """Return the same as options of a rank, files by their absolute paths."""
         found: list[str] = []
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -64,10 +64,10 @@ def train(
 ) -> dict[str, Any]:
     """Train a plan directory with `world` processes on this machine.
 
-    Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which
-    warms up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`; where checkpoints are saved also
-    `saved` (the last one), `failed_saves` (why), `stopped` (by what, if it was), `start` and `steps` (of all runs).
-    Raises RuntimeFailure naming the first rank that failed; all others have ended by then.
+    Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which warms
+    up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`; with checkpoints also `saved` (the last
+    one), `failed_saves` (the reasons), `stopped` (the cause, if it was), `start` and `steps` (of all runs). Raises
+    RuntimeFailure naming the first rank that failed; all others have ended by then.
     """
     program = directory / "run.py"
     if not program.is_file():

@@ -1,4 +1,4 @@
-"""The training loop of one rank: what the `run.py` of a plan directory calls under torchrun."""
+"""The training loop of one rank, which the `run.py` of a plan directory calls under torchrun."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from superscaler.errors import InputError
-from superscaler.runtime.checkpoint import Saver
-from superscaler.runtime.process import run_rank
+from superscaler.launch.process import run_rank
 from superscaler.runtime.step import Step, load
+from superscaler.store.save import Saver
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
-from superscaler.train.keep import (
+from superscaler.train.resume import (
     STOP,
     add_options,
     check_saving,
@@ -43,14 +43,14 @@ _INTERVAL = 1.0
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[[Path], Step] = load) -> None:
-    """Train the plan in the directory that the options name (default: where this program is), as this whole process."""
+    """Train the plan in the directory of the options (default: where this program is), as this whole process."""
     options = parser().parse_args(argv)
     directory = options.directory or Path(sys.argv[0]).resolve().parent
     run_rank(lambda: train_rank(options, directory, load), log=options.launched)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what understands the options of `main`."""
+    """Return the parser of the options of `main`."""
     made = argparse.ArgumentParser(description="Train this plan; start it with torchrun.")
     made.add_argument("directory", nargs="?", type=path, help="the plan; default: the folder of this program")
     made.add_argument("--steps", type=int, default=20)
@@ -119,7 +119,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
 
 
 def _turns(step: Step, start: int, steps: int) -> range:
-    """Return the numbers of the steps with which those that run together begin."""
+    """Return the number of the first step of each group of steps that run together."""
     if left := (steps - start) % step.iterations:
         raise InputError(
             f"--steps {steps} leaves {steps - start} to train from step {start} on, but this plan runs "
@@ -129,7 +129,7 @@ def _turns(step: Step, start: int, steps: int) -> range:
 
 
 def check_options(steps: int, clip: float | None) -> None:
-    """Raise InputError for a number of steps or a norm that cannot be."""
+    """Raise InputError for an impossible number of steps or norm."""
     if steps < 1:
         raise InputError(f"{steps} steps cannot be trained; give 1 or more.")
     if clip is not None and not clip > 0:
@@ -137,7 +137,7 @@ def check_options(steps: int, clip: float | None) -> None:
 
 
 def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], Batch]:
-    """Return the batch of a step number: text for models that read token ids, random tensors for others."""
+    """Return a function from step number to batch: text for models that read token ids, random tensors for others."""
     ids = step.inputs.get("input_ids")
     shapes = {tuple(shape) for shape, _ in step.inputs.values()}
     if ids is not None and len(ids[0]) == 2 and len(shapes) == 1 and set(step.inputs) <= {"input_ids", "labels"}:
@@ -161,7 +161,7 @@ def _count_tokens(batch: Batch) -> int:
 
 
 def peak_memory() -> int:
-    """Return the bytes that this process used at most: on its GPU if it has one, else in main memory."""
+    """Return the peak memory of this process in bytes: on its GPU if it has one, else in main memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     # Kibibytes on Linux, bytes on macOS.
@@ -200,7 +200,7 @@ class Metrics:
 
 
 class Reporter:
-    """Shows a progress line on standard error and writes the metrics file, on rank 0."""
+    """A writer of a progress line on standard error and of the metrics file, on rank 0."""
 
     def __init__(self, steps: int, metrics: Metrics | None) -> None:
         self._steps = steps

@@ -1,4 +1,4 @@
-"""Mixtures of experts in steps between which only the tokens that an expert was chosen for travel."""
+"""Mixtures of experts in steps, between which only the tokens travel that an expert was chosen for."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from math import ceil, inf, prod
 from numbers import Real
 
 from superscaler.errors import TransformError
-from superscaler.ir.graph import Factor, Index, Model, Op
-from superscaler.transform.steps import Slot, Steps, in_place
+from superscaler.ir.model import Factor, Index, Model, Op
+from superscaler.transform.decompose import Slot, Steps, in_place
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Let experts read rows of their own, to which tokens are written and from which their results are taken.
+    """Let experts read rows of their own: tokens are written to them, and results are collected from them.
 
     y = experts(x, ids, weights)  ->  r, n = dispatch(x, ids); z = expert_rows(r, n); y = collect(z, ids, weights)
 
-    r is [experts, groups, capacity, hidden]. A group is one of the outer slot of the tokens, a sequence of the batch;
-    an expert has as many rows for it as `capacity` times its even share of the group's choices, by default one for
-    each of the group's tokens, which is exact. Choices of a group that find no row left are dropped: they give zero.
-    Where dispatch is cut on the batch, and the rows on the experts, what goes between is an all_to_all.
+    r is [experts, groups, capacity, hidden]. A group is one of the outer slot of the tokens: a sequence of the batch.
+    An expert has `capacity` times its even share of the group's choices as rows; the default is one row for each token
+    of the group, which is exact. Choices that find no row left are dropped: they give zero. With dispatch cut on the
+    batch and rows cut on the experts, an all_to_all goes between.
     """
 
     capacity: float | None = None

@@ -7,26 +7,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from superscaler.errors import TransformError
-from superscaler.ir.graph import Model, Op, Operand
-from superscaler.transform.steps import Steps, in_place
+from superscaler.ir.model import Model, Op, Operand
+from superscaler.transform.decompose import Steps, in_place
 
 _HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Decompose:
-    """Put in the place of losses over classes what computes them in steps, each of which can be cut on the classes.
+    """Replace losses over classes by steps, each of which can be cut on the classes.
 
-    y = cross_entropy(x, c)  ->  m = max(x); t, p = sum(exp(x - m)), x[c]; y = sum(log(t) + m - p) / count
-    y = log_softmax(x)       ->  m = max(x); t = sum(exp(x - m)); y = x - m - log(t)
-    y = nll_loss(x, c)       ->  p = x[c]; y = sum(-p) / count
+    y = cross_entropy(x, c)  ->  m = max(x); t, p = sum(exp(x - m)), x[c]; y = sum(log(t) + m - p) / count y =
+    log_softmax(x)       ->  m = max(x); t = sum(exp(x - m)); y = x - m - log(t) y = nll_loss(x, c)       ->  p = x[c];
+    y = sum(-p) / count
 
-    Parts of the classes make parts of m, whose largest is the value, and of the sums t and p: three numbers a row.
+    Parts of the classes make parts of m, whose value is their largest, and of the sums t and p: three numbers a row.
     """
 
     @staticmethod
     def has_steps(op: Op, factor: str) -> bool:
-        """Tell whether an op is a loss over the classes that a factor is, and so can be decomposed."""
+        """Return whether an op is a loss over the classes of a factor, which can be decomposed."""
         slots = set(op.inputs[0].slots).difference(*(o.slots for o in op.inputs[1:])) if op.inputs else set()
         return op.target in _MAKE and any(i is not None and op.indices[i].factor == factor for i in slots)
 
@@ -53,7 +53,7 @@ class _Loss(Steps):
         make(self)
 
     def row(self, word: str, largest: bool = False) -> Operand:
-        """Add a tensor of a number for each row."""
+        """Add a tensor with a number for each row."""
         return self.tensor(word, self.rows, self.wide, self.op.has_mirror and not largest, largest)
 
     def step(self, target: str, inputs: Sequence[Operand], outputs: Sequence[Operand], **options: Any) -> None:
@@ -84,7 +84,7 @@ def _nll_loss(steps: _Loss) -> None:
 
 
 def _log_softmax(steps: _Loss) -> None:
-    """Halves are widened first: their gradient is the difference of two, which must not be rounded before."""
+    """Widen halves first: their gradient is a difference of two numbers, which must not be rounded before."""
     scores, made = steps.op.inputs[0], steps.op.outputs[0]
     if steps.scores.dtype in _HALVES:
         wide = replace(steps.scores, name=f"{steps.op.name}.wide", dtype=steps.wide, kind="activation", origin="")

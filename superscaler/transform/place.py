@@ -1,4 +1,4 @@
-"""Parts on a mesh: where along its named axes each part is, from the names that algorithms gave the cuts."""
+"""Placement on a mesh: the position of each part along its named axes, from the names that algorithms gave the cuts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import numpy as np
 
 from superscaler.cluster import Mesh
 from superscaler.errors import InputError, unknown
-from superscaler.ir.graph import Op
-from superscaler.ir.parts import Axis, Grid, Ints, covers
-from superscaler.ir.transformed import Graph, Parts
-from superscaler.transform.algorithms import Replicate
-from superscaler.transform.cut import cut
+from superscaler.ir.graph import Graph, Parts
+from superscaler.ir.grid import Axis, Grid, Ints, covers
+from superscaler.ir.model import Op
+from superscaler.transform.cut import Replicate, cut
 
 
 def leaves(graph: Graph, op: Op) -> list[Parts]:
-    """Return handles on all parts of an op as they are now: one, unless it was cut irregularly."""
+    """Return handles on all present parts of an op: one, unless it was cut irregularly."""
     return list(_leaves(graph.parts(op)))
 
 
@@ -34,7 +33,7 @@ def _leaves(parts: Parts) -> Iterator[Parts]:
 
 
 def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, Ints]:
-    """Return parts with replicas along the axes of a mesh that do not cut them, and the number on the mesh of each."""
+    """Return parts with replicas along the mesh axes that do not cut them, and the mesh position of each."""
     parts.check()
     op, sizes = parts.op, mesh.sizes
     named = {axis.name for axis, _ in _above(graph, parts) if axis.name}

@@ -1,4 +1,4 @@
-"""The algorithms of `op_trans` that put other ops in the place of some, and what any such algorithm must keep."""
+"""The algorithms of `op_trans` that replace ops by others, and the rules that any such algorithm must keep."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from superscaler.errors import TransformError
-from superscaler.ir.graph import Index, Model, Op, Operand, PTensor, Ref
-from superscaler.ir.parts import Grid
-from superscaler.ir.text import unique
-from superscaler.ir.transformed import Entry, Graph, Group, Parts
+from superscaler.ir.graph import Entry, Graph, Group, Parts
+from superscaler.ir.grid import Grid
+from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref
+from superscaler.ir.model_text import unique
 
 # Older versions of a weight: more than any pipeline has stages.
 MOST_VERSIONS = 1024
@@ -18,21 +18,21 @@ MOST_VERSIONS = 1024
 
 @runtime_checkable
 class Rewrite(Protocol):
-    """What `op_trans` applies to whole ops: a name for the journal, and the model with others in the place of `ops`."""
+    """An algorithm that replaces whole ops: a name for the journal, and the model with others in the place of `ops`."""
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Compute ops again in the backward instead of keeping what they need for it.
+    """Recompute ops in the backward instead of keeping the tensors that it needs.
 
     y = f(x); d(x) += d.f(d(y))  ->  y = f(x), no tape; y.r = f(x); d(x) += d.f.r(d(y))
 
-    All ops of one `op_trans` are one region: inside it twins read what twins make, so only what the region reads from
-    outside is kept. They run when the backward comes to the region (`select(kind="R")` orders them otherwise), on the
-    parts of their ops; weights and values inside are communicated again, and random numbers are those of the ops. With
-    `copies` those among the ops are made again, too, instead of being kept.
+    All ops of one `op_trans` are one region: recomputed ops read recomputed values, so only the tensors that the region
+    reads from outside are kept. They run when the backward reaches the region (`select(kind="R")` orders them
+    otherwise), on the parts of their ops. Weights and values inside are communicated again; random numbers are those of
+    the ops. With `copies`, copies among the ops are made again, too.
     """
 
     copies: bool = field(default=False, repr=False)
@@ -47,9 +47,9 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Keep what the backward of ops needs, although the model wraps them in `torch.utils.checkpoint`.
+    """Keep the tensors that the backward of ops needs, although the model wraps them in `torch.utils.checkpoint`.
 
-    Without it the ops of each such region (`op.checkpoint`) are recomputed together once the plan has run, unless the
+    Without it, the ops of each such region (`op.checkpoint`) are recomputed together after the plan has run, unless the
     plan recomputes some of them itself.
     """
 
@@ -66,14 +66,15 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """Read the weights of ops, wherever they are read, as they were `updates` updates ago, while the updates change the
-    newest ones: by 1 for all weights PipeDream-2BW, by p - 1 - s for those of stage s of p PipeDream.
+    """Read the weights of ops as they were `updates` updates ago, wherever they are read; updates change the newest
+    ones.
 
-    y = f(x, w)  ->  y = f(x, w~2); d(w) += d.f(d(y)); w~2 = w~1; w~1 = w; w = update(w, d(w))
-    w(t+1) = update(w(t), gradient by w at (each weight v as v(t - n of v))), v(-1) = v(-2) = ... = v(0)
+    y = f(x, w)  ->  y = f(x, w~2); d(w) += d.f(d(y)); w~2 = w~1; w~1 = w; w = update(w, d(w)) w(t+1) = update(w(t),
+    gradient by w at (each weight v as v(t - n of v))), v(-1) = v(-2) = ... = v(0)
 
-    The forward and the backward of a step read one version. The steps are not those of the model: `verify` compares
-    them with this recurrence on one device, and says by how much they are stale.
+    With 1 for all weights this is PipeDream-2BW, with p - 1 - s for stage s of p it is PipeDream. The forward and the
+    backward of a step read one version. The steps are not those of the model: `verify` compares them with this
+    recurrence on one device, and says by how much they are stale.
     """
 
     updates: int = 1
@@ -123,13 +124,13 @@ def write_op(update: Op, weight: str, age: int) -> Op:
 
 @dataclass(frozen=True, slots=True)
 class Regather:
-    """Bring weights that rest elsewhere, and activations that are gathered, again for the backward, instead of keeping
-    them from the forward on: ZeRO-3 without a second forward, Megatron's sequence parallelism.
+    """Gather weights and activations again for the backward, instead of keeping them from the forward on: ZeRO-3
+    without a second forward, Megatron's sequence parallelism.
 
-    y = f(x, w); d(x), d(w) += d.f(d(y))  ->  y = f(x, w), keep x; bring w again; d(x), d(w) += d.f(d(y), w)
+    y = f(x, w); d(x), d(w) += d.f(d(y))  ->  y = f(x, w), keep x; gather w again; d(x), d(w) += d.f(d(y), w)
 
-    All ops of one `op_trans` are one region. It is about weights that an op reads as they rest, and about activations
-    of which a part reads more than any part makes: casts of these are kept, and what is a sum.
+    All ops of one `op_trans` are one region. Regathered are weights that an op reads as they rest, and activations of
+    which a part reads more than any part makes. Casts of these are kept, and so are sums.
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
@@ -151,8 +152,8 @@ class SplitBackward:
     d(x), d(w) = d.f(d(y))  ->  I: d(x) = d.f(d(y)), keep what W needs; W: d(w) = d.f(kept)
 
     The backward of all ops of one `op_trans` on a device is one I and one W, if nothing is communicated between. W runs
-    directly after its I, unless `select(kind="W")` orders it otherwise; `select(kind="B")` is both. A part that gives
-    gradients of activations only, or of weights only, has them all in one half.
+    directly after its I, unless `select(kind="W")` orders it otherwise; `select(kind="B")` is both. A part with
+    gradients of activations only, or of weights only, makes them all in one half.
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
@@ -171,9 +172,9 @@ class Insert:
 
     z = g(y); d(y) += d.g(d(z))  ->  y.c = identity(y); z = g(y.c); d(y) += d.g(d(z))
 
-    `tensor`: what is copied; by default all that the ops of one `op_trans` read from outside, but for what is made of
-    data alone. All of these ops read one copy; the gradient goes past it. A copy has the parts that its first reader
-    reads, on the same devices, unless it is cut or placed itself. It comes late to readers on another device.
+    `tensor`: the activation to copy; by default all that the ops of one `op_trans` read from outside, except those made
+    of data alone. All of these ops read one copy; the gradient goes past it. A copy has the portions that its first
+    reader reads, on the same devices, unless it is cut or placed itself. It reaches readers on another device late.
     """
 
     tensor: str = ""
@@ -207,7 +208,7 @@ class Insert:
 
 
 def copy_op(tensor: str, copied: PTensor, maker: Op) -> Op:
-    """Return the op that copies a tensor, which `maker` makes."""
+    """Return the op that copies a tensor made by `maker`."""
     factors = [factor for dim in copied.slots for factor in dim]
     indices = tuple(Index(size, f, "spatial") for size, f in zip(copied.extents, factors, strict=True))
     read, made = (Operand(name, tuple(range(len(indices)))) for name in (tensor, copied.name))
@@ -216,7 +217,7 @@ def copy_op(tensor: str, copied: PTensor, maker: Op) -> Op:
 
 
 def recompute_checkpoints(graph: Graph) -> None:
-    """Recompute what the model itself asks to, as far as the plan did not say otherwise."""
+    """Recompute the regions that the model itself asks for, except where the plan says otherwise."""
     found: dict[str, list[Op]] = {}
     for op in (op for op in graph.forward_ops if op.checkpoint):
         found.setdefault(op.checkpoint, []).append(op)
@@ -228,14 +229,14 @@ def recompute_checkpoints(graph: Graph) -> None:
 
 
 def _check_once(algorithm: str, taken: Sequence[Op]) -> None:
-    """Raise TransformError for ops of which an algorithm has been asked already, or Regather."""
+    """Raise TransformError for ops to which an algorithm, or Regather, was already applied."""
     if taken:
         other = " and Regather are asked for" if taken[0].regather else " is asked for twice"
         raise TransformError(f"{algorithm} of {taken[0].name}{other}; leave it out of one of them.")
 
 
 def _needed(ops: Sequence[Op]) -> list[Op]:
-    """Return the ops that have a mirror, and those that make what these read."""
+    """Return the ops that have a mirror, and the makers of their inputs."""
     read, found = set[str](), list[Op]()
     for op in reversed([op for op in ops if op.is_forward and not op.from_data]):
         if op.has_mirror or any(o.tensor in read for o in op.outputs):
@@ -245,7 +246,9 @@ def _needed(ops: Sequence[Op]) -> list[Op]:
 
 
 def _with_twins(model: Model, regions: Sequence[Sequence[Op]]) -> Model:
-    """Return the model with a twin of each op of some regions, which read what twins of their own region make."""
+    """Return the model with a recomputed op for each op of some regions. It reads recomputed values of its own
+    region.
+    """
     of = {op.name: ops[0].name for ops in regions for op in ops}
     made = {o.tensor: of[op.name] for ops in regions for op in ops for o in op.outputs}
     twins = {name: replace(model.tensors[name], name=f"{name}.r", origin=model.origin(name)) for name in made}
@@ -265,9 +268,9 @@ def _with_twins(model: Model, regions: Sequence[Sequence[Op]]) -> Model:
 
 
 def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> list[Parts]:
-    """Apply an algorithm that puts other ops in the place of some. Returns the parts of the ops that it made.
+    """Apply an algorithm that replaces ops. Returns the parts of the ops that it made.
 
-    What it calls `old.word`, and there is no op `old` any more, has the parts of `old`, cut on the same factors.
+    An op named `old.word`, with no op `old` any more, gets the parts of `old`, cut on the same factors.
     """
     before = graph.model
     names = {op.name for op in ops}
@@ -296,7 +299,7 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
 
 
 def _take_over(graph: Graph, places: Mapping[str, Sequence[Op]]) -> None:
-    """Give ops the parts, and the place in orders, of those in whose place they are."""
+    """Give ops the parts, and the place in orders, of the ops that they replace."""
     for name, ops in places.items():
         old, grid = graph.op(name), graph.grids[name]
         graph.grids |= {op.name: _cut_alike(grid, old, op) for op in ops}
@@ -313,7 +316,7 @@ def _take_over(graph: Graph, places: Mapping[str, Sequence[Op]]) -> None:
 
 
 def _cut_alike(grid: Grid, old: Op, op: Op) -> Grid:
-    """Return the grid of an op that is cut on the same factors as another one, and replicated where it has them not."""
+    """Return the grid of an op that is cut on the same factors as another one, and replicated where it lacks them."""
     at = [None if a.index is None else op.find(old.indices[a.index].factor) for a in grid.axes]
     pairs = zip(grid.axes, at, strict=True)
     axes = (replace(a, index=i, sizes=a.sizes if i is not None else (1,) * len(a.sizes), value=()) for a, i in pairs)
@@ -322,7 +325,7 @@ def _cut_alike(grid: Grid, old: Op, op: Op) -> Grid:
 
 
 def _wrong(before: Model, after: Model) -> str:
-    """Return what a model that an algorithm made may not be, and what to do instead; '' where it may."""
+    """Return the violation of a model made by an algorithm, and the remedy; '' if there is none."""
     if not isinstance(after, Model):
         return f"gives {after!r}; its method rewrite must return a Model."
     known = {op.name for op in before.ops}

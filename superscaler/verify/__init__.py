@@ -1,7 +1,7 @@
-"""What every plan must keep, and one step of it against the model: checks, the oracle, what differs where."""
+"""Verification: the checks that every plan must pass, and its steps against those of the model."""
 
 from __future__ import annotations
 
-from superscaler.verify.verify import certify, verify
+from superscaler.verify.run import certify, verify
 
 __all__ = ["certify", "verify"]

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from superscaler.artifact import initial_values
 from superscaler.frontend.oracle import retyped
-from superscaler.ir.graph import Model, once, renamed, without_sources, without_twins
-from superscaler.ir.text import parse_model, print_model
-from superscaler.ir.transformed import Graph
-from superscaler.report.account import kept_values, own_operators
-from superscaler.specs.copies import copies
-from superscaler.specs.files import MODEL_FILE, WEIGHTS_FILE
-from superscaler.specs.saved_plan import read_file, read_plan, read_text
+from superscaler.ir.graph import Graph
+from superscaler.ir.model import Model, once, renamed, without_sources, without_twins
+from superscaler.ir.model_text import parse_model, print_model
+from superscaler.report.facts import kept_values, own_operators
+from superscaler.store.files import MODEL_FILE, WEIGHTS_FILE
+from superscaler.store.operator_files import copies
+from superscaler.store.plan import read_file, read_plan, read_text
 from superscaler.verify.compare import largest, relative_error
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values, model_step
 from superscaler.verify.retype import retype_model

@@ -1,11 +1,13 @@
-"""Steps of a plan against those of a model: loss, gradients, weights, buffers and optimizer state on every device."""
+"""Tensors of a plan beside those of one device, step by step and iteration by iteration."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +17,15 @@ from superscaler.compiler import Compiled
 from superscaler.frontend.oracle import Reference
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Give, Weight
-from superscaler.runtime.executor import put, take
+from superscaler.runtime.executor import Pairs, Rank, put, take
+from superscaler.runtime.step import Step
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a rank has after a step: the loss, its slices of gradients and weights and the optimizer's state of them, by
-    local name, the bytes that it has put on links, and the outputs that it returns.
+    """The state of a rank after a step: the loss, its slices of gradients, weights and optimizer state by local name,
+    the bytes that it put on links, and its outputs.
     """
 
     loss: Tensor
@@ -66,10 +69,10 @@ class Errors:
 
 
 class Comparison:
-    """Compares the steps of a plan one by one, each from the weights that the plan has before it.
+    """A comparison of the steps of a plan one by one, each from the weights that the plan has before it.
 
-    A gradient that is truly zero is noise, of which Adam makes steps of any size: so the update of each slice is
-    compared with what torch's own optimizer makes of the gradient that the plan has there.
+    A gradient that is truly zero is noise, of which Adam makes steps of any size. So the update of each slice is
+    compared with the update by torch's own optimizer with the gradient that the plan has there.
     """
 
     def __init__(self, exact: Compiled, values: Values, allowed: Allowed = lambda kind, tensor: TOLERANCE) -> None:
@@ -216,3 +219,50 @@ def _state_error(have: Values, want: Mapping[str, object]) -> float:
     if have.keys() != tensors.keys():
         return float("inf")
     return max((relative_error(have[name], x, x) for name, x in tensors.items()), default=0.0)
+
+
+# Of a weight or buffer: its gradient, its value, and the optimizer's state of it.
+Kept = tuple[Tensor | None, Tensor, dict[str, Tensor]]
+
+
+def run_iterations(step: Step, batch: Mapping[str, Tensor]) -> list[Result]:
+    """Return the state of a rank after each iteration of one step, all of them on one batch."""
+    kept, rank = _Kept(step.state, step.iterations), step.state
+    rank.update, rank.write = kept.told(rank.update), kept.told(rank.write)  # type: ignore[method-assign]
+    try:
+        losses = step([batch] * step.iterations)
+    finally:
+        del rank.update, rank.write
+    unchanged = {name: kept.now(name) for name in rank.weights if not kept.times[name]}
+    return [_result(loss.detach(), unchanged | own, step) for loss, own in zip(losses, kept.of, strict=True)]
+
+
+def _result(loss: Tensor, kept: Mapping[str, Kept], step: Step) -> Result:
+    gradients, weights, state = ({name: some[k] for name, some in kept.items()} for k in range(3))
+    return Result(loss, gradients, weights, state, step.bytes_moved)  # type: ignore[arg-type]
+
+
+class _Kept:
+    """Copies of weights and buffers after each change; change k belongs to iteration k."""
+
+    def __init__(self, rank: Rank, iterations: int) -> None:
+        self.rank = rank
+        self.times = Counter[str]()
+        self.of: list[dict[str, Kept]] = [{} for _ in range(iterations)]
+
+    def now(self, name: str) -> Kept:
+        weight, optimizer = self.rank.weights[name], self.rank.optimizer
+        state = optimizer.state.get(weight, {}) if optimizer is not None else {}
+        tensors = {key: x for key, x in state.items() if isinstance(x, Tensor)}
+        return copy.deepcopy((self.rank.gradients.get(name), weight.detach(), tensors))
+
+    def told(self, change: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that changes weights and then keeps copies of them."""
+
+        def changing(pairs: Pairs, *more: Any, **options: Any) -> None:
+            change(pairs, *more, **options)
+            for name, _ in pairs:
+                self.of[self.times[name]][name] = self.now(name)
+                self.times[name] += 1
+
+        return changing

@@ -20,7 +20,7 @@ from superscaler.frontend.agreement import is_dropout, without_dropout
 from superscaler.frontend.checkpoints import marked
 from superscaler.frontend.oracle import Draw, Reference, packed, retyped
 from superscaler.frontend.results import loss_of, taken_apart
-from superscaler.ir.graph import Model
+from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _RANDOM = re.compile(
 
 
 class Unlike(Exception):
-    """Why a module cannot be the oracle, in a few words."""
+    """The reason why a module cannot be the oracle, in a few words."""
 
 
 # The loss, the gradients of leaves, and the outputs.
@@ -49,7 +49,7 @@ _Ran = tuple[Tensor | None, tuple[Tensor | None, ...], dict[str, Tensor]]
 
 
 class _Gradients(nn.Module):
-    """Runs a module and the backward of its loss, if it trains: both while it has other tensors than its own."""
+    """A module and the backward of its loss, if it trains: both run while it has other tensors than its own."""
 
     def __init__(self, module: nn.Module, model: Model) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def _line(error: Exception) -> str:
 
 
 def _segmented(model: Model, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return gradients by the names of the model, which has packed parameters in segments."""
+    """Return gradients by the model's names: packed parameters are in segments there."""
     pieces = {}
     for piece, (name, dim, start, end) in model.segments.items():
         if name in gradients:
@@ -152,13 +152,15 @@ def _segmented(model: Model, gradients: dict[str, Tensor | None]) -> dict[str, T
 
 
 def _floats(module: nn.Module) -> torch.dtype | None:
-    """Return the one floating dtype of a module's parameters; None where there are several."""
+    """Return the floating dtype of a module's parameters, None if there are several."""
     found = {p.dtype for p in module.parameters() if p.is_floating_point()}
     return found.pop() if len(found) == 1 else None
 
 
 def _draws(model: Model, draw: Draw) -> Callable[..., Tensor]:
-    """Return what gives the uniform numbers of the module's next call that draws some: the graph has them in order."""
+    """Return a function that gives the uniform numbers of the module's next random call; the graph has them in
+    order.
+    """
     ops = (op for op in model.ops if op.target in RANDOM and row_of(op.target).rate is None)
 
     def following(shape: tuple[int, ...]) -> Tensor:
@@ -201,10 +203,11 @@ class Quiet(TorchFunctionMode):
 
 
 class _Wide(Quiet):
-    """Lets a module compute in float64 what depends on an input or a parameter, whatever dtypes its code names.
+    """A mode in which a module computes in float64 all that depends on an input or a parameter, whatever dtypes its
+    code names.
 
-    The rest is part of the model: it is computed in its own dtype, and widened where it is used. The code of the
-    module still reads the dtype that its parameters have (`shown`), so that it does what it does with these.
+    The rest is part of the model: it is computed in its own dtype, and widened where it is used. The code of the module
+    still reads the dtype of its parameters (`shown`), so that it takes the same branches.
     """
 
     def __init__(self, shown: torch.dtype | None, following: Callable[..., Tensor]) -> None:
@@ -243,7 +246,7 @@ class _Wide(Quiet):
         return result
 
     def _rounded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return arguments with the digits that autocast leaves them: those that are part of the model lose some."""
+        """Return arguments with the digits that autocast leaves: those that are part of the model lose some."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         own = [x for x in flat if isinstance(x, Tensor) and x.dtype == torch.float32 and not self._is_live(x)]
         if not own or name.endswith("_") or not torch.is_autocast_enabled(own[0].device.type):
@@ -262,7 +265,7 @@ class _Wide(Quiet):
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds what tensors are cast to."""
+    """A mode that records the dtypes to which tensors are cast."""
 
     def __init__(self, watched: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -277,14 +280,14 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _grouped(x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:
-    """Multiply the rows of `x` up to each offset with the weight of that number: the kernel of it has no float64."""
+    """Multiply the rows of `x` up to each offset by the weight of that number; the kernel for it lacks float64."""
     bounds = [0, *offs.tolist()]
     found = [x[start:end] @ w for start, end, w in zip(bounds, bounds[1:], weights, strict=False)]
     return F.pad(torch.cat(found), (0, 0, 0, len(x) - bounds[-1]))
 
 
 def _widen_in_place(x: Any) -> None:
-    """Let a tensor that the module made hold what is written into it."""
+    """Widen a tensor that the module made, so that it can hold float64 values written into it."""
     if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != _WIDE:
         x.data = x.data.to(_WIDE)
 

@@ -1,4 +1,4 @@
-"""Where a plan first leaves the model: its tensors, in the order of execution, against those of one device."""
+"""The first tensor of a plan that differs from the model, in the order of execution, against one device."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from superscaler.artifact import describe, slots_of
+from superscaler.comm.threads import run_ranks
 from superscaler.compiler import Compiled
 from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import RuntimeFailure
-from superscaler.ir.graph import Model, Op, once, unread_twins, without_twins
 from superscaler.ir.mask import Box, Mask, extents
+from superscaler.ir.model import Model, Op, once, unread_twins, without_twins
 from superscaler.ir.program import Forward, Function, Program
-from superscaler.materialize.names import task
+from superscaler.materialize.local_tensors import task
 from superscaler.ops.call import ranges
 from superscaler.ops.table import RANDOM, parts_of
 from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step, build_step, modules
-from superscaler.runtime.threads import run_ranks
-from superscaler.schedule.nodes import Node
+from superscaler.schedule.dependencies import Node
 from superscaler.schedule.segments import Segment
 
 TOLERANCE = 1e-9
@@ -38,14 +38,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A segment ran on a device: kind F with its inputs and outputs, kind B with the gradients that it was given."""
+    """A segment that ran on a device: kind F with its inputs and outputs, kind B with its given gradients."""
 
     given: Sequence[Tensor | None]
     made: Sequence[Tensor]
 
 
 def first_difference(exact: Compiled, values: Values, batch: Values, timeout: float) -> str:
-    """Return one sentence: the first tensor in execution order that is not the model's, its mask, device and op."""
+    """Return one sentence: the first tensor in execution order that differs from the model's, its mask, device and
+    op.
+    """
     whole, gradients = model_step(exact.graph.model, {**values, **batch})
     events, failure = _record(exact, values, batch, timeout)
     found = next(_Search(exact, whole, gradients, events).differences(), "")
@@ -53,7 +55,7 @@ def first_difference(exact: Compiled, values: Values, batch: Values, timeout: fl
 
 
 def model_step(model: Model, known: Values, step: int = 0) -> tuple[Values, Values]:
-    """Return every tensor of one step on whole tensors, in the names of the graph, and the gradients of those."""
+    """Return every tensor of one step on whole tensors, in the names of the graph, and their gradients."""
     model = once(without_twins(model))
     forward = model.forward_ops
     made = {o.tensor for op in forward for o in op.outputs}
@@ -80,7 +82,7 @@ def model_step(model: Model, known: Values, step: int = 0) -> tuple[Values, Valu
 def callables(
     model: Model, functions: Sequence[Function], device: str = "cpu", step: int = 0
 ) -> list[Callable[..., Sequence[Tensor]]]:
-    """Return functions of a model as they are emitted, drawing the random numbers of a step on a device."""
+    """Return functions of a model as they are emitted, with the random numbers of a step, on a device."""
     text, names = emit_segments(Program(model, tuple(functions), ()))
     code = modules({"segments.py": text})["segments"]
 
@@ -101,7 +103,7 @@ def callables(
 
 
 def on_threads(exact: Compiled, values: Values, run: Callable[[Step], T], timeout: float) -> list[T]:
-    """Return what `run` gives for the step of each rank, each a thread."""
+    """Return the results of `run` on the step of each rank, each in a thread."""
     plan, code = describe(exact), modules(exact.emitted.files)
     return run_ranks(exact.program.world, lambda c: run(build_step(plan, code, values, c)), timeout)
 
@@ -109,7 +111,9 @@ def on_threads(exact: Compiled, values: Values, run: Callable[[Step], T], timeou
 def _record(
     exact: Compiled, values: Values, batch: Values, timeout: float
 ) -> tuple[dict[tuple[int, str, str], Event], str]:
-    """Return what each segment read and made, by device, tag and kind, and why the step did not end, if it did not."""
+    """Return the inputs and outputs of each segment, by device, tag and kind, and the reason if the step did not
+    end.
+    """
     events: dict[tuple[int, str, str], Event] = {}
 
     def run(step: Step) -> None:
@@ -176,7 +180,7 @@ class _Search:
                 yield self._inner(node, segment, event) or f"{wrong} on {_where(node)}"
 
     def _output(self, op: Op, j: int, row: int, made: Tensor) -> str:
-        """Return what is wrong with an output of a part; with a part of a value, once all are there."""
+        """Return the fault of an output of a part; for a value part, once all parts are there."""
         rows, operand = self.edges.rows[op.name], op.outputs[j]
         box = ranges(operand, self.model.tensors[operand.tensor], rows.box(row))
         whole = all(rows.box(row)[i] == (0, op.indices[i].size) for i in op.summed(operand))
@@ -200,7 +204,7 @@ class _Search:
         return "" if error <= TOLERANCE else f"{text}, in {len(branch)} parts, the last"
 
     def _inner(self, node: Node, segment: Segment, event: Event) -> str:
-        """Return the first op inside a segment that goes wrong, on what the segment was given."""
+        """Return the first op inside a segment that goes wrong, on the segment's recorded inputs."""
         code = self.exact.program.devices[node.key[0]].instructions
         ran = next(i for i in code if isinstance(i, Forward) and i.task == task(node.number, node.key))
         function = self.exact.program.functions[ran.function]
@@ -239,7 +243,9 @@ class _Search:
         return take(whole, slots_of(self.model, tensor), box)
 
     def _error(self, kind: str, tensor: str, box: Box, have: Tensor) -> float:
-        """Return the largest difference, relative to the largest element of the tensor; 0 of what nobody reads."""
+        """Return the largest difference, relative to the largest element of the tensor; 0 for a tensor that nothing
+        reads.
+        """
         if kind == "F" and tensor in self.unread:
             return 0.0
         whole = (self.whole if kind == "F" else self.gradients)[self.model.origin(tensor)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from superscaler.compiler import Compiled
 from superscaler.frontend.oracle import Draw, Reference, reference_step
-from superscaler.ir.graph import Model, draw_number, once
+from superscaler.ir.model import Model, draw_number, once
 from superscaler.runtime import functional
 from superscaler.verify.eager import Eager
 from superscaler.verify.locate import Values, model_step

@@ -1,12 +1,12 @@
-"""A plan for the same model in another floating-point type, whose steps can be compared."""
+"""Retyping: the plan for the same model in another floating-point type, whose steps can be compared."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from superscaler.ir.graph import Model, Op, PTensor
-from superscaler.ir.transformed import Graph
+from superscaler.ir.graph import Graph
+from superscaler.ir.model import Model, Op, PTensor
 from superscaler.ops.table import row_of
 
 FLOATS = ("float32", "bfloat16", "float16")

@@ -1,7 +1,7 @@
 """A plan at a small shape: the same ops, cuts, orders and exchanges on few elements and places, so that it runs here.
 
-Sizes of factors shrink to what the cuts need, the mesh to a few places along each fold axis, the microbatches to a few.
-Which factors may shrink is found by running each op on tensors of the new shapes.
+Sizes of factors shrink to the needs of the cuts, the mesh to a few places along each fold axis, the microbatches to a
+few. Each op runs on tensors of the new shapes, to find the factors that may shrink.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from superscaler.artifact import bounds, ignored, initial_values, slots_of
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.errors import InputError
-from superscaler.ir.graph import Model, Op
-from superscaler.ir.parts import HOSTS, Grid, Ints
+from superscaler.ir.graph import Graph, Group, Order
+from superscaler.ir.grid import HOSTS, Grid, Ints
+from superscaler.ir.model import Model, Op
 from superscaler.ir.program import Function
-from superscaler.ir.transformed import Graph, Group, Order
 from superscaler.runtime.executor import take
-from superscaler.schedule.spmd import leaves, restrict
+from superscaler.schedule.fold import leaves, restrict
 from superscaler.verify.locate import callables
 
 # How many places along a fold axis (one more than are compiled, so that one is told by the others), and microbatches.
@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Small:
-    """A plan at a small shape, the values and batch to run it on, and what shrank: (before, after) by name."""
+    """A plan at a small shape, the values and batch to run it on, and the shrunk sizes: (before, after) by name."""
 
     graph: Graph
     cluster: Cluster
@@ -77,8 +77,8 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
 
 
 def _drop_microbatches(graph: Graph) -> None:
-    """Keep the first few microbatches; orders through the others go on between those that stay. Orders of single parts,
-    and trees of parts, stay as they are with all microbatches.
+    """Keep the first few microbatches; orders through the others lead directly between those that stay. Orders of
+    single parts, and trees of parts, keep all microbatches.
     """
     is_single = any(paths for order in graph.orders for end in (order.before, order.after) for _, paths in end.members)
     if is_single or any(grid.children for grid in graph.grids.values()):
@@ -154,7 +154,8 @@ def _sizes(whole: Graph, graph: Graph) -> dict[str, int]:
 def _looked_up(model: Model, values: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the factors that a model selects from by numbers of its own, with the reason: these must not shrink.
 
-    Safe are numbers of inputs, which are drawn below a bound, zeros and ones, and places in what has that factor too.
+    Safe are numbers of inputs, which are drawn below a bound, zeros and ones, and positions in a tensor with that
+    factor.
     """
     safe, producers = set(bounds(model)), model.producers()
     safe |= {n for n, v in values.items() if not v.is_floating_point() and v.numel() and v.min() >= 0 and v.max() < 2}
@@ -188,8 +189,10 @@ def _factors(model: Model, tensor: str) -> list[str]:
 
 
 def _probe(model: Model, sizes: Mapping[str, int], free: Set[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Run each op on tensors of the new sizes. Of the first that gives others, return either which sizes it gives to
-    free factors that no operand has, or the factors that must keep their size for it, with the reason.
+    """Run each op on tensors of the new sizes, up to the first that gives other shapes.
+
+    Returns either its sizes for free factors that no operand has, or the factors that must keep their size for it, with
+    the reason.
     """
     for op, shapes in _run(model, model.ops, sizes)[:1]:
         own = None if shapes is None else _own(model, op, sizes, shapes)
@@ -206,7 +209,9 @@ def _probe(model: Model, sizes: Mapping[str, int], free: Set[str]) -> tuple[dict
 
 
 def _own(model: Model, op: Op, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> dict[str, int] | None:
-    """Return which factors an op gives another size, each a dim that no operand has; None if it differs elsewhere."""
+    """Return the factors that an op gives another size, each a dim that no operand has; None if it differs
+    elsewhere.
+    """
     given = {f for o in op.inputs for f in _factors(model, o.tensor)}
     found: dict[str, int] = {}
     for o, shape in zip(op.outputs, shapes, strict=True):
@@ -222,9 +227,9 @@ def _own(model: Model, op: Op, sizes: Mapping[str, int], shapes: Sequence[Shape]
 
 
 def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tuple[Op, list[Shape] | None]]:
-    """Return forward ops that do not give the right shapes on tensors of the new sizes: those that they give, or None.
+    """Return forward ops that give wrong shapes on tensors of the new sizes, with the shapes, or None if they fail.
 
-    An op that does not run on tensors without data at its own sizes either is believed.
+    An op that cannot run without data at its own sizes either is assumed to be right.
     """
     small = _resized(model, sizes)
     resized = {op.name: op for op in small.ops}
@@ -246,7 +251,7 @@ def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tupl
 
 
 def _shapes(model: Model, function: Function, run: Callable[..., Sequence[Tensor]]) -> list[Shape] | None:
-    """Return the shapes of what a function gives on tensors without data, None where it fails."""
+    """Return the shapes of a function's results on tensors without data, None if it fails."""
     tensors = (model.tensors[name] for name in function.inputs)
     try:
         made = run(*(torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in tensors))
@@ -269,7 +274,7 @@ def _resized(model: Model, sizes: Mapping[str, int]) -> Model:
 
 
 def _refit(grid: Grid, old: Op, op: Op, number: Ints, inner: Sequence[int] = ()) -> Grid:
-    """Return a grid whose cuts of the indices that changed fit their new sizes, on renumbered devices."""
+    """Return a grid whose cuts fit the new sizes of their indices, on renumbered devices."""
     left, axes = list(inner or (i.size for i in op.indices)), []
     for axis in grid.axes:
         at = axis.index
@@ -291,7 +296,9 @@ def _leading(whole: Model, small: Model, name: str, value: Tensor) -> Tensor:
 
 
 def _batch(whole: Model, small: Model, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch for the small model: the first elements of the example, drawn where it has no values."""
+    """Return a batch for the small model: the first elements of the example, or drawn numbers where it has no
+    values.
+    """
     limits, uncounted, found = bounds(small), ignored(small), {}
     generator = torch.Generator().manual_seed(0)
     for name, value in batch.items():

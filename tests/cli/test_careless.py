@@ -15,7 +15,7 @@ from superscaler.cli.common import Printer
 from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.plan import Plan
-from superscaler.specs.saved_plan import plan_files
+from superscaler.store.plan import plan_files
 
 MODEL = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]

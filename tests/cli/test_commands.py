@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from superscaler import cache
 from superscaler.cli.main import main
-from superscaler.specs.files import PLAN_FILE
+from superscaler.store import cache
+from superscaler.store.files import PLAN_FILE
 
 MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
 TWO = ["--plan", "data_parallel", "--cluster", "local:2"]

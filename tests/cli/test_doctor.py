@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from superscaler import cache
 from superscaler.cli import doctor as rooms
 from superscaler.cli.main import main
 from superscaler.cluster import LINKS, LOCAL, Cluster
+from superscaler.store import cache
 
 
 def run(*arguments: str) -> int:

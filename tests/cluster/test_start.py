@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from superscaler.cluster import Cluster
-from superscaler.cluster.start import Start, how_to_start, job_name, kubernetes, slurm, torchrun
 from superscaler.errors import InputError
+from superscaler.launch.jobs import Start, how_to_start, job_name, kubernetes, slurm, torchrun
 
 OPTIONS = ["--steps", "9", "--save", "a folder's own"]
 # What a job on two servers would run, with the number of the server.

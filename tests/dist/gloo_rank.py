@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from superscaler.runtime.distributed import connect
-from superscaler.runtime.process import run_rank
+from superscaler.comm.distributed import connect
+from superscaler.launch.process import run_rank
 from superscaler.runtime.step import build_step, modules
-from superscaler.verify.verify import run_steps
+from superscaler.verify.run import run_steps
 
 
 def work(folder: Path) -> None:

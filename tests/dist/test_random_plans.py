@@ -21,7 +21,7 @@ from superscaler.artifact import describe, initial_values
 from superscaler.compiler import Compiled, finish
 from superscaler.errors import ScheduleError
 from superscaler.plans import resolve
-from superscaler.runtime.launch import launch
+from superscaler.launch.launch import launch
 from superscaler.verify.compare import Comparison, Result
 from superscaler.verify.eager import Eager
 from superscaler.frontend.oracle import retyped

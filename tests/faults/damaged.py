@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from superscaler.specs.files import digest, hash_without
+from superscaler.store.files import digest, hash_without
 
 PLAN, EXPLAIN, WEIGHTS = "plan.json", "explain.json", "initial.safetensors"
 FILES = (PLAN, EXPLAIN, WEIGHTS, "model.txt", "program.txt", "journal.txt", "run.py", "program_0.py", "segments.py")

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from small_plans import Noise
 
+from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, finish
-from superscaler.emit.steps import emit
-from superscaler.ir.graph import Ref
+from superscaler.emit.device import emit
+from superscaler.ir.model import Ref
 from superscaler.ir.program import (
     FIELDS,
     Accumulate,
@@ -37,7 +38,6 @@ from superscaler.ir.program import (
 from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.verify import certify
-from superscaler.verify.checks import CHECKS
 from superscaler.verify.retype import retype
 
 # A mutated step that hangs must not take long.

@@ -16,14 +16,14 @@ from small_plans import exact
 from torch import Tensor
 
 from superscaler.artifact import describe, initial_values
+from superscaler.certify.certificate import check_program
+from superscaler.comm.threads import ThreadCommunicator, run_ranks
 from superscaler.compiler import Compiled
-from superscaler.emit.steps import emit
+from superscaler.emit.device import emit
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Program
 from superscaler.ir.rendezvous import check_rendezvous
 from superscaler.runtime.step import build_step, modules
-from superscaler.runtime.threads import ThreadCommunicator, run_ranks
-from superscaler.verify.certificate import check_program
 
 # Of what is compared, relative to its largest element, or to a thousandth of the largest of all.
 TOLERANCE, FLOOR = 1e-9, 1e-3

@@ -25,7 +25,7 @@ from torch import nn
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.specs.saved_plan import check_files, read_plan
+from superscaler.store.plan import check_files, read_plan
 
 MINE = "notes.txt"
 # What Python tells of before it does it.

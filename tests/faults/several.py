@@ -28,6 +28,7 @@ from single import (
 )
 
 from superscaler.compiler import Compiled
+from superscaler.ir.fold import Folded
 from superscaler.ir.mask import extents
 from superscaler.ir.program import (
     FIELDS,
@@ -48,7 +49,6 @@ from superscaler.ir.program import (
     Wait,
     writes,
 )
-from superscaler.ir.spmd import Folded
 
 Code = Sequence[Instruction]
 

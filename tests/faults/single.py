@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from superscaler.compiler import Compiled
+from superscaler.ir.fold import Folded
 from superscaler.ir.mask import extents
 from superscaler.ir.program import (
     FIELDS,
@@ -34,7 +35,6 @@ from superscaler.ir.program import (
     reads,
     writes,
 )
-from superscaler.ir.spmd import Folded
 from superscaler.ops.call import ranges
 
 Change = Callable[[Device], Device]

@@ -17,7 +17,7 @@ from damaged import DAMAGES, FILES, put, sealed, text
 import superscaler as ss
 from superscaler.cli.main import main
 from superscaler.errors import InputError
-from superscaler.specs.files import digest
+from superscaler.store.files import digest
 
 MLP = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]

@@ -12,10 +12,10 @@ from single import mutants, without_frees
 from small_plans import PLANS, exact
 
 import superscaler as ss
+from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Accumulate, Backward, Collective, Forward, Program, Recv
 from superscaler.models import build
-from superscaler.verify.certificate import check_program
 
 SWEEPS = [(name, scope) for name in PLANS for scope in SCOPES.get(name, ("one device",))]
 

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler import cache
 from superscaler.errors import InputError
 from superscaler.frontend import capture as capturing
 from superscaler.frontend.capture import Captured, capture
-from superscaler.ir.text import print_model
+from superscaler.ir.model_text import print_model
 from superscaler.models import BuiltModel, build
 from superscaler.specs import reads
 from superscaler.specs.user_file import load_file
+from superscaler.store import cache
 from tests.frontend import own
 from tests.sweeps import few
 
@@ -369,7 +369,7 @@ def test_processes_share_the_cache(tmp_path: Path, folder: Path) -> None:
 
 def test_keys_are_the_same_in_every_process() -> None:
     program = textwrap.dedent("""
-        from superscaler.frontend.entries import key_of
+        from superscaler.frontend.capture_cache import key_of
         from superscaler.models import build
         found = []
         for name in ("gpt2", "mixtral", "swin", "t5"):

@@ -13,7 +13,7 @@ import superscaler as ss
 from superscaler.errors import CaptureError
 from superscaler.frontend.capture import Captured, capture
 from superscaler.frontend.oracle import reference_step
-from superscaler.ir.graph import Model, Op
+from superscaler.ir.model import Model, Op
 from tests.frontend.examples import Block, Contractions, Mlp, Regrouped, gpt2, tokens
 
 

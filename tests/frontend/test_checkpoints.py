@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_se
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.capture import Captured, capture
-from superscaler.frontend.entries import key_of
-from superscaler.ir.text import parse_model, print_model
+from superscaler.frontend.capture_cache import key_of
+from superscaler.ir.model_text import parse_model, print_model
 from superscaler.report.model import describe
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superscaler.frontend import constants
 from superscaler.frontend.capture import capture
 from superscaler.frontend.oracle import reference_step
+from superscaler.frontend.rewrites import constants
 from tests.frontend.examples import gpt2, tokens
 from tests.frontend.test_cuts import check_cuts
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from superscaler.frontend.capture import Captured, capture
 from superscaler.frontend.oracle import reference_step
-from superscaler.ir.graph import Model, Op, Operand
+from superscaler.ir.model import Model, Op, Operand
 from superscaler.ops.call import Local
 from superscaler.ops.table import parts_of, row_of
 from superscaler.runtime import functional

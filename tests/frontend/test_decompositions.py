@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from superscaler.frontend.decompositions import TABLE
+from superscaler.frontend.rewrites.decompositions import TABLE
 
 _ATEN = torch.ops.aten
 X, W = (torch.linspace(-2, 3, n, dtype=torch.float64).sin().reshape(-1, 4) for n in (24, 16))

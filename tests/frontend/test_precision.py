@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from superscaler.artifact import describe, initial_values, slots_of
 from superscaler.cluster import Cluster
-from superscaler.emit.steps import emit
+from superscaler.comm.threads import run_ranks
+from superscaler.emit.device import emit
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.oracle import reference_step
 from superscaler.models import build
 from superscaler.plan import Graph, Plan, capture, compile
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import build_step, modules
-from superscaler.runtime.threads import run_ranks
 from superscaler.verbs import Microbatch, op_assign, op_trans
 
 MODELS = ["mlp", "gpt2:size=tiny", "llama:size=tiny"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.capture import capture
-from superscaler.frontend.register import _LIBRARIES
+from superscaler.frontend.users.register import _LIBRARIES
 from superscaler.specs.registered import REGISTERED
 from superscaler.specs.user_file import load_file
 from tests.frontend import own

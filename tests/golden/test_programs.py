@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from small_plans import PLANS, exact
 
-from superscaler.emit.steps import emit
-from superscaler.ir.listing import parse_program, print_program
-from superscaler.ir.text import parse_model, print_model
-from superscaler.verify.certificate import check_program
+from superscaler.certify.certificate import check_program
+from superscaler.emit.device import emit
+from superscaler.ir.model_text import parse_model, print_model
+from superscaler.ir.program_text import parse_program, print_program
 
 HERE = Path(__file__).parent / "programs"
 

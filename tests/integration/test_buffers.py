@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
+from superscaler.comm.communicator import Communicator
+from superscaler.comm.threads import run_ranks
 from superscaler.errors import PlanError
 from superscaler.plans import data_parallel
-from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.step import build_step, modules
-from superscaler.runtime.threads import run_ranks
 
 
 class Convolutions(nn.Module):

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
+from superscaler.comm.threads import run_ranks
 from superscaler.ir.program import Backward, Collective, Forward
 from superscaler.models import build
 from superscaler.plan import Plan, compile
 from superscaler.plans import resolve
 from superscaler.runtime.step import build_step, modules
-from superscaler.runtime.threads import run_ranks
 from tests.graphs import graph_of
 from tests.sweeps import slow
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import superscaler as ss
-from superscaler.frontend.ours import experts
+from superscaler.frontend.rewrites.custom_ops import experts
 from superscaler.runtime import functional
 
 SIZES = {

@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_leaves
 
 import superscaler as ss
 from superscaler.artifact import initial_values
+from superscaler.certify.hosts import on_host
 from superscaler.compiler import finish
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.frontend.oracle import retyped
 from superscaler.ir.program import Copy, Free, Value
 from superscaler.plan import Plan
 from superscaler.plans import resolve
-from superscaler.runtime.copies import Copies
+from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
-from superscaler.verify.memories import on_host
+from superscaler.verify.plan_dir import validate_directory
 from superscaler.verify.retype import retype
-from superscaler.verify.saved import validate_directory
 from tests.graphs import graph_of
 from tests.integration.test_recompute import normed, recomputed, sharded
 from tests.sweeps import few

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
+from superscaler.comm.communicator import Communicator
+from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.plan import Graph, capture, compile
 from superscaler.plans import resolve
-from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.step import Step, build_step, modules
-from superscaler.runtime.threads import run_ranks
 
 
 def two_groups(module: nn.Module) -> list[dict[str, object]]:

@@ -17,14 +17,14 @@ from torch.utils.checkpoint import checkpoint
 import superscaler as ss
 from benchmarks.live import Live
 from superscaler.artifact import initial_values
+from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.program import Collective, Free, Program, Value, Wait
 from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve
-from superscaler.report.account import summary
+from superscaler.report.facts import summary
 from superscaler.runtime.step import Step
-from superscaler.verify.certificate import check_program
 from superscaler.verify.locate import on_threads
 from tests.graphs import graph_of
 from tests.sweeps import few

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import superscaler as ss
+from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.program import Backward, Collective, Forward, Program
 from superscaler.plans import resolve
-from superscaler.verify.certificate import check_program
 from tests.graphs import graph_of
 from tests.integration.test_recompute import blocks_at_once
 

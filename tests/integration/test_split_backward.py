@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.certify.certificate import check_program
 from superscaler.errors import PlanError, ScheduleError
 from superscaler.ir.program import ONE, Backward, Instruction
 from superscaler.plans import resolve
-from superscaler.plans.schedules import schedule_1f1b
-from superscaler.plans.shared import stages
-from superscaler.report.account import account, summary
+from superscaler.plans.lib.schedules import schedule_1f1b
+from superscaler.plans.lib.shared import stages
+from superscaler.report.facts import account, summary
 from superscaler.runtime.step import Step
-from superscaler.verify.certificate import check_program
 from tests.graphs import graph_of
 from tests.integration.test_recompute import normed, ran
 from tests.sweeps import few

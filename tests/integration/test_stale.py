@@ -16,7 +16,7 @@ from superscaler.cli.main import main
 from superscaler.errors import TransformError
 from superscaler.plan import Plan
 from superscaler.plans import resolve
-from superscaler.report.account import summary
+from superscaler.report.facts import summary
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
 from tests.graphs import graph_of

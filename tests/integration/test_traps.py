@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
-from superscaler.ir.graph import Op
+from superscaler.comm.threads import run_ranks
+from superscaler.ir.model import Op
 from superscaler.plan import Graph, Plan, capture, compile
 from superscaler.runtime.step import build_step, modules
-from superscaler.runtime.threads import run_ranks
 from superscaler.verbs import Replicate, Split, op_assign, op_trans
 
 Forward = Callable[..., Tensor]

@@ -13,7 +13,7 @@ from torch import nn
 
 import superscaler as ss
 from superscaler.compiler import Compiled, finish
-from superscaler.ir.text import parse_model, print_model
+from superscaler.ir.model_text import parse_model, print_model
 from superscaler.verify.retype import retype
 
 # What depends on how wide an element is.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.artifact import initial_values
 from superscaler.errors import InputError, ScheduleError, TransformError
-from superscaler.ir.text import parse_model, print_model
+from superscaler.ir.model_text import parse_model, print_model
 from superscaler.models import build
 from superscaler.plan import Plan
 from superscaler.plans import resolve

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.artifact import initial_values, slots_of
+from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
 from superscaler.plans import resolve
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step
-from superscaler.verify.certificate import check_program
 from superscaler.verify.locate import on_threads
 
 

@@ -11,9 +11,9 @@ import pytest
 from small_plans import PLANS, exact
 
 from superscaler.errors import ScheduleError
-from superscaler.ir.cohorts import Cohort, cohorts
+from superscaler.ir.codes import Cohort, cohorts
+from superscaler.ir.grid import Ints
 from superscaler.ir.interpret import interpret
-from superscaler.ir.parts import Ints
 from superscaler.ir.program import Collective, Instruction, Program, Recv, Send, Wait, writes
 
 

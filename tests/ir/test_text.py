@@ -7,13 +7,13 @@ import pytest
 from random_graphs import random_model
 
 from superscaler.errors import InputError
-from superscaler.ir.graph import Operand
+from superscaler.ir.actions import parse_schedule, print_schedule
+from superscaler.ir.grid import Axis, Grid
 from superscaler.ir.layout import Layout, layout_of
 from superscaler.ir.mask import Mask, inside, intersect
-from superscaler.ir.parts import Axis, Grid
-from superscaler.ir.text import parse_model, print_model
-from superscaler.ir.work import parse_schedule, print_schedule
-from superscaler.plans.schedules import schedule_1f1b
+from superscaler.ir.model import Operand
+from superscaler.ir.model_text import parse_model, print_model
+from superscaler.plans.lib.schedules import schedule_1f1b
 
 
 @pytest.mark.parametrize("seed", range(5))

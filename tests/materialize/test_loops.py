@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import superscaler as ss
+from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, SProgram, compile_graph
-from superscaler.emit.steps import Emitted, emit
-from superscaler.ir.listing import parse_program, print_program
-from superscaler.ir.loops import Loop, Rolled, Span, find_spans
+from superscaler.emit.device import Emitted, emit
+from superscaler.ir.codes import Loop, Rolled, Span, find_spans
+from superscaler.ir.fold import Folded
+from superscaler.ir.graph import Graph
 from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Role, names
-from superscaler.ir.spmd import Folded
-from superscaler.ir.transformed import Graph
+from superscaler.ir.program_text import parse_program, print_program
 from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.runtime.statements import lines_of
 from superscaler.runtime.step import modules
-from superscaler.verify.checks import CHECKS
 from tests.sweeps import few
 
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from superscaler.cluster import Cluster
-from superscaler.ir.graph import PTensor
 from superscaler.ir.mask import Box
-from superscaler.materialize.context import Context
+from superscaler.ir.model import PTensor
 from superscaler.materialize.lowering import lower
-from superscaler.materialize.steps import Collective, Join, Message, slots_of
+from superscaler.materialize.steps import Collective, Context, Join, Message, slots_of
 from superscaler.schedule.transfers import BACKWARD, FORWARD, UPDATE, End, Place, Transfer
 
 TEXT = Path(__file__).parent / "lowering.txt.golden"

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.cluster import Cluster
 from superscaler.ir import program
-from superscaler.ir.graph import PTensor
-from superscaler.materialize.context import Context
-from superscaler.materialize.lowering import lower
-from superscaler.materialize.pricing import seconds
-from superscaler.materialize.reduction import reduction
-from superscaler.materialize.steps import Collective, Lowered
+from superscaler.ir.model import PTensor
+from superscaler.materialize.lowering import lower, seconds
+from superscaler.materialize.steps import Collective, Context, Lowered
+from superscaler.materialize.sums import reduction
 from superscaler.schedule.transfers import BACKWARD, UPDATE, End, Place, Transfer
 
 SIZE = 4096

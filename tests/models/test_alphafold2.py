@@ -13,13 +13,13 @@ from torch.nn import functional as F
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
+from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
-from superscaler.ir.graph import Op
+from superscaler.ir.model import Op
 from superscaler.models import build
 from superscaler.models.alphafold2 import AlphaFold2, Attention, OuterProductMean, TriangleMultiplication
 from superscaler.plan import Graph, Plan, compile
 from superscaler.runtime.step import build_step, modules
-from superscaler.runtime.threads import run_ranks
 from tests.graphs import graph_of
 
 TINY = "alphafold2:size=tiny"

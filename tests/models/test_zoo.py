@@ -10,7 +10,7 @@ from superscaler.errors import ScheduleError
 from superscaler.models import build, names
 from superscaler.plan import capture, compile
 from superscaler.plans import resolve
-from superscaler.plans.shared import tensor_splits
+from superscaler.plans.lib.shared import tensor_splits
 from tests.frontend.test_cuts import check_cuts
 from tests.graphs import graph_of
 

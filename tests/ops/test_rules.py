@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from superscaler.frontend.normalize import normalize
-from superscaler.frontend.proof import Run, ops_of, prove, record
+from superscaler.frontend.rewrites.normalize import normalize
 from superscaler.frontend.trace import Trace
-from superscaler.ir.graph import Mark, Op, PTensor, Ref
+from superscaler.frontend.users.proof import Run, ops_of, prove, record
 from superscaler.ir.mask import Box
+from superscaler.ir.model import Mark, Op, PTensor, Ref
 from superscaler.ops import reductions
 from superscaler.ops.call import Local
 from superscaler.ops.row import Recipe, first, plain

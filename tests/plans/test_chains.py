@@ -16,11 +16,11 @@ import superscaler as ss
 from benchmarks.live import Live
 from superscaler.artifact import initial_values
 from superscaler.errors import InputError
-from superscaler.ir.transformed import block_of
+from superscaler.ir.graph import block_of
 from superscaler.plan import Plan
 from superscaler.plans import resolve
-from superscaler.plans.chains import SLOTS, Run, Unit, cheapest, choose, least
-from superscaler.plans.shared import stretches
+from superscaler.plans.lib.checkpoint_chain import SLOTS, Run, Unit, cheapest, choose, least
+from superscaler.plans.lib.shared import stretches
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
 from tests.graphs import graph_of

@@ -13,8 +13,8 @@ import superscaler as ss
 from superscaler.errors import InputError, ScheduleError
 from superscaler.ir.program import Backward, Collective, Device, Forward, Value, Wait, reads, writes
 from superscaler.plans.dualpipe import in_pairs
-from superscaler.plans.schedules import dualpipe_v
-from superscaler.verbs import Work
+from superscaler.plans.lib.schedules import dualpipe_v
+from superscaler.verbs import Action
 from tests.graphs import graph_of
 from tests.schedule.clock import run
 
@@ -152,7 +152,7 @@ def test_pairs_of_a_row_are_in_turns() -> None:
     graph = graph_of("gpt2:size=tiny", "SGD").copy()
     parts = ss.stages(graph, 2)
     ss.op_trans(graph, graph.forward_ops, ss.Microbatch(2))
-    ss.order(graph, [[Work(0, "F", 0), (Work(0, "F", 1), Work(0, "B", 0)), Work(0, "B", 1)]], parts)
+    ss.order(graph, [[Action(0, "F", 0), (Action(0, "F", 1), Action(0, "B", 0)), Action(0, "B", 1)]], parts)
     assert list(map(str, graph.orders)) == [
         "0F1 in turns with 0B0", "0F0 before 0F1", "0F0 before 0B0", "0F1 before 0B1", "0B0 before 0B1",
     ]  # fmt: skip

@@ -9,8 +9,8 @@ from chains import chain
 
 import superscaler as ss
 from superscaler.errors import PlanError
+from superscaler.ir.graph import block_of
 from superscaler.ir.program import Backward, Forward
-from superscaler.ir.transformed import block_of
 from superscaler.plan import Plan
 from superscaler.plans import resolve
 from tests.graphs import graph_of

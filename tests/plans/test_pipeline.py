@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError, ScheduleError
-from superscaler.ir.work import print_schedule
-from superscaler.plans import schedules
-from superscaler.report.account import summary
+from superscaler.ir.actions import print_schedule
+from superscaler.plans.lib import schedules
+from superscaler.report.facts import summary
 from tests.graphs import graph_of
 
 GPT = "gpt2:size=tiny,layers=4,batch=16"

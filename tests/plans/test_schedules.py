@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.ir.work import parse_schedule, print_schedule
-from superscaler.plans import resolve, schedules
-from superscaler.plans.lay import lay
-from superscaler.plans.shared import stages
-from superscaler.plans.tables import Table, check, finish
+from superscaler.ir.actions import parse_schedule, print_schedule
+from superscaler.plans import resolve
+from superscaler.plans.lib import schedules
+from superscaler.plans.lib.place_table import place_table
+from superscaler.plans.lib.shared import stages
+from superscaler.plans.lib.tables import Table, check, finish
 from superscaler.schedule.order import complete
 from tests.schedule.clock import run
 
@@ -151,7 +152,7 @@ def test_slices_divide_the_bubble_and_what_1f1b_keeps(rule: Callable[..., Table]
     graph = ss.capture(module, (torch.randn(m, k, 2),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
     firsts = [n for n, op in enumerate(graph.forward_ops) if "attention" in op.target]
     parts = [list(graph.forward_ops[a:b]) for a, b in pairwise([0, *firsts, len(graph.forward_ops)])]
-    lay(graph, "pp", rule(p, m, k), parts, k)
+    place_table(graph, "pp", rule(p, m, k), parts, k)
     ss.op_assign(graph, graph.forward_ops, ss.Cluster.local(p).mesh(pp=p))
     found = run(complete(graph), {"F": 1.0, "B": 2.0})
     step = max(device.end for device in found.values())

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler import plans
 from superscaler.errors import InputError
-from superscaler.ir.spmd import Folded
+from superscaler.ir.fold import Folded
 from superscaler.models import build
 from superscaler.plans import names, resolve
-from superscaler.plans.schedules import schedule_1f1b
-from superscaler.plans.shared import stages, tensor_splits
+from superscaler.plans.lib.schedules import schedule_1f1b
+from superscaler.plans.lib.shared import stages, tensor_splits
 
 
 def test_stages_are_contiguous_balanced_and_whole() -> None:

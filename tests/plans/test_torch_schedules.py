@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from superscaler.plans import schedules
-from superscaler.plans.tables import KEEPS, SECONDS, Table, finish
-from superscaler.verbs import Work
+from superscaler.plans.lib import schedules
+from superscaler.plans.lib.tables import KEEPS, SECONDS, Table, finish
+from superscaler.verbs import Action
 
 lists = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -23,14 +23,14 @@ def torchs(name: str, devices: int, microbatches: int) -> Table:
     return [[work for a in row for work in _works(a)] for row in lists.get_schedule_ops(name, devices, microbatches)]
 
 
-def _works(action: Any) -> list[Work]:
+def _works(action: Any) -> list[Action]:
     """Return the work of an action, of one that overlaps two both; of what is sent, summed or idle none."""
     if action is None:
         return []
     if action.sub_actions:
         return [work for sub in action.sub_actions for work in _works(sub)]
     kind = LETTERS.get(action.computation_type.name)
-    return [Work(action.stage_index, kind, action.microbatch_index)] if kind else []
+    return [Action(action.stage_index, kind, action.microbatch_index)] if kind else []
 
 
 def numbered(table: Table) -> Table:
@@ -40,7 +40,7 @@ def numbered(table: Table) -> Table:
         seen = Counter[tuple[int, str]]()
         found.append([])
         for work in row:
-            found[-1].append(Work(work.stage, work.kind, seen[work.stage, work.kind]))
+            found[-1].append(Action(work.stage, work.kind, seen[work.stage, work.kind]))
             seen[work.stage, work.kind] += 1
     return found
 

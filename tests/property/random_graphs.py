@@ -12,12 +12,12 @@ from torch import Tensor
 
 from superscaler.artifact import describe
 from superscaler.cluster import Cluster
+from superscaler.comm.threads import run_ranks
 from superscaler.compiler import Compiled, finish, place
-from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
-from superscaler.ir.parts import Axis, Grid
-from superscaler.ir.transformed import Graph
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import Axis, Grid
+from superscaler.ir.model import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 from superscaler.runtime.step import build_step, modules
-from superscaler.runtime.threads import run_ranks
 
 LETTERS = "abcdefghij"
 

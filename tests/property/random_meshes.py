@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import superscaler as ss
-from superscaler.ir.graph import Op
-from superscaler.ir.parts import Ints
-from superscaler.transform.algorithms import Algorithm
+from superscaler.ir.grid import Ints
+from superscaler.ir.model import Op
+from superscaler.transform.cut import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
 
 SHAPES = [

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import superscaler as ss
-from superscaler.ir.graph import Op
-from superscaler.transform.algorithms import Algorithm
+from superscaler.ir.model import Op
+from superscaler.transform.cut import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
 
 

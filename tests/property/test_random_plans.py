@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 from random_graphs import largest_error, random_model, random_plan
 
+from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Collective, Send
 from superscaler.ir.rendezvous import check_rendezvous
-from superscaler.verify.checks import CHECKS
 
 
 def check(seed: int, irregular: bool) -> None:

@@ -20,12 +20,14 @@ from random_meshes import MODELS, SHAPES, captured, mesh_plan
 
 import superscaler as ss
 from superscaler import compiler
+from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, compile_graph
-from superscaler.emit.steps import Tables
+from superscaler.emit.device import Tables
 from superscaler.errors import PlanError
-from superscaler.ir.graph import Ref
-from superscaler.ir.moves import moves as moves_of
-from superscaler.ir.parts import Ints
+from superscaler.ir.fold import Folded
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import Ints
+from superscaler.ir.model import Ref
 from superscaler.ir.program import (
     FIELDS,
     ONE,
@@ -43,9 +45,7 @@ from superscaler.ir.program import (
     reads,
     writes,
 )
-from superscaler.ir.spmd import Folded
-from superscaler.ir.transformed import Graph
-from superscaler.verify.checks import CHECKS
+from superscaler.ir.traffic import moves as moves_of
 
 SProgram = Callable[[Graph, ss.Cluster], Any]
 # Wider than any mesh, so that nothing folds; which devices are close is found as ever.

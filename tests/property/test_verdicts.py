@@ -14,18 +14,18 @@ import pytest
 from random_graphs import Builder, largest_error, random_model
 from torch import Tensor
 
+from superscaler.certify.certificate import check_program
 from superscaler.cluster import Cluster
 from superscaler.compiler import finish, place
 from superscaler.errors import ScheduleError
-from superscaler.ir.graph import Model, Op, Operand, Ref
-from superscaler.ir.parts import Axis, Grid, Rows, Tree
+from superscaler.ir.graph import Graph, Group, Order, rows_under
+from superscaler.ir.grid import Axis, Grid, Rows, Tree
+from superscaler.ir.model import Model, Op, Operand, Ref
 from superscaler.ir.program import Program
 from superscaler.ir.rendezvous import meetings
-from superscaler.ir.transformed import Graph, Group, Order, rows_under
 from superscaler.materialize.build import materialize
-from superscaler.schedule.nodes import Node, Schedule
+from superscaler.schedule.dependencies import Node, Schedule
 from superscaler.schedule.order import complete
-from superscaler.verify.certificate import check_program
 
 Work = tuple[str, str, tuple[int, int, int]]  # kind F, B or U, op, key
 

@@ -19,10 +19,10 @@ from superscaler.cli.main import main
 from superscaler.compiler import finish
 from superscaler.models import build
 from superscaler.plan import Plan, capture, compile
-from superscaler.report.account import account, manifest, ranges
-from superscaler.report.explain import read
-from superscaler.specs.files import EXPLAIN_FILE, PLAN_FILE
-from superscaler.specs.saved_plan import VERSION as PLAN_VERSION
+from superscaler.report.facts import account, manifest, ranges
+from superscaler.report.words import read
+from superscaler.store.files import EXPLAIN_FILE, PLAN_FILE
+from superscaler.store.plan import VERSION as PLAN_VERSION
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
 from tests.graphs import graph_of
 

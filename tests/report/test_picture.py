@@ -15,8 +15,8 @@ from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
 from superscaler.plan import Plan
-from superscaler.report.explain import duration, size
 from superscaler.report.picture import draw
+from superscaler.report.words import duration, size
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from superscaler.comm import buckets
+from superscaler.comm.communicator import Communicator, Group, Handle
+from superscaler.comm.distributed import DistributedCommunicator, connect
+from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError, RuntimeFailure
-from superscaler.runtime import buckets
-from superscaler.runtime.communicator import Communicator, Group, Work
-from superscaler.runtime.distributed import DistributedCommunicator, connect
-from superscaler.runtime.threads import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 
@@ -79,7 +79,7 @@ def check_buckets(comm: Communicator, group: Group, dtype: torch.dtype) -> None:
 def check_uneven(comm: Communicator, group: Group, inputs: dict[int, Tensor]) -> None:
     """Chunks of other sizes than each other, alone and in buckets; each rank's part of what travels is padded."""
     n, k, x = len(group), group.index(comm.rank), inputs[comm.rank]
-    works: list[tuple[Work, Tensor]] = []
+    works: list[tuple[Handle, Tensor]] = []
     mine, wholes, along = list[Tensor](), list[Tensor](), list[tuple[int, ...]]()
     for dim in (0, 1):
         sizes = (x.shape[dim] - 2 * (n - 1), *[2] * (n - 1))
@@ -142,7 +142,7 @@ def check_counts(comm: Communicator, group: Group) -> None:
     """Each rank puts its share of a ring's bytes on links; of a message, the sender all."""
     p, x, k = len(group), brought(comm.rank), group.index(comm.rank)
     size, given = x.nbytes, x if comm.rank == group[0] else None
-    calls: list[tuple[Callable[[], Work | None], int]] = [
+    calls: list[tuple[Callable[[], Handle | None], int]] = [
         (lambda: comm.all_reduce(x, group), 2 * (p - 1) * size // p),
         (lambda: comm.all_gather(x, group, 0), (p - 1) * size),
         (lambda: comm.reduce_scatter(x, group, 0), (p - 1) * size // p),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from superscaler.runtime.copies import Copies
+from superscaler.runtime.saved_tensors import Copies
 
 
 def test_on_a_cpu_a_copy_is_apart_from_what_it_is_of() -> None:

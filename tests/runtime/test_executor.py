@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from benchmarks.live import Live
+from superscaler.comm.threads import ThreadCommunicator
 from superscaler.runtime.executor import Rank, Segment
-from superscaler.runtime.threads import ThreadCommunicator
 
 
 class Net(nn.Module):

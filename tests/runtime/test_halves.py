@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from superscaler.runtime.halves import Rest, first_half, second_half
+from superscaler.runtime.split_backward import Rest, first_half, second_half
 
 Function = Callable[..., Any]
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
 from superscaler.cli.main import main
+from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
-from superscaler.runtime.manifest import covers
 from superscaler.runtime.step import Step, build_step, modules
-from superscaler.runtime.stored import file_hash
-from superscaler.runtime.threads import run_ranks
-from superscaler.specs.files import hash_without
+from superscaler.store.files import hash_without
+from superscaler.store.manifest import covers
+from superscaler.store.tensors import file_hash
 
 SHARD, NAME = "rank-00000.safetensors", "step-00000001"
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from superscaler.comm import network
+from superscaler.comm.distributed import connect
+from superscaler.comm.network import Launched, interface, launched, meet
 from superscaler.errors import InputError, RuntimeFailure
-from superscaler.runtime import network
-from superscaler.runtime.distributed import connect
-from superscaler.runtime.network import Launched, interface, launched, meet
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "server0", "MASTER_PORT": "29500"}
 FIRST = Launched(world=3, host="server0", port=29500)

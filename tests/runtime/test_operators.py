@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from superscaler.errors import InputError
-from superscaler.runtime.operators import import_operators
-from superscaler.specs.files import digest
+from superscaler.store.files import digest
+from superscaler.store.operators import import_operators
 
 pytestmark = pytest.mark.dist
 SOURCE = """

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from superscaler.artifact import describe, initial_values
+from superscaler.comm.communicator import Communicator
+from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
-from superscaler.ir.text import parse_model, print_model
+from superscaler.ir.model_text import parse_model, print_model
 from superscaler.models import build
 from superscaler.plan import Graph, capture, compile
-from superscaler.runtime.communicator import Communicator
 from superscaler.runtime.scaler import Scaler
 from superscaler.runtime.step import Step, build_step, modules
-from superscaler.runtime.threads import run_ranks
 
 # Overflows at first, then grows twice, overflows again.
 OPTIONS = {"init_scale": 2.0**21, "growth_factor": 8.0, "backoff_factor": 0.25, "growth_interval": 3}

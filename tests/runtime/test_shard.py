@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from superscaler.runtime.shard import NAMES, write_tensors
+from superscaler.store.pieces import NAMES, write_tensors
 
 
 def set_event() -> Event:
@@ -39,7 +39,7 @@ def test_what_has_no_name_there_is_said(tmp_path: Path) -> None:
 
 
 def test_who_is_waited_for_does_not_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("superscaler.runtime.shard._REST", 10**9)
+    monkeypatch.setattr("superscaler.store.pieces._REST", 10**9)
     hurry = Event()
     thread = Thread(target=write_tensors, args=(tmp_path / "file", {"a": torch.zeros(1 << 22)}, hurry), daemon=True)
     thread.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from superscaler.schedule.nodes import Node, Nodes, Schedule
+from superscaler.schedule.dependencies import DependencyGraph, Node, Schedule
 
 KEEPS = {"F": 1, "B": -1, "W": -1}
 
@@ -25,7 +25,7 @@ def run(schedule: Schedule, seconds: Mapping[str, float]) -> dict[int, Device]:
 
     What moves to other devices takes the seconds of "C", by default none.
     """
-    nodes = Nodes(schedule)
+    nodes = DependencyGraph(schedule)
     before: list[list[int]] = [[] for _ in nodes.names]
     for node, after in enumerate(nodes.after):
         for other in after:

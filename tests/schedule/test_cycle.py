@@ -15,13 +15,13 @@ import superscaler as ss
 from superscaler.cli.main import main
 from superscaler.compiler import compile_graph
 from superscaler.errors import ScheduleError
-from superscaler.plans import schedules, shared
-from superscaler.verbs import Cluster, Graph, Microbatch, Work, op_assign, op_order, op_trans
+from superscaler.plans.lib import schedules, shared
+from superscaler.verbs import Action, Cluster, Graph, Microbatch, op_assign, op_order, op_trans
 from tests.graphs import graph_of
 
 HERE = Path(__file__).parent
 MODEL = "mlp:layers=8,hidden=8,inputs=4,classes=4,batch=16"
-Rows = list[list[Work]]
+Rows = list[list[Action]]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def pipeline(graph: Graph, cluster: Cluster, rows: Rows, microbatches: int = 4, 
 
 
 def parse(*rows: str) -> Rows:
-    return [[Work.parse(word) for word in row.split()] for row in rows]
+    return [[Action.parse(word) for word in row.split()] for row in rows]
 
 
 def backward_first(graph: Graph, cluster: Cluster) -> None:
@@ -64,8 +64,8 @@ def interleaved(graph: Graph, cluster: Cluster) -> None:
 
 def late(graph: Graph, cluster: Cluster) -> None:
     rows = schedules.schedule_1f1b(2, 16)
-    first, last = (row.index(Work(stage, "F", 14)) for stage, row in enumerate(rows))
-    rows[0].insert(first, rows[0].pop(rows[0].index(Work(0, "B", 14))))
+    first, last = (row.index(Action(stage, "F", 14)) for stage, row in enumerate(rows))
+    rows[0].insert(first, rows[0].pop(rows[0].index(Action(0, "B", 14))))
     rows[1].insert(last + 1, rows[1].pop(last))
     pipeline(graph, cluster, rows, 16)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from superscaler.schedule.homes import follow
+from superscaler.schedule.residents import follow
 from tests.graphs import graph_of
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler import artifact
 from superscaler.errors import InputError
-from superscaler.specs import staging
-from superscaler.specs.saved_plan import NEW, check_files, read_plan
+from superscaler.store import staging
+from superscaler.store.plan import NEW, check_files, read_plan
 
 
 class Net(nn.Linear):

@@ -24,17 +24,16 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
+from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.plans import resolve
-from superscaler.runtime.checkpoint import Saver
-from superscaler.runtime.folder import discard, lock, prune
-from superscaler.runtime.pieces import located, sizes
-from superscaler.runtime.shard import write_tensors
 from superscaler.runtime.step import Step, build_step, modules
-from superscaler.runtime.stored import checkpoints, open_checkpoint
-from superscaler.runtime.threads import run_ranks
-from superscaler.specs.files import hash_without
+from superscaler.store.checkpoint_dir import discard, lock, prune
+from superscaler.store.files import hash_without
+from superscaler.store.pieces import located, sizes, write_tensors
+from superscaler.store.save import Saver
+from superscaler.store.tensors import checkpoints, open_checkpoint
 from superscaler.train.loop import parser, train_rank
 
 PLANS = {
@@ -472,7 +471,7 @@ def test_a_save_that_fails_leaves_the_others_as_they_were(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_tensors(file, tensors, hurry)
 
-    monkeypatch.setattr("superscaler.runtime.checkpoint.write_tensors", write)
+    monkeypatch.setattr("superscaler.store.save.write_tensors", write)
     told: list[str] = []
 
     def work(step: Step) -> list[str]:
@@ -535,7 +534,7 @@ def test_what_was_saved_stays_where_older_ones_cannot_go(checkpoint: Path, monke
     def fail(directory: Path, keep: int | None) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr("superscaler.runtime.checkpoint.prune", fail)
+    monkeypatch.setattr("superscaler.store.save.prune", fail)
     found = run("mixed", "data_parallel", lambda step: (step.restore(checkpoint), step.save(checkpoint, keep=1)))
     assert found[0][1] == checkpoint / "step-00000003.1"
     assert open_checkpoint(checkpoint).directory == found[0][1]

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 import superscaler as ss
 from superscaler.artifact import describe, initial_values
+from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.models import build
-from superscaler.runtime.pieces import whole
 from superscaler.runtime.step import build_step, modules
-from superscaler.runtime.stored import open_checkpoint
-from superscaler.runtime.threads import run_ranks
-from superscaler.train.exchange import export_distributed, export_model, import_weights
+from superscaler.store.convert import export_distributed, export_model, import_weights
+from superscaler.store.pieces import whole
+from superscaler.store.tensors import open_checkpoint
 
 SPECS = {
     "gpt2": "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=64,seq=6,batch=4",
@@ -168,8 +168,8 @@ def test_a_disk_that_is_full_is_said(gpt2: Path, tmp_path: Path, monkeypatch: py
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     save_file({"first.weight": torch.eye(4)}, tmp_path / "theirs.safetensors")
-    monkeypatch.setattr("superscaler.train.exchange.save_file", write)
-    monkeypatch.setattr("superscaler.runtime.checkpoint.write_tensors", write)
+    monkeypatch.setattr("superscaler.store.convert.save_file", write)
+    monkeypatch.setattr("superscaler.store.save.write_tensors", write)
     for work in (
         lambda: export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out"),
         lambda: import_weights(tmp_path / "theirs.safetensors", tmp_path / "out"),

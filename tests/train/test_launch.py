@@ -16,7 +16,7 @@ from kills import is_alive
 
 from superscaler import artifact, interrupt
 from superscaler.errors import InputError, RuntimeFailure
-from superscaler.runtime.launch import first_failure
+from superscaler.launch.launch import first_failure
 from superscaler.train.launch import train
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 from superscaler.errors import RuntimeFailure
-from superscaler.runtime.distributed import connect
+from superscaler.comm.distributed import connect
 from superscaler.train.loop import main
 
 class Step:

@@ -11,9 +11,9 @@ from random_graphs import random_model
 
 import superscaler as ss
 from superscaler.errors import InputError, TransformError
-from superscaler.ir.graph import Index, Op
-from superscaler.ir.parts import Axis
-from superscaler.ir.transformed import Graph
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import Axis
+from superscaler.ir.model import Index, Op
 from superscaler.verbs import Microbatch, Replicate, Shard, Split, op_assign, op_trans
 from tests.graphs import graph_of
 

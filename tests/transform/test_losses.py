@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.certify.certificate import check_program
 from superscaler.errors import PlanError, TransformError
+from superscaler.ir.model_text import parse_model, print_model
 from superscaler.ir.program import Accumulate, Collective, Combine, Send
-from superscaler.ir.text import parse_model, print_model
 from superscaler.plans import SProgram
 from superscaler.runtime import functional
-from superscaler.verify.certificate import check_program
 
 ROWS, CLASSES = (4, 6), 24
 

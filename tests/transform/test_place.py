@@ -11,8 +11,8 @@ from chains import chain
 
 from superscaler.cluster import Cluster, Mesh
 from superscaler.errors import InputError, TransformError
-from superscaler.ir.parts import Axis
-from superscaler.ir.transformed import Graph
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import Axis
 from superscaler.verbs import Algorithm, Microbatch, Replicate, Split, Stage, op_assign, op_trans, place
 
 BATCH, HIDDEN = Split("batch", 2, axis="dp"), Split("hidden", 3, axis="tp")

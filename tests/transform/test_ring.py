@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError, TransformError
-from superscaler.ir.parts import Axis
-from superscaler.ir.text import parse_model, print_model
+from superscaler.ir.grid import Axis
+from superscaler.ir.model_text import parse_model, print_model
 from superscaler.verbs import AttentionBlocks, Op, Split, op_assign, op_trans
-from superscaler.verify.certificate import check_program
 
 
 class Attention(nn.Module):

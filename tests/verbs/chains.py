@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from superscaler.ir.graph import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
-from superscaler.ir.transformed import Graph
+from superscaler.ir.graph import Graph
+from superscaler.ir.model import Factor, Index, Model, Op, Operand, Optimizer, PTensor, Ref
 
 
 def chain(length: int = 3, size: int = 8) -> Graph:

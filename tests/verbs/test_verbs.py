@@ -11,16 +11,16 @@ from chains import chain
 from superscaler.cluster import Cluster
 from superscaler.compiler import compile_graph
 from superscaler.errors import InputError, PlanError, ScheduleError, TransformError
+from superscaler.ir.graph import Graph
 from superscaler.ir.program import Backward, Forward
-from superscaler.ir.transformed import Graph
 from superscaler.verbs import (
+    Action,
     Insert,
     Microbatch,
     Recompute,
     Replicate,
     Save,
     Split,
-    Work,
     op_assign,
     op_order,
     op_trans,
@@ -187,7 +187,7 @@ def test_rows_are_ordered_each_in_turn() -> None:
         op_assign(graph, op_trans(graph, graph.forward_ops, Microbatch(2)), 0)
         first, second = (graph.select(microbatch=k) for k in range(2))
         order(graph, [[second, first]])
-        order(graph, [[Work(0, "B", 0), Work(0, "B", 1)]], [graph.forward_ops])
+        order(graph, [[Action(0, "B", 0), Action(0, "B", 1)]], [graph.forward_ops])
 
     code = compile_graph(chain(), plan, Cluster.local(1)).program.devices[0].instructions
     assert [i.task.microbatch for i in code if isinstance(i, Forward)] == [1, 0]
@@ -206,7 +206,7 @@ def test_joined_groups_are_ordered_as_one() -> None:
 def test_a_work_of_a_stage_that_is_not_there_is_refused() -> None:
     graph = chain()
     with pytest.raises(InputError, match=r"order at .*test_verbs.py:\d+: 1F0 is of stage 1, but there are 1"):
-        order(graph, [[Work(0, "F", 0), Work(1, "F", 0)]], [graph.forward_ops])
+        order(graph, [[Action(0, "F", 0), Action(1, "F", 0)]], [graph.forward_ops])
 
 
 @pytest.mark.parametrize(

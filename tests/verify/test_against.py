@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from superscaler.cli.main import main
-from superscaler.specs.files import digest, hash_without
-from superscaler.specs.saved_plan import weight_hashes
+from superscaler.store.files import digest, hash_without
+from superscaler.store.plan import weight_hashes
 
 SOURCE = """
 import torch

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superscaler.ir.parts import Ints
-from superscaler.verify.coverage import Boxes, clipped, first_fault, is_tiled, joined
+from superscaler.certify.coverage import Boxes, clipped, first_fault, is_tiled, joined
+from superscaler.ir.grid import Ints
 
 Points = Counter[tuple[int, ...]]
 SIZE = 5

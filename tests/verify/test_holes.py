@@ -10,7 +10,9 @@ from mutations import Code, at, named
 from outcome import differs
 from small_plans import exact
 
+from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
+from superscaler.ir.fold import Folded
 from superscaler.ir.program import (
     Combine,
     Free,
@@ -24,8 +26,6 @@ from superscaler.ir.program import (
     Value,
     Wait,
 )
-from superscaler.ir.spmd import Folded
-from superscaler.verify.checks import CHECKS
 
 Edit = Callable[[Program], Program]
 

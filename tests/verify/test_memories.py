@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 import superscaler as ss
+from superscaler.certify.certificate import check_program
+from superscaler.certify.hosts import on_host
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Copy, Device, Program, Wait
 from superscaler.plans import resolve
-from superscaler.verify.certificate import check_program
-from superscaler.verify.memories import on_host
 from tests.graphs import graph_of
 from tests.integration.test_hosts import offloaded, swapped
 

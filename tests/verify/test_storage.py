@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import (
     Accumulate,
@@ -25,7 +26,6 @@ from superscaler.ir.program import (
     Wait,
 )  # fmt: skip
 from superscaler.plans import resolve
-from superscaler.verify.certificate import check_program
 
 Code = list[Instruction]
 

@@ -10,8 +10,8 @@ from math import ceil, prod
 
 import numpy as np
 
+from superscaler.ir.grid import Ints
 from superscaler.ir.layout import Layout
-from superscaler.ir.parts import Ints
 from superscaler.materialize.rvd.transitions import D, Digits, Groups, Shape, State, V
 
 # How many sets, and the sorted members of each.

@@ -10,12 +10,12 @@ import numpy as np
 
 from superscaler.cluster import Cluster
 from superscaler.cluster.seconds import LOCAL_KINDS
-from superscaler.ir import notes
-from superscaler.ir.graph import width
+from superscaler.ir import provenance as notes
+from superscaler.ir.fold import Fold
 from superscaler.ir.layout import Layout
 from superscaler.ir.mask import Box, extents, intersect
+from superscaler.ir.model import width
 from superscaler.ir.program import links
-from superscaler.ir.spmd import Fold
 from superscaler.materialize.collectives import REASONS
 from superscaler.materialize.rvd.paths import Cache, find_path
 from superscaler.materialize.rvd.search import Path

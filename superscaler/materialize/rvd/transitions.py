@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from superscaler.ir.grid import Ints
 from superscaler.ir.layout import Layout
-from superscaler.ir.parts import Ints
 
 R, V, D = 0, 1, 2
 Shape = tuple[int, ...]

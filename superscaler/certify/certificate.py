@@ -1,0 +1,151 @@
+"""The certificate of a program: it runs on masks, and its messages on rendezvous. Each check raises ScheduleError."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from superscaler.certify.content import Content
+from superscaler.certify.coverage import Boxes, is_tiled
+from superscaler.certify.hosts import on_host
+from superscaler.certify.masks import Masks
+from superscaler.errors import ScheduleError
+from superscaler.ir.grid import Ints
+from superscaler.ir.interpret import interpret
+from superscaler.ir.mask import Mask
+from superscaler.ir.model import Model, Operand, later
+from superscaler.ir.program import Program
+from superscaler.ir.rendezvous import check_rendezvous
+
+
+def check_program(program: Program) -> None:
+    """Raise ScheduleError at the first instruction that does something other than the model, naming the device, the
+    tensor, and the missing or repeated elements or addends.
+
+    All devices are checked, each with its own data; devices that run one program are checked together.
+    """
+    _check_twins(program.model)
+    masks = Masks(program)
+    interpret(program, masks)
+    for device, _ in program.distinct:
+        on_host(program, device)
+    _check_weights(program, masks)
+    _check_outputs(program, masks)
+    if program.model.loss:
+        for loss in program.model.losses:
+            _check_loss(program, masks, loss)
+
+
+def _check_twins(model: Model) -> None:
+    """Check that each recomputed op computes its original again, and has its mirror, once."""
+    ops, seen, makers, versions = {op.name: op for op in model.ops}, set[str](), model.producers(), model.versions
+
+    def plain(side: Sequence[Operand]) -> tuple[Operand, ...]:
+        return tuple(o if o.tensor in versions else replace(o, tensor=model.origin(o.tensor)) for o in side)
+
+    for tensor in (t for t in model.tensors.values() if t.origin):
+        kind = "parameter" if tensor.kind == "buffer" else tensor.kind
+        if replace(tensor, name=tensor.origin, origin="", kind=kind) != model.tensors.get(tensor.origin):
+            raise ScheduleError(f"{tensor.name} is not as {tensor.origin}, which it is made of again.")
+        maker = makers[tensor.name][0] if tensor.name in makers else None
+        copied = [(model.origin(o.tensor), o.slots) for o in maker.inputs] if maker and maker.is_copy else []
+        is_made_again = maker is not None and (maker.origin or copied == [(tensor.origin, maker.outputs[0].slots)])
+        if not (is_made_again or tensor.name in versions):
+            raise ScheduleError(f"{tensor.name} is said to be {tensor.origin}, of which it is no twin and no copy.")
+    for op in (op for op in model.ops if op.origin):
+        again = replace(op, inputs=plain(op.inputs), outputs=plain(op.outputs))
+        again = replace(again, name=op.origin, origin="", has_mirror=False)
+        first = ops.get(op.origin)
+        plainly = first and replace(first, inputs=plain(first.inputs), outputs=plain(first.outputs))
+        if again != plainly or op.origin in seen:
+            raise ScheduleError(f"{op.name} does not compute {op.origin} again, or that has two twins or mirrors.")
+        seen.add(op.origin)
+
+
+def _check_weights(program: Program, masks: Masks) -> None:
+    """Check that every weight is at rest somewhere, with each element counted once, and is updated wherever it is."""
+    model = program.model
+    counted: dict[str, list[np.ndarray]] = {tensor: [] for tensor in masks.homes}
+    held: dict[str, list[np.ndarray]] = {tensor: [] for tensor in masks.homes}
+    for number, cohort in masks.cohorts.items():
+        boxes, flags = cohort.of_weights("box"), cohort.of_weights("counted")
+        if number not in masks.updated or number not in masks.losses:
+            raise ScheduleError(f"device {cohort.devices[0]} does not update its weights and give the loss at its end.")
+        if len(cohort.at_rest) < len(cohort.weights):
+            name = Counter(w.name for w in cohort.weights).most_common(1)[0][0]
+            raise ScheduleError(f"device {cohort.devices[0]} has two weights at rest of one name, {name}.")
+        for weight, box, counts in zip(cohort.weights, boxes, flags, strict=True):
+            op = masks.homes.get(weight.tensor)
+            where = f"{Mask(weight.tensor, weight.box)} on device {cohort.devices[0]}"
+            if op is None:
+                if weight.trained or counts.any():
+                    raise ScheduleError(f"{where} is trained, but no op updates it.")
+                continue
+            box = box.reshape(len(cohort), -1, 2)
+            held[weight.tensor].append(box)
+            counted[weight.tensor].append(box[counts])
+            if op.is_write and (weight.trained or counts.any()):
+                raise ScheduleError(f"{where} is trained, but {op.name} sets it.")
+            if not op.is_write and (not weight.trained or weight.group != op.group):
+                what = f"in parameter group {weight.group}" if weight.trained else "at rest as if it were frozen"
+                raise ScheduleError(f"{where} is {what}, but {op.name} trains it in group {op.group}.")
+            turns = [later(weight.tensor, k) for k in range(model.iterations)]
+            expected = sum(op.is_write or bool(masks.kinds.heads(tensor, True)) for tensor in turns)
+            given = sum((weight.name, tensor) in masks.updated[number] for tensor in turns)
+            if given != expected:
+                raise ScheduleError(f"{where} is given {given} gradients in a step instead of {expected}.")
+    for tensor, op in masks.homes.items():
+        if tensor in masks.nexts:
+            continue
+        whole = np.array([(0, e) for e in model.tensors[tensor].extents], dtype=np.int64).reshape(1, -1, 2)
+        if not held[tensor]:
+            raise ScheduleError(f"{tensor} is at rest on no device.")
+        if not op.is_write and not _tile(np.concatenate(counted[tensor]), whole):
+            raise ScheduleError(f"the elements of {tensor} are not counted once each by the devices that hold them.")
+        parts = np.unique(np.concatenate(held[tensor]), axis=0)
+        # Some devices may hold more, and others less.
+        if op.is_write and not (_tile(parts, whole) or _cover(parts, whole)):
+            raise ScheduleError(f"the parts of {tensor} at rest are not the whole tensor.")
+
+
+def _check_outputs(program: Program, masks: Masks) -> None:
+    """Check that all elements of every output are returned, on any devices."""
+    for tensor in masks.outputs:
+        whole = np.array([(0, e) for e in program.model.tensors[tensor].extents], dtype=np.int64).reshape(1, -1, 2)
+        given = masks.given.get(tensor)
+        if given is None or not _cover(np.unique(np.concatenate(given), axis=0), whole):
+            raise ScheduleError(f"the step does not give all elements of its output {tensor}.")
+
+
+def _tile(boxes: Ints, whole: Ints) -> bool:
+    return bool(is_tiled(Boxes.of(boxes[None]), whole).all())
+
+
+def _cover(boxes: Ints, whole: Ints) -> bool:
+    """Return whether boxes [boxes, slots, 2], which may overlap, cover every element of the whole [1, slots, 2]."""
+    bounds = [np.unique(ends) for ends in np.concatenate([boxes, whole]).swapaxes(0, 1)]
+    found = np.zeros([len(own) - 1 for own in bounds], dtype=bool)
+    for box in boxes:
+        found[tuple(slice(*np.searchsorted(own, ends)) for own, ends in zip(bounds, box, strict=True))] = True
+    return bool(found.all())
+
+
+def _check_loss(program: Program, masks: Masks, loss: str) -> None:
+    """Check that the counted parts of the loss add up to its value, each once."""
+    found: dict[object, list[np.ndarray]] = {}
+    for parts in masks.losses.values():
+        for content, counts in (part for part in parts if part[0].tensor == loss):
+            for chain, boxes in masks.sums.told(content).items():
+                kept = boxes.rows(counts).whole
+                found.setdefault(chain, []).append(kept.reshape(kept.shape[0] * kept.shape[1], *kept.shape[2:]))
+    addends = {chain: Boxes.of(np.concatenate(boxes)[None]) for chain, boxes in found.items()}
+    box = np.array([(0, e) for e in program.model.tensors[loss].extents], dtype=np.int64).reshape(1, -1, 2)
+    total = Content(loss, False, box, addends, "")  # type: ignore[arg-type]
+    if masks.sums.settled(total, deep=True).addends is not None:
+        raise ScheduleError(f"the loss of the step: {masks.sums.fault(total)}")
+
+
+CHECKS: Mapping[str, Callable[[Program], None]] = {"conservation": check_program, "deadlock_free": check_rendezvous}

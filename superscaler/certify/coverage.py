@@ -1,0 +1,340 @@
+"""Coverage: the elements and addends in a value, and whether each of them is there exactly once.
+
+An *addend* of a value is one point of the indices that are summed to make it; an addend of a gradient is one point of
+the iteration space of a use. Addends are given as boxes in the slots of the tensor and in these indices. A part that
+reads only some addends of an input, or of a gradient, passes them on: its own addends then include them. So a kind of
+addends is a tree of links, a *chain*:
+
+    made f sides            summed by op f
+    use f k mirror sides    the gradient by input k of op f
+
+`sides` are the inputs of f of which parts have only some addends: (group, input, chain), one for each group of inputs
+in which f is linear. `mirror` is (output, chain) if parts have only some addends of the gradient of an output of f.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.ir.grid import Ints
+from superscaler.ir.model import Model, Op, Operand
+
+# ("rest",), ("made", op, sides), ("use", op, input, mirror, sides); an empty chain inside stands for the whole value.
+Chain = tuple[Any, ...]
+Column = tuple[Any, ...]
+# Per chain, boxes whose columns are first the slots of the tensor, then the columns of the chain.
+Addends = Mapping[Chain, "Boxes"]
+SEED: Chain = ("use", "", 0, (), ())
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of addends of a model's tensors."""
+
+    model: Model
+
+    @cached_property
+    def op(self) -> Mapping[str, Op]:
+        return {op.name: op for op in self.model.ops}
+
+    @cached_property
+    def producers(self) -> Mapping[str, tuple[Op, int]]:
+        return self.model.producers()
+
+    @cached_property
+    def uses(self) -> Mapping[str, Sequence[tuple[Op, int]]]:
+        """Return, for each tensor with a gradient, the uses over which the gradient is summed, uses of its recomputed
+        value included.
+        """
+        found: dict[str, list[tuple[Op, int]]] = {}
+        for name, uses in self.model.uses().items():
+            own = found.setdefault(self.model.origin(name), [])
+            own += [(op, k) for op, k in uses if op.has_mirror and self.model.tensors[name].requires_grad]
+        return found
+
+    def heads(self, tensor: str, is_gradient: bool) -> tuple[Chain, ...]:
+        """Return the chains of a whole value that no part passed on."""
+        tensor = self.model.origin(tensor) if is_gradient else tensor
+        if (tensor, is_gradient) not in self._heads:
+            self._heads[tensor, is_gradient] = tuple(self._find_heads(tensor, is_gradient))
+        return self._heads[tensor, is_gradient]
+
+    @cached_property
+    def _heads(self) -> dict[tuple[str, bool], tuple[Chain, ...]]:
+        return {}
+
+    def _find_heads(self, tensor: str, is_gradient: bool) -> Iterator[Chain]:
+        if not is_gradient:
+            made = self.producers.get(tensor)
+            yield ("rest",) if made is None else ("made", made[0].name, ())
+            return
+        yield from (("use", op.name, k, (), ()) for op, k in self.uses.get(tensor, ()))
+        if tensor in self.model.losses:
+            yield SEED
+
+    def columns(self, chain: Chain, tensor: str) -> Mapping[Column, int]:
+        """Return the columns of a tensor's chain, behind its slots, with their full sizes."""
+        if (chain, tensor) not in self._columns:
+            self._columns[chain, tensor] = dict(self._find_columns(chain, tensor))
+        return self._columns[chain, tensor]
+
+    @cached_property
+    def _columns(self) -> dict[tuple[Chain, str], Mapping[Column, int]]:
+        return {}
+
+    def _find_columns(self, chain: Chain, tensor: str) -> Iterator[tuple[Column, int]]:
+        if chain[0] == "rest" or chain == SEED:
+            return
+        op = self.op[chain[1]]
+        inner = [("i", k, sub) for _, k, sub in chain[-1]]
+        if chain[0] == "use":
+            own, inner = op.inputs[chain[2]], [("o", *chain[3]), *inner] if chain[3] else inner
+        else:
+            own = op.outputs[self.producers[tensor][1]]
+        yield from (((op.name, i), op.indices[i].size) for i in op.summed(own))
+        for side, number, sub in inner:
+            other = (op.outputs if side == "o" else op.inputs)[number]
+            extents = self.model.tensors[other.tensor].extents
+            for slot, index in enumerate(other.slots):
+                if index is None:
+                    yield (op.name, side, number, slot), extents[slot]
+            if sub:
+                yield from (((op.name, side, number, *c), n) for c, n in self.columns(sub, other.tensor).items())
+
+    def complete(self, tensor: str, is_gradient: bool, chains: Sequence[Chain]) -> tuple[Chain, ...]:
+        """Return the chains that together, each once, are the whole value, as finely divided as `chains`."""
+        tensor = self.model.origin(tensor) if is_gradient else tensor
+        if not chains or set(chains) <= set(self.heads(tensor, is_gradient)):
+            return self.heads(tensor, is_gradient)
+        if not is_gradient:
+            op, _ = self.producers[tensor]
+            return tuple(("made", op.name, sides) for sides in self._sides(op, chains))
+        found = [SEED] if tensor in self.model.losses else []
+        for op, k in self.uses[tensor]:
+            own = [c for c in chains if c[:3] == ("use", op.name, k)]
+            found += [("use", op.name, k, *both) for both in product(self._mirrors(op, own), self._sides(op, own))]
+        return tuple(found)
+
+    def _mirrors(self, op: Op, chains: Sequence[Chain]) -> list[Chain]:
+        if not any(c[3] for c in chains):
+            return [()]
+        return [
+            (j, sub)
+            for j, output in enumerate(op.outputs)
+            if self.heads(output.tensor, True)
+            for sub in self._below(output, True, [c[3][1] for c in chains if c[3] and c[3][0] == j])
+        ]
+
+    def _sides(self, op: Op, chains: Sequence[Chain]) -> list[Chain]:
+        given = list(dict.fromkeys(side for c in chains for side in c[-1]))
+        ways = [
+            [
+                (group, k, sub)
+                for k in op.linear[group]
+                for sub in self._below(op.inputs[k], False, [s for g, i, s in given if (g, i) == (group, k)])
+            ]
+            for group in sorted({group for group, *_ in given})
+        ]
+        return list(product(*ways))
+
+    def _below(self, operand: Operand, is_gradient: bool, chains: Sequence[Chain]) -> Sequence[Chain]:
+        inner = [c for c in chains if c]
+        return self.complete(operand.tensor, is_gradient, inner) if inner else [()]
+
+    def spread(self, tensor: str, chain: Chain, boxes: Boxes, goal: Chain) -> Boxes | None:
+        """Return boxes of a chain as boxes of a finer chain, or None if that one does not refine it."""
+        if chain == goal:
+            return boxes
+        if not _is_within(chain, goal):
+            return None
+        slots = len(self.model.tensors[tensor].extents)
+        mine = {column: slots + n for n, column in enumerate(self.columns(chain, tensor))}
+        wanted = self.columns(goal, tensor)
+        shapes, at = boxes.shapes, boxes.at
+        found = np.zeros((*shapes.shape[:2], slots + len(wanted), 2), dtype=np.int64)
+        moved = np.zeros((len(at), slots + len(wanted)), dtype=np.int64)
+        found[:, :, :slots], moved[:, :slots] = shapes[:, :, :slots], at[:, :slots]
+        for n, (column, size) in enumerate(wanted.items(), slots):
+            if column in mine:
+                found[:, :, n], moved[:, n] = shapes[:, :, mine[column]], at[:, mine[column]]
+            else:
+                found[:, :, n, 1] = size
+        return Boxes(moved, found)
+
+
+def _is_within(chain: Chain, goal: Chain) -> bool:
+    """Return whether `goal` refines `chain`."""
+    if not chain or chain == goal:
+        return True
+    if not goal or (chain[:3] != goal[:3] and (chain[0] != "made" or chain[:2] != goal[:2])):
+        return False
+    if (
+        chain[0] == "use"
+        and chain[3]
+        and not (goal[3] and chain[3][0] == goal[3][0] and _is_within(chain[3][1], goal[3][1]))
+    ):
+        return False
+    finer = {group: (k, sub) for group, k, sub in goal[-1]}
+    return all(
+        group in finer and finer[group][0] == k and _is_within(sub, finer[group][1]) for group, k, sub in chain[-1]
+    )
+
+
+# Boxes.
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """Boxes of each device of a cohort: `shapes` [1 or devices, boxes, columns, 2], moved on device n by `at[n]` of
+    `at` [devices, columns].
+
+    Usually one row of shapes serves all devices, so the work does not grow with their number.
+    """
+
+    at: Ints
+    shapes: Ints
+
+    @classmethod
+    def of(cls, boxes: Ints) -> Boxes:
+        """Return boxes [devices, boxes, columns, 2]."""
+        at = boxes[:, 0, :, 0] if boxes.shape[1] else np.zeros((len(boxes), boxes.shape[2]), dtype=np.int64)
+        shapes = boxes - at[:, None, :, None]
+        return cls(at, shapes[:1] if (shapes == shapes[:1]).all() else shapes)
+
+    def __len__(self) -> int:
+        return int(self.shapes.shape[1])
+
+    @property
+    def whole(self) -> Ints:
+        return self.shapes + self.at[:, None, :, None]
+
+    def rows(self, rows: NDArray[Any]) -> Boxes:
+        return Boxes(self.at[rows], self.shapes if len(self.shapes) == 1 else self.shapes[rows])
+
+    def near(self, region: Ints) -> Ints:
+        """Return a box [devices, columns, 2] in the coordinates of the shapes: [1 or devices, columns, 2]."""
+        found: Ints = region - self.at[:, : region.shape[1], None]
+        return found[:1] if len(self.shapes) == 1 and (found == found[:1]).all() else found
+
+
+def joined(parts: Sequence[Boxes]) -> Boxes:
+    """Return the boxes of all parts; boxes that together make one box on all devices are joined."""
+    if len(parts) == 1:
+        return parts[0]
+    at, shapes = parts[0].at, [parts[0].shapes]
+    for part in parts[1:]:
+        moved = part.at - at
+        if len(part.shapes) == 1 and (moved == moved[:1]).all():
+            moved = moved[:1]
+        shapes.append(part.shapes + moved[:, None, :, None])
+    return _packed(at, _merged(np.concatenate(_alike(shapes), axis=1)))
+
+
+def _alike(rows: Sequence[Ints]) -> list[Ints]:
+    """Return arrays broadcast to the number of rows of the longest."""
+    count = max(map(len, rows))
+    return [np.broadcast_to(some, (count, *some.shape[1:])) for some in rows]
+
+
+def _packed(at: Ints, shapes: Ints) -> Boxes:
+    found = Boxes(at, shapes)
+    return found if len(shapes) == 1 else Boxes.of(found.whole)
+
+
+def _merged(boxes: Ints) -> Ints:
+    while boxes.shape[1] > 1:
+        before = boxes.shape[1]
+        for axis in np.flatnonzero((boxes[0] != boxes[0, :1]).any(axis=(0, 2))).tolist():
+            boxes = _joined(boxes, axis)
+        if boxes.shape[1] == before:
+            return _without_empty(boxes)
+    return boxes
+
+
+def _joined(boxes: Ints, axis: int) -> Ints:
+    """Join boxes that follow each other along an axis and are equal on all others."""
+    first = boxes[0]
+    others = np.delete(first, axis, axis=1).reshape(len(first), -1)
+    order = np.lexsort((first[:, axis, 0], *others.T))
+    ordered = boxes[:, order]
+    a, b = ordered[:, :-1], ordered[:, 1:]
+    same = (a == b).all(axis=3)
+    same[:, :, axis] = a[:, :, axis, 1] == b[:, :, axis, 0]
+    follows = same.all(axis=(0, 2))
+    if not follows.any():
+        return boxes
+    starts = np.flatnonzero(np.concatenate([[True], ~follows]))
+    ends = np.concatenate([starts[1:], [len(order)]]) - 1
+    found: Ints = ordered[:, starts].copy()
+    found[:, :, axis, 1] = ordered[:, ends][:, :, axis, 1]
+    return found
+
+
+def _without_empty(boxes: Ints) -> Ints:
+    kept = (boxes[..., 0] < boxes[..., 1]).all(axis=2).any(axis=0)
+    return boxes if kept.all() else boxes[:, kept]
+
+
+def clipped(boxes: Boxes, box: Ints) -> Boxes:
+    """Return the boxes inside a box [devices, columns, 2] of their first columns, without those that are empty on all
+    devices.
+    """
+    shapes, region = _alike([boxes.shapes, boxes.near(box)[:, None]])
+    found, count = shapes.copy(), region.shape[2]
+    found[:, :, :count, 0] = np.maximum(found[:, :, :count, 0], region[..., 0])
+    found[:, :, :count, 1] = np.minimum(found[:, :, :count, 1], region[..., 1])
+    found[..., 1] = found.max(axis=-1)
+    return _packed(boxes.at, _without_empty(found))
+
+
+def is_tiled(boxes: Boxes, region: Ints) -> NDArray[np.bool_]:
+    """Return, for each device, whether boxes inside a region [devices, columns, 2] cover each point of it once."""
+    shapes, near = _alike([_merged(boxes.shapes), boxes.near(region)])
+    if shapes.shape[1] == 1:
+        found = (shapes[:, 0] == near).all(axis=(1, 2))
+    else:
+        found = np.array([_tiles(*each) for each in zip(shapes, near, strict=True)])
+    return np.broadcast_to(found, len(region))
+
+
+def _tiles(boxes: Ints, region: Ints) -> bool:
+    boxes = boxes[(boxes[..., 0] < boxes[..., 1]).all(axis=1)]
+    boxes = _merged(boxes[None])[0] if len(boxes) else boxes
+    if (region[:, 0] >= region[:, 1]).any():
+        return not len(boxes)
+    if len(boxes) < 2:
+        return len(boxes) == 1 and np.array_equal(boxes[0], region)
+    sizes = (boxes[..., 1] - boxes[..., 0]).astype(object).prod(axis=1).sum()
+    if sizes != (region[:, 1] - region[:, 0]).astype(object).prod():
+        return False
+    order = np.argsort(boxes[:, 0, 0], kind="stable") if boxes.shape[1] else np.arange(len(boxes))
+    boxes = boxes[order]
+    for n in range(len(boxes) - 1):
+        rest = boxes[n + 1 :]
+        common = np.maximum(rest[..., 0], boxes[n, :, 0]) < np.minimum(rest[..., 1], boxes[n, :, 1])
+        if common.all(axis=1).any():
+            return False
+    return True
+
+
+def first_fault(boxes: Ints, region: Ints) -> tuple[Ints, int]:
+    """Return the first cell of a region [columns, 2] that boxes [boxes, columns, 2] do not cover once, and how often
+    they do.
+    """
+    cuts = [
+        np.unique(np.clip(np.concatenate([boxes[:, c].reshape(-1), region[c]]), *region[c])) for c in range(len(region))
+    ]
+    for lower in product(*(range(max(len(cut) - 1, 1)) for cut in cuts)):
+        cell = np.array([cut[[at, min(at + 1, len(cut) - 1)]] for cut, at in zip(cuts, lower, strict=True)])
+        cell = cell.reshape(len(region), 2)
+        covers = (boxes[..., 0] <= cell[:, 0]) & (boxes[..., 1] >= cell[:, 1])
+        if (count := int(covers.all(axis=1).sum())) != 1:
+            return cell, count
+    return region, 1

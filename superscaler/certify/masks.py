@@ -1,0 +1,359 @@
+"""The meaning of instructions on masks: the elements of a tensor in each value, and their addends.
+
+The effect of a segment follows from the indices of its operators, never from the joins of the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.certify.content import (
+    Content,
+    Memory,
+    Sums,
+    box_of,
+    check_bytes,
+    check_view,
+    chunk_of,
+    cut_of,
+    kind_of,
+    must_be_alike,
+    must_equal,
+    rows_of,
+    text_of,
+)
+from superscaler.certify.coverage import Kinds
+from superscaler.certify.hosts import Memories
+from superscaler.certify.passes import Passes
+from superscaler.ir.codes import Cohort
+from superscaler.ir.grid import Ints
+from superscaler.ir.interpret import Refusal, describe
+from superscaler.ir.mask import Mask
+from superscaler.ir.model import PTensor, first
+from superscaler.ir.program import (
+    Accumulate,
+    Backward,
+    Collective,
+    CollectiveArg,
+    Combine,
+    Copy,
+    Forward,
+    Give,
+    Instruction,
+    Load,
+    Loss,
+    Program,
+    Recv,
+    Send,
+    Slice,
+    Update,
+    Value,
+    Wait,
+)  # fmt: skip
+
+
+class Masks:
+    """A domain of `interpret`. `updated` and `losses` have per cohort what its devices did at the end of the step."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.model = program, program.model
+        self.kinds = Kinds(program.model)
+        self.sums = Sums(self.kinds)
+        self.passes = Passes(program, self.sums)
+        updates = [op for op in program.model.ops if not op.is_forward]
+        self.homes = {op.inputs[0].tensor: op for op in updates if not op.is_output}
+        self.outputs = {op.inputs[0].tensor: op.inputs[1].tensor for op in updates if op.is_output}
+        self.given: dict[str, list[Ints]] = {}
+        self.memories = Memories(program)
+        self.nexts = program.model.nexts
+        self.updated: dict[int, set[tuple[Value, str]]] = {}
+        self.losses: dict[int, list[tuple[Content, NDArray[Any]]]] = {}
+        self.cohorts: dict[int, Cohort] = {}
+
+    # What `interpret` asks.
+
+    def run(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> Sequence[Content]:
+        self.cohorts[cohort.number] = cohort
+        i = cohort.code[at]
+        self.memories.hold(i, () if isinstance(i, Accumulate) else read)
+        found: Sequence[Content] = getattr(self, f"_{type(i).__name__.lower()}")(cohort, at, i, read)
+        return found
+
+    def start(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> Sequence[Content | None]:
+        i = cohort.code[at]
+        self.memories.hold(i, read)
+        if isinstance(i, Send | Copy):
+            (source,) = read
+            assert source is not None
+            check_bytes(i.bytes, [prod(source.lengths.tolist())], source.dtype)
+        elif isinstance(i, Collective):
+            self._check_collective(cohort, at, i, read)
+        self.memories.start(cohort.number, i, read)
+        # An update of weights waits for what is on its way.
+        return read
+
+    def take(self, value: Content, rows: Ints) -> Content:
+        return rows_of(value, rows)
+
+    def arrive(self, cohort: Cohort, at: int, recv: Instruction, value: Content) -> Content:
+        if isinstance(recv, Recv):
+            self._check_shape(value, recv.shape)
+            if recv.dtype != value.dtype:
+                raise Refusal(f"receives {recv.dtype}, but {value.dtype} is sent.")
+        wait = cohort.code[at]
+        assert isinstance(wait, Wait)
+        self._check_shape(value, wait.shape)
+        return replace(value, memory=self.memories.arrive(cohort.number, wait.work))
+
+    # Local instructions.
+
+    def _load(self, cohort: Cohort, at: int, i: Load, read: Sequence[Content]) -> Sequence[Content]:
+        tensor = self._tensor(i.tensor)
+        box = _boxes(cohort.data(at, "box"), len(cohort))
+        if tensor.kind != "input":
+            weight, held = cohort.at_rest.get(i.out, (None, box))
+            if weight is None or weight.tensor != i.tensor:
+                raise Refusal(f"is no weight at rest of {i.tensor} on this device.")
+            if (i.out, i.tensor) in self.updated.get(cohort.number, ()):
+                raise Refusal(f"loads {i.tensor} again, which is updated by now.")
+            must_equal(held, box, f"{i.tensor} is at rest as")
+        self._check_inside(tensor, box)
+        memory = self.memories.loaded.setdefault((cohort.number, i.out), Memory(held=i))
+        return [Content(i.tensor, False, box, None, tensor.dtype, (memory,))]
+
+    def _slice(self, cohort: Cohort, at: int, i: Slice, read: Sequence[Content]) -> Sequence[Content]:
+        (source,) = read
+        check_view(source, i.view)
+        ranges = _boxes(cohort.data(at, "ranges"), len(cohort))
+        size = source.lengths
+        if ranges.shape[1] != len(size):
+            raise Refusal(f"cuts {ranges.shape[1]} slots of {len(size)}.")
+        outside = (ranges[..., 0] < 0) | (ranges[..., 1] > size) | (ranges[..., 0] >= ranges[..., 1])
+        if outside.any():
+            row = int(np.argmax(outside.any(axis=1)))
+            raise Refusal(f"cuts {text_of(ranges[row])} of a value of {size.tolist()}.", row)
+        found = cut_of(source, source.box[..., :1] + ranges)
+        self._check_shape(found, i.shape)
+        return [found]
+
+    def _combine(self, cohort: Cohort, at: int, i: Combine, read: Sequence[Content]) -> Sequence[Content]:
+        n, slots = len(cohort), len(i.view)
+        whole = np.zeros((n, slots, 2), dtype=np.int64)
+        whole[..., 1] = i.view
+        if i.largest and not read:
+            raise Refusal("takes the largest of no pieces.")
+        if not read:
+            return [Content("", False, whole, {}, i.dtype, shape=i.shape)]
+        boxes = cohort.data(at, "boxes").reshape(n, len(read), slots, 2)
+        first = read[0]
+        if first.box.shape[1] != slots or len(i.boxes) != len(i.pieces):
+            raise Refusal(
+                f"places {len(i.pieces)} pieces of {first.box.shape[1]} slots at {len(i.boxes)} boxes of {slots}."
+            )
+        origin = first.box[..., 0] - boxes[:, 0, :, 0]
+        whole += origin[..., None]
+        for k, piece in enumerate(read):
+            must_be_alike(first, piece)
+            must_equal(boxes[:, k] + origin[..., None], piece.box, f"piece {k} is put at")
+        self._check_inside(self._tensor(first.tensor), whole)
+        if (boxes[..., 0] < 0).any() or (boxes[..., 1] > np.array(i.view, dtype=np.int64)).any():
+            raise Refusal(f"puts a piece outside of a value of {list(i.view)}.")
+        self._check_largest(first, i.largest)
+        found = self.sums.sum(first, whole, read)
+        self._check_shape(found, i.shape)
+        if i.dtype != first.dtype:
+            raise Refusal(f"is {i.dtype}, but its pieces are {first.dtype}.")
+        # The sum of one piece that is all of it is that piece.
+        return [replace(found, memory=first.memory) if len(read) == 1 else found]
+
+    def _accumulate(self, cohort: Cohort, at: int, i: Accumulate, read: Sequence[Content]) -> Sequence[Content]:
+        into, value = read
+        if i.in_place != (i.out == i.into):
+            raise Refusal(f"adds to {i.into} in place but makes {i.out}." if i.in_place else f"makes {i.out} anew.")
+        if i.in_place and into.held is not None:
+            raise Refusal(f"changes {i.into} in place, which {describe(self.program, into.held)} holds.")
+        self.memories.hold(i, read)
+        must_be_alike(into, value)
+        self._check_largest(into, i.largest)
+        must_equal(value.box, into.box, f"{i.value} is")
+        found = self.sums.sum(into, into.box, read)
+        if i.in_place:
+            self.memories.change(i, into)
+        return [found]
+
+    def _forward(self, cohort: Cohort, at: int, i: Forward, read: Sequence[Content]) -> Sequence[Content]:
+        return self.passes.forward(cohort, at, i, read)
+
+    def _backward(self, cohort: Cohort, at: int, i: Backward, read: Sequence[Content | None]) -> Sequence[Content]:
+        return self.passes.backward(cohort, at, i, read)
+
+    # Communication.
+
+    def _check_collective(self, cohort: Cohort, at: int, i: Collective, read: Sequence[Content | None]) -> None:
+        if not len(i.works) == len(i.sources) == len(i.ways):
+            raise Refusal(f"starts {len(i.works)} collectives of {len(i.sources)} sources in {len(i.ways)} ways.")
+        if (i.kind in ("reduce", "rd_gather")) != (0 <= i.root < len(i.group)):
+            raise Refusal(f"gives what it makes to device {i.root} of its group.")
+        sizes = []
+        for content, way in zip(read, i.ways, strict=True):
+            sizes.append(way.elements)
+            if content is None:
+                continue
+            if i.kind == "broadcast" and cohort.devices[0] != cohort.data(at, "group")[0, 0]:
+                raise Refusal("is given a value by a device that only receives.")
+            check_view(content, way.view)
+            self._check_shape(content, way.local)
+            if content.dtype != i.dtype:
+                raise Refusal(f"moves {content.dtype} as {i.dtype}.")
+        check_bytes(i.bytes, sizes, i.dtype)
+
+    def join(
+        self, how: Collective, part: int, members: Sequence[tuple[Content, Ints]], position: Ints, group: Ints
+    ) -> Content:
+        way, given = how.ways[part], [rows_of(content, rows) for content, rows in members]
+        if how.root >= 0 and (position != how.root).any():
+            raise Refusal(f"gives what it makes to device {how.root} of its group only.")
+        first = given[0]
+        for content in given[1:]:
+            must_be_alike(first, content)
+        joined: Content
+        match how.kind:
+            case "broadcast":
+                return self._arrived(rows_of(first, group), way)
+            case "all_reduce" | "reduce_scatter" | "reduce":
+                self._check_largest(first, how.largest)
+                for k, content in enumerate(given[1:], 1):
+                    must_equal(content.box, first.box, f"{kind_of(content)} of member {k} of the group is")
+                joined = rows_of(self.sums.sum(first, first.box, given), group)
+                if how.kind == "reduce_scatter":
+                    joined = chunk_of(joined, way.give, len(given), position, way.sizes)
+                return self._arrived(joined, way)
+            case "all_gather" | "rd_gather":
+                return self._arrived(rows_of(self._gathered(given, way), group), way)
+            case "all_to_all":
+                chunks = [chunk_of(rows_of(content, group), way.give, len(given), position) for content in given]
+                return self._arrived(self._gathered(chunks, way), way)
+        raise Refusal(f"is a {how.kind}, which is no collective.")
+
+    def _gathered(self, given: Sequence[Content], way: CollectiveArg) -> Content:
+        """Return chunks that follow each other along a slot as one value."""
+        if not 0 <= way.take < given[0].box.shape[1]:
+            raise Refusal(f"gathers slot {way.take} of {given[0].box.shape[1]}.")
+        box = given[0].box.copy()
+        sizes = way.sizes or (int(box[0, way.take, 1] - box[0, way.take, 0]),) * len(given)
+        if len(sizes) != len(given):
+            raise Refusal(f"gathers {len(given)} slices as {list(sizes)}.")
+        ends = np.cumsum([0, *sizes]) + box[:, way.take, :1]
+        for k, content in enumerate(given):
+            expected = box.copy()
+            expected[:, way.take] = ends[:, k : k + 2]
+            must_equal(content.box, expected, f"{kind_of(content)} of member {k} of the group is")
+        box[:, way.take, 1] = ends[:, -1]
+        return self.sums.sum(given[0], box, given)
+
+    def _arrived(self, content: Content, way: CollectiveArg) -> Content:
+        self._check_shape(content, way.shape)
+        return content
+
+    # The end of a step.
+
+    def _update(self, cohort: Cohort, at: int, i: Update, read: Sequence[Content]) -> Sequence[Content]:
+        is_last = not any(isinstance(other, Update) for other in cohort.code[at + 1 :])
+        if i.is_early == is_last:
+            raise Refusal("is the last of its device." if is_last else "is not the last of its device.")
+        done, made = self.updated.setdefault(cohort.number, set()), dict[Value, Content]()
+        count, ends = len(i.weights), len(i.weights) * 2 + len(i.buffers)
+        pairs = [*zip(i.weights, read[:count], read[count : 2 * count], strict=True)]
+        pairs += zip(i.buffers, read[2 * count : ends], read[ends:], strict=True)
+        for name, weight, value in pairs:
+            home, (held, box) = self.homes.get(weight.tensor), cohort.at_rest.get(name, (None, weight.box))
+            if home is None or held is None or held.tensor != first(weight.tensor):
+                raise Refusal(f"changes {name}, which no op updates.")
+            must_equal(weight.box, box, f"changes {name} as")
+            if self.memories.loaded.get((cohort.number, name)) not in weight.memory:
+                raise Refusal(f"changes {name}, which is a copy of the weight at rest.")
+            if (name, weight.tensor) in done:
+                raise Refusal(f"changes {name} twice.")
+            if value.changed is not None:
+                raise Refusal(f"sets {name} to {kind_of(value)}, {self.memories.told(value)}.")
+            done.add((name, weight.tensor))
+            wanted = (home.inputs[1].tensor, False) if home.is_write else (weight.tensor, True)
+            if (value.tensor, value.is_gradient) != wanted or home.is_write != (name in i.buffers):
+                raise Refusal(f"changes {name} ({weight.tensor}) by {kind_of(value)}.")
+            must_equal(value.box, weight.box, f"{weight.tensor} is changed by")
+            value = self.sums.settled(value, deep=True)
+            if value.addends is not None:
+                raise Refusal(f"changes {name}, but {self.sums.fault(value)}", self.sums.faulty(value))
+            self.memories.change(i, weight, cohort.number)
+            if home.outputs[0].tensor in self.nexts:
+                memory = self.memories.loaded[cohort.number, name] = Memory(held=i)
+                made[name] = replace(weight, tensor=home.outputs[0].tensor, memory=(memory,))
+        if list(made) != list(i.goes_on):
+            raise Refusal(f"goes on with {', '.join(map(str, i.goes_on))} instead of {', '.join(map(str, made))}.")
+        return list(made.values())
+
+    def _give(self, cohort: Cohort, at: int, i: Give, read: Sequence[Content]) -> Sequence[Content]:
+        (value,) = read
+        if i.tensor not in self.outputs or (value.tensor, value.is_gradient) != (self.outputs[i.tensor], False):
+            raise Refusal(f"gives {kind_of(value)} as the output {i.tensor}.")
+        if any(isinstance(other, Give) and other.tensor == i.tensor for other in cohort.code[:at]):
+            raise Refusal(f"gives the output {i.tensor} twice.")
+        box = cohort.data(at, "box").reshape(len(cohort), -1, 2)
+        must_equal(value.box, box, f"the output {i.tensor} is given as")
+        self._check_shape(replace(value, tensor=i.tensor), i.shape)
+        value = self.sums.settled(value, deep=True)
+        if value.addends is not None:
+            raise Refusal(f"gives {i.tensor}, but {self.sums.fault(value)}", self.sums.faulty(value))
+        self.given.setdefault(i.tensor, []).append(box)
+        self.memories.gives.setdefault(cohort.number, []).append((i, value))
+        return []
+
+    def _loss(self, cohort: Cohort, at: int, i: Loss, read: Sequence[Content]) -> Sequence[Content]:
+        if cohort.number in self.losses:
+            raise Refusal("gives the loss a second time.")
+        if at < len(cohort.code) - 1:
+            raise Refusal("ends the step before its last instruction.")
+        if len(i.counted) != len(i.parts):
+            raise Refusal(f"counts {len(i.counted)} of {len(i.parts)} parts.")
+        self.memories.check_given(cohort.number)
+        counted = cohort.data(at, "counted").reshape(len(cohort), len(read))
+        for content, turn in zip(read, i.of or (0,) * len(read), strict=True):
+            if (content.tensor, content.is_gradient) != (self.model.losses[turn], False):
+                raise Refusal(f"gives {kind_of(content)} as the loss.")
+        self.losses[cohort.number] = [(content, counted[:, n]) for n, content in enumerate(read)]
+        return []
+
+    # What must hold.
+
+    def _tensor(self, name: str) -> PTensor:
+        if name not in self.model.tensors:
+            raise Refusal(f"names {name}, which is no tensor of the model.")
+        return self.model.tensors[name]
+
+    def _check_inside(self, tensor: PTensor, box: Ints) -> None:
+        sizes = np.array(tensor.extents, dtype=np.int64)
+        if box.shape[1] != len(sizes):
+            raise Refusal(f"has {box.shape[1]} slots of {tensor.name}, which has {len(sizes)}.")
+        outside = ((box[..., 0] < 0) | (box[..., 1] > sizes) | (box[..., 0] >= box[..., 1])).any(axis=1)
+        if outside.any():
+            row = int(np.argmax(outside))
+            raise Refusal(f"has {Mask(tensor.name, box_of(box[row]))} of {list(tensor.extents)} elements.", row)
+
+    def _check_largest(self, content: Content, largest: bool) -> None:
+        if largest != self.model.tensors[content.tensor].largest:
+            raise Refusal(f"{'takes the largest part of' if largest else 'adds up the parts of'} {kind_of(content)}.")
+
+    def _check_shape(self, content: Content, shape: Sequence[int]) -> None:
+        expected = self.model.tensors[content.tensor].local_shape(tuple(content.lengths.tolist()))
+        if tuple(shape) != expected:
+            raise Refusal(f"gives {kind_of(content)} the shape {tuple(shape)}, but it has {expected}.")
+
+
+def _boxes(data: NDArray[Any], count: int) -> Ints:
+    return data.reshape(count, -1, 2).astype(np.int64)

@@ -1,0 +1,329 @@
+"""The communicator over `torch.distributed`: gloo on CPUs, NCCL on GPUs.
+
+Process groups are always made of ascending ranks (what `new_group` does with other orders depends on its version);
+chunks are permuted here. Data that is only moved travels as bytes, so that every dtype can.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from queue import Queue
+from threading import Thread
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from superscaler.comm import communicator as c
+from superscaler.comm.communicator import Group, Handle, PeerLost
+from superscaler.comm.network import Launched, interface, launched, meet
+from superscaler.errors import RuntimeFailure
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def connect(timeout: float = 1800.0) -> DistributedCommunicator:
+    """Join the ranks that `torchrun` started; without it, be the only one. NCCL on GPU number LOCAL_RANK, or gloo.
+
+    `timeout`: seconds that an operation may wait. Raises InputError if torchrun's variables make no sense, and
+    RuntimeFailure if the ranks do not find each other.
+    """
+    device = _device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store, start = None, ""
+    if not dist.is_initialized():
+        told = launched()
+        store, start = meet(told)
+        backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        given: dict[str, Any] = {"store": PrefixStore(start, store), "rank": told.rank, "world_size": told.world}
+        with _network(told, f"{backend.upper()}_SOCKET_IFNAME"):
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound, **given)
+    return DistributedCommunicator(device, start, store)
+
+
+@contextmanager
+def _network(told: Launched, variable: str) -> Iterator[None]:
+    """Let gloo connect over the interface that leads to the other ranks, unless the user chose one; later groups do the
+    same.
+
+    A single rank makes no groups, and its process may belong to a user who starts others: it leaves no trace.
+    """
+    name = interface(told) if variable.startswith("GLOO") and variable not in os.environ else None
+    if name:
+        os.environ[variable] = name
+    try:
+        yield
+    except RuntimeError as error:
+        _fail(f"rank {told.rank}: connecting with {variable}={os.environ.get(variable, '')}", error)
+    finally:
+        if name and told.world == 1:
+            del os.environ[variable]
+
+
+def world_size() -> int:
+    """Return the number of ranks, connected or not."""
+    return dist.get_world_size() if dist.is_initialized() else launched().world
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return torch.device("cpu")
+    local, count = launched().local_rank, torch.cuda.device_count()
+    if local >= count:
+        raise RuntimeFailure(
+            f"local rank {local} needs GPU {local}, but only {count} are visible; start {count} ranks."
+        )
+    return torch.device("cuda", local)
+
+
+class _Operation:
+    """An operation that holds its buffers. The handle of a message is set when its batch starts."""
+
+    def __init__(self, what: str, *buffers: Any, work: Any = None) -> None:
+        self.what, self.buffers, self.work = what, buffers, work
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            _fail(self.what, error)
+
+    def giving(self, finish: Callable[[], Tensor]) -> Handle:
+        """Return a handle that waits, and then makes the result from the buffers."""
+
+        def get() -> Tensor:
+            self.wait()
+            return finish()
+
+        return c.Later(get)
+
+
+def _fail(what: str, error: RuntimeError) -> NoReturn:
+    """Raise an error of torch.distributed, as PeerLost where it blames another rank; gloo says so only in its text."""
+    # After its first sentence gloo guesses.
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
+    if isinstance(error, dist.DistError) or "gloo/transport" in reason or "onnection" in reason:
+        raise PeerLost(f"{what} failed, because another rank ended or does not answer: {reason}") from error
+    raise RuntimeFailure(f"{what} failed: {reason}") from error
+
+
+class _Sends:
+    """The started sends, whose buffers are freed as they end. Handles of NCCL can be polled; a thread waits for gloo's.
+
+    An error of a send is raised at the next send, or at the next `flush`.
+    """
+
+    def __init__(self, *, can_poll: bool) -> None:
+        self._can_poll = can_poll
+        self._queue: Queue[_Operation | None] = Queue()
+        self._polled: list[_Operation] = []
+        self._thread: Thread | None = None
+        self._error: RuntimeFailure | None = None
+
+    @property
+    def pending(self) -> int:
+        return self._queue.unfinished_tasks + len(self._polled)
+
+    def add(self, operation: _Operation) -> None:
+        self._raise()
+        if self._can_poll:
+            self._polled = [*(o for o in self._polled if not o.work.is_completed()), operation]
+            return
+        if self._thread is None:
+            self._thread = Thread(target=self._drain, name="sends", daemon=True)
+            self._thread.start()
+        self._queue.put(operation)
+
+    def flush(self) -> None:
+        self._queue.join()
+        for operation in self._polled:
+            operation.wait()
+        self._polled.clear()
+        self._raise()
+
+    def close(self) -> None:
+        self.flush()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _drain(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            try:
+                operation.wait()
+            except RuntimeFailure as error:
+                self._error = self._error or error
+            finally:
+                # Before the buffer counts as sent, so that it is not held while this waits for the next one.
+                del operation
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _bytes(x: Tensor) -> Tensor:
+    # A contiguous tensor of one element may have any strides, with which it cannot be seen as bytes.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+class DistributedCommunicator(c.Communicator):
+    """A rank of the default process group. `device`: of its tensors; `start`: the name of this start."""
+
+    def __init__(self, device: torch.device, start: str = "", store: Store | None = None) -> None:
+        self.start = start
+        self._store = store
+        self.rank: int = dist.get_rank()
+        self.world: int = dist.get_world_size()
+        self.device = device
+        self.prefix = f"rank {self.rank}: "
+        self._is_gloo = dist.get_backend() == "gloo"
+        self._groups: dict[Group, Any] = {tuple(range(self.world)): dist.group.WORLD}
+        self._sends = _Sends(can_poll=not self._is_gloo)
+        # The messages of a batch.
+        self._together: list[tuple[dist.P2POp, _Operation]] | None = None
+
+    def set_if_unset(self, name: str, value: str) -> str:
+        # Where nothing is, the empty text is expected.
+        return value if self._store is None else self._store.compare_set(f"first {name}", "", value).decode()
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Create a process group for each new set of ranks; the whole world is the default group."""
+        for members in sorted({tuple(sorted(group)) for group in groups if len(group) > 1}):
+            if members not in self._groups:
+                self._groups[members] = self._call(f"{self.prefix}connecting", dist.new_group, list(members))
+
+    def _reduce(self, what: str, group: Group, x: Tensor, owned: bool, largest: bool) -> Handle:
+        buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
+        kind = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        return self._start(what, group, dist.all_reduce, lambda: buffer, buffer, kind)
+
+    def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Handle:
+        gathered = torch.empty((len(group), *x.shape), dtype=x.dtype, device=x.device)
+
+        def finish() -> Tensor:
+            if dim == 0 and group == tuple(sorted(group)) and x.dim():
+                return gathered.flatten(0, 1)
+            return c.join(c.to_plan_order(gathered, group), dim)
+
+        return self._start(what, group, _all_gather, finish, _bytes(gathered), _bytes(x.detach().contiguous()))
+
+    def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Handle:
+        outgoing = c.from_plan_order(chunks, group)
+        incoming = torch.empty_like(outgoing)
+        return self._start(
+            what, group, dist.all_to_all_single, lambda: finish(c.to_plan_order(incoming, group)),
+            _bytes(incoming), _bytes(outgoing),
+        )  # fmt: skip
+
+    def _scatter(self, what: str, group: Group, chunks: Sequence[Tensor]) -> Handle:
+        # gloo's own reduce_scatter is its slowest collective: moving the chunks and adding here is twice as fast.
+        if self._is_gloo:
+            return super()._scatter(what, group, chunks)
+        outgoing, chunk = c.from_plan_order(chunks, group), torch.empty_like(chunks[0])
+        return self._start(what, group, _reduce_scatter, lambda: chunk, chunk.view(-1), outgoing.view(-1))
+
+    def _sum_to(self, what: str, group: Group, x: Tensor, root: int, owned: bool) -> Handle:
+        # It is done in place, on other ranks too.
+        buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
+        operation = self._begin(what, group, dist.reduce, buffer, group[root])
+        return self._given(operation, group[root]).giving(lambda: buffer)
+
+    def _gather_to(self, what: str, group: Group, x: Tensor, root: int, dim: int) -> Handle:
+        gathered = torch.empty((len(group), *x.shape), dtype=x.dtype, device=x.device)
+        incoming = list(map(_bytes, gathered)) if group[root] == self.rank else None
+        operation = self._begin(what, group, dist.gather, _bytes(x.detach().contiguous()), incoming, group[root])
+        return self._given(operation, group[root]).giving(lambda: c.join(c.to_plan_order(gathered, group), dim))
+
+    def _given(self, operation: _Operation, root: int) -> _Operation:
+        """Return an operation for whose result only one rank waits."""
+        if self.rank != root:
+            self._sends.add(operation)
+        return operation
+
+    def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Handle:
+        operation = self._begin(what, group, dist.broadcast, _bytes(buffer), source)
+        if source == self.rank:
+            # The source has what it sends, and need not wait for it.
+            self._sends.add(operation)
+        return operation.giving(lambda: buffer)
+
+    def _send(self, what: str, x: Tensor, peer: int, tag: int, owned: bool) -> None:
+        buffer = x.detach().clone() if x.is_contiguous() and not owned else x.detach().contiguous()
+        self._post(dist.isend, _Operation(what, buffer), peer, tag)
+
+    def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Handle:
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        operation = _Operation(what, buffer)
+        self._post(dist.irecv, operation, peer, tag)
+        return operation.giving(lambda: buffer)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._together = []
+        try:
+            yield
+            self._launch(self._together)
+        finally:
+            self._together = None
+
+    def _post(self, function: Callable[..., Any], operation: _Operation, peer: int, tag: int) -> None:
+        message = dist.P2POp(function, _bytes(operation.buffers[0]), peer, tag=tag if self._is_gloo else 0)
+        entry = message, operation
+        if self._together is None:
+            self._launch([entry])
+        else:
+            self._together.append(entry)
+
+    def _launch(self, batch: Sequence[tuple[dist.P2POp, _Operation]]) -> None:
+        """Start messages. NCCL has one handle for all, and other connections for messages outside of batches."""
+        if batch:
+            what = f"{self.prefix}messages with ranks {sorted({op.peer for op, _ in batch})}"
+            works = self._call(what, dist.batch_isend_irecv, [op for op, _ in batch])
+            for (op, operation), work in zip(batch, works * (len(batch) // len(works)), strict=True):
+                operation.work = work
+                if op.op is dist.isend:
+                    self._sends.add(operation)
+
+    def barrier(self) -> None:
+        self._call(f"{self.prefix}barrier", dist.barrier)
+
+    def flush(self) -> None:
+        self._sends.flush()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            self._sends.close()
+            # No rank may take its connections down while another still reads from them.
+            self.barrier()
+            self._groups.clear()
+            dist.destroy_process_group()
+
+    def _start(
+        self, what: str, group: Group, function: Callable[..., Any], finish: Callable[[], Tensor], *args: Any
+    ) -> Handle:
+        return self._begin(what, group, function, *args).giving(finish)
+
+    def _begin(self, what: str, group: Group, function: Callable[..., Any], *args: Any) -> _Operation:
+        members = tuple(sorted(group))
+        if members not in self._groups:
+            raise RuntimeFailure(f"{what}: the group is not prepared; pass it to prepare() before the first step.")
+        work = self._call(what, function, *args, async_op=True, group=self._groups[members])
+        return _Operation(what, *args, work=work)
+
+    def _call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            _fail(what, error)

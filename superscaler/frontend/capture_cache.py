@@ -1,0 +1,154 @@
+"""The cache of captures: the model as text, and the constants that capture computed.
+
+An entry belongs to a name, which stands for everything that no file holds, and to facts that are known without looking
+into live objects: options, versions, files of code, and the module as seen from outside. The exported program is not
+kept: `verify` exports it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from superscaler.frontend.trace import shorten
+from superscaler.ir.model import Model
+from superscaler.ir.model_text import parse_model, print_model
+from superscaler.store import cache
+
+# What is below these is said by versions.
+_LIBRARIES = tuple(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "scripts"))
+_INSTALLED = "-packages"
+
+
+class Inputs(NamedTuple):
+    """The keyword arguments in the order of export, and the exported names of the leaves of all arguments."""
+
+    keywords: list[str]
+    names: list[str]
+
+
+def inputs_of(exported: ExportedProgram) -> Inputs:
+    specs = [s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+    spec = exported.call_spec.in_spec
+    return Inputs(list(spec.children()[1].context) if spec else [], [s.arg.name for s in specs])
+
+
+def key_of(name: str, module: nn.Module, inputs: Any, *options: Any) -> str:
+    """Return the hash of everything that a capture depends on; files of code count as they are on disk.
+
+    Values of parameters and of input tensors do not count, because no capture reads them. Values of buffers do.
+    """
+    flags = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    versions = (platform.python_version(), torch.__version__, cache.sources(), _installed())
+    leaves, spec = pytree.tree_flatten(inputs)
+    seen = [name, options, flags, torch.get_default_device(), torch.cuda.is_available(), versions, spec]
+    seen += [_layout(x) if isinstance(x, Tensor) else x for x in leaves]
+    # The second is where transformers notes what it checkpoints.
+    seen += _functions(module)
+    seen += [module, [(m.training, vars(m).get("gradient_checkpointing")) for m in module.modules()]]
+    seen += [(n, _layout(x)) for n, x in module.named_parameters(remove_duplicate=False)]
+    seen += [(n, _layout(x), _bits(x)) for n, x in module.named_buffers(remove_duplicate=False)]
+    return hashlib.sha256("\n".join(map(repr, [*seen, *_files()])).encode()).hexdigest()
+
+
+def _functions(module: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Yield the functions behind the names of torch's functions and of the methods of a module's classes: no file shows
+    that one was replaced.
+    """
+    kinds = {kind for m in module.modules() for kind in type(m).__mro__ if kind is not object}
+    owners = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds} | {"functional": nn.functional}
+    for home, owner in sorted(owners.items()):
+        for name, value in sorted(vars(owner).items()):
+            code = getattr(value, "__code__", None)
+            if isinstance(code, CodeType):
+                plain = [x for x in code.co_consts if isinstance(x, bool | int | float | str)]
+                yield home, name, f"{code.co_firstlineno} {code.co_names} {plain} {code.co_code.hex()}"
+            elif callable(value):
+                yield home, name, getattr(value, "__qualname__", "")
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, tuple(x.shape), x.stride(), x.device, x.requires_grad
+
+
+def _bits(x: Tensor) -> str:
+    if x.is_meta:
+        return ""
+    plain = x.detach().resolve_conj().resolve_neg().cpu().flatten().contiguous()
+    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
+
+
+def _installed() -> list[str]:
+    """Return the importable packages with their versions, by the folders that pip makes."""
+    return sorted(f.name for home in sys.path if _INSTALLED in home for f in Path(home).glob("*-info"))
+
+
+def _files() -> Iterator[tuple[str, str, str]]:
+    """Yield (name, path, hash) of each loaded module outside of Python, of packages and of this library."""
+    for name, module in sorted(sys.modules.items()):
+        # Not getattr: a module that loads late would load what it is asked for.
+        file = getattr(module, "__dict__", {}).get("__file__") or ""
+        if name.split(".")[0] != "superscaler" and _INSTALLED not in file and not file.startswith(_LIBRARIES):
+            # Some modules, as torch.ops, name a file that is not there.
+            with suppress(OSError):
+                yield name, shorten(file), hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:
+    """Return the model's values from its module: parameters, segments of them, and buffers, if not on meta."""
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers(remove_duplicate=False))}
+    found = {name: value.detach() for name, value in named.items() if not value.is_meta}
+    for piece, (name, dim, start, end) in model.segments.items():
+        if name in found:
+            found[piece] = found[name].narrow(dim, start, end - start)
+    return {name: value.contiguous() for name, value in found.items()}
+
+
+def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs, checked: str) -> None:
+    """Keep a capture of a module, without the values that the module has itself, and what its check said."""
+    own = values_of(module, model)
+    head = {
+        "model": print_model(model),
+        "values": {n: str(v.device) for n, v in values.items()},
+        "inputs": inputs,
+        "checked": checked,
+    }
+    # safetensors has no name for a few dtypes, as complex128: a model with such constants is captured each time.
+    with suppress(KeyError):
+        constants = save_tensors({n: v.detach().clone() for n, v in values.items() if n not in own})
+        cache.write(key, json.dumps(head).encode() + b"\n" + constants)
+
+
+def load(key: str, module: nn.Module, check: bool) -> tuple[Model, dict[str, Tensor], Inputs, str] | None:
+    """Return what was saved, with the values of this module, or None where nothing is, or it lacks a wanted check."""
+    data = cache.read(key)
+    if data is None:
+        return None
+    text, _, constants = data.partition(b"\n")
+    head = json.loads(text)
+    if check and not head["checked"]:
+        return None
+    model = parse_model(head["model"])
+    values = {**load_tensors(constants), **values_of(module, model)}
+    return (
+        model,
+        {n: values[n].to(device) for n, device in head["values"].items()},
+        Inputs(*head["inputs"]),
+        head["checked"],
+    )

@@ -1,0 +1,269 @@
+"""Constants: values that depend on no input and no parameter, and simplifications by them (causal masks)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from superscaler.frontend.rewrites.decompositions import expanded
+from superscaler.frontend.trace import Trace, dtype_of, filled, outputs, reads, shape_of, target_of
+from superscaler.ops.row import aten
+
+# These read only the shape of their operand.
+_SHAPE_ONLY = aten(True, "new_ones new_zeros new_full new_empty zeros_like ones_like full_like empty_like")
+# These hold one number, the last of their arguments where it is None here; it is never laid out in memory.
+_FILLS: dict[str, int | None] = {
+    **aten(1, "ones new_ones ones_like"),
+    **aten(0, "zeros new_zeros zeros_like"),
+    **aten(None, "full new_full full_like"),
+}
+
+
+_ATEN = torch.ops.aten
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+
+
+def fold(trace: Trace, device: torch.device) -> None:
+    """Replace every call on constants by its value, computed on `device`; buffers without data stay in the graph."""
+    for leaf in trace.leaves("buffer"):
+        # One that nobody reads stays in the state of the model, and may have any value.
+        leaf.meta["is_state"] = leaf.meta["is_state"] and not leaf.users
+    known = [x for x in trace.leaves("buffer", "constant") if _is_known(x) and x.name not in trace.writes]
+    constants = _merge(trace, known)
+    made: dict[Node, None] = {}
+    for node in trace.calls():
+        if node in constants:
+            pairs = zip(outputs(node), _evaluate(node, device), strict=True)
+            results = [trace.leaf(old.name, "constant", old.meta["val"], value) for old, value in pairs]
+            sources = dict.fromkeys(reads(node))
+            trace.replace(node, *results)
+            made.update(dict.fromkeys(results))
+            for leaf in sources:
+                if leaf in made and not leaf.users:
+                    trace.graph.erase_node(leaf)
+                    del made[leaf]
+    _store(trace, list(made))
+
+
+def _is_known(node: Node) -> bool:
+    return node.meta.get("value") is not None
+
+
+def _merge(trace: Trace, known: list[Node]) -> set[Node]:
+    """Return the calls on constants, without those that equal an earlier one: layers compute the same masks."""
+    first: dict[str, Node] = {}
+    constants = set(known)
+    for node in trace.calls():
+        if _is_constant(node, constants):
+            earlier = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
+            if earlier is node:
+                constants.update((node, *outputs(node)))
+            else:
+                trace.replace(node, *outputs(earlier))
+    return constants
+
+
+def _is_constant(node: Node, constants: Container[Node]) -> bool:
+    if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+        return False
+    return target_of(node) in _SHAPE_ONLY or all(x in constants for x in reads(node))
+
+
+def _evaluate(node: Node, device: torch.device) -> list[Tensor]:
+    # What repeats has stride 0 here, of which torch makes no view that joins dims.
+    function: Any = _ATEN.reshape.default if target_of(node) in _VIEWS else node.target
+    if (name := target_of(node)) in _FILLS:
+        number = _FILLS[name]
+        fill: Any = node.args[-1] if number is None else number
+        return [torch.full((), fill, dtype=dtype_of(node), device=device).expand(shape_of(node))]
+    # Elements that repeat are computed once. torch does not tag the operators that are named after Python's.
+    is_pointwise = torch.Tag.pointwise in function.tags or name.startswith("aten.__")
+
+    def value(node: Node) -> Tensor:
+        if _is_known(node):
+            return compact(node.meta["value"]) if is_pointwise else node.meta["value"]
+        return torch.zeros((), dtype=dtype_of(node), device=device).expand(shape_of(node))
+
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    with torch.no_grad(), device:
+        result = function(*args, **{k: device if isinstance(v, torch.device) else v for k, v in kwargs.items()})
+    results = [result] if isinstance(result, Tensor) else result
+    return [_repeated(t).expand(shape_of(x)) for t, x in zip(results, outputs(node), strict=True)]
+
+
+def _repeated(x: Tensor) -> Tensor:
+    """Return the tensor with stride 0 in the dims along which it repeats: a mask of a whole batch is one row."""
+    kept = compact(x)
+    for d, size in enumerate(kept.shape):
+        row, last = (kept.narrow(d, k, min(size, 1)) for k in (0, max(size - 1, 0)))
+        # The last row tells most that differ without a look at the rest.
+        if size > 1 and torch.equal(row, last) and bool((kept == row).all()):
+            kept = row
+    return kept.clone().expand(x.shape) if kept.shape != x.shape else x
+
+
+def compact(x: Tensor) -> Tensor:
+    """Return the first element of each dim that repeats, the dims kept."""
+    return x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
+
+
+def _store(trace: Trace, constants: list[Node]) -> None:
+    """Keep the constants that calls read, equal ones once. A constant with one number everywhere becomes an expanded
+    scalar.
+    """
+    masks = {x for node in trace.calls() if "attention" in target_of(node) for x in reads(node)}
+    numbers = {leaf for leaf in constants if leaf not in masks and _is_filled(leaf.meta["value"])}
+    for node in trace.calls():
+        for leaf in (x for x in dict.fromkeys(reads(node)) if x in numbers):
+            with trace.graph.inserting_before(node):
+                whole = trace.graph.call_function(_ATEN.expand.default, (leaf, shape_of(leaf)))
+            filled(whole, trace.derive(leaf.name, "whole"), node.meta, leaf.meta["val"])
+            node.replace_input_with(leaf, whole)
+    first: dict[Any, Node] = {}
+    for leaf in constants:
+        value = leaf.meta["value"]
+        if leaf in numbers:
+            value = leaf.meta["value"] = value.reshape(-1)[0]
+            leaf.meta["val"] = leaf.meta["val"].new_empty(())
+        small = compact(value).cpu().clone(memory_format=torch.contiguous_format)
+        key = (value.dtype, tuple(value.shape), tuple(small.shape), small.flatten().view(torch.uint8).numpy().tobytes())
+        if first.setdefault(key, leaf) is not leaf:
+            leaf.replace_all_uses_with(first[key])
+            trace.graph.erase_node(leaf)
+
+
+def _is_filled(value: Tensor) -> bool:
+    return value.numel() > 1 and value.dtype.is_floating_point and not any(value.stride())
+
+
+def simplify(trace: Trace) -> None:
+    """Simplify calls by the values of their constants."""
+    for node in trace.calls():
+        if target_of(node) in _SIMPLER:
+            _SIMPLER[target_of(node)](trace, node, *node.args, **node.kwargs)
+
+
+def _where(trace: Trace, node: Node, condition: Node, *options: Any) -> None:
+    """Remove a choice that a constant makes for all elements."""
+    known = trace.constant(condition)
+    if known is not None and compact(known).numel() == 1:
+        chosen = options[0 if bool(compact(known)) else 1]
+        if isinstance(chosen, Node) and dtype_of(chosen) == dtype_of(node):
+            trace.rewrite(node, expanded, chosen, shape_of(node))
+
+
+def _lookup(trace: Trace, node: Node, x: Node, indices: Sequence[Node | None]) -> None:
+    """x[rows, columns] with constants that name every row and column once, in order (as masks are read), is a view.
+
+    x[..., [2, 3]] is a slice, and x[arange(b), i] a gather, which can be cut on b.
+    """
+    known = [value for v in indices if (value := trace.constant(v)) is not None]
+    shape = shape_of(x)
+    if len(known) == 1 and sum(v is not None for v in indices) == 1 and known[0].dim() == 1:
+        dim = next(d for d, v in enumerate(indices) if v is not None)
+        rows = [row % shape[dim] for row in known[0].tolist()] if known[0].dtype == torch.int64 else []
+        if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+            return trace.rewrite(node, _ATEN.slice.Tensor, x, dim, rows[0], rows[-1] + 1)
+    if known and (gather := _paired(trace, shape, indices)):
+        return trace.rewrite(node, gather, x, next(v for v in indices if v is not None and not _counts(trace, v)))
+    if len(known) != len(shape) or len(indices) != len(shape):
+        return None
+    last = -len(shape_of(node)) - 1
+    for value, size in zip(known, shape, strict=True):
+        at = next((d for d in range(-value.dim(), 0) if value.shape[d] > 1), last + 1)
+        if value.numel() != size or at <= last or value.flatten().tolist() != list(range(size)):
+            return None
+        last = at
+    return trace.rewrite(node, _ATEN.view.default, x, shape_of(node))
+
+
+def _paired(trace: Trace, shape: Sequence[int], indices: Sequence[Node | None]) -> Callable[..., Tensor] | None:
+    """Return what computes x[:, rows, i] of (x, i) by a gather, where constants count the rows of dims beside one that
+    is looked up; else None.
+
+    x[arange(b), i] -> gather(x, 1, i[:, None])[:, 0]    x[arange(b)[:, None], i] -> gather(x, 1, i)
+    """
+    given = {d: v for d, v in enumerate(indices) if v is not None}
+    made = torch.broadcast_shapes(*(shape_of(v) for v in given.values()))
+    rows = {d: _counts(trace, v) - 1 + len(made) - len(shape_of(v)) for d, v in given.items() if _counts(trace, v)}
+    found, first, last = [d for d in given if d not in rows], min(given), max(given)
+    is_alone = len(found) == 1 and all(made[k] == shape[d] for d, k in rows.items())
+    is_ordered = list(rows.values()) == list(range(len(rows))) and len(given) == last - first + 1
+    if not (rows and is_alone and is_ordered and dtype_of(given[found[0]]) in (torch.int64, torch.int32)):
+        return None
+    # What is looked up in a row is one element, or several, which are a dim of the result behind that of the rows.
+    dim, count = found[0], len(made) - len(rows)
+    if count > 1 or (count and dim != last):
+        return None
+    kept = [made[-1] if count and d == dim else 1 if d == dim or d not in given else n for d, n in enumerate(shape)]
+    whole = [kept[d] if d == dim else n for d, n in enumerate(shape)]
+
+    def gather(x: Tensor, i: Tensor) -> Tensor:
+        i = _ATEN._to_copy.default(i, dtype=torch.int64) if i.dtype != torch.int64 else i
+        i = _ATEN.where.self(_ATEN.lt.Scalar(i, 0), _ATEN.add.Tensor(i, shape[dim]), i)
+        i = _ATEN.view.default(expanded(i, made), kept)
+        y = _ATEN.gather.default(x, dim, expanded(i, whole))
+        return y if count else _ATEN.squeeze.dim(y, dim)
+
+    return gather
+
+
+def _counts(trace: Trace, index: Node) -> int:
+    """Return 1 + the only dim along which a constant index is 0, 1, 2, ..., or 0."""
+    value = trace.constant(index)
+    if value is None or value.dtype not in (torch.int64, torch.int32):
+        return 0
+    long = [d for d, n in enumerate(value.shape) if n > 1]
+    is_count = len(long) == 1 and value.flatten().tolist() == list(range(value.numel()))
+    return 1 + long[0] if is_count else 0
+
+
+def _attention(trace: Trace, node: Node, *args: Any, **named: Any) -> None:
+    """Replace a constant causal mask by `is_causal`."""
+    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+    given |= named
+    mask: Any = given.get("attn_mask")
+    known = trace.constant(mask)
+    if known is not None and not given.get("is_causal"):
+        # Found once, although every layer reads it.
+        if "mask" not in mask.meta:
+            mask.meta["mask"] = kind_of_mask(known)
+        if kind := mask.meta["mask"]:
+            given |= {"attn_mask": None, "is_causal": kind == "causal"}
+            trace.rewrite(node, _ATEN.scaled_dot_product_attention.default, **given)
+
+
+_SIMPLER: Mapping[str, Callable[..., None]] = {
+    **aten(_where, "where.self where.ScalarOther where.ScalarSelf"),
+    **aten(_lookup, "index.Tensor"),
+    **aten(_attention, "scaled_dot_product_attention"),
+}
+
+
+def kind_of_mask(mask: Tensor) -> str:
+    """Return "open" for a mask [..., queries, keys] that hides nothing, "causal" for one that hides the future, or "".
+
+    A causal mask lets each query see the keys up to its own number, and no other.
+    """
+    seen = _seen(compact(mask))
+    if seen is None:
+        return ""
+    if bool(seen.all()):
+        return "open"
+    past = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    return "causal" if bool((seen == past).all()) else ""
+
+
+def _seen(mask: Tensor) -> Tensor | None:
+    """Return the keys that each query sees; None for an added mask with values other than 0 and "minus infinity"."""
+    if mask.dim() < 2:
+        return None
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return ~hidden if bool((hidden | (mask == 0)).all()) else None

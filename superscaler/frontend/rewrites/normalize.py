@@ -1,0 +1,140 @@
+"""One form for calls that mean the same: decompositions, fused chains, defaults."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import pi, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
+
+from superscaler.errors import CaptureError
+from superscaler.frontend.rewrites import decompositions
+from superscaler.frontend.rewrites.constants import simplify
+from superscaler.frontend.trace import (
+    Trace,
+    argument,
+    dtype_of,
+    outputs,
+    place_of,
+    reads,
+    shape_of,
+    target_of,
+)
+from superscaler.ops.row import aten
+
+_ATEN = torch.ops.aten
+
+
+def fuse(trace: Trace) -> None:
+    """Replace the written-out tanh approximation of gelu, as in GPT-2, by torch's gelu."""
+    for match in _matcher().match(trace.graph):
+        node = match.returning_nodes[0]
+        # In halves each step of the chain is rounded.
+        if dtype_of(node).itemsize > 2:
+            trace.rewrite(node, _ATEN.gelu, match.placeholder_nodes[0], approximate="tanh")
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    cube = _ATEN.mul.Tensor(_ATEN.pow.Tensor_Scalar(x, 3.0), 0.044715)
+    inner = _ATEN.mul.Tensor(_ATEN.add.Tensor(x, cube), sqrt(2.0 / pi))
+    tanh = _ATEN.tanh.default(inner)
+    return _ATEN.mul.Tensor(_ATEN.mul.Tensor(x, 0.5), _ATEN.add.Tensor(tanh, 1.0))  # type: ignore[no-any-return]
+
+
+@cache
+def _matcher() -> SubgraphMatcher:
+    return SubgraphMatcher(fx.symbolic_trace(_tanh_gelu).graph)
+
+
+_PRODUCTS = aten(True, "linear mm bmm matmul mv scaled_dot_product_attention")
+# These are their operand where they change neither shape nor dtype.
+_VIEWS = aten(True, "_to_copy view _unsafe_view expand unsqueeze slice.Tensor squeeze squeeze.dim squeeze.dims")
+
+
+def normalize(trace: Trace) -> None:
+    """Apply the rewrites in order, then drop calls that no result depends on."""
+    for step in (remove_dead, simplify, fuse, _decompose, _keep_loss, remove_dead):
+        step(trace)
+    for refuse in (_refuse_random, _refuse_frequencies, _refuse_complex, _refuse_mixed):
+        refuse(trace)
+
+
+def _decompose(trace: Trace) -> None:
+    for node in trace.calls():
+        target, first = target_of(node), (reads(node) or [node])[0]
+        if target in _VIEWS and shape_of(first) == shape_of(node) and dtype_of(first) == dtype_of(node):
+            trace.replace(node, first)
+        elif target in decompositions.TABLE:
+            trace.rewrite(node, decompositions.TABLE[target], *node.args, **node.kwargs)
+
+
+def _keep_loss(trace: Trace) -> None:
+    """Keep a decomposed loss in the dtype of its sum; casts of the model itself stay."""
+    loss = trace.loss
+    if loss is not None and "op" in loss.meta and target_of(loss) == "aten._to_copy.default":
+        trace.replace(loss, *reads(loss))
+
+
+def remove_dead(trace: Trace) -> None:
+    """Drop calls, buffers and constants that no result depends on. Parameters, inputs and what is `is_state` stay."""
+    for node in reversed(trace.calls()):
+        if not any(result.users for result in outputs(node)):
+            trace.replace(node)
+    for leaf in trace.leaves("constant", "buffer"):
+        if not leaf.users and leaf.name not in trace.writes and not leaf.meta.get("is_state"):
+            trace.graph.erase_node(leaf)
+
+
+def _refuse_random(trace: Trace) -> None:
+    for node in trace.calls():
+        if _is_random(node):
+            raise CaptureError(
+                f"{place_of(node)} draws random numbers by {node.target}, and devices would "
+                "draw different ones; use dropout, rand, randn or bernoulli, or draw it outside and pass it in."
+            )
+
+
+def _refuse_frequencies(trace: Trace) -> None:
+    """Raise CaptureError for gradients divided by the count of a row in the whole batch, which no part knows."""
+    for node in trace.calls():
+        if target_of(node) == "aten.embedding.default" and argument(node, 3, "scale_grad_by_freq"):
+            raise CaptureError(
+                f"{place_of(node)} looks rows up with scale_grad_by_freq=True, which is not supported; leave it out or "
+                "count the rows in the model and scale by that."
+            )
+
+
+def _is_random(node: Node) -> bool:
+    """Return whether an operator draws numbers; recurrent layers and their like draw only for dropout."""
+    operator: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = [a.name for a in operator._schema.arguments]
+    rates = [argument(node, k, name) for k, name in enumerate(names) if name in ("dropout", "dropout_p")]
+    return not rates or any(rates)
+
+
+def _refuse_complex(trace: Trace) -> None:
+    """Raise CaptureError for complex tensors, through which no gradient is tracked."""
+    calls = trace.calls()
+    for node in [*(leaf for leaf in trace.leaves() if leaf.users), *(x for call in calls for x in outputs(call))]:
+        if dtype_of(node).is_complex:
+            raise CaptureError(
+                f"{place_of(node)} has {node.name} in complex numbers, which are not supported; compute "
+                "with real ones (torch.view_as_real holds both parts in a last dim of 2)."
+            )
+
+
+def _refuse_mixed(trace: Trace) -> None:
+    """Raise CaptureError for products of different floating dtypes, which the tensors without data of export allow."""
+    for node in trace.calls():
+        dtypes = {str(d).removeprefix("torch.") for d in map(dtype_of, reads(node)) if d.is_floating_point}
+        if len(dtypes) > 1 and target_of(node) in _PRODUCTS:
+            raise CaptureError(
+                f"{place_of(node)} multiplies tensors of {' and '.join(sorted(dtypes))} "
+                f"({node.target}); torch wants one dtype: cast one of them, or capture with autocast."
+            )

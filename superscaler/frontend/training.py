@@ -1,0 +1,164 @@
+"""The training half of a captured step: which tensors need gradients, and the ops of the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
+
+from superscaler.errors import CaptureError, InputError, unknown
+from superscaler.frontend.refusals import line_of
+from superscaler.frontend.trace import Trace, dtype_of, outputs, reads, target_of
+from superscaler.ir.model import Optimizer, TensorKind
+from superscaler.ops.table import row_of
+from superscaler.specs.options import OPTIMIZERS
+
+_DETACH = "aten.detach.default"
+
+
+def remove_idle_detaches(trace: Trace, trained: Iterable[Node]) -> None:
+    """Drop detaches without a gradient to stop, or on the way to another stop only."""
+    stopped = _stopped(trace)
+    reached = _forward(trace, trained, stopped)
+    for node in trace.calls():
+        if target_of(node) == _DETACH and (reads(node)[0] not in reached or node in stopped):
+            trace.replace(node, *reads(node))
+
+
+def _stopped(trace: Trace) -> set[Node]:
+    """Return the tensors whose readers all stop gradients, or only lead to stops."""
+    passing, calls = set(trace.results), trace.calls()
+    for node in reversed(calls):
+        if not row_of(target_of(node)).stops and passing.intersection(outputs(node)):
+            passing.update(reads(node))
+    return {x for node in calls for x in outputs(node)} - passing
+
+
+def with_gradient(trace: Trace, trained: Iterable[Node]) -> set[Node]:
+    """Return the tensors whose gradient is needed: on a differentiable path from a trained parameter to the loss."""
+    reached = _forward(trace, trained)
+    needed = reached.intersection([trace.loss])
+    for node in reversed(trace.calls()):
+        if needed.intersection(outputs(node)) and not row_of(target_of(node)).stops:
+            needed.update(reached.intersection(reads(node)))
+    return needed
+
+
+def _forward(trace: Trace, trained: Iterable[Node], removed: Collection[Node] = ()) -> set[Node]:
+    """Return the tensors that trained parameters reach, also through detached tensors in `removed`."""
+    reached = set(trained)
+    for node in trace.calls():
+        if (not row_of(target_of(node)).stops or outputs(node)[0] in removed) and reached.intersection(reads(node)):
+            reached.update(x for x in outputs(node) if dtype_of(x).is_floating_point)
+    return reached
+
+
+def depends(trace: Trace, kind: TensorKind) -> set[Node]:
+    """Return the tensors that depend on leaves of this kind."""
+    found = set(trace.leaves(kind))
+    for node in trace.calls():
+        if found.intersection(reads(node)):
+            found.update(outputs(node))
+    return found
+
+
+_SUPPORTED = {name: getattr(torch.optim, name) for name in OPTIMIZERS.values()}
+_DEFAULT = Optimizer("SGD", ((("lr", 1e-2),),))
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The optimizer, and the parameter group of each parameter that it updates, by canonical name."""
+
+    optimizer: Optimizer
+    groups: dict[str, int]
+
+
+def read_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler | None = None
+) -> Training:
+    """Return what an optimizer does. None, where a graph is only looked at, means SGD on all parameters that require
+    gradients; `ss.capture` refuses it.
+
+    Raises CaptureError for another class than SGD, Adam, AdamW, and for parameters that are not the module's.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    scaling = tuple(scaler.state_dict().items()) if scaler is not None else ()
+    if optimizer is None:
+        trained = {name: 0 for name, p in module.named_parameters() if p.requires_grad}
+        return Training(replace(_DEFAULT, scaler=scaling), trained)
+    kind = type(optimizer).__name__
+    if _SUPPORTED.get(kind) is not type(optimizer):
+        for name in (name for name, known in _SUPPORTED.items() if isinstance(optimizer, known)):
+            raise CaptureError(
+                f"{kind} is a class of its own over torch's {name}{_at(type(optimizer).step)}, whose changes a plan "
+                f"would not run; capture with a torch.optim.{name}."
+            )
+        raise CaptureError(unknown("optimizer", kind, _SUPPORTED))
+    _require_new(optimizer, names)
+    _refuse_changed(optimizer)
+    groups: dict[str, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CaptureError(
+                    f"parameter group {number} of {kind} holds a parameter of shape {tuple(parameter.shape)} that is "
+                    f"none of the {len(names)} of {type(module).__name__}; make the optimizer of module.parameters()."
+                )
+            if parameter.requires_grad:
+                groups[names[id(parameter)]] = number
+    options = tuple(_options(type(optimizer), g) for g in optimizer.param_groups)
+    return Training(Optimizer(kind, options, scaling), groups)
+
+
+def _refuse_changed(optimizer: torch.optim.Optimizer) -> None:
+    """Raise CaptureError where the step of an optimizer is not torch's own alone."""
+    kind = type(optimizer).__name__
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    for tables, whose in ((own, f"this {kind} has"), ((_global_pre_hooks, _global_post_hooks), "all optimizers have")):
+        for hook in (hook for table in tables for hook in table.values()):
+            raise CaptureError(f"{whose} hooks around the step{_at(hook)}, which a plan would not run; remove them.")
+    # A learning rate schedule wraps the step, and so does torch itself.
+    step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
+    if not str(getattr(step, "__module__", "")).startswith("torch.optim."):
+        raise CaptureError(
+            f"the step of this {kind} is replaced{_at(step)}, which a plan would not run; capture with torch's own, "
+            "and change gradients in the forward, or the learning rate by the step's lr."
+        )
+
+
+def _at(function: Any) -> str:
+    where = line_of(function)
+    return f" ({where})" if where else ""
+
+
+def _require_new(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    """Raise InputError for an optimizer that has taken steps: its state would be lost."""
+    used = [p for p, state in optimizer.state.items() if any(isinstance(v, Tensor) for v in state.values())]
+    if used:
+        kind = type(optimizer).__name__
+        raise InputError(
+            f"this {kind} has state of {len(used)} parameters already, {names.get(id(used[0]), 'one')} first, which a "
+            f"plan does not take over; capture with a new {kind} over the same parameters, or before its first step."
+        )
+
+
+def _options(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the options of a group that the constructor takes, as plain values."""
+    accepted = set(inspect.signature(kind).parameters) - {"params"}
+    return tuple((name, _plain(value)) for name, value in group.items() if name in accepted)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    return value

@@ -1,0 +1,246 @@
+"""Trials of a registered operator on small random operands: it must run, and its notation must be true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations, cycle
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from superscaler.errors import InputError
+from superscaler.frontend.infer import signature
+from superscaler.frontend.trace import reads
+from superscaler.frontend.users.proof import Failure, ops_of, prove, record
+from superscaler.frontend.users.samples import KINDS, NORMAL, TRIED, Kind
+from superscaler.ops.notation import Dim, operand_dims, untils
+from superscaler.specs.registered import Registered
+
+Sizes = Mapping[str, int]
+Example = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
+Arguments = tuple[list[Any], dict[str, Any]]
+
+# Different ones, so that dims that are mixed up differ; and one that few thresholds are above.
+_SIZES, _LARGE = (4, 3, 5, 6, 2), 131
+# So many elements of a letter are drawn at most, and so many of all together.
+_MOST = 1 << 16
+_MISSING = object()
+
+
+class CannotRun(InputError):
+    """The operator raises on the operands that were drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """An operator with its rule, and the user's facts about its operands; see `register`."""
+
+    overload: OpOverload
+    rule: Registered
+    sizes: Sizes
+    example: Example
+    device: torch.device
+
+    def check(self) -> None:
+        """Raise InputError unless the operator in parts gives what the whole gives: on numbers of each kind, without
+        operands that may be left out, and where one letter is of size 1, or of a size that is no example's.
+        """
+        for extra in (1, 2):
+            self._check(self._draw(extra))
+        optional = [p.name for p in self.overload._schema.arguments if str(p.type) == "Optional[Tensor]"]
+        absent = [set(names) for k in range(1, len(optional) + 1) for names in combinations(optional, k)]
+        letters = dict.fromkeys(word for dims in self._dims(1) for dim in dims for word in dim or ())
+        fixed = {"1", *self.sizes, *untils(self.rule.notation)}
+        sizes = [{word: size} for word in letters if word not in fixed for size in (1, _LARGE)]
+        others = [self._draw(0), *(self._draw(1, names) for names in absent)]
+        for given in others:
+            self._try(given)
+        for kind in KINDS[1:]:
+            self._try(self._draw(1, kind=kind), kind)
+        for known in sizes:
+            self._try(self._draw(1, known=known))
+
+    def check_call(self, values: Mapping[str, Any], sizes: Sizes) -> None:
+        """Raise InputError unless the operator in parts gives what the whole gives with these values of arguments that
+        are no tensors, and where one letter has its size in a call.
+        """
+        called = replace(self, example=lambda known: {**self._example(known), **values})
+        with torch.enable_grad():
+            try:
+                called._check(called._draw(1))
+            except CannotRun:
+                # As of a value that is a size: with all sizes of the call, where these are small.
+                if prod(sizes.values()) <= _MOST:
+                    called._try(called._draw(1, known=sizes))
+            for word, other in untils(self.rule.notation).items():
+                if (size := sizes.get(word, 1)) != (end := sizes.get(other, 1)):
+                    called._try(called._draw(1, known={word: 3 + 2 * (size > end), other: 3 + 2 * (end > size)}))
+            for word, size in sizes.items():
+                if _LARGE < size <= _MOST and word not in self.sizes:
+                    called._try(called._draw(1, known={word: size}))
+
+    def _try(self, given: Arguments, kind: Kind = TRIED) -> None:
+        # A model cannot run it either on what it cannot run on here: on no dims, or without an operand.
+        with suppress(CannotRun):
+            self._check(given, kind)
+
+    def _dims(self, extra: int) -> list[list[Dim]]:
+        return operand_dims(self.rule.notation, extra)
+
+    def _example(self, known: Sizes) -> Mapping[str, Any]:
+        return self.example(known) if callable(self.example) else self.example
+
+    def _draw(
+        self, extra: int, absent: Collection[str] = (), kind: Kind = NORMAL, known: Sizes = MappingProxyType({})
+    ) -> Arguments:
+        """Return arguments; `..` is `extra` dims, the `absent` operands are None, letters have the `known` sizes."""
+        following, known = cycle(_SIZES[extra:] + _SIZES[:extra]), {**known, **self.sizes}
+        alike = untils(self.rule.notation)
+        shapes = []
+        for dims in self._dims(extra):
+            for letter in (letter for dim in dims for letter in dim or ()):
+                other = known.get(alike.get(letter, letter)) or (1 if letter == "1" else next(following))
+                known.setdefault(letter, other)
+                known.setdefault(alike.get(letter, letter), other)
+            shapes.append([next(following) if dim is None else prod(known[letter] for letter in dim) for dim in dims])
+        random = torch.Generator().manual_seed(extra)
+        operands = iter([kind.draw(shape, random).to(self.device) for shape in shapes])
+        given = self._example(known)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in self.overload._schema.arguments:
+            drawn = _value(parameter, operands)
+            value = None if parameter.name in absent else given.get(parameter.name, drawn)
+            if value is _MISSING:
+                raise InputError(
+                    f"{self.rule.place}: {self.overload} cannot be checked without its '{parameter.name}' "
+                    f"({parameter.type}); give example={{'{parameter.name}': VALUE}}, or check=False."
+                )
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value = value.to(kind.dtype)
+            if parameter.kwarg_only:
+                kwargs[parameter.name] = value
+            else:
+                args.append(value)
+        return args, kwargs
+
+    def _check(self, given: Arguments, kind: Kind = NORMAL) -> None:
+        self._check_repeats(given, kind)
+        trace, values = record(self.overload, *given)
+        ops, tensors = ops_of(trace)
+        (node,) = trace.calls()
+
+        def run(box: Any, pieces: Sequence[Tensor], shapes: Any) -> list[Tensor]:
+            del box, shapes
+            local = dict(zip(reads(node), (piece.to(self.device) for piece in pieces), strict=True))
+            args, kwargs = map_arg((node.args, node.kwargs), local.__getitem__)
+            return [result.cpu() for result in _results(self.overload(*args, **kwargs))]
+
+        operands, unit = [values[x.name].cpu() for x in reads(node)], None if kind is NORMAL else kind.unit
+        try:
+            failure = prove(ops[0], tensors, operands, run, kind.tolerance, unit)
+        except Exception as error:
+            told = f"cannot be differentiated: {_line(error)} A custom_op needs register_autograd before ss.register"
+            raise self._error(CannotRun, told, given) from error
+        if failure and failure.is_raised and kind is not NORMAL:
+            raise self._error(CannotRun, failure.difference, given)
+        if failure:
+            on = "" if kind.name == NORMAL.name else f" of {kind.name} numbers"
+            told = f"is not what its notation says: {_told(failure, node)}{on}"
+            hint = self._hint(given) if kind.dtype == torch.float64 else "Mark a letter ^ where it must be whole"
+            raise self._error(InputError, f"{told}. {hint}", given)
+
+    def _hint(self, given: Arguments) -> str:
+        with _Precision() as seen:
+            self.overload(*given[0], **given[1])
+        if not seen.lower:
+            return "Mark a letter ^ where it must be whole"
+        return (
+            f"It computes in {', '.join(sorted(seen.lower))} inside, also on float64 operands; where only the last "
+            "digits differ, write x.to(torch.promote_types(x.dtype, torch.float32)) instead of x.float()"
+        )
+
+    def _check_repeats(self, given: Arguments, kind: Kind) -> None:
+        """Raise InputError unless the op runs, gives numbers, the same ones twice, and leaves its operands alone."""
+        operands = _tensors(given)
+        before = [x.clone() for x in operands]
+        try:
+            first, second = (_results(self.overload(*given[0], **given[1])) for _ in range(2))
+        except Exception as error:
+            told = f"fails as {self.overload._schema}: {_line(error)} Give sizes={{...}} or example={{...}}"
+            raise self._error(CannotRun, told, given) from error
+        for is_wrong, told in (
+            (not _equal(before, operands), "changes its operands; return new tensors"),
+            (
+                kind is NORMAL and any(x.isnan().any() for x in first),
+                "gives nan; give operands that it is made for by example={...}",
+            ),
+            (not _equal(first, second), "gives two results for the same operands; take out random numbers and state"),
+        ):
+            if is_wrong:
+                raise self._error(InputError, told, given)
+
+    def _error(self, kind: type[InputError], told: str, given: Arguments) -> InputError:
+        shapes = ", ".join(str(tuple(x.shape)) for x in _tensors(given))
+        return kind(
+            f"{self.rule.place}: {self.overload}, registered as '{self.rule.notation}', {told} "
+            f"(checked on shapes {shapes}; check=False registers it unchecked)."
+        )
+
+
+class _Precision(TorchDispatchMode):
+    """A mode that records floating dtypes less precise than float64 in which something is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.is_floating_point()]
+        self.lower |= {str(x.dtype).removeprefix("torch.") for x in tensors} - {"float64"}
+        return found
+
+
+def _value(parameter: Any, operands: Iterator[Tensor]) -> Any:
+    """Return the value of a parameter that no example names."""
+    kind = str(parameter.type)
+    if "List[" in kind and "Tensor" in kind:
+        return list(operands)
+    if "Tensor" in kind:
+        return next(operands)
+    return parameter.default_value if parameter.has_default_value() else _MISSING
+
+
+def _told(failure: Failure, node: Node) -> str:
+    """Return the difference of parts from the whole, in the letters of the notation."""
+    letters = list(signature(node)[0].marks)
+    cuts = " and ".join(f"{letters[i]} is cut in {' + '.join(map(str, sizes))}" for i, sizes in failure.cut.items())
+    return f"{f'when {cuts}, ' if cuts else ''}{failure.tensor} {failure.difference}".rstrip(".")
+
+
+def _tensors(given: Arguments) -> list[Tensor]:
+    return [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+
+
+def _results(found: Any) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) and a.dtype == b.dtype for a, b in pairs)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".") + "."

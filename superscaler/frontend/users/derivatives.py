@@ -1,0 +1,84 @@
+"""Backwards of `torch.autograd.Function`, compared with the derivatives of their forwards on numbers of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from superscaler.frontend.users.samples import KINDS, NORMAL, Kind
+
+# So many elements are tried at most.
+_MOST = 1 << 24
+_TOLERANCE = 1e-6
+
+
+def is_derivative(own: Callable[..., Any], forward: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Tell whether a function with a backward of its own gives what autograd gives of its forward."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if sum(a.numel() for a in tensors) > _MOST:
+        return False
+    bounds = sorted({n for a in tensors for n in a.shape} | {1, 2}, reverse=True)
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        try:
+            bound = next(n for n in bounds if _runs(forward, _draw(args, NORMAL, n)))
+            return all(_agree(own, forward, _draw(args, kind, bound), kind) for kind in KINDS)
+        except Exception:
+            return False
+
+
+def _draw(args: Sequence[Any], kind: Kind, bound: int) -> list[Any]:
+    """Return arguments with random numbers in the place of tensors, integers below a bound."""
+    generator = torch.Generator().manual_seed(0)
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_floating_point():
+            return kind.draw(value.shape, generator).requires_grad_()
+        high = 2 if value.dtype == torch.bool else 1 if kind.name == "zeros" else bound
+        return torch.randint(high, value.shape, generator=generator, device="cpu").to(value.dtype)
+
+    return [real(value) for value in args]
+
+
+def _runs(function: Callable[..., Any], given: Sequence[Any]) -> bool:
+    """Tell whether a function takes these arguments: what integers may be, only it knows."""
+    try:
+        function(*given)
+    except Exception:
+        return False
+    return True
+
+
+def _agree(one: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], kind: Kind) -> bool:
+    """Tell whether two functions have the same results and gradients."""
+    leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+    first, second = (_with_gradients(f, given, leaves, kind.sizes[1] ** 0.5) for f in (one, other))
+    return len(first) == len(second) and all(map(partial(_is_close, kind), first, second))
+
+
+def _is_close(kind: Kind, x: Tensor, y: Tensor) -> bool:
+    tolerance, finite = max(_TOLERANCE, kind.tolerance), y[y.isfinite()].abs()
+    size = max(kind.unit, float(finite.max())) if finite.numel() else kind.unit
+    return torch.allclose(x, y, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+
+
+def _with_gradients(
+    function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Tensor], scale: float
+) -> list[Tensor]:
+    """Return the results of a function, and the gradients of the leaves from some gradient of each result."""
+    outputs = [y for y in pytree.tree_leaves(function(*given)) if isinstance(y, Tensor) and y.requires_grad]
+    gradients = [torch.linspace(-scale, scale, y.numel(), dtype=y.dtype, device="cpu").view(y.shape) for y in outputs]
+    # torch.autograd.grad itself is refused here.
+    found = _engine_run_backward(
+        tuple(outputs), tuple(gradients), False, False, tuple(leaves), True, accumulate_grad=False
+    )
+    made = [*outputs, *(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))]
+    return [x.detach() for x in made]

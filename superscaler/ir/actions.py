@@ -1,0 +1,105 @@
+"""Actions of a pipeline schedule as text (`2F0`: stage 2, forward, microbatch 0); the picture of one that is stuck."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from superscaler.errors import InputError
+from superscaler.ir.grid import place_name
+
+_TEXT = re.compile(r"^(\d+)([FRBIW])(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work of a stage: kind F, R (computed again), B, I or W of a microbatch.
+
+    >>> str(Work.parse("2F0"))
+    '2F0'
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @staticmethod
+    def matches(text: str) -> bool:
+        return _TEXT.match(text) is not None
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        found = _TEXT.match(text)
+        if found is None:
+            raise InputError(f"'{text}' is no piece of work; write stage, kind (F, R, B, I or W), microbatch, as 2F0.")
+        return Action(int(found[1]), found[2], int(found[3]))
+
+
+def print_schedule(rows: Sequence[Sequence[Action]]) -> str:
+    """Return one line a stage."""
+    return "\n".join(" ".join(map(str, row)) for row in rows)
+
+
+def parse_schedule(text: str) -> list[list[Action]]:
+    return [[Action.parse(word) for word in line.split()] for line in text.splitlines()]
+
+
+WIDTH, ROWS, FIRST = 100, 8, 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """The work that a device has done, by step, and the work that it waits for."""
+
+    device: int
+    done: Mapping[int, str]
+    waits: str
+
+
+def timetable(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of at most `ROWS` rows, at most `WIDTH` wide, without the steps in which no row does anything.
+
+    Where they would be wider, steps in the middle are left out.
+
+    >>> rows = Row(0, {0: "F0", 1: "F1"}, "B0 waits for B0 on device 1"), Row(1, {1: "F0"}, "F1 waits")
+    >>> print(*timetable(rows), sep="\\n")
+      step      0  1
+      device 0  F0 F1 ? B0 waits for B0 on device 1
+      device 1  .  F0 ? F1 waits
+    """
+    shown = rows[:ROWS]
+    steps = sorted({step for row in shown for step in row.done})
+    fewer = [[*steps[:FIRST], ~steps[FIRST], *steps[start:]] for start in range(FIRST + 1, len(steps) + 1)]
+    least = [[~steps[0], steps[-1]], [~steps[0]]] if len(steps) > 1 else []
+    for columns in (steps, *fewer, *least):
+        lines = _lines(shown, columns)
+        if max(map(len, lines)) <= WIDTH:
+            break
+    lines = [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
+    more = len(rows) - ROWS
+    return lines + ([f"  and {more} more device{'s' * (more > 1)}"] if more > 0 else [])
+
+
+def _lines(rows: Sequence[Row], steps: Sequence[int]) -> list[str]:
+    """Return a line for each row, under a head if there are steps; ~n stands for left-out steps from n on."""
+    columns = [{-1: "..." if s < 0 else str(s), **{r.device: _cell(r, s) for r in rows}} for s in steps]
+    left = max(len(place_name(row.device)) for row in rows)
+    names = {-1: "step"} if steps else {}
+    names |= {row.device: place_name(row.device) for row in rows}
+    ends = {row.device: f"? {row.waits}" for row in rows}
+    lines = []
+    for device, name in names.items():
+        cells = [f"{c[device]:{max(map(len, c.values()))}}" for c in columns if c[device]]
+        lines.append("  " + " ".join([f"{name:{left}} ", *cells, ends.get(device, "")]).rstrip())
+    return lines
+
+
+def _cell(row: Row, step: int) -> str:
+    """Return the text of a row at a step, empty after its last."""
+    if (~step if step < 0 else step) > max(row.done, default=-1):
+        return ""
+    return "..." if step < 0 else row.done.get(step, ".")

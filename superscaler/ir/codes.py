@@ -1,0 +1,373 @@
+"""Code that stands once for many: cohorts of devices that run it, and loops that repeat it by microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.fold import Fold, Folded, evenly
+from superscaler.ir.grid import Ints
+from superscaler.ir.program import FIELDS, ROLES, Device, Instruction, Program, Recv, Role, Send, Value, Weight
+
+_COMMUNICATION = (Role.GROUP, Role.PEER)
+
+
+@dataclass(eq=False)
+class Cohort:
+    """A class of devices that run one program.
+
+    `samples`: all of its devices, or, in a folded program, those at place 0 and at place 1 of each axis; `places`
+    [devices, axes] then has the place of each device.
+    """
+
+    number: int
+    devices: Ints
+    samples: Sequence[Device]
+    places: Ints | None = None
+    fold: Fold | None = None
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @property
+    def code(self) -> Sequence[Instruction]:
+        return self.samples[0].instructions
+
+    @property
+    def weights(self) -> Sequence[Weight]:
+        return self.samples[0].weights
+
+    def data(self, at: int, field: str) -> NDArray[Any]:
+        """Return a field of instruction `at` that may differ between devices: an array with a row per device."""
+        values = [getattr(device.instructions[at], field) for device in self.samples]
+        role = ROLES[type(self.code[at])][field]
+        if self.fold is None or self.places is None or role is Role.MESSAGE:
+            return self._rows(values if self.fold is None else values[:1])
+        if role is Role.GROUP:
+            return self._moved(values[0])
+        return self._moved((values[0],))[:, 0] if role is Role.PEER else self._even(values)
+
+    @cached_property
+    def at_rest(self) -> dict[Value, tuple[Weight, Ints]]:
+        """Return the weights by name, each with its box on every device [devices, slots, 2]."""
+        boxes = (box.reshape(len(self), -1, 2) for box in self.of_weights("box"))
+        return {weight.name: (weight, box) for weight, box in zip(self.weights, boxes, strict=True)}
+
+    def of_weights(self, field: str) -> list[NDArray[Any]]:
+        """Return a field of each weight: arrays with a row per device."""
+        sides = zip(*(device.weights for device in self.samples), strict=True)
+        even = self._rows if self.places is None else self._even
+        return [even([getattr(w, field) for w in side]) for side in sides]
+
+    def _rows(self, values: Sequence[Any]) -> NDArray[Any]:
+        if len(values) == 1 or all(value == values[0] for value in values[1:]):
+            first = _array(values[0])
+            return np.broadcast_to(first, (len(self), *first.shape))
+        return _array(values)
+
+    def _even(self, values: Sequence[Any]) -> NDArray[Any]:
+        assert self.places is not None
+        if all(value == values[0] for value in values[1:]):
+            return self._rows(values[:1])
+        first, *others = map(_array, values)
+        if any(other.shape != first.shape for other in others):
+            raise ValueError(f"at the places of a fold it has {', '.join(map(str, values))}")
+        if first.dtype == bool:
+            found = np.broadcast_to(first, (len(self), *first.shape)).copy()
+            for axis, other in enumerate(others):
+                found[self.places[:, axis] > 0] &= other
+            return found
+        found = np.broadcast_to(first, (len(self), *first.shape)).copy()
+        for axis, other in enumerate(others):
+            if not np.array_equal(other, first):
+                found += self.places[:, axis].reshape(-1, *[1] * first.ndim) * (other - first)
+        return found
+
+    def _moved(self, group: Sequence[int]) -> Ints:
+        assert self.fold is not None
+        assert self.places is not None
+        spanned = self.fold.spanned(group)
+        found = np.empty((len(self), len(group)), dtype=np.int64)
+        for k, device in enumerate(group):
+            base, *own = self.fold.places[device]
+            to = [own[axis] if axis in spanned else self.places[:, axis] for axis in range(len(own))]
+            found[:, k] = self.fold.devices[(base, *to)]
+        return found
+
+    @cached_property
+    def row_of(self) -> dict[int, int]:
+        return {device: row for row, device in enumerate(self.devices.tolist())}
+
+
+def cohorts(program: Program) -> list[Cohort]:
+    """Return the cohorts of a program, each device in one."""
+    devices = program.devices
+    if not isinstance(devices, Folded):
+        return _alike(devices)
+    fold, found = devices.fold, list[Cohort]()
+    for base, own in enumerate(fold.devices):
+        places = np.indices(own.shape).reshape(own.ndim, -1).T
+        samples = [devices.compiled[device] for device in fold.samples(base)]
+        _check_alike(samples)
+        found.append(Cohort(base, own.reshape(-1), samples, places, fold))
+    idle = [rank for rank in range(len(devices)) if rank not in fold.places]
+    return [*found, Cohort(len(found), np.array(idle), [devices.idle])] if idle else found
+
+
+def _check_alike(samples: Sequence[Device]) -> None:
+    """Raise ScheduleError unless the places of a fold that are compiled have equal instructions but for their data."""
+    first, *others = (([w.name for w in d.weights], [*map(type, d.instructions[:])]) for d in samples)
+    for device, other in zip(samples[1:], others, strict=True):
+        if other != first:
+            one, two = (f"{len(code)} instructions and {len(names)} weights" for names, code in (first, other))
+            same = zip_longest(first[1], other[1])
+            at = next((f", other ones from instruction {n} on" for n, (a, b) in enumerate(same) if a is not b), "")
+            raise ScheduleError(
+                f"device {device.rank} has {two}, and device {samples[0].rank}, with which it folds, {one}{at}."
+            )
+
+
+def _alike(devices: Sequence[Device]) -> list[Cohort]:
+    """Refine the classes of devices with equal code until the members and peers of each are of equal classes."""
+    number: dict[Hashable, int] = {}
+    messages = [_messages(device) for device in devices]
+    # Where the other end of each message stands in the code of its device.
+    other = {(peer, rank, message, not is_send): at for some in messages for rank, at, peer, message, is_send in some}
+    meets = {
+        device.rank: tuple(other.get((rank, peer, message, is_send), -1) for rank, _, peer, message, is_send in some)
+        for device, some in zip(devices, messages, strict=True)
+    }
+    color = {d.rank: number.setdefault((form(d), meets[d.rank]), len(number)) for d in devices}
+    links = {d.rank: list(_links(d)) for d in devices}
+    while True:
+        number = {}
+        refined = {
+            rank: number.setdefault(
+                (color[rank], *(tuple(color.get(m, -1) for m in link) for link in some)), len(number)
+            )
+            for rank, some in links.items()
+        }
+        if len(number) == len(set(color.values())):
+            break
+        color = refined
+    members: dict[int, list[Device]] = {}
+    for device in devices:
+        members.setdefault(color[device.rank], []).append(device)
+    return [Cohort(n, np.array([d.rank for d in some]), some) for n, some in enumerate(members.values())]
+
+
+def _messages(device: Device) -> list[tuple[int, int, int, int, bool]]:
+    """Return the messages of a device: (rank, position in the code, peer, number, whether it sends)."""
+    code = enumerate(device.instructions)
+    return [(device.rank, at, i.peer, i.message, isinstance(i, Send)) for at, i in code if isinstance(i, Send | Recv)]
+
+
+def _links(device: Device) -> Iterator[tuple[int, ...]]:
+    for i in device.instructions:
+        for role in _COMMUNICATION:
+            for name in FIELDS[type(i), role]:
+                value = getattr(i, name)
+                yield value if isinstance(value, tuple) else (value,)
+
+
+def form(device: Device) -> Hashable:
+    """Return the form of a device, equal for devices that run one program: its text, the shapes of its data, which
+    groups are equal.
+    """
+    form: list[Hashable] = [tuple((w.name, w.tensor, w.trained, w.group, w.host, len(w.box)) for w in device.weights)]
+    groups: dict[object, int] = {}
+    for i in device.instructions:
+        kind = type(i)
+        form.append(kind.__name__)
+        for name, role in ROLES[kind].items():
+            value = getattr(i, name)
+            if role is Role.EVEN:
+                form.append(_shape(value))
+            elif role is Role.GROUP:
+                form += [len(value), groups.setdefault(value, len(groups))]
+            elif role not in (Role.PEER, Role.MESSAGE, Role.NOTE):
+                form.append(value)
+    return tuple(form)
+
+
+def _array(value: Any) -> NDArray[Any]:
+    found = np.array(value)
+    return found if found.size else found.astype(np.int64)
+
+
+def _shape(value: Any) -> Hashable:
+    return tuple(map(_shape, value)) if isinstance(value, tuple) else ()
+
+
+# How often a body must be there to be one that repeats.
+SEEN = 3
+# The microbatch of what is the same in all.
+NONE = -1
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A body repeated `count` times. Two repetitions are given; the numbers of all others move as theirs do."""
+
+    first: tuple[Instruction, ...]
+    second: tuple[Instruction, ...]
+    count: int = 1
+
+    def __len__(self) -> int:
+        return len(self.first) * self.count
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return (i for at in range(self.count) for i in self.repetition(at))
+
+    def repetition(self, at: int) -> Iterator[Instruction]:
+        """Yield the instructions of a repetition, which may be one beyond `count`."""
+        for i, moved in zip(self.first, self._moved, strict=True):
+            yield replace(i, **{name: move(at) for name, move in moved}) if moved and at else i
+
+    @cached_property
+    def _moved(self) -> list[list[tuple[str, Callable[[int], Any]]]]:
+        """Return the moving fields of each instruction, as functions of the repetition."""
+        found = []
+        for a, b in zip(self.first, self.second, strict=True):
+            names = (f.name for f in fields(a) if f.compare)
+            moves = ((name, mover(getattr(a, name), getattr(b, name))) for name in names)
+            found.append([(name, move) for name, move in moves if move is not None])
+        return found
+
+
+def mover(first: Any, second: Any) -> Callable[[int], Any] | None:
+    """Return the function `at -> evenly([first, second], (at,))`, None if both are equal. It looks up the moving
+    numbers once.
+
+    Raises ValueError for tuples of different lengths.
+    """
+    if first == second:
+        return None
+    if type(first) is int:
+        return lambda at: first + at * (second - first)
+    if not isinstance(first, tuple):
+        return lambda at: evenly([first, second], (at,))
+    pairs = enumerate(zip(first, second, strict=True))
+    moving = [(n, move) for n, (a, b) in pairs if (move := mover(a, b)) is not None]
+    make: Callable[[list[Any]], Any] = getattr(first, "_make", tuple)
+
+    def moved(at: int) -> Any:
+        found = list(first)
+        for n, move in moving:
+            found[n] = move(at)
+        return make(found)
+
+    return moved
+
+
+Run = tuple[Instruction, ...] | Loop
+
+
+@dataclass(frozen=True)
+class Rolled(Sequence[Instruction]):
+    """A sequence of runs: instructions that run once, and loops."""
+
+    runs: tuple[Run, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return (i for run in self.runs for i in run)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.expanded[key]
+
+    @cached_property
+    def expanded(self) -> tuple[Instruction, ...]:
+        """Return all instructions."""
+        return tuple(self)
+
+    def changed(self, change: Callable[[Instruction], Instruction | None]) -> Rolled:
+        """Return the same code with changed instructions; those that become None are left out."""
+
+        def made(some: Iterable[Instruction]) -> tuple[Instruction, ...]:
+            return tuple(i for i in map(change, some) if i is not None)
+
+        return Rolled(
+            tuple(
+                replace(run, first=made(run.first), second=made(run.second)) if isinstance(run, Loop) else made(run)
+                for run in self.runs
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """A body of `length` instructions, `count` times in a row from `start` on."""
+
+    start: int
+    length: int
+    count: int
+
+    @property
+    def body(self) -> range:
+        return range(self.start, self.start + self.length)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length * self.count
+
+
+def find_spans(forms: Sequence[Hashable], microbatches: Sequence[int], period: int) -> list[Span]:
+    """Return the spans in which a sequence repeats with microbatches `period` later each time; NONE stays NONE."""
+    known: dict[Hashable, int] = {}
+    form = np.array([known.setdefault(f, len(known)) for f in forms], dtype=np.int64)
+    at = np.array(microbatches, dtype=np.int64)
+    later = {(f, k): n for n, (f, k) in enumerate(zip(form.tolist(), at.tolist(), strict=True)) if k != NONE}
+    found, runs, here = list[Span](), dict[int, Ints](), 0
+    while here < len(form):
+        lag = later.get((int(form[here]), int(at[here]) + period), 0) - here if at[here] != NONE else 0
+        if lag > 0 and lag not in runs:
+            runs[lag] = _runs(form, at, period, lag)
+        count = int(runs[lag][here]) // lag + 1 if lag > 0 else 0
+        if count >= SEEN:
+            found.append(Span(here, lag, count))
+        here += max(lag * count, 1) if count >= SEEN else 1
+    return found
+
+
+def _runs(form: Ints, at: Ints, period: int, lag: int) -> Ints:
+    """Return, for each position, the number of elements from there on that repeat `lag` later."""
+    moved = np.where(at[:-lag] == NONE, at[lag:] == NONE, at[lag:] - at[:-lag] == period)
+    is_same = (form[lag:] == form[:-lag]) & moved
+    broken = np.append(np.flatnonzero(~is_same), len(is_same))
+    places = np.arange(len(is_same))
+    found = np.zeros(len(form), dtype=np.int64)
+    found[: len(is_same)] = broken[np.searchsorted(broken, places)] - places
+    return found
+
+
+def steady_spans(
+    spans: Sequence[Span], forms: Sequence[Hashable], microbatches: Sequence[int], is_work: Sequence[bool]
+) -> list[Span]:
+    """Return the spans that grow with more microbatches, in order.
+
+    Of overlapping spans, the one with most kinds of work is taken, then the longest: a warm-up or cool-down repeats
+    with fewer kinds.
+    """
+
+    def own(span: Span) -> set[Hashable]:
+        return {forms[n] for n in span.body if microbatches[n] != NONE}
+
+    def rank(span: Span) -> tuple[int, int]:
+        return len({forms[n] for n in span.body if is_work[n]}), span.count
+
+    taken, found = set[Hashable](), list[Span]()
+    for span in sorted(spans, key=rank, reverse=True):
+        if taken.isdisjoint(own(span)):
+            found.append(span)
+            taken |= own(span)
+    return sorted(found, key=lambda span: span.start)

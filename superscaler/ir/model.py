@@ -1,0 +1,433 @@
+"""The data-flow graph of one training iteration: pTensors, operators with their indices, and the factors they share.
+
+A forward op has a *mirror*, an op of kind `backward`, exactly when `has_mirror`. Mirrors are not stored: they follow
+from their ops. The gradient of a pTensor is a pTensor, too; its value is the sum of one addend per use, made by the
+mirror of the using op. An optimizer op is an op of kind `optimizer`, one per trained parameter; so is the op that sets
+a buffer (`ss.write`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from itertools import takewhile
+from math import prod
+from typing import Any, Literal
+
+TensorKind = Literal["input", "parameter", "buffer", "constant", "activation", "output", "next"]
+OpKind = Literal["forward", "backward", "optimizer"]
+Mark = Literal["spatial", "summed", "frozen"]
+MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
+
+_LATER = re.compile(r"\+\d+$")
+_BITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A class of indices of all ops through which the same index flows: batch, sequence, heads."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PTensor:
+    """A logical tensor of the model. A dim is an ordered product of slots, major to minor; a dim of size 1 has none.
+
+    `slots[d]`: factor names of dim `d`. `extents`: sizes of all slots, flattened over the dims. `trained_as`: the
+    original dtype, if `verify` retyped this model; communication is chosen by its size, so that both plans exchange
+    alike. `origin`: the tensor of which this one is a recomputed value or a copy, or, for an older version, the weight.
+    `largest`: its value is the largest of its parts, not their sum; it has no gradient. A tensor of kind `next` is a
+    weight or buffer in a later iteration of a step, in the same place.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: TensorKind
+    slots: tuple[tuple[str, ...], ...]
+    extents: tuple[int, ...]
+    requires_grad: bool = False
+    trained_as: str = ""
+    origin: str = ""
+    largest: bool = False
+
+    def local_shape(self, extents: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a piece whose slots have these sizes: each dim is the product of its slots."""
+        sizes = iter(extents)
+        return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * width(self.dtype)
+
+    @property
+    def trained(self) -> PTensor:
+        """Return the tensor in the dtype of the trained model, by whose size communication is chosen."""
+        return replace(self, dtype=self.trained_as, trained_as="") if self.trained_as else self
+
+    @property
+    def wide_dtype(self) -> str:
+        """Return the dtype in which many values of this tensor are added: float32 for halves."""
+        return "float32" if self.dtype in ("float16", "bfloat16") else self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """One index of one op's iteration space. Cutting a `summed` index gives value parts.
+
+    `follows` (index, step, chunks): this index is cut with another one. With equal chunks of both, a part with chunk k
+    of that one has chunk k - step of this one, modulo the number of chunks; a part with all chunks has all of it. With
+    (index, 0, 0), a part has this index up to the end of its range of that one (causal attention: the keys that its
+    queries see). All other indices are independent.
+    """
+
+    size: int
+    factor: str
+    mark: Mark
+    follows: tuple[int, int, int] | None = None
+
+    @property
+    def until(self) -> int | None:
+        """Return the index whose end bounds this one in each part, None if there is none."""
+        return self.follows[0] if self.follows and not self.follows[2] else None
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """How an op reads or writes a pTensor: for each (flattened) slot the op's index, or None where it is whole."""
+
+    tensor: str
+    slots: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands in `Op.args` for the op's input number `operand`."""
+
+    operand: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operator. `args` and `kwargs` are those of `target` (an ATen overload or one of ours), tensors as `Ref`.
+
+    `flops`: of the forward. `from_data`: depends on inputs and constants only. `from_weights`: depends on weights and
+    constants only; its mirror routes when it is replicated. `group`: the optimizer's parameter group. `of`: the op of
+    which a backward op is the mirror.
+
+    `linear`: the sets of inputs through which partial values may pass: all at once in a sum, one at a time in a
+    product. `passes`: for a factor, the set of inputs whose value is a sum over that factor; cutting an op without the
+    factor splits that value.
+
+    `origin`: the op that this one recomputes; `region`: the ops that are recomputed together; `checkpoint`: the region
+    of the model's own `torch.utils.checkpoint`. `split`: mirrors of ops with the same split run in two halves,
+    gradients of activations first, then those of weights. `regather`: ops with the same one keep no weights for their
+    mirrors. `iteration`: the iteration of the step (`Graph.unroll`).
+    """
+
+    name: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    indices: tuple[Index, ...]
+    kind: OpKind = "forward"
+    has_mirror: bool = False
+    module: str = ""
+    source: str = ""
+    flops: int = 0
+    from_data: bool = False
+    from_weights: bool = False
+    group: int = 0
+    linear: tuple[tuple[int, ...], ...] = ()
+    passes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    of: str = ""
+    origin: str = ""
+    region: str = ""
+    checkpoint: str = ""
+    split: str = ""
+    regather: str = ""
+    iteration: int = 0
+
+    @property
+    def is_write(self) -> bool:
+        """Return whether the op sets a buffer, its first input, to its second at the end of the step, or returns that
+        as an output.
+        """
+        return self.target == "ss.write" or self.is_output
+
+    @property
+    def is_output(self) -> bool:
+        """Return whether the step returns the input of this op, on the devices of its parts."""
+        return self.target == "ss.output"
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether the op was made by `Insert`. The gradient of its input is the gradient of its copy."""
+        return self.target == "ss.identity"
+
+    @property
+    def is_forward(self) -> bool:
+        return self.kind == "forward"
+
+    @property
+    def is_mirror(self) -> bool:
+        return self.kind == "backward"
+
+    def find(self, factor: str) -> int | None:
+        """Return the index to cut for a factor: the first one of the first output that is not frozen; None if there is
+        none.
+
+        `*` in the name stands for any text. `sequence@1` is the second of `indices` with the factor, `hidden@summed`
+        the first that is summed.
+        """
+        name, _, which = factor.partition("@")
+        own = [n for n, i in enumerate(self.indices) if is_named(i.factor, name) and not i.follows]
+        own = own[int(which) : int(which) + 1] if which.isdigit() else own
+        free = [
+            n
+            for n in own
+            if self.indices[n].mark != "frozen" and (which in ("", self.indices[n].mark) or which.isdigit())
+        ]
+        return next((i for o in self.outputs for i in o.slots if i in free), next(iter(free), None))
+
+    def summed(self, operand: Operand) -> list[int]:
+        """Return the indices that are summed in an operand: neither its own, nor those that move with its own."""
+        leading = [n if i.follows is None else i.follows[0] for n, i in enumerate(self.indices)]
+        own = {i if self.indices[i].until is not None else leading[i] for i in operand.slots if i is not None}
+        return [n for n, first in enumerate(leading) if own.isdisjoint((n, first))]
+
+    def notation(self) -> str:
+        """Return the op's indices in one line, as `linear: batch sequence hidden, mlp hidden -> batch sequence mlp`."""
+
+        def side(operands: tuple[Operand, ...]) -> str:
+            return ", ".join(
+                " ".join("." if i is None else self.indices[i].factor + MARKS[self.indices[i].mark] for i in o.slots)
+                for o in operands
+            )
+
+        return f"{self.target}: {side(self.inputs)} -> {side(self.outputs)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes.
+
+    `scaler` is the state of the `torch.amp.GradScaler` that scales the loss, empty without one.
+    """
+
+    name: str
+    groups: tuple[tuple[tuple[str, Any], ...], ...]
+    scaler: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The captured model, which no plan changes. Ops are in execution order, the optimizer ops last.
+
+    `aliases`: for each further name of a tied parameter, the name that is kept. `segments`: for each parameter that is
+    a segment of a packed one, that one, the dim and the range. `unsupported`: how often operators without a rule occur.
+    `loss` and the optimizer's name: '' where nothing is trained. `result`: the form, in JSON, of the outputs beside the
+    loss, '' for none. `iterations`: of one step.
+    """
+
+    tensors: Mapping[str, PTensor]
+    ops: tuple[Op, ...]
+    factors: Mapping[str, Factor]
+    inputs: tuple[str, ...]
+    loss: str
+    optimizer: Optimizer
+    aliases: Mapping[str, str]
+    unsupported: Mapping[str, int]
+    segments: Mapping[str, tuple[str, int, int, int]] = field(default_factory=dict)
+    result: str = ""
+    iterations: int = 1
+
+    def producers(self) -> dict[str, tuple[Op, int]]:
+        """Return, for each activation, the op that writes it and the number of the output."""
+        return {o.tensor: (op, k) for op in self.forward_ops for k, o in enumerate(op.outputs)}
+
+    def uses(self) -> dict[str, list[tuple[Op, int]]]:
+        """Return, for each pTensor, the forward ops that read it, each with the number of the input, in order."""
+        found: dict[str, list[tuple[Op, int]]] = {name: [] for name in self.tensors}
+        for op in self.forward_ops:
+            for k, operand in enumerate(op.inputs):
+                found[operand.tensor].append((op, k))
+        return found
+
+    @property
+    def forward_ops(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if op.is_forward)
+
+    def origin(self, tensor: str) -> str:
+        """Return the pTensor of which a tensor is a recomputed value or a copy; the tensor itself if it is neither."""
+        return self.tensors[tensor].origin or tensor
+
+    def gradient(self, tensor: str) -> str:
+        """Return the name of the gradient of a pTensor, '' if it has none. Recomputed values share the gradient of the
+        original.
+        """
+        return f"d({self.origin(tensor)})" if tensor and self.tensors[tensor].requires_grad else ""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return the older versions of weights, each with its weight, the younger ones first."""
+        return {t.name: t.origin for t in self.tensors.values() if t.kind == "buffer" and t.origin}
+
+    @property
+    def ages(self) -> dict[str, int]:
+        """Return the age of each trained weight where it is read, in updates."""
+        found = {op.inputs[0].tensor: 0 for op in self.ops if op.kind == "optimizer" and not op.is_write}
+        return {**found, **Counter(self.versions.values())}
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Return the loss of each iteration."""
+        return tuple(later(self.loss, k) for k in range(self.iterations)) if self.loss else ()
+
+    @property
+    def nexts(self) -> dict[str, str]:
+        """Return the weights and buffers of later iterations, each with the tensor that an update makes it of."""
+        made = ((op.outputs[0].tensor, op.inputs[0].tensor) for op in self.ops if not op.is_forward)
+        return {new: old for new, old in made if self.tensors[new].kind == "next"}
+
+    @property
+    def weights(self) -> set[str]:
+        """Return the names of parameters, of their older versions, and of their values in later iterations."""
+        return {t.name for t in self.parameters()} | self.versions.keys() | self.nexts.keys()
+
+    def mirror(self, op: Op) -> Op:
+        """Return the backward op of a forward one.
+
+        y = f(x)  ->  d(x) += d.f(d(y)): input j is the gradient of output j, output k an addend of that of input k.
+        """
+        given, made = ([replace(o, tensor=self.gradient(o.tensor)) for o in some] for some in (op.outputs, op.inputs))
+        sides = tuple(given), tuple(made), op.indices
+        return Op(f"d.{op.name}", op.target, (), (), *sides, kind="backward", module=op.module, of=op.name)
+
+    def parameters(self) -> Iterator[PTensor]:
+        """Yield the trained and frozen parameters in the order of the module."""
+        return (t for t in self.tensors.values() if t.kind == "parameter")
+
+
+def later(name: str, iteration: int) -> str:
+    """Return the name of a tensor or op in an iteration of a step.
+
+    >>> later("h", 0), later("h", 2)
+    ('h', 'h+2')
+    """
+    return f"{name}+{iteration}" if iteration else name
+
+
+def first(name: str) -> str:
+    """Return the name of a tensor or op in the first iteration.
+
+    >>> first("h"), first("h+2")
+    ('h', 'h')
+    """
+    return _LATER.sub("", name)
+
+
+def draw_number(op: str) -> int:
+    """Return the number by which an op's random numbers are drawn: it depends on the op's name only.
+
+    >>> draw_number("dropout_1") == draw_number("dropout_1") != draw_number("dropout_2")
+    True
+    """
+    return int.from_bytes(blake2b(op.encode(), digest_size=6).digest(), "big")
+
+
+def is_named(factor: str, name: str) -> bool:
+    """Return whether a factor has a name, in which `*` stands for any text.
+
+    >>> is_named("h.3.mlp", "h.*.mlp"), is_named("h.3.mlp", "mlp")
+    (True, False)
+    """
+    return factor == name or ("*" in name and fnmatchcase(factor, name))
+
+
+def common_module(modules: Iterable[str]) -> str:
+    """Return the module path that all of these share. Empty paths do not count.
+
+    >>> common_module(["h.0.attn.c_attn", "h.0.ln_1", "", "h.0"])
+    'h.0'
+    """
+    levels = zip(*(module.split(".") for module in modules if module), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
+
+
+def width(dtype: str) -> int:
+    """Return the bytes of an element.
+
+    >>> [width(dtype) for dtype in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn")]
+    [4, 2, 8, 1, 1]
+    """
+    bits = _BITS.search(dtype)
+    return int(bits[0]) // 8 if bits else 1
+
+
+def unread_twins(model: Model) -> frozenset[str]:
+    """Return the recomputed tensors whose values no gradient depends on: only sums read them, and nothing else reads
+    these.
+    """
+    uses, found = model.uses(), set[str]()
+    for op in reversed(model.ops):
+        for output in op.outputs if op.origin else ():
+            readers = [reader for reader, _ in uses[output.tensor]]
+            if all(len(r.linear) == 1 and found.issuperset(o.tensor for o in r.outputs) for r in readers):
+                found.add(output.tensor)
+    return frozenset(found)
+
+
+def without_twins(model: Model) -> Model:
+    """Return the model without recomputed ops, copies, split backwards and older versions of weights."""
+    twins, versions = {op.origin: op for op in model.ops if op.origin}, model.versions
+
+    def plain(op: Op) -> Op:
+        inputs = op.inputs
+        if any(model.tensors[o.tensor].origin for o in inputs):
+            inputs = tuple(replace(o, tensor=model.origin(o.tensor)) for o in inputs)
+        mirrored = twins.get(op.name, op).has_mirror
+        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=mirrored, inputs=inputs)
+
+    kept = (op for op in model.ops if not (op.origin or op.is_copy))
+    kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))
+    ops = tuple(map(plain, kept))
+    return replace(model, tensors={n: t for n, t in model.tensors.items() if not t.origin}, ops=ops)
+
+
+def once(model: Model) -> Model:
+    """Return the model of the first of its iterations."""
+    if model.iterations == 1:
+        return model
+    own = (op for op in model.ops if not op.iteration)
+    ops = tuple(op if op.is_forward else replace(op, outputs=op.inputs[:1]) for op in own)
+    tensors = {name: t for name, t in model.tensors.items() if first(name) == name}
+    inputs = tuple(name for name in model.inputs if name in tensors)
+    return replace(model, tensors=tensors, ops=ops, inputs=inputs, iterations=1)
+
+
+def without_sources(model: Model) -> Model:
+    """Return the model without source lines of its operators."""
+    return replace(model, ops=tuple(replace(op, source="") for op in model.ops))
+
+
+def renamed(model: Model, old: str, new: str) -> Model:
+    """Return the model with a factor renamed."""
+
+    def name(factor: str) -> str:
+        return new if factor == old else factor
+
+    tensors = {n: replace(t, slots=tuple(tuple(map(name, dim)) for dim in t.slots)) for n, t in model.tensors.items()}
+    indices = [tuple(replace(i, factor=name(i.factor)) for i in op.indices) for op in model.ops]
+    passes = [tuple(sorted((name(f), group) for f, group in op.passes)) for op in model.ops]
+    ops = tuple(replace(op, indices=i, passes=p) for op, i, p in zip(model.ops, indices, passes, strict=True))
+    factors = {name(f): replace(factor, name=name(f)) for f, factor in model.factors.items()}
+    return replace(model, tensors=tensors, ops=ops, factors=factors)

@@ -1,0 +1,95 @@
+"""A rank as a whole process: its end, and the report of its failure to the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from superscaler.comm.communicator import PeerLost
+from superscaler.errors import PlanError
+from superscaler.interrupt import begin_rank
+
+# Seconds that a rank stays after another one was lost, so that the launcher sees the lost one first.
+_LINGER = 5.0
+
+
+def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
+    """Call the function as the whole work of this process, then end it, and report a failure to the launcher.
+
+    Errors that a user can cause end the process with one line. With a folder `log`, the launcher prints them instead,
+    and the standard error of all ranks but 0 goes into a file there.
+    """
+    rank = os.environ.get("RANK", "0")
+    if log is not None and rank != "0":
+        file = os.open(log / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(file, sys.stderr.fileno())
+        os.close(file)
+    begin_rank()
+    sys.excepthook = partial(_end, log is not None)
+    record(lambda: _after_linger(function, log is not None), _Brief())()
+    _exit(0)
+
+
+class _Brief(ErrorHandler):
+    """An error handler that records only the text of an error that a user can cause; torchrun shows it for every
+    rank.
+    """
+
+    def record_exception(self, e: BaseException) -> None:
+        if isinstance(e, PlanError):
+            e = e.with_traceback(None)
+            e.__cause__, e.__suppress_context__ = None, True
+        super().record_exception(e)
+
+
+def answer(folder: Path, module: str, name: str, *arguments: str) -> None:
+    """Call a function of a module as a whole process, and write its result into the folder of `launch.call`."""
+
+    def work() -> None:
+        found = getattr(import_module(module), name)(*arguments)
+        (folder / f"result{os.environ['RANK']}").write_text(json.dumps(found))
+
+    run_rank(work, log=folder)
+
+
+def _after_linger(function: Callable[[], None], is_said: bool) -> None:
+    try:
+        function()
+    except PeerLost as error:
+        # At once: a launcher that loses the others too ends this process.
+        if not is_said:
+            print(f"error: {error}", file=sys.__stderr__, flush=True)
+        time.sleep(_LINGER)
+        raise
+
+
+def _end(is_said: bool, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End the process at once: destroying process groups whose peers are gone may abort or hang."""
+    # torch.distributed wraps this hook and holds back what goes to sys.stderr until it returns.
+    terminal = sys.__stderr__
+    if not isinstance(error, PlanError):
+        traceback.print_exception(kind, error, trace, file=terminal)
+    elif not is_said and kind is not PeerLost:
+        print(f"error: {error}", file=terminal)
+    _exit(error.exit_code if isinstance(error, PlanError) else 1)
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process without the interpreter's own teardown, in which threads of torch may abort it."""
+    for stream in (sys.stdout, sys.__stderr__):
+        if stream is not None:
+            with suppress(OSError):
+                stream.flush()
+    os._exit(code)

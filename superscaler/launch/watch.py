@@ -1,0 +1,185 @@
+"""The watchdog of a rank under torchrun: no rank waits for one that hangs or was stopped, or outlives its launcher.
+
+It is a thread that reads the position of the rank's own thread: its line of the plan's code, and whether it waits there
+for other ranks. Each rank publishes its position every second, and watches that of the next rank.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from superscaler.comm import communicator, distributed
+from superscaler.errors import RuntimeFailure
+
+# Seconds between two looks; without a word from a rank until it is lost; that an instruction may take at least, in the
+# first step, and as a multiple of the longest one before.
+LOOK, SILENCE, LEAST, FIRST, TIMES = 1.0, 15.0, 20.0, 600.0, 20.0
+# In these files a rank waits for others.
+_WAITS = (communicator.__file__, distributed.__file__)
+
+Progress = tuple[int, int]
+
+
+class Store(Protocol):
+    """A store that ranks share: a `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str) -> Any: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass
+class Spot:
+    """The position of a rank: the step, the number of segments run, a line of the plan's code (0: none), whether it
+    waits there, and since when.
+    """
+
+    step: int = 0
+    works: int = 0
+    line: int = 0
+    is_waiting: bool = False
+    since: float = 0.0
+    text: str = "outside of the plan"
+
+
+class Watch:
+    """A watch over the thread that made it. `folder`: of the plan's code. `progress`: returns the number of steps and
+    of segments done.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int, folder: str, progress: Callable[[], Progress]) -> None:
+        self._store, self._rank, self._world = store, rank, world
+        self._folder, self._progress = folder, progress
+        self._thread, self._parent = threading.get_ident(), os.getppid()
+        self._spot, self._longest = Spot(since=time.monotonic()), 0.0
+        self._next, self._word, self._heard = (rank + 1) % world, b"", 0.0
+        # Looks since the store last answered: a process that was stopped itself has not looked.
+        self._silent = 0
+        # The launcher's folder, for where this rank was if it is killed.
+        self.log: Path | None = None
+        self._end = threading.Event()
+
+    def close(self) -> None:
+        self._end.set()
+        self._store.set(f"watch{self._rank}", "closed")
+
+    def start(self) -> None:
+        # A store whose server is lost answers nothing, not even that.
+        for function in (self._run, self._talk):
+            threading.Thread(target=function, name="watch", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._end.wait(LOOK):
+            if os.getppid() != self._parent:
+                # Nobody is left to tell.
+                os._exit(1)
+            self._look()
+            if self.log is not None:
+                with suppress(OSError):
+                    (self.log / f"at{self._rank}").write_text(self._spot.text)
+            self._silent += 1
+            if self._silent * LOOK > SILENCE:
+                where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                _fail(
+                    f"rank {self._rank} on {socket.gethostname()} lost the store of this launch, {where}: it has not "
+                    f"answered for {self._silent * LOOK:.0f} s. That server is lost, its launcher has ended, or the "
+                    f"network; this rank is at {self._spot.text}."
+                )
+
+    def _talk(self) -> None:
+        beats = 0
+        while not self._end.wait(LOOK):
+            beats += 1
+            word = {"beat": beats, "text": self._spot.text, "host": socket.gethostname(), "pid": os.getpid()}
+            try:
+                self._store.set(f"watch{self._rank}", json.dumps(word))
+                self._listen()
+            except RuntimeError:
+                # The launcher, which keeps the store, is ending.
+                continue
+            self._silent = 0
+
+    def _look(self) -> None:
+        frame, is_waiting = sys._current_frames().get(self._thread), False
+        while frame is not None and not self._is_plan(frame):
+            is_waiting |= frame.f_code.co_filename in _WAITS
+            frame = frame.f_back
+        line, now, spot, (step, works) = frame.f_lineno if frame else 0, time.monotonic(), self._spot, self._progress()
+        if (step, works, line, is_waiting) != (spot.step, spot.works, spot.line, spot.is_waiting):
+            if spot.line and not spot.is_waiting:
+                self._longest = max(self._longest, now - spot.since)
+            self._spot = Spot(step, works, line, is_waiting, now, self._text(frame) if frame else Spot.text)
+            return
+        limit = max(LEAST, TIMES * self._longest) if step else FIRST
+        if line and not is_waiting and now - spot.since > limit:
+            _fail(
+                f"rank {self._rank} hangs: it has been at {spot.text} in step {step} for {now - spot.since:.0f} s; no "
+                f"instruction took more than {self._longest:.0f} s before."
+            )
+
+    def _is_plan(self, frame: FrameType) -> bool:
+        name = frame.f_code.co_filename
+        return name.startswith(self._folder) and os.path.basename(name).startswith("program")
+
+    @staticmethod
+    def _text(frame: FrameType) -> str:
+        name = frame.f_code.co_filename
+        return f"{os.path.basename(name)}:{frame.f_lineno} ({linecache.getline(name, frame.f_lineno).strip()[:120]})"
+
+    def _listen(self) -> None:
+        """Raise the alarm if the next rank has published nothing new for long."""
+        key, now = f"watch{self._next}", time.monotonic()
+        word = self._store.get(key) if self._world > 1 and self._store.check([key]) else b"closed"
+        if word != self._word or word == b"closed":
+            self._word, self._heard = word, now
+        elif now - self._heard > SILENCE:
+            last = json.loads(word)
+            _fail(
+                f"rank {self._next} on {last['host']} does not answer: it said nothing for {now - self._heard:.0f} s, "
+                f"and was at {last['text']} then; rank {self._rank} is at {self._spot.text}.",
+                last["pid"] if last["host"] == socket.gethostname() else None,
+            )
+
+
+def watch(rank: int, world: int, folder: str, progress: Callable[[], Progress], start: str) -> Watch | None:
+    """Watch the calling thread, if torchrun started this process. `start` is the name of this start of all ranks."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    found = Watch(PrefixStore(start, store), rank, world, folder, progress)
+    found.start()
+    return found
+
+
+def _fail(text: str, other: int | None = None) -> NoReturn:
+    """End the process, whose own thread cannot, and a stopped one, which does not hear SIGTERM; report to the
+    launcher.
+    """
+    try:
+        raise RuntimeFailure(text)
+    except RuntimeFailure as error:
+        # While it is handled: of others torchrun shows nothing.
+        get_error_handler().record_exception(error)
+        if other is not None:
+            with suppress(OSError):
+                os.kill(other, signal.SIGKILL)
+        sys.excepthook(RuntimeFailure, error, None)
+    os._exit(1)

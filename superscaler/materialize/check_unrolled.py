@@ -1,0 +1,301 @@
+"""A proof that code with loops is the code of all microbatches: each value is made once, before it is read and freed,
+and no work is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.codes import NONE, Loop, Rolled
+from superscaler.ir.fold import Folded
+from superscaler.ir.graph import Group
+from superscaler.ir.grid import Ints
+from superscaler.ir.program import (
+    ONE,
+    Backward,
+    Collective,
+    Device,
+    Forward,
+    Free,
+    Instruction,
+    Loss,
+    Program,
+    Recv,
+    Send,
+    Value,
+    reads,
+    writes,
+)  # fmt: skip
+from superscaler.ir.rendezvous import check_rendezvous
+from superscaler.materialize.loops import Aperiodic, find_shape, roll
+from superscaler.schedule.dependencies import Schedule
+from superscaler.schedule.segments import Segment
+from superscaler.schedule.steady_state import SteadyState
+
+MADE, READ, FREED = range(3)
+
+
+@dataclass(frozen=True)
+class Uses:
+    """A table of all uses of values on a device [rows]: value family, role (MADE, READ or FREED), microbatch, time.
+
+    A family is a value without its microbatch. Forward and backward work counts as a value that is made.
+    """
+
+    families: dict[Hashable, int]
+    family: Ints
+    role: Ints
+    microbatch: Ints
+    time: Ints
+
+    @staticmethod
+    def of(code: Rolled, told: Told) -> Uses:
+        return Uses(told.families, *np.concatenate(list(_rows(code, told))).T)
+
+    def key(self, role: int) -> tuple[Ints, Ints]:
+        """Return, for each use in a role, the value as one number, and the time."""
+        own = self.role == role
+        return self.family[own] * self.width + self.microbatch[own] + 1, self.time[own]
+
+    @cached_property
+    def width(self) -> int:
+        return 1 << 24
+
+    def check(self) -> None:
+        """Raise Aperiodic if a value is made twice, read before it is made, or read after it is freed."""
+        made, when = self.key(MADE)
+        order = np.lexsort((when, made))
+        made, when = made[order], when[order]
+        first = np.append(True, made[1:] != made[:-1])
+        if (made[~first] % self.width != 0).any():
+            raise Aperiodic
+        made, when = made[first], when[first]
+        freed, end = self.key(FREED)
+        if len(np.unique(freed)) < len(freed):
+            raise Aperiodic
+        for some, time in (self.key(READ), (freed, end)):
+            at = np.searchsorted(made, some)
+            if (at >= len(made)).any() or (made[at] != some).any() or (when[at] >= time).any():
+                raise Aperiodic
+        last = np.full(len(made), np.iinfo(np.int64).max)
+        last[np.searchsorted(made, freed)] = end
+        read, time = self.key(READ)
+        if (last[np.searchsorted(made, read)] <= time).any():
+            raise Aperiodic
+
+    def counts(self) -> Ints:
+        """Return the number of microbatches in which each value is made, read and freed [values, roles]."""
+        found = np.zeros((len(self.families), 3), dtype=np.int64)
+        for role in (MADE, READ, FREED):
+            distinct = np.unique(self.key(role)[0])
+            found[:, role] = np.bincount(distinct // self.width, minlength=len(self.families))
+        return found
+
+
+class Told:
+    """A cache: instruction -> rows (value family, role, microbatch). Rolled and plain code share instructions, so each
+    is looked up once.
+    """
+
+    def __init__(self) -> None:
+        self.families: dict[Hashable, int] = {}
+        self._known: dict[int, tuple[Instruction, list[int]]] = {}
+
+    def rows(self, code: Sequence[Instruction]) -> Ints:
+        """Return the uses of instructions [uses, 4]: value family, role, microbatch, position of the instruction."""
+        found = list[int]()
+        counts = list[int]()
+        for i in code:
+            if id(i) not in self._known:
+                numbers = self.families
+                of = ((numbers.setdefault(name, len(numbers)), role, at) for name, role, at in uses(i))
+                self._known[id(i)] = i, [n for some in of for n in some]
+            found += (own := self._known[id(i)][1])
+            counts.append(len(own) // 3)
+        where = np.repeat(np.arange(len(counts)), counts)
+        return np.column_stack([np.array(found, dtype=np.int64).reshape(-1, 3), where])
+
+
+def _rows(code: Rolled, told: Told) -> Iterator[Ints]:
+    """Yield the uses of code [uses, 4], repetition by repetition: value family, role, microbatch, time."""
+    time = 0
+    for run in code.runs:
+        first, second, count = (run.first, run.second, run.count) if isinstance(run, Loop) else (run, run, 1)
+        one, other = told.rows(first), told.rows(second)
+        step = other - one
+        step[:, -1] = len(first)
+        found = one + step * np.arange(count)[:, None, None]
+        found[..., -1] += time
+        yield found.reshape(-1, 4)
+        time += len(run)
+
+
+def uses(i: Instruction) -> Iterator[tuple[Hashable, int, int]]:
+    """Yield (value family, role, microbatch) for all values of an instruction."""
+    for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, i.names if isinstance(i, Free) else ())):
+        yield from ((_family(v), role, v.microbatch) for v in some if v != ONE)
+    if isinstance(i, Forward | Backward):
+        yield Work(type(i), getattr(i, "half", ""), i.task.segment, i.task.part), MADE, i.task.microbatch
+
+
+class Work(NamedTuple):
+    """A task without its microbatch."""
+
+    kind: type
+    half: str
+    segment: int
+    part: int
+
+
+def _family(v: Value) -> Hashable:
+    return (v.name, v.is_gradient, v.part, v.slice, v.is_handle, v.number)
+
+
+def check_whole(before: Uses, after: Uses, counts: tuple[int, int]) -> None:
+    """Raise Aperiodic if code with loops misses a microbatch. `counts`: microbatches in the compiled code (`before`),
+    and in all (`after`).
+    """
+    after.check()
+    if (after.microbatch >= counts[1]).any():
+        raise Aperiodic
+    some, all_of = before.counts(), after.counts()
+    # What is of all microbatches stays so, and what is read or freed of each that is made.
+    if (all_of[some == counts[0]] != counts[1]).any():
+        raise Aperiodic
+    for role in (READ, FREED):
+        was = some[:, role] == some[:, MADE]
+        if (all_of[was, role] != all_of[was, MADE]).any():
+            raise Aperiodic
+
+
+def _with_loss(code: Rolled, made: Uses) -> Rolled:
+    """Return code whose loss counts the parts of all microbatches; equal parts stay in the order in which they are
+    made.
+    """
+    *rest, (*last, loss) = code.runs
+    assert isinstance(loss, Loss)
+    if not loss.parts:
+        return code
+    pairs = list(zip(map(_family, loss.parts), zip(loss.counted, loss.of or loss.counted, strict=True), strict=True))
+    told = dict(pairs)
+    is_emitted = all(told[name] == own for name, own in pairs)
+    if not is_emitted or any(v.microbatch == NONE for v in loss.parts):
+        raise Aperiodic
+    known = {made.families[name]: like for name, like in ((_family(v), v) for v in loss.parts)}
+    own = (made.role == MADE) & np.isin(made.family, list(known))
+    order = np.lexsort((made.time[own], made.family[own]))
+    ordered = zip(made.family[own][order].tolist(), made.microbatch[own][order].tolist(), strict=True)
+    parts = tuple(known[name]._replace(microbatch=at) for name, at in ordered)
+    counted, of = zip(*(told[_family(v)] for v in parts), strict=True)
+    loss = replace(loss, parts=parts, counted=counted, of=of if loss.of else ())
+    return Rolled((*rest, (*last, loss)))
+
+
+def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program:
+    """Return the program of all microbatches from the program of the first ones. Raises Aperiodic where these do not
+    determine it.
+    """
+    devices, found = program.devices, dict[int, Device]()
+    groups = _groups(program)
+    for samples in groups:
+        first = samples[0]
+        shape = find_shape(first.instructions, steady.period, steady.total - steady.few)
+        for device in samples:
+            repeated = roll(device.instructions, shape, steady.added, steady.period)
+            # All names are those of the first one.
+            if device is first:
+                told = Told()
+                made = Uses.of(repeated, told)
+            code = _with_loss(repeated, made)
+            if device is first:
+                made = made if code is repeated else Uses.of(code, told)
+                check_whole(Uses.of(Rolled((tuple(device.instructions),)), told), made, (steady.few, steady.total))
+                _check_orders(steady, schedule, made)
+            found[device.rank] = replace(device, instructions=code)
+    if isinstance(devices, Folded):
+        idle = found.get(devices.idle.rank, devices.idle)
+        devices = replace(devices, compiled={rank: found[rank] for rank in devices.compiled}, idle=idle)
+    else:
+        devices = tuple(found[device.rank] for device in devices)
+    whole = replace(program, devices=devices)
+    _check_meetings(whole)
+    return whole
+
+
+def _groups(program: Program) -> Iterator[list[Device]]:
+    """Yield the compiled devices in groups that run the same program."""
+    devices = program.devices
+    if isinstance(devices, Folded):
+        yield from ([devices.compiled[d] for d in devices.fold.samples(b)] for b in range(len(devices.fold.devices)))
+    else:
+        yield from ([device] for device in devices)
+
+
+def _check_meetings(program: Program) -> None:
+    """Raise Aperiodic if the communication of all devices does not meet."""
+
+    def only(device: Device) -> Device:
+        assert isinstance(device.instructions, Rolled)
+        return replace(device, instructions=device.instructions.changed(_meeting))
+
+    devices = program.devices
+    if isinstance(devices, Folded):
+        devices = replace(devices, compiled={rank: only(device) for rank, device in devices.compiled.items()})
+    else:
+        devices = tuple(map(only, devices))
+    try:
+        check_rendezvous(replace(program, devices=devices))
+    except ScheduleError:
+        raise Aperiodic from None
+
+
+def _meeting(i: Instruction) -> Instruction | None:
+    """Return the communication of an instruction without its values, which move; None if it communicates with
+    nobody.
+    """
+    if isinstance(i, Collective):
+        return replace(i, works=(), sources=(), ways=(), notes=())
+    return replace(i, source=ONE) if isinstance(i, Send) else replace(i, work=ONE) if isinstance(i, Recv) else None
+
+
+def _check_orders(steady: SteadyState, schedule: Schedule, made: Uses) -> None:
+    """Raise Aperiodic if a device does its work in another order than the plan asks for."""
+    segment_of = {op.name: s for s in schedule.segments for op in s.ops}
+    segment_of |= {m.name: segment_of[name] for name, m in schedule.edges.mirrors.items()}
+    ends = _ends(made, schedule.segments, steady.total)
+
+    def ends_of(group: Group) -> tuple[Ints, Ints] | None:
+        some = {segment_of[name].number: segment_of[name] for name, _ in group.members if name in segment_of}
+        kinds = ((k, s.number) for s in some.values() for k in (s.backwards if group.kind == "B" else group.kind))
+        found = [ends[work] for work in kinds if work in ends]
+        return (np.min([first for first, _ in found], 0), np.max([last for _, last in found], 0)) if found else None
+
+    known = [ends_of(group) for group in steady.works]
+    for (before, one), (after, other) in steady.orders:
+        first, second = known[before], known[after]
+        if first and second and first[1][one] >= second[0][other]:
+            raise Aperiodic
+
+
+def _ends(made: Uses, segments: Sequence[Segment], total: int) -> dict[tuple[str, int], tuple[Ints, Ints]]:
+    """Return the first and the last time of each kind of work of a segment, by microbatch [total]."""
+    never = np.iinfo(np.int64).max
+    found: dict[tuple[str, int], tuple[Ints, Ints]] = {}
+    works = {number: name for name, number in made.families.items() if isinstance(name, Work)}
+    own = np.isin(made.family, list(works)) & (made.microbatch != NONE)
+    rows = np.stack([made.family, made.microbatch, made.time])[:, own]
+    for number, work in works.items():
+        halves = {"input": "I", "weight": "W"}
+        whole = "F" if work.kind is Forward else next(iter(segments[work.segment].given.values()), "B")
+        kind = halves.get(work.half, whole), work.segment
+        first, last = found.setdefault(kind, (np.full(total, never), np.full(total, -1)))
+        _, at, time = rows[:, rows[0] == number]
+        np.minimum.at(first, at, time)
+        np.maximum.at(last, at, time)
+    return found

@@ -1,0 +1,79 @@
+"""Folded devices: the compiled samples, checked to determine the code of all other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from superscaler.ir.fold import Fold, Folded, Unfoldable
+from superscaler.ir.program import FIELDS, Collective, Device, Instruction, Recv, Role, Send
+
+
+def fold_devices(devices: Sequence[Device], fold: Fold) -> Folded:
+    """Return all devices of a plan from its sampled ones.
+
+    Raises Unfoldable if the samples of a base run different programs, or a message leaves its place.
+    """
+    compiled: dict[int, Device] = {}
+    for base in range(len(fold.devices)):
+        first, *others = (devices[d] for d in fold.samples(base))
+        for i in first.instructions:
+            _check_peers(i, first.rank, fold)
+        for axis, other in enumerate(others):
+            if not _is_alike(first, other) or not _meet(first, other, fold):
+                raise Unfoldable(axis)
+            compiled[other.rank] = other
+        compiled[first.rank] = first
+    idle = next((d for d in devices if d.rank not in fold.places), devices[0])
+    return Folded(fold, compiled, idle, len(devices))
+
+
+def _check_peers(i: Instruction, rank: int, fold: Fold) -> None:
+    """Check that sends stay at their place, and that the group of a collective stays at its place or is a whole
+    line.
+    """
+    if isinstance(i, Send | Recv) and (spanned := fold.spanned([rank, i.peer])):
+        raise Unfoldable(spanned[0])
+    if isinstance(i, Collective):
+        for axis in fold.spanned(i.group):
+            lines: dict[tuple[int, ...], set[int]] = {}
+            for device in i.group:
+                base, *place = fold.places[device]
+                lines.setdefault((base, *place[:axis], *place[axis + 1 :]), set()).add(place[axis])
+            if any(len(line) != fold.widths[axis] for line in lines.values()):
+                raise Unfoldable(axis)
+
+
+def _meet(first: Device, other: Device, fold: Fold) -> bool:
+    """Return whether two devices with the same program communicate with the peers that their places ask for."""
+    at = fold.place(other.rank)
+    for a, b in zip(first.instructions, other.instructions, strict=True):
+        if isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and fold.move([a.peer], at) != (b.peer,):
+            return False
+        if isinstance(a, Collective) and isinstance(b, Collective):
+            # The order of a group is that of chunks; where there are none, only the source of a broadcast comes first.
+            ordered = {"all_reduce": 0, "broadcast": 1}.get(a.kind, len(a.group))
+            one, two = ((*g[:ordered], *sorted(g[ordered:])) for g in (fold.move(a.group, at), b.group))
+            if one != two:
+                return False
+    return True
+
+
+def _is_alike(first: Device, other: Device) -> bool:
+    """Return whether two devices run the same program but for names and data."""
+    if len(first.instructions) != len(other.instructions) or len(first.weights) != len(other.weights):
+        return False
+    if any(
+        (a.name, a.tensor, a.trained) != (b.name, b.tensor, b.trained)
+        for a, b in zip(first.weights, other.weights, strict=True)
+    ):
+        return False
+    return all(map(_is_same, first.instructions, other.instructions))
+
+
+def _is_same(a: Instruction, b: Instruction) -> bool:
+    """Return whether two instructions differ at most in fields that move along a fold."""
+    kept = (name for role in _KEPT for name in FIELDS[type(a), role])
+    return type(a) is type(b) and all(getattr(a, name) == getattr(b, name) for name in kept)
+
+
+_KEPT = (None, Role.READ, Role.WRITE, Role.END)

@@ -1,0 +1,98 @@
+"""Plans along one axis of a mesh, and their products: `data_parallel:2 x tensor_parallel:4`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, NamedTuple, Protocol, cast
+
+from superscaler.errors import InputError
+from superscaler.verbs import Cluster, Graph, Mesh, op_assign, sprogram
+
+SProgram = Callable[..., None]
+
+
+class MeshAxis(NamedTuple):
+    """The mesh axis of a factor of a product, given to it in the place of a cluster: its name, and its size, cut by
+    server and then inside of each.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+
+
+class AlongAxis(Protocol):
+    """A plan along one axis: a whole one, given a cluster; a factor of a product, given a `MeshAxis`."""
+
+    cut: SProgram
+    turn: tuple[int, bool]
+
+    def __call__(self, graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None: ...
+
+
+def along_axis(
+    *, first: bool = False, batches: bool = False, again: bool = False, last: bool = False, nests: bool = False
+) -> Callable[[SProgram], AlongAxis]:
+    """Make an sProgram of `cut(graph, n, axis, **options)`, which cuts ops into `n` along the mesh axis of that name.
+
+    It assigns nothing: alone it gets all devices as one axis, in a product its share of them. Ops that no plan of a
+    product cuts are replicated; updates that none cuts follow the readers of their weight. The order in a product does
+    not depend on where a plan is written: `first` is for plans that replace ops, `batches` for plans that make
+    microbatches, which others cut further, `again` for recomputation, `last` for plans that follow the cuts of others
+    (`graph.follow`). `nests`: cutting into a and then into b equals cutting into a * b, and is done so on several
+    servers. `.cut` is the function itself.
+
+    @ss.along_axis(nests=True)
+    def data_parallel(graph, n, axis):
+        ss.op_trans(graph, graph.forward_ops, ss.Split("batch", n, axis=axis))
+    """
+
+    def decorate(cut: SProgram) -> AlongAxis:
+        @functools.wraps(cut)
+        def run(graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None:
+            if isinstance(cluster, MeshAxis):
+                for n in cluster.sizes if nests else [prod(cluster.sizes)]:
+                    cut(graph, n, cluster.name, **options)
+            else:
+                _multiply(graph, cluster.mesh(**{cut.__name__: -1}), {cut.__name__: functools.partial(run, **options)})
+
+        graph, _, _, *rest = inspect.signature(cut).parameters.values()
+        signature = inspect.Signature([graph, graph.replace(name="cluster"), *rest])
+        vars(run).update(__signature__=signature, cut=cut, turn=(2 * last + again - first, not batches))
+        return cast(AlongAxis, sprogram(run))
+
+    return decorate
+
+
+def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
+    """Return the sProgram that cuts along several axes, the outer first: per name the size (-1: what the others leave)
+    and the plan along it. Raises InputError for a plan that is not along one axis.
+    """
+    whole = [name for name, (_, plan) in terms.items() if _mark(plan, "cut") is None]
+    if whole:
+        raise InputError(f"'{spec}': {whole[0]} says where everything is; only plans along one axis have a product.")
+
+    def run(graph: Graph, cluster: Cluster) -> None:
+        mesh = cluster.mesh(**{name: size for name, (size, _) in terms.items()})
+        _multiply(graph, mesh, {name: plan for name, (_, plan) in terms.items()})
+
+    run.__name__ = spec
+    return run
+
+
+def _multiply(graph: Graph, mesh: Mesh, plans: Mapping[str, SProgram]) -> None:
+    for name, plan in sorted(plans.items(), key=lambda item: _mark(item[1], "turn")):
+        plan(graph, MeshAxis(name, mesh.by_server(name)))
+    # Copies that none cuts are where they are read; on the hosts of their devices, if a plan says so.
+    hosted = [op for op in graph.ops if op.name in graph.hosted]
+    chosen = (op for op in graph.ops if (op.is_forward and not op.is_copy) or graph.grids[op.name].is_touched)
+    op_assign(graph, list(chosen), mesh)
+    if hosted:
+        op_assign(graph, hosted, "host")
+
+
+def _mark(plan: SProgram, name: str) -> Any:
+    """Return the mark of a plan, with options or without."""
+    return getattr(getattr(plan, "func", plan), name, None)

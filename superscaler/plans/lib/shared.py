@@ -1,0 +1,359 @@
+"""Helpers of several plans, written in the verbs: tensor-parallel factors and balanced stages."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from math import gcd, prod
+
+import numpy as np
+
+from superscaler.errors import divisors
+from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate, Split, op_trans
+
+
+def layers(graph: Graph) -> list[Block]:
+    """Return the blocks that are trained; where the modules that repeat inside one have most of its FLOPs, and several
+    products each, those instead (the layers of a stage of layers).
+    """
+    found: list[Block] = []
+    for block in graph.blocks:
+        inner: dict[str, list[Op]] = {}
+        for op in block.ops:
+            if own := re.match(rf"{re.escape(block.path)}\.(.*?\.)?\d+(?=\.|$)", op.module):
+                inner.setdefault(own[0], []).append(op)
+        inner = {path: ops for path, ops in inner.items() if sum(op.flops > 0 for op in ops) > 1}
+        is_most = 2 * sum(op.flops for ops in inner.values() for op in ops) > sum(op.flops for op in block.ops)
+        found += [Block(path, tuple(ops)) for path, ops in inner.items()] if is_most else [block]
+    return [block for block in found if any(op.has_mirror or op.region for op in block.ops)]
+
+
+def stretches(graph: Graph) -> list[tuple[str, list[Op]]]:
+    """Return the forward ops in order: those of each layer with its path, and those between layers with none."""
+    layer_of = {op.name: layer.path for layer in layers(graph) for op in layer.ops}
+    found: dict[tuple[str, int], list[Op]] = {}
+    for op in graph.forward_ops:
+        path = layer_of.get(op.name, "")
+        found.setdefault((path, 0 if path else len({path for path, _ in found})), []).append(op)
+    return [(path, ops) for (path, _), ops in found.items()]
+
+
+def made_for(graph: Graph, core: Iterable[Op], among: Collection[str]) -> list[Op]:
+    """Return ops, and those `among` others whose results only these read, and so on back to what more ops read."""
+    uses, inside = graph.uses, {op.name for op in core}
+    for op in reversed(graph.forward_ops):
+        readers = [reader.name for o in op.outputs for reader, _ in uses[o.tensor]]
+        if readers and inside.issuperset(readers) and not op.from_data and op.name in among:
+            inside.add(op.name)
+    return [op for op in graph.forward_ops if op.name in inside]
+
+
+def attentions(graph: Graph, plan: str) -> list[Op]:
+    """Return the ops that are a whole attention. Raises InputError where there is none."""
+    found = [op for op in graph.forward_ops if "attention" in op.target]
+    if not found:
+        raise InputError(
+            f"{plan} needs attention in one op (torch's scaled_dot_product_attention), but this model has none; "
+            "choose a plan that cuts other factors."
+        )
+    return found
+
+
+def is_staged(graph: Graph) -> bool:
+    """Tell whether a pipeline has cut the model into stages."""
+    return any(axis.is_stage for op in graph.forward_ops for axis in graph.grids[op.name].axes)
+
+
+def keys_of(graph: Graph, attention: Op) -> tuple[str, ...]:
+    """Return the factors along which the keys of an attention are."""
+    return graph.model.tensors[attention.inputs[1].tensor].slots[-2]
+
+
+def sequences(graph: Graph, plan: str, count: int, parts: str = "devices") -> list[str]:
+    """Return the factors along which the blocks carry tokens from one to the next.
+
+    For each block, this is the first factor of its result that is not the batch, that no weight of the block has, and
+    that `count` divides. `parts`: the name of the counted things, for errors.
+    """
+    found, weights = dict[str, None](), graph.model.weights
+    for block in graph.blocks:
+        read = [graph.model.tensors[o.tensor] for op in block.ops for o in op.inputs if o.tensor in weights]
+        own = {f for tensor in read for dim in tensor.slots for f in dim} | {"batch"}
+        given = graph.model.tensors[block.ops[-1].outputs[0].tensor].slots
+        tokens = [f for dim in given for f in dim if f not in own]
+        fitting = [f for f in tokens if graph.factors[f].size % count == 0]
+        if not fitting:
+            sizes = ", ".join(f"{f} of {graph.factors[f].size}" for f in tokens) or "nothing but batch and hidden"
+            raise InputError(
+                f"{plan} over {count} {parts} cuts the tokens that {block.path} gives, which are along {sizes}; choose "
+                f"a number of {parts} that divides one of these."
+            )
+        found.setdefault(fitting[0])
+    if not found:
+        raise InputError(
+            f"{plan} cuts the tokens that repeated blocks give each other, but this model has no such blocks."
+        )
+    return list(found)
+
+
+def reads_ahead(graph: Graph, op: Op, factors: Sequence[str]) -> str:
+    """Return the tensor that an op reads of all tokens although its part needs only some; '' if there is none.
+
+    Cut along the first of the factors that it has, an op reads all of the others, and all of that factor at another
+    index, unless it reads no further than it is cut itself.
+    """
+    first = next((i for f in factors if (i := op.find(f)) is not None), None)
+    for operand in op.inputs:
+        own = [f for dim in graph.model.tensors[operand.tensor].slots for f in dim]
+        for factor, i in zip(own, operand.slots, strict=True):
+            if factor in factors and (first is None or i is None or first not in (i, op.indices[i].until)):
+                return operand.tensor
+    return ""
+
+
+def along(op: Op, factors: Iterable[str]) -> str:
+    """Return the first factor along which an op gives its result, else over which it sums; '' if there is none."""
+    given = {op.indices[i].factor for o in op.outputs for i in o.slots if i is not None}
+    own = [f for f in factors if op.find(f) is not None or f in dict(op.passes)]
+    return next((f for f in own if f in given), next(iter(own), ""))
+
+
+def joined(ops: Iterable[Op]) -> list[list[Op]]:
+    """Return ops in groups: those that read what another one makes are in one."""
+    found: dict[int, list[Op]] = {}
+    for number, op in enumerate(ops):
+        read = {o.tensor for o in op.inputs}
+        own = [n for n, group in found.items() if any(o.tensor in read for other in group for o in other.outputs)]
+        found[number] = [*itertools.chain(*(found.pop(n) for n in own)), op]
+    return list(found.values())
+
+
+def decompose_losses(graph: Graph, parts: int) -> None:
+    """Put steps in the place of losses over the classes that `tensor_splits` cuts a head on, where nothing else needs
+    these whole: then it cuts what is between head and loss, too, and what looks up the head's weight.
+    """
+    for factor in dict.fromkeys(_outer_factors(graph, parts).values()) if parts > 1 else ():
+        _, whole = _with(graph, factor)
+        if whole and all(Decompose.has_steps(op, factor) for op in whole):
+            op_trans(graph, whole, Decompose())
+
+
+def tensor_splits(
+    graph: Graph, parts: int, axis: str = "", in_blocks: bool = True, lookups: bool = False
+) -> dict[str, list[Split | Replicate]]:
+    """Return the splits of each op under tensor parallelism into `parts` along a mesh axis, found from the factors; or
+    of those outside the blocks only.
+
+    A factor of a block is tensor parallel if one weight op of the block makes it and a later one of the same block
+    sums over it (or one op with two weights does both: experts), nothing in the block needs it whole, and the block's
+    result does not carry it. Grouped-query heads are two such factors, which are cut one after the other. Outside the
+    blocks, products with a weight are cut on the weight's own dim, and `lookups` in one on its rows; where nothing
+    needs these whole (`decompose_losses`), so are all ops that have them.
+
+    Ops of a block that have only some of these factors (keys and values of grouped queries) are replicated along the
+    others, and each replica's mirror reads only what its own queries send: then the gradients of what queries, keys and
+    values read are all of one kind, and are summed together.
+    """
+    splits = _inner_splits(graph, parts) if in_blocks else {}
+    outer = {name: factor for name, factor in _outer_factors(graph, parts, lookups).items() if name not in splits}
+    inside = splits.keys() | {op.name for block in graph.blocks for op in block.ops}
+    for factor in dict.fromkeys(outer.values()):
+        own, whole = _with(graph, factor)
+        is_free = not whole and not any(op.name in inside for op in own)
+        splits |= {op.name: [Split(factor, parts)] for op in own if is_free or outer.get(op.name) == factor}
+    uses = graph.uses
+    for op in reversed(graph.forward_ops):
+        # Casts and transposes of a weight are cut as what reads them.
+        readers = [splits.get(r.name) for o in op.outputs for r, _ in uses[o.tensor]] if op.from_weights else []
+        if op.name not in splits and readers and readers[0] and all(cut == readers[0] for cut in readers):
+            splits[op.name] = readers[0]
+    if parts > 1 and not splits and not in_blocks:
+        raise InputError(f"{parts} devices divide nothing outside the blocks of this model; choose pipeline_1f1b.")
+    if parts > 1 and not splits:
+        raise undivided(graph, parts)
+    return {op.name: [_cut(op, s, axis) for s in splits[op.name]] for op in graph.forward_ops if op.name in splits}
+
+
+def undivided(graph: Graph, parts: int) -> InputError:
+    """Return the error for a number of parts that divides no factor of tensor parallelism."""
+    weights = _weights_of(graph)
+    sizes = sorted({f"{f} of size {graph.factors[f].size}" for o in _scopes(graph) for f in _candidates(weights, o)})
+    shown = ", ".join(sizes[:6]) or "none"
+    return InputError(f"tensor parallelism into {parts} parts divides no factor of this model: {shown}.")
+
+
+def _weights_of(graph: Graph) -> set[str]:
+    return graph.model.weights | {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
+
+
+def _scopes(graph: Graph) -> list[tuple[Op, ...]]:
+    return [block.ops for block in graph.blocks] + [graph.forward_ops]
+
+
+def _inner_splits(graph: Graph, parts: int) -> dict[str, list[Split]]:
+    """Return the splits of the ops of each block, of those of a model without any as if it were one."""
+    splits: dict[str, list[Split]] = {}
+    weights, scopes = _weights_of(graph), _scopes(graph)
+    for ops in scopes:
+        ops = tuple(op for op in ops if op.name not in splits)
+        if ops is scopes[-1] and splits:
+            break
+        for chain in _chains(ops, _candidates(weights, ops), parts):
+            names = {f for s in chain for f in s.factors}
+            for op in ops:
+                if any(op.find(f) is not None for f in names):
+                    splits[op.name] = chain
+    return splits
+
+
+def _outer_factors(graph: Graph, parts: int, lookups: bool = False) -> dict[str, str]:
+    """Return the factor of each product with a weight outside the blocks that `parts` divides, the weight's own; and
+    of each look-up in one the factor of its rows.
+    """
+    weights, inside = _weights_of(graph), {op.name for block in graph.blocks for op in block.ops}
+    outside = (op for op in graph.forward_ops if op.name not in inside)
+    return {op.name: factor for op in outside if (factor := _own_factor(graph, weights, op, parts, lookups))}
+
+
+def _with(graph: Graph, factor: str) -> tuple[list[Op], list[Op]]:
+    """Return the ops that have a factor: those that can be cut on it, and those that need it whole."""
+    own = [op for op in graph.forward_ops if any(i.factor == factor for i in op.indices)]
+    return [op for op in own if op.find(factor) is not None], [op for op in own if op.find(factor) is None]
+
+
+def splits_within(graph: Graph, parts: int) -> dict[str, list[Split]]:
+    """Return the splits of each op of a block by which tensor parallelism, as far as ops are cut by it so far, becomes
+    one of `parts` times as many parts.
+    """
+    factors = {f for some in _inner_splits(graph, parts).values() for s in some for f in s.factors}
+    outer = 1
+    for op in graph.forward_ops:
+        cut = (a for a in graph.parts(op).grid.axes if a.index is not None and op.indices[a.index].factor in factors)
+        outer = max(outer, prod(len(a.sizes) for a in cut))
+    done = {(name, s.factors): s.parts for name, some in _inner_splits(graph, outer).items() for s in some}
+    found: dict[str, list[Split]] = {}
+    for name, some in _inner_splits(graph, outer * parts).items():
+        own = [s for s in some if graph.op(name).find(s.factors[0]) is not None]
+        left = {s.factors[0]: s.parts // done.get((name, s.factors), 1) for s in own}
+        found[name] = [Split(factor, count) for factor, count in left.items() if count > 1]
+    return found
+
+
+def _cut(op: Op, split: Split, axis: str) -> Split | Replicate:
+    (factor,) = split.factors
+    is_cut = op.find(factor) is not None or factor in dict(op.passes)
+    return Split(factor, split.parts, axis=axis) if is_cut else Replicate(split.parts, "route", axis)
+
+
+def _weights(weights: set[str], op: Op) -> list[int]:
+    """Return the indices of the weights that an op contracts with another operand, if it is a product with a weight."""
+    used = [i for o in op.inputs if o.tensor in weights for i in o.slots if i is not None]
+    shared = (i for i in used if sum(i in operand.slots for operand in op.inputs) > 1)
+    return used if any(op.indices[i].mark == "summed" for i in shared) else []
+
+
+def _candidates(weights: set[str], ops: tuple[Op, ...]) -> list[str]:
+    """Return the tensor-parallel factors of a scope, those in most ops first."""
+    made: set[str] = set()
+    found: list[str] = []
+    for op in ops:
+        times = Counter(i for o in op.inputs if o.tensor in weights for i in o.slots if i is not None)
+        inner = [op.indices[i] for i, count in times.items() if count > 1]
+        found += [i.factor for i in inner if i.mark == "summed" and i.factor not in found]
+        marks = {(op.indices[i].factor, op.indices[i].mark) for i in _weights(weights, op)}
+        found += [f for f, mark in marks if mark == "summed" and f in made and f not in found]
+        made |= {f for f, mark in marks if mark == "spatial"}
+    last = ops[-1].outputs[0]
+    carried = {ops[-1].indices[i].factor for i in last.slots if i is not None}
+    held = [i for op in ops for i in op.indices]
+    whole = {i.factor for i in held if i.mark == "frozen"}
+    count = {f: sum(any(i.factor == f for i in op.indices) for op in ops) for f in found}
+    return sorted((f for f in found if f not in carried | whole), key=lambda f: (-count[f], f))
+
+
+def _chains(ops: tuple[Op, ...], candidates: list[str], parts: int) -> list[list[Split]]:
+    """Return splits that make `parts` parts together; factors that share an op are cut one inside the other."""
+    where = {f: {op.name for op in ops if op.find(f) is not None} for f in candidates}
+    size = {i.factor: i.size for op in ops for i in op.indices}
+    chains: list[tuple[list[Split], set[str], int]] = []
+    for f in candidates:
+        touching = [k for k, (_, names, _) in enumerate(chains) if names & where[f]]
+        splits, names, left = chains[touching[0]] if touching else ([], set(), parts)
+        cut = gcd(left, size[f])
+        if cut == 1 or len(touching) > 1:
+            continue
+        chain = ([*splits, Split(f, cut)], names | where[f], left // cut)
+        chains = [c for k, c in enumerate(chains) if k not in touching] + [chain]
+    short = [c for c in chains if c[2] > 1]
+    if short:
+        sizes = {f: size[f] for s in short[0][0] for f in s.factors}
+        factors, counts = ", ".join(f"{f} of size {n}" for f, n in sizes.items()), divisors(prod(sizes.values()))
+        raise InputError(f"tensor parallelism into {parts} parts does not divide {factors}; choose {counts}.")
+    return [splits for splits, _, _ in chains]
+
+
+def _own_factor(graph: Graph, weights: set[str], op: Op, parts: int, lookups: bool) -> str | None:
+    used, mark = _weights(weights, op), "spatial"
+    # What constants look up, as positions, is little.
+    if lookups and not used and any(graph.model.tensors[o.tensor].kind in ("input", "activation") for o in op.inputs):
+        used, mark = [i for o in op.inputs if o.tensor in weights for i in o.slots if i is not None], "summed"
+    own = (op.indices[i] for i in used)
+    return next((i.factor for i in own if i.mark == mark and i.size % parts == 0), None)
+
+
+def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -> list[list[Op]]:
+    """Return the forward ops, or these ones, in `count` contiguous stages whose largest FLOPs is as small as possible.
+
+    Blocks stay whole; every op outside the blocks (embedding, head, loss) is a unit of its own. `blocks` says how many
+    blocks each stage has instead, as 3+5+4: what is before the first is with it, what follows a block with that.
+    """
+    block_of = {op.name: block.path for block in graph.blocks for op in block.ops}
+    units: list[list[Op]] = []
+    for op in ops or graph.forward_ops:
+        path = block_of.get(op.name)
+        if units and path is not None and block_of.get(units[-1][-1].name) == path:
+            units[-1].append(op)
+        else:
+            units.append([op])
+    if blocks:
+        bounds = _bounds(blocks, count, [k for k, unit in enumerate(units) if unit[0].name in block_of])
+        return [[op for unit in units[a:b] for op in unit] for a, b in itertools.pairwise([*bounds, len(units)])]
+    flops = np.array([sum(op.flops for op in unit) for unit in units], dtype=float)
+    trained = np.array([sum(op.has_mirror for op in unit) for unit in units], dtype=float)
+    most = max(int((x > 0).sum()) for x in (flops, trained))
+    if not 1 <= count <= most:
+        raise InputError(f"{count} stages do not fit a model of {most} blocks and single ops; choose 1 to {most}.")
+    # Every stage gets products to compute; with more stages than that allows, at least something to train.
+    bounds = _balance(flops, flops if count <= int((flops > 0).sum()) else trained, count)
+    return [[op for unit in units[a:b] for op in unit] for a, b in itertools.pairwise(bounds)]
+
+
+def _bounds(blocks: str, count: int, at: list[int]) -> list[int]:
+    """Return the unit with which each stage begins, where the blocks are the units `at`."""
+    sizes = [int(size) if size.isdecimal() else 0 for size in blocks.split("+")]
+    if len(sizes) != count or min(sizes) < 1 or sum(sizes) != len(at):
+        raise InputError(
+            f"blocks={blocks} is {len(sizes)} stages of {sum(sizes)} blocks, but there are {count} and {len(at)} "
+            "blocks; write a number for each stage, as 3+5+4."
+        )
+    return [0, *(at[sum(sizes[:k])] for k in range(1, count))]
+
+
+def _balance(costs: np.ndarray, needed: np.ndarray, count: int) -> list[int]:
+    """Return the bounds of `count` contiguous groups whose largest cost is smallest, each with something needed."""
+    total, present = (np.concatenate([[0.0], np.cumsum(x)]) for x in (costs, needed))
+    best = np.full((count + 1, len(total)), np.inf)
+    best[0, 0] = 0.0
+    cut = np.zeros((count + 1, len(total)), dtype=int)
+    for k in range(1, count + 1):
+        for end in range(1, len(total)):
+            worst = np.maximum(best[k - 1, :end], total[end] - total[:end])
+            worst = np.where(present[end] > present[:end], worst, np.inf)
+            cut[k, end] = int(worst.argmin())
+            best[k, end] = worst[cut[k, end]]
+    bounds = [len(costs)]
+    for k in range(count, 0, -1):
+        bounds.append(int(cut[k, bounds[-1]]))
+    return bounds[::-1]

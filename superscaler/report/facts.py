@@ -1,0 +1,459 @@
+"""Facts of a plan as plain data: splits, places, weights and communication by block; its hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count, groupby
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import superscaler
+from superscaler.cluster import Cluster
+from superscaler.cluster.seconds import COPIES
+from superscaler.compiler import Compiled
+from superscaler.ir.actions import Action
+from superscaler.ir.graph import Graph, block_of
+from superscaler.ir.grid import HOSTS, Grid
+from superscaler.ir.grid import Axis as Cut
+from superscaler.ir.layout import layout_of
+from superscaler.ir.mask import extents
+from superscaler.ir.model import Model, Op, Operand, width, without_sources, without_twins
+from superscaler.ir.model_text import print_model
+from superscaler.ir.program import Backward, Collective, Copy, Forward, Instruction, Program, Send
+from superscaler.ir.provenance import Path
+from superscaler.ir.traffic import TransferRow, paths
+from superscaler.report.model import collapse, describe, group, span
+from superscaler.report.schema import VERSION, Axis, Block, Sent, Split, Weights, adapter
+from superscaler.store.cache import sources
+from superscaler.store.files import digest
+from superscaler.store.operator_files import copies
+
+# Devices or groups that a list names; beyond, only how many there are.
+MOST = 8
+# The block of what is outside of all modules.
+_NONE = "the model"
+
+
+def account(compiled: Compiled) -> dict[str, Any]:
+    """Return explain.json, which `superscaler.report.explain` puts into words. Equal blocks share one entry."""
+    told = _Blocks(compiled)
+    model = without_twins(compiled.graph.model)
+    found, optimizer = describe(model), model.optimizer
+    alike = group(map(told.describe, told.ops), lambda block: replace(block, names=()))
+    blocks = [replace(one, names=tuple(b.names[0] for b in blocks)) for one, blocks in alike.items()]
+    return {
+        "version": VERSION,
+        "world": compiled.program.world,
+        "cluster": str(compiled.cluster),
+        "model": {
+            **{k: found[k] for k in ("parameters", "parameter_bytes", "trained_parameters", "buffers", "flops")},
+            "ops": sum(found["ops"].values()),
+            "optimizer": optimizer.name or "inference",
+            "options": [dict(options) for options in optimizer.groups],
+        },
+        "blocks": adapter().dump_python(blocks, mode="json", exclude_defaults=True),
+        "schedule": told.schedule(),
+        "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.schedule.relaxations],
+        "orders": list(map(str, compiled.graph.orders)),
+        "summary": summary(compiled),
+        "counts": compiled.counts,
+        "totals": _totals(compiled.moves),
+        "paths": [told.path(path) for path in paths(compiled.program)],
+        "bytes_moved": compiled.program.bytes_moved,
+    }
+
+
+def manifest(compiled: Compiled, values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the identity of a plan: the entries of `origin`, and the hash of the code."""
+    code = digest(json.dumps(dict(compiled.emitted.files), sort_keys=True))
+    return {**origin(compiled.graph, compiled.cluster, values), "code": code}
+
+
+def origin(graph: Graph, cluster: Cluster, values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the sources of a plan: hashes of the model, the transformed and placed graph, the cluster, the users'
+    files that register operators, the weights `values`, our own sources, and versions. Equal sources give equal plans.
+    """
+    model = without_sources(without_twins(graph.model))
+    return {
+        "model": digest(print_model(model)),
+        "plan": digest(_plan_text(graph)),
+        "cluster": digest(f"{cluster} {cluster.device_kind} {cluster.links}"),
+        "operators": operators_hash(*copies(own_operators(model))),
+        "weights": hash_values(kept_values(graph, values)),
+        "sources": sources(),
+        "superscaler": superscaler.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def own_operators(model: Model) -> set[str]:
+    """Return the operators that are neither torch's nor ours."""
+    return {op.target for op in model.ops if op.target.split(".")[0] not in ("aten", "ss")}
+
+
+def operators_hash(operators: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
+    return digest(json.dumps([operators, {name: digest(source) for name, source in files.items()}], sort_keys=True))
+
+
+def kept_values(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights that a plan directory holds: the model's tensors, and the rest of the module's state."""
+    fixed = graph.captured.fixed if graph.captured else {}
+    return {**{name: value for name, value in values.items() if name in graph.model.tensors}, **fixed}
+
+
+def hash_values(values: Mapping[str, Tensor]) -> str:
+    """Return the sha256 of tensors: their names, dtypes, shapes and bits."""
+    found = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _plan_text(graph: Graph) -> str:
+    """Return the journal without file positions, then the facts that it lacks: cuts, devices, members of orders."""
+    lines = [f"{e.verb} {e.op} {e.what}" for e in graph.journal]
+    lines += [f"{op.name} {_grid_text(graph.grids[op.name])}" for op in graph.model.ops]
+    return "\n".join([*lines, *(f"{o.before!r} {'turns' if o.turns else 'before'} {o.after!r}" for o in graph.orders)])
+
+
+def _grid_text(grid: Grid) -> str:
+    children = {cell: _grid_text(child) for cell, child in sorted(grid.children.items())}
+    return f"{grid.axes} {grid.slim.tolist()} {children}"
+
+
+def summary(compiled: Compiled) -> str:
+    """Return one line per distinct program: its devices, its segments, its communication per step."""
+    groups = group(range(compiled.program.world), lambda rank: compiled.emitted.programs[rank])
+    fold = compiled.fold
+    mesh = "" if fold is None else f", folded over {' x '.join(map(str, fold.widths))} places"
+    ages = [age for age in compiled.graph.model.ages.values() if age]
+    stale = f"; {len(ages)} weights are stale by {span(ages)}" if ages else ""
+    lines = [f"{len(groups)} distinct programs for {compiled.cluster}{mesh}{stale}"]
+    stages = _stages(compiled.graph)
+    for name, ranks in groups.items():
+        code = compiled.program.devices[ranks[0]].instructions
+        kinds = Counter(i.kind for i in code if isinstance(i, Collective))
+        kinds["send"] = sum(isinstance(i, Send) for i in code)
+        kinds.update(COPIES[not i.to_host] for i in code if isinstance(i, Copy))
+        runs = Counter(_letter(compiled.program, i) for i in code if isinstance(i, Forward | Backward))
+        work = ", ".join(f"{runs[kind]} {kind}" for kind in "FRBIW" if runs[kind] or kind in "FB")
+        told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
+        functions = (compiled.program.functions[i.function] for i in code if isinstance(i, Forward))
+        modules = list(dict.fromkeys(f.module for f in functions if f.module))
+        shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
+        order = _microbatches(compiled, code, stages)
+        devices = ", ".join(map(str, ranks[:16])) + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
+        lines.append(f"  {name}: devices {devices}: {work}; {told}; {shown}")
+        lines += [f"    {order}"] if order else []
+    return "\n".join(lines)
+
+
+def _letter(program: Program, i: Forward | Backward) -> str:
+    """Return the kind of work: F, R (recomputed forward), C (copy), B, or I or W for half of it."""
+    if isinstance(i, Backward):
+        return {"": "B", "input": "I", "weight": "W"}[i.half]
+    ops = program.functions[i.function].ops
+    return "C" if any(op.is_copy for op in ops) else "R" if any(op.origin for op in ops) else "F"
+
+
+def _microbatches(compiled: Compiled, code: Sequence[Instruction], stages: Mapping[str, int | str]) -> str:
+    """Return the order of a device's forwards and backwards by microbatch, as F0 F1 B0 ...; empty without microbatches.
+
+    With stages in an order, they have numbers: 2F0 2F1 2B0 ...
+    """
+    program, segments = compiled.program, compiled.schedule.segments
+    # Forwards of no stage that neither keep anything nor are computed again prepare data, whenever it suits.
+    numbered = []
+    for i in (i for i in code if isinstance(i, Forward | Backward) and i.task.microbatch >= 0):
+        ops = segments[i.task.segment].ops
+        stage = stages.get(ops[0].origin or ops[0].name, "")
+        if stage != "" or isinstance(i, Backward) or any(i.grads) or any(op.region for op in ops):
+            numbered.append(f"{stage}{_letter(program, i)}{i.task.microbatch}")
+    return " ".join(word for word, _ in groupby(numbered))
+
+
+def _stages(graph: Graph) -> dict[str, int | str]:
+    """Return the stage number of each op in a group that is labelled as an action (2F0)."""
+    groups = (group for order in graph.orders for group in (order.before, order.after) if group.kind == "F")
+    labelled = (group for group in groups if Action.matches(group.label))
+    return {name: Action.parse(group.label).stage for group in labelled for name, _ in group.members}
+
+
+def ranges(devices: Iterable[int]) -> str:
+    """Return numbers in few words.
+
+    >>> ranges([0, 1, 2, 3]), ranges([0, 2, 4, 6]), ranges([5, 1]), ranges([0, 1, 2, 8, 9])
+    ('0 to 3', '0 to 6 by 2', '1, 5', '0 to 2, 8, 9')
+    """
+    found = sorted(set(devices))
+    if hosts := [d - HOSTS for d in found if d >= HOSTS]:
+        return ", ".join(filter(None, (ranges(d for d in found if d < HOSTS), f"hosts of {ranges(hosts)}")))
+    left, words = found, []
+    while left:
+        step = left[1] - left[0] if len(left) > 1 else 1
+        count = next((k for k, d in enumerate(left) if d != left[0] + k * step), len(left))
+        if count < 3:
+            words.append(str(left.pop(0)))
+            continue
+        words.append(f"{left[0]} to {left[count - 1]}" + (f" by {step}" if step > 1 else ""))
+        left = left[count:]
+    return ", ".join(words)
+
+
+def _told(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, ...]:
+    """Return groups of devices in words; many groups are summarized."""
+    if len(groups) > MOST:
+        return (f"{len(groups)} groups in {ranges(d for group in groups for d in group)}",)
+    # How many of a group give, where others get.
+    at = {"send": 1, "broadcast": 1, "reduce": -1, "rd_gather": -1}.get(kind)
+    return tuple(f"{ranges(group[:at])} -> {ranges(group[at:])}" if at else ranges(group) for group in groups)
+
+
+def _totals(moves: Iterable[TransferRow]) -> list[dict[str, Any]]:
+    """Return, for each direction, way and kind, the number of transfers, the bytes of their sources, and bytes on
+    links.
+    """
+    found = sorted(group(moves, lambda m: (_direction(m), m.way, m.kind)).items(), reverse=True)
+    return [{"direction": d, "way": way, "kind": kind, **_add(some)} for (d, way, kind), some in found]
+
+
+def _add(moves: Sequence[TransferRow]) -> dict[str, Any]:
+    return {what: sum(getattr(move, what) for move in moves) for what in ("count", "bytes", "moved")}
+
+
+def _sums(
+    moves: Sequence[TransferRow], everywhere: Mapping[tuple[int, ...], list[tuple[int, ...]]], cluster: Cluster
+) -> dict[str, Any]:
+    """Return the sums of transfers of one kind, and their seconds in turn: the lower bound and the prediction.
+
+    A transfer in a bucket counts its share; groups without a common device are assumed to run at once.
+    """
+    groups = list(dict.fromkeys(group for move in moves for group in everywhere[move.group]))
+    seconds: Counter[str] = Counter()
+    for together, some in group(moves, lambda move: move.together).items():
+        count, size = (sum(getattr(move, what) for move in some) for what in ("count", "bytes"))
+        own = list(dict.fromkeys(group for move in some for group in everywhere[move.group]))
+        is_apart = len({d for group in own for d in group}) == sum(map(len, own))
+        waves = [own] if is_apart else [[group] for group in own]
+        for what, formula in (("seconds", cluster.seconds), ("bound", cluster.bound)):
+            each = sum(formula(some[0].kind, wave, size / count * together) for wave in waves) / together
+            seconds[what] += count / len(own) * each
+    rounded = {what: float(f"{value:.3g}") for what, value in seconds.items()}
+    groups = [group[:1] for group in groups] if moves[0].way == "copies" else groups
+    return {"groups": _told(groups, moves[0].kind), **_add(moves), **rounded}
+
+
+def _direction(move: TransferRow | Path) -> str:
+    return "backward" if move.is_backward else "forward"
+
+
+def _short(block: str, name: str) -> str:
+    """Return a name in a numbered block without the block's own path, so that equal blocks read alike."""
+    words = block.split(".")
+    prefixes = (".".join((*words[k:], "")) for k in range(len(words))) if words[-1].isdigit() else ()
+    return next((name[len(prefix) :] for prefix in prefixes if name.startswith(prefix)), name)
+
+
+class _Blocks:
+    """The ops, weights and transfers of each block; those outside of all blocks go by their module."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled, self.graph = compiled, compiled.graph
+        self.model, fold = compiled.graph.model, compiled.fold
+        self.groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {
+            group: fold.everywhere(group) if fold is not None and group else [group]
+            for group in {move.group for move in compiled.moves}
+        }
+        self.producers, self.uses = self.model.producers(), self.model.uses()
+        for op in self.model.ops:
+            if op.is_write:
+                self.uses[op.inputs[1].tensor].append((op, 1))
+        self.layouts: dict[tuple[str, bool], str] = {}
+        self.ops: dict[str, list[Op]] = {}
+        for op in self.model.forward_ops:
+            self.ops.setdefault(_block(op), []).append(op)
+        # Weights belong to what reads them first, constants of several blocks to none, activations to what makes them.
+        self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in self.uses.items() if found}
+        self.home |= {name: _block(op) for name, (op, _) in self.producers.items()}
+        written = {
+            op.inputs[0].tensor: self.home.get(op.inputs[1].tensor, _NONE) for op in self.model.ops if op.is_write
+        }
+        self.home = {**written, **self.home}
+        for name in self.home.values():
+            self.ops.setdefault(name, [])
+        block_of_op = {op.name: name for name, ops in self.ops.items() for op in ops}
+        block_of_op |= {op.name: self.home[op.inputs[0].tensor] for op in self.model.ops if not op.is_forward}
+        self.moves: dict[str, list[TransferRow]] = group(compiled.moves, lambda move: self.home[move.tensor])
+        split = (s for s in compiled.schedule.segments if s.backwards == "IW")
+        self.halves = {op.name: len(set(s.given.values())) for s in split for op in s.ops if op.has_mirror}
+        self.journal = group(self.graph.journal, lambda entry: block_of_op.get(entry.op, ""))
+        self.places: dict[str, dict[Any, list[int]]] = {}
+        self.trained: set[str] = set()
+        for rank in range(compiled.program.world):
+            for weight in compiled.program.weights(rank):
+                places = self.places.setdefault(weight.tensor, {}).setdefault(weight.box, [])
+                places.append(rank + HOSTS * weight.host)
+                self.trained |= {weight.tensor} if weight.trained else set()
+
+    def _reader(self, tensor: str, ops: Sequence[Op]) -> str:
+        blocks = {_block(op) for op in ops}
+        return _NONE if len(blocks) > 1 and self.model.tensors[tensor].kind != "parameter" else _block(ops[0])
+
+    def describe(self, name: str) -> Block:
+        def within(call: str) -> str:
+            return re.sub(r"'([^']*)'", lambda quoted: f"'{_short(name, quoted[1])}'", call)
+
+        asked = Counter(f"{e.verb} {within(e.what)}" for e in self.journal.get(name, ()))
+        splits, weights, devices = tuple(self._splits(name)), tuple(self._weights(name)), ranges(self.devices(name))
+        again = sum(bool(op.origin) for op in self.ops[name])
+        halves = [self.halves.get(op.name, 0) for op in self.ops[name]]
+        told = asked, again, halves.count(2), halves.count(1)
+        return Block((name,), len(self.ops[name]) - again, devices, splits, weights, self._moves(name), *told)
+
+    def devices(self, name: str) -> set[int]:
+        return {d % HOSTS for op in self.ops[name] for d in self.graph.grids[op.name].used()}
+
+    def schedule(self) -> list[dict[str, Any]]:
+        """Return the order of the microbatches for each set of devices that run the same blocks in it."""
+        run: dict[int, list[str]] = {}
+        for name in self.ops:
+            for device in self.devices(name):
+                run.setdefault(device, []).append(name)
+        programs, devices = self.compiled.emitted.programs, self.compiled.program.devices
+        # Of devices that run one program, any tells its order.
+        first = dict(zip(programs, count()))
+        stages = _stages(self.graph)
+        order = {name: _microbatches(self.compiled, devices[k].instructions, stages) for name, k in first.items()}
+        found = group(range(len(programs)), lambda rank: (tuple(run.get(rank, ())), order[programs[rank]]))
+        return [{"devices": ranges(d), "blocks": list(b), "order": text} for (b, text), d in found.items()]
+
+    def _splits(self, name: str) -> Iterator[Split]:
+        def key(op: Op) -> tuple[tuple[Axis, ...], str]:
+            grid = self.graph.grids[op.name]
+            return _axes(op, grid, name), ranges(grid.used())
+
+        # Most twins have the parts of their ops.
+        grids = self.graph.grids
+        shown = (op for op in self.ops[name] if not op.origin or grids[op.name] is not grids[op.origin])
+        for (axes, devices), some in group(shown, key).items():
+            yield Split(axes, devices, len(some), tuple(dict.fromkeys(_label(op, name) for op in some)))
+
+    def _weights(self, name: str) -> Iterator[Weights]:
+        def key(tensor: str) -> Weights:
+            spec, places = self.model.tensors[tensor], self.places[tensor]
+            elements = [prod(extents(box)) for box in places]
+            is_even = len(set(elements)) == 1 or len(places) > MOST
+            percent = () if is_even else tuple(round(100 * n / prod(spec.shape)) for n in elements)
+            return Weights(spec.kind, tensor in self.trained, len(places), _told(list(places.values())), percent)
+
+        for row, tensors in group((t for t in self.places if self.home[t] == name), key).items():
+            widths = {t: width(self.model.tensors[t].dtype) for t in tensors}
+            held = {t: sum(prod(extents(b)) * len(at) for b, at in self.places[t].items()) for t in tensors}
+            yield replace(
+                row,
+                bytes=sum(prod(self.model.tensors[t].shape) * w for t, w in widths.items()),
+                held_bytes=sum(held[t] * w for t, w in widths.items()),
+                of=tuple(collapse(t) if row.kind == "constant" else _short(name, t) for t in tensors),
+            )
+
+    def _moves(self, name: str) -> tuple[Sent, ...]:
+        def key(move: TransferRow) -> Sent:
+            row = Sent(_direction(move), move.way, move.reason)
+            if move.way == "local":
+                return row
+            layouts = self._layouts(move.tensor, move.is_backward)
+            return replace(row, kind=move.kind, tensor=self._tensor(move.tensor, name), layouts=layouts)
+
+        # How many stay on a device depends on where segments end, in which equal blocks may differ.
+        found = (
+            row if row.way == "local" else replace(row, **_sums(moves, self.groups, self.compiled.cluster))
+            for row, moves in group(self.moves.get(name, ()), key).items()
+        )
+        order = sorted(found, key=lambda row: (row.direction == "backward", row.reason if row.way == "local" else ""))
+        return tuple(order)
+
+    def _layouts(self, tensor: str, is_backward: bool) -> str:
+        """Return the layouts of a tensor, or of its gradient, at its producers and at its readers."""
+        if (tensor, is_backward) not in self.layouts:
+            op, k = self.producers.get(tensor) or (self.compiled.schedule.edges.homes[tensor], 0)
+            made = self._counts(op, op.outputs[k], not is_backward, is_backward)
+            read = [self._counts(reader, reader.inputs[n], is_backward, is_backward) for reader, n in self.uses[tensor]]
+            read = [text for text in dict.fromkeys(read) if text != made] or [made]
+            sides = (", ".join(read), made) if is_backward else (made, ", ".join(read))
+            self.layouts[tensor, is_backward] = " -> ".join(sides)
+        return self.layouts[tensor, is_backward]
+
+    def _counts(self, op: Op, operand: Operand, is_made: bool, is_gradient: bool) -> str:
+        # An update has no mirror that could route: each of its copies reads the whole gradient.
+        layout = layout_of(self.graph.grids[op.name], operand, is_made, is_gradient and op.is_forward)
+        return "irregular" if layout is None else layout.counts
+
+    def path(self, path: Path) -> dict[str, Any]:
+        """Return the layouts and steps of a path; layouts as `Layout.parse` reads them."""
+        steps = [
+            {
+                "kind": step.kind,
+                "groups": [list(group) for group in step.groups],
+                "moved": step.moved,
+                "seconds": float(f"{step.seconds:.3g}"),
+                "layout": str(step.layout),
+            }
+            for step in path.steps
+        ]
+        return {
+            "direction": _direction(path),
+            "tensors": list(dict.fromkeys(self._tensor(tensor) for tensor in path.tensors)),
+            "count": path.count,
+            "sizes": list(path.sizes),
+            "dtype": path.dtype,
+            "layout": str(path.source),
+            "steps": steps,
+        }
+
+    def _tensor(self, tensor: str, block: str = "") -> str:
+        return _label(self.producers[tensor][0], block) if tensor in self.producers else _short(block, tensor)
+
+
+def _block(op: Op) -> str:
+    return block_of(op.module) or op.module or _NONE
+
+
+def _label(op: Op, block: str) -> str:
+    """Return an op by its module in the block and the name of its operator, as `attn.c_proj mm`."""
+    module = _short(block, op.module + ".").rstrip(".")
+    return f"{module} {op.target.split('.')[1]}".strip()
+
+
+def _axes(op: Op, grid: Grid, block: str) -> tuple[Axis, ...]:
+    """Return the meaning of each axis of an op's grid; `devices` if its parts go to different ones."""
+    found: list[Axis] = []
+    for level, axis in enumerate(grid.axes):
+        if len(axis.sizes) == 1:
+            continue
+        places = range(grid.once.shape[level])
+        groups = [sorted(set(grid.once.take(k, axis=level).reshape(-1).tolist())) for k in places]
+        factor = "" if axis.index is None else _short(block, op.indices[axis.index].factor)
+        sizes = axis.sizes if len(set(axis.sizes)) > 1 else ()
+        devices = _told(groups) if len(set(map(tuple, groups))) > 1 else ()
+        found.append(Axis(_how(axis), len(axis.sizes), factor, sizes, devices))
+    if grid.children:
+        inner = [_axes(op, child, block) for child in grid.children.values()]
+        found.append(Axis("nested", len(inner), axes=tuple(dict.fromkeys(inner))))
+    return tuple(found)
+
+
+def _how(axis: Cut) -> str:
+    if axis.is_microbatch:
+        return "microbatches"
+    return "split" if axis.index is not None else "value" if axis.value else "copies"

@@ -1,0 +1,339 @@
+"""Data flow along the edges of the graph: which part reads which, for activations, weights and gradients alike.
+
+The work is done once per pair of grids: edges with equal makers, readers and slots share the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from superscaler.ir.fold import Fold
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import Ints, Rows
+from superscaler.ir.model import Op, Operand
+from superscaler.ops.table import row_of
+from superscaler.schedule.joins import Produced, Required, branch, join, project, share_out
+
+Labels = tuple[Hashable, ...]
+Key = tuple[int, int, int]
+# The part of an op with a key.
+Unit = tuple[str, Key]
+# An op as what makes its output, or as what reads its input, of this number.
+Port = tuple[Op, int]
+
+
+class Dataflow:
+    """The parts of all ops as rows, with those of their mirrors, and the joins between them.
+
+    `makers`: for each tensor, the ports that make it (one per addend of a gradient; for a weight, the op with which it
+    rests). `readers`: the ports that read gradients and new values. `fold`: close devices serve each other. `turns`:
+    the time at which each part can run, if not empty; readers take replicas that are made in time.
+    """
+
+    def __init__(self, graph: Graph, fold: Fold | None = None, turns: Mapping[Unit, int] | None = None) -> None:
+        self.graph = graph
+        self.fold = fold
+        self._turns = turns or {}
+        self.model = graph.model
+        self._rows: dict[Hashable, Rows] = {}
+        self._faces: dict[Hashable, tuple[Ints, Ints]] = {}
+        self._joins: dict[Hashable, list[list[int]]] = {}
+        self._labels: dict[Hashable, Labels] = {}
+        self._served: dict[str, list[frozenset[Hashable]]] = {}
+        self._interned: dict[Labels, Labels] = {}
+        self.rows = {op.name: self._expand(op) for op in self.model.ops}
+        self.mirrors = {op.name: self.model.mirror(op) for op in self.model.ops if op.has_mirror}
+        self.rows |= {mirror.name: self.rows[name] for name, mirror in self.mirrors.items()}
+        self.producers = self.model.producers()
+        self.extents = {name: tensor.extents for name, tensor in self.model.tensors.items()}
+        self.makers: dict[str, list[Port]] = {tensor: [end] for tensor, end in self.producers.items()}
+        self.readers: dict[str, list[Port]] = {}
+        self._find_ports()
+
+    def _find_ports(self) -> None:
+        for op in self.model.ops:
+            if not op.is_forward:
+                tensor = op.inputs[0].tensor
+                self.makers[tensor] = [(op, 0)]
+                read = op.inputs[1].tensor if op.is_write else self.model.gradient(tensor)
+                self.readers.setdefault(read, []).append((self._update(op), 1))
+        for tensor, uses in self.model.uses().items():
+            if name := self.model.gradient(tensor):
+                self.extents[name] = self.extents[tensor]
+                made = [(self.mirrors[op.name], k) for op, k in uses if op.has_mirror]
+                self.makers[name] = self.makers.get(name, []) + made
+        for mirror in self.mirrors.values():
+            for j, operand in enumerate(mirror.inputs):
+                if operand.tensor:
+                    self.readers.setdefault(operand.tensor, []).append((mirror, j))
+
+    def _update(self, op: Op) -> Op:
+        """Return an optimizer op with its gradient as second input."""
+        weight = op.inputs[0]
+        return (
+            op
+            if op.is_write
+            else replace(op, inputs=(weight, Operand(self.model.gradient(weight.tensor), weight.slots)))
+        )
+
+    def _expand(self, op: Op) -> Rows:
+        grid = self.graph.grids[op.name]
+        key = (grid.signature(), tuple((i.size, i.follows) for i in op.indices))
+        if key not in self._rows:
+            self._rows[key] = self.graph.rows(op)
+        return self._rows[key]
+
+    @cached_property
+    def homes(self) -> dict[str, Op]:
+        """Return the optimizer op of each trained weight, and the op that sets each changed buffer."""
+        return {op.inputs[0].tensor: op for op in self.model.ops if not op.is_forward}
+
+    @cached_property
+    def home_number(self) -> dict[str, int]:
+        """Return a number below -1 for each weight with a home; places use it for the weight's optimizer op."""
+        return {tensor: -2 - n for n, tensor in enumerate(self.homes)}
+
+    @cached_property
+    def by_home(self) -> dict[int, Op]:
+        """Return the optimizer op of each home number."""
+        return {self.home_number[tensor]: op for tensor, op in self.homes.items()}
+
+    @cached_property
+    def bases(self) -> dict[str, str]:
+        """Return for each view of a weight or buffer with a home, or a view of one, which that is."""
+        found = dict.fromkeys(self.homes, "")
+        for op in self.model.forward_ops:
+            if row_of(op.target).is_view and (read := op.inputs[0].tensor) in found:
+                found |= {output.tensor: found[read] or read for output in op.outputs}
+        return {tensor: base for tensor, base in found.items() if base}
+
+    def face(self, op: Op, operand: Operand) -> tuple[Ints, Ints]:
+        rows, extents = self.rows[op.name], self.extents[operand.tensor]
+        key = (id(rows), operand.slots, extents)
+        if key not in self._faces:
+            self._faces[key] = project(rows, operand, extents)
+        return self._faces[key]
+
+    def wanted(self, op: Op, k: int) -> Required:
+        """Return the boxes that the parts of an op read of its input `k`."""
+        rows = self.rows[op.name]
+        return Required(*self.face(op, op.inputs[k]), rows.device, rows.microbatch, turns=self.turns(op))
+
+    def held(self, op: Op, j: int) -> Produced:
+        """Return the boxes that the parts of an op hold of its output `j`."""
+        # The mirrors of routing parts share out the addends among themselves, so all of them count, in any nesting.
+        rows = self.rows[op.name]
+        every = op.is_mirror and rows.routes
+        tree = None if rows.regular or (every and not rows.has_shares) else rows.tree
+        where = *self.face(op, op.outputs[j]), rows.device, rows.microbatch
+        summed = op.is_mirror, j if op.is_mirror else -1, every
+        return Produced(*where, self.labels(op, j), tree, *summed, self.fold, turns=self.turns(op))
+
+    def turns(self, op: Op) -> Sequence[float]:
+        """Return the time at which each part of an op runs (infinite: never); empty if no times are known."""
+        return [self._turns.get((op.name, key), float("inf")) for key in self.rows[op.name].keys] if self._turns else ()
+
+    def is_replicated(self, name: str) -> bool:
+        """Return whether some parts of an op repeat others."""
+        addends = self.rows[name].addends()
+        return len(set(addends)) < len(addends) or not self.rows[name].regular
+
+    def is_weight(self, tensor: str) -> bool:
+        """Return whether a tensor with a gradient is a weight, or made of weights alone (a cast of one)."""
+        return tensor not in self.producers or self.producers[tensor][0].from_weights
+
+    def is_free(self, made: Port, read: Port) -> bool:
+        """Return whether any replica may serve an input: not if parts share it out, or if mirrors follow their
+        readers.
+        """
+        (maker, _), (reader, _) = made, read
+        if reader.is_mirror:
+            return not self.rows[reader.name].routes
+        follows = self.rows[maker.name].routes and maker.has_mirror
+        return not follows and not self._is_shared(read)
+
+    def _is_shared(self, read: Port) -> bool:
+        reader, k = read
+        return reader.is_forward and self.rows[reader.name].is_shared(k)
+
+    def join(self, made: Port, read: Port) -> list[list[int]]:
+        """Return, for each part of a reader, the parts of a maker that it takes: one of all replicas."""
+        (maker, j), (reader, k) = made, read
+        rows = self.rows[reader.name]
+        if reader.is_mirror and rows.routes:
+            return self._routed(made, read)
+        if not self._is_shared(read):
+            return self._whole(made, read, self.is_free(made, read))
+        key = (id(self.rows[maker.name]), maker.outputs[j].slots, id(rows), reader.inputs[k].slots, k)
+        if key not in self._joins:
+            places = [rows.share(row, k) for row in range(len(rows))]
+            self._joins[key] = share_out(self.held(maker, j), self.wanted(reader, k), places)
+        return self._joins[key]
+
+    def meetings(self, one: Port, other: Port) -> list[tuple[Key, Key]]:
+        """Return the pairs of parts of two ops that are on one device and whose inputs share elements."""
+        (alo, ahi), (blo, bhi) = (self.face(op, op.inputs[k]) for op, k in (one, other))
+        keys, others = self.rows[one[0].name].keys, self.rows[other[0].name].keys
+        at: dict[int, list[int]] = {}
+        for row, key in enumerate(keys):
+            at.setdefault(key[0], []).append(row)
+        pairs = [(a, b) for b, key in enumerate(others) for a in at.get(key[0], ())]
+        a, b = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        common = (np.maximum(alo[a], blo[b]) < np.minimum(ahi[a], bhi[b])).all(axis=1)
+        return [(keys[pairs[n][0]], others[pairs[n][1]]) for n in np.flatnonzero(common)]
+
+    def _whole(self, made: Port, read: Port, is_timed: bool = False) -> list[list[int]]:
+        """Return, for each part, the parts that it would take an input from if no part shared it out."""
+        (maker, j), (reader, k) = made, read
+        is_timed = is_timed and bool(self._turns) and (maker.is_forward or maker.is_mirror)
+        names = (maker.name, reader.name) if is_timed else ()
+        ends = (id(self.rows[maker.name]), maker.outputs[j].slots, id(self.rows[reader.name]), reader.inputs[k].slots)
+        key = (*ends, id(self.labels(maker, j)), maker.is_mirror, names)
+        if key not in self._joins:
+            held, wanted = self.held(maker, j), self.wanted(reader, k)
+            self._joins[key] = join(held if is_timed else replace(held, turns=()), wanted)
+        return self._joins[key]
+
+    def _routed(self, made: Port, read: Port) -> list[list[int]]:
+        """Return, for each part of a routing mirror, the parts that hold the addends which it serves."""
+        (maker, k), (reader, j) = made, read
+        rows, labels = self.rows[maker.name], self.labels(maker, k)
+        number = self.makers[maker.outputs[k].tensor].index(made)
+        at = list(
+            zip(*(self.rows[reader.name].device.tolist(), self.rows[reader.name].microbatch.tolist()), strict=True)
+        )
+        found: list[list[int]] = []
+        for here, served in zip(at, self.served(reader), strict=True):
+            chosen: dict[Hashable, int] = {}
+            for row in self.in_order(rows):
+                label = labels[row]
+                if (j, number, label) in served and (label not in chosen or rows.keys[row][:2] == here):
+                    chosen[label] = row
+            found.append(list(chosen.values()))
+        return found
+
+    def in_order(self, rows: Rows) -> list[int]:
+        """Return rows sorted by key. Corresponding devices get the same order at all places, however they are
+        numbered.
+        """
+        fold, keys = self.fold, rows.keys
+        by_key = (lambda row: (fold.places[keys[row][0]], keys[row])) if fold else keys.__getitem__
+        return sorted(range(len(rows)), key=by_key)
+
+    def labels(self, op: Op, j: int) -> Labels:
+        """Return a label per part; parts that make the same addend of output `j` have equal labels."""
+        rows = self.rows[op.name]
+        routed = rows.routes and op.is_mirror
+        key = (op.name if routed else id(rows), j if rows.has_shares and op.is_mirror else -1)
+        if key not in self._labels:
+            labels = tuple(rows.addends(j if op.is_mirror else None))
+            if routed:
+                # Replicas that route are told apart by the addends that they serve.
+                apart = range(len(rows)) if not rows.regular else [0] * len(rows)
+                labels = tuple(zip(labels, self.served(op), apart, strict=True))
+            self._labels[key] = self._interned.setdefault(labels, labels)
+        return self._labels[key]
+
+    def served(self, mirror: Op) -> list[frozenset[Hashable]]:
+        """Return, for each part of a routing mirror, the addends (input, maker, label) that it reads.
+
+        Replicas that serve equal addends are copies of each other. Where the sets overlap otherwise, each addend goes
+        to the replica that its first part reads.
+        """
+        if mirror.name in self._served:
+            return self._served[mirror.name]
+        op, rows = self.graph.op(mirror.of), self.rows[mirror.name]
+        served: list[set[Hashable]] = [set() for _ in rows.boxes]
+        first: list[set[Hashable]] = [set() for _ in served]
+        for j, gradient in enumerate(mirror.inputs):
+            if gradient.tensor in map(self.model.gradient, self.model.losses):
+                for addends in served:
+                    addends.add("loss")
+                for row in self.whole(self.held(op, j)):
+                    first[row].add("loss")
+            for n, (user, k) in enumerate(self.makers.get(gradient.tensor, ())):
+                seen: set[Hashable] = set()
+                labels, read = self.labels(user, k), self._whole((op, j), (self.graph.op(user.of), k))
+                for row in self._one_tiling(user, k):
+                    addend = (j, n, labels[row])
+                    for source in read[row]:
+                        served[source].add(addend)
+                        if addend not in seen:
+                            first[source].add(addend)
+                    seen.add(addend)
+        if rows.regular and rows.has_shares:
+            first = _alike(rows, first)
+        elif rows.regular and _equal_or_disjoint(rows.addends(), served):
+            first = served
+        found = self._served[mirror.name] = list(map(frozenset, first))
+        return found
+
+    def loss_rows(self, loss: str) -> list[int]:
+        """Return the parts of a loss that add up to its value: one replica of each addend."""
+        return self.whole(self.held(*self.producers[loss]))
+
+    @staticmethod
+    def whole(held: Produced) -> list[int]:
+        """Return rows that make the whole tensor together, each element once."""
+        nowhere = np.full(1, -1, dtype=np.int64)
+        return join(held, Required(held.lo.min(0, keepdims=True), held.hi.max(0, keepdims=True), nowhere, nowhere))[0]
+
+    def seeds_gradient(self, loss: str, row: int) -> bool:
+        """Return whether the mirror of a part of a loss starts from one. All parts do, but only one of routing
+        replicas.
+        """
+        ((mirror, _),) = self.readers[self.model.gradient(loss)]
+        return not self.rows[mirror.name].routes or "loss" in self.served(mirror)[row]
+
+    def _one_tiling(self, mirror: Op, k: int) -> list[int]:
+        """Return the parts of a mirror that contribute to a gradient: one branch of misaligned replicas."""
+        held = self.held(mirror, k)
+        return list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
+
+    def is_local(self, reader: Op, k: int) -> bool:
+        """Return whether the edge into input `k` goes part to part on one device, and its mirrors do too."""
+        maker, j = self.producers[reader.inputs[k].tensor]
+        made, read = self.rows[maker.name], self.rows[reader.name]
+        if made is not read and sorted(made.keys) != sorted(read.keys):
+            return False
+        here = dict(zip(made.keys, range(len(made)), strict=True))
+        same = [here[key] for key in read.keys]
+        if self.join((maker, j), (reader, k)) != [[row] for row in same]:
+            return False
+        (mlo, mhi), (rlo, rhi) = self.face(maker, maker.outputs[j]), self.face(reader, reader.inputs[k])
+        if not (np.array_equal(mlo[same], rlo) and np.array_equal(mhi[same], rhi)):
+            return False
+        given, taken = self.mirrors.get(reader.name), self.mirrors.get(maker.name)
+        if given is None or taken is None or not taken.inputs[j].tensor:
+            return True
+        if not made.routes:
+            back = self.join((given, k), (taken, j))
+            return all(back[m] == [r] for r, m in enumerate(same))
+        n, own = self.makers[taken.inputs[j].tensor].index((given, k)), self.labels(given, k)
+        served = [{s for s in addends if s[:2] == (j, n)} for addends in self.served(taken)]  # type: ignore[index]
+        return all(served[m] == {(j, n, own[r])} for r, m in enumerate(same))
+
+
+def _alike(rows: Rows, first: list[set[Hashable]]) -> list[set[Hashable]]:
+    """Return the served addends such that all parts of a value, replica by replica, serve the same ones."""
+    owner: dict[Hashable, Hashable] = {}
+    for box, branch_, addends in zip(rows.boxes, rows.branch.tolist(), first, strict=True):
+        for addend in addends:
+            owner.setdefault((box, addend), branch_)
+    mine: dict[Hashable, set[Hashable]] = {}
+    for (box, addend), branch_ in owner.items():  # type: ignore[misc]
+        mine.setdefault((box, branch_), set()).add(addend)
+    return [mine.get(key, set()) for key in zip(rows.boxes, rows.branch.tolist(), strict=True)]
+
+
+def _equal_or_disjoint(boxes: list[Hashable], served: list[set[Hashable]]) -> bool:
+    owner: dict[Hashable, frozenset[Hashable]] = {}
+    for box, addends in zip(boxes, served, strict=True):
+        whole = frozenset(addends)
+        if any(owner.setdefault((box, a), whole) != whole for a in addends):
+            return False
+    return True

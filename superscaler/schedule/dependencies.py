@@ -1,0 +1,358 @@
+"""Dependencies between units of work: the work and the transfers of a schedule as the nodes of a graph."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, pairwise, product, zip_longest
+from typing import NamedTuple
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.graph import Group, Order
+from superscaler.ir.grid import place_name
+from superscaler.ir.model import Op
+from superscaler.schedule.antidependencies import last_of, of_weights, updates_of
+from superscaler.schedule.dataflow import Dataflow, Key
+from superscaler.schedule.recompute_order import RUNS, RecomputeOrder, maker_of, reader_of
+from superscaler.schedule.replicas import members as parts_of
+from superscaler.schedule.segments import Segment
+from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
+
+# How many segments before its first reader a weight is brought there, unless a plan says otherwise: while one is
+# computed, the next one's come.
+AHEAD = 1
+
+
+class Node(NamedTuple):
+    """A unit of work: F, B, I or W of a segment instance, U (the update of a part of an optimizer op, by its home
+    number), or C (transfer `number`).
+
+    `link` is the message of a transfer whose messages run apart; -1 is the whole transfer. O is the hub of an op_order,
+    or the hub before a turn on a device.
+    """
+
+    kind: str
+    number: int
+    key: Key = (-1, -1, -1)
+    link: int = -1
+
+    @property
+    def device(self) -> int:
+        """Return the device of F, B, I, W and U."""
+        return self.key[0]
+
+    @property
+    def is_run(self) -> bool:
+        """Return whether a segment runs."""
+        return self.kind in RUNS
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxation:
+    """A constraint that was given up because no order kept it, and its ops."""
+
+    name: str
+    ops: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Schedule:
+    """Segments, the transfers between them, one global order of all nodes, and the relaxations that it took."""
+
+    edges: Dataflow
+    segments: list[Segment]
+    transfers: list[Transfer]
+    order: list[Node] = field(default_factory=list)
+    relaxations: tuple[Relaxation, ...] = ()
+
+
+class DependencyGraph:
+    """The dependency graph: nodes by number, edges with their reason."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.graph = schedule.edges.graph
+        self.names: list[Node] = []
+        self.number: dict[Node, int] = {}
+        self.after: list[list[int]] = []
+        self.waits: list[int] = []
+        self.reason: dict[tuple[int, int], str] = {}
+        self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
+        # By op, mirrors included.
+        self.segment_of |= {m.name: self.segment_of[name] for name, m in schedule.edges.mirrors.items()}
+        self.nexts = schedule.edges.model.nexts
+        self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
+        for segment in schedule.segments:
+            for key in segment.keys:
+                self._add(Node("F", segment.number, key))
+                for first, second in pairwise("F" + segment.backwards):
+                    reason = "saved activations" if first == "F" else "kept gradients"
+                    self._edge(Node(first, segment.number, key), Node(second, segment.number, key), reason)
+        # What brings gradients to updates, each with the number of the piece.
+        self.brings: dict[Node, list[tuple[int, Node]]] = {}
+        self._add_updates()
+        for number, transfer in enumerate(schedule.transfers):
+            self._add_transfer(number, transfer)
+        again = self._delay()
+        for order_number, order in enumerate(self.graph.orders):
+            hub = Node("O", order_number)
+            before, after = (self.members(group, order.where) for group in (order.before, order.after))
+            self._check_order(order, before, after)
+            if order.turns:
+                self._take_turns(hub, before, after)
+                continue
+            self._pass(before, hub, after)
+            for node in after:
+                # What is computed again for a backward waits for what that waits for.
+                visit = again.entries.get(node[:3]) if again.entries else None
+                if visit is not None and all(again.visit(other[:3]) != visit for other in before):
+                    for work in again.runs[visit]:
+                        self._edge(hub, Node(*work))
+
+    @cached_property
+    def early(self) -> frozenset[int]:
+        """Return the segments without weights that other devices wait for (such as the number of labels), and the
+        copies.
+        """
+        segments = self.schedule.segments
+        moved = (t for t in self.schedule.transfers if t.kind == FORWARD and not t.is_local)
+        sent = {place.segment for t in moved for end in t.pieces for place in end.places if place.kind == FORWARD}
+        return self.copies.union(n for n in sent if all(op.from_data for op in segments[n].ops))
+
+    def _add(self, node: Node) -> int:
+        if node not in self.number:
+            self.number[node] = len(self.names)
+            self.names.append(node)
+            self.after.append([])
+            self.waits.append(0)
+        return self.number[node]
+
+    def _edge(self, before: Node, after: Node, reason: str = "") -> None:
+        a, b = self._add(before), self._add(after)
+        self.after[a].append(b)
+        self.waits[b] += 1
+        if reason and (a, b) not in self.reason:
+            self.reason[a, b] = reason
+
+    def _add_updates(self) -> None:
+        edges = self.schedule.edges
+        for tensor, op in edges.homes.items():
+            for key in edges.rows[op.name].keys:
+                self._add(Node("U", edges.home_number[tensor], key))
+        for before, after, why in of_weights(edges, self.segment_of):
+            self._edge(Node(*before), Node(*after), why)
+
+    def _add_transfer(self, number: int, transfer: Transfer) -> None:
+        if transfer.is_one and transfer.links:
+            self._add_message(Node("C", number), transfer, transfer.pieces, transfer.readers)
+            return
+        for link, (p, r) in enumerate(transfer.links):
+            self._add_message(Node("C", number, link=link), transfer, [transfer.pieces[p]], [transfer.readers[r]])
+
+    def _add_message(self, node: Node, transfer: Transfer, pieces: Sequence[End], readers: Sequence[End]) -> None:
+        self._add(node)
+        segments = self.schedule.segments
+        for piece in pieces:
+            for place in piece.places:
+                if place.kind != UPDATE:
+                    self._edge(Node(*maker_of(segments, place)), node)
+                elif transfer.kind == FORWARD:
+                    self._edge(node, Node(*place[:3]), "sent before update")
+                    older = self.schedule.edges.home_number.get(self.nexts.get(transfer.tensor, ""))
+                    if older is not None:
+                        self._edge(Node("U", older, place.key), node, "sent after update")
+                    # An older version is set before the weight changes, which it may read in place.
+                    aged = (other for end in readers if end.device == piece.device for other in end.places)
+                    for other in (other for other in aged if other.kind == UPDATE):
+                        self._edge(Node(*other[:3]), Node(*place[:3]), "read before update")
+        for work in updates_of(self.schedule.edges, transfer, pieces):
+            update, why = Node(*work), f"read before update, as {transfer.tensor}"
+            self._edge(node, update, "sent before update")
+            for reader in (reader for reader in readers if reader.device == update.device):
+                for place in reader.places:
+                    self._edge(Node(*last_of(segments, place)), update, why)
+        for reader in readers:
+            for place in reader.places:
+                self._edge(node, Node(*reader_of(segments, place)))
+                if transfer.is_to_updates:
+                    self.brings.setdefault(Node(*place[:3]), []).append((place.number, node))
+
+    def _delay(self) -> RecomputeOrder:
+        """Let recomputed work wait for its backward, unless a plan orders it."""
+        orders = self.graph.orders if self.graph.twins else ()
+        groups = (group for order in orders for group in (order.before, order.after) if group.kind == "F")
+        ops = (self.graph.op(name) for group in groups for name, _ in group.members)
+        ordered = frozenset(op.region for op in ops if op.origin)
+        again = RecomputeOrder(self.schedule.segments, self.schedule.transfers, ordered)
+        for visit, works in again.runs.items():
+            for before, work in product(again.waits.get(visit, ()), works):
+                self._edge(Node(*before), Node(*work), "computed again when the backward comes to it")
+        return again
+
+    def members(self, group: Group, where: str) -> list[Node]:
+        found: dict[Node, None] = {}
+        done: set[int] = set()
+        rest = []
+        for name, paths in group.members:
+            segment = self.segment_of.get(name)
+            if segment is None or paths:
+                rest.append((name, paths))
+            elif segment.number not in done:
+                # All parts of all its ops have the same keys.
+                done.add(segment.number)
+                keys = self._keys(segment, group.microbatch)
+                kinds = self._kinds(group, segment)
+                found.update(dict.fromkeys(Node(kind, segment.number, key) for key in keys for kind in kinds))
+        microbatch = None if group.kind == "C" else group.microbatch
+        for name, key in parts_of(self.schedule.edges, replace(group, members=tuple(rest), microbatch=microbatch)):
+            segment = self.segment_of.get(name)
+            if segment is None:
+                found[Node("U", self.schedule.edges.home_number[self.graph.op(name).inputs[0].tensor], key)] = None
+            else:
+                found.update(dict.fromkeys(Node(kind, segment.number, key) for kind in self._kinds(group, segment)))
+        if group.kind == "C":
+            brings = (bring for node in found for bring in self.brings.get(node, ()))
+            found = {bring: None for number, bring in brings if group.microbatch in (None, number)}
+        existing = [n for n in found if n in self.number]
+        # Of a gradient of fewer elements some pieces are empty.
+        if not existing and group.kind != "C":
+            raise ScheduleError(
+                f"op_order at {where}: no part of {group} exists, so there is nothing to order; "
+                "choose a microbatch that Microbatch made, and for B, I and W ops that have a backward."
+            )
+        return existing
+
+    def _check_order(self, order: Order, before: Sequence[Node], after: Sequence[Node]) -> None:
+        """Raise ScheduleError for an order that changes nothing."""
+        if order.turns and {n.device for n in before}.isdisjoint(n.device for n in after):
+            raise ScheduleError(f"op_order at {order.where}: {order}, but no device has both; leave turns=True out.")
+        moved = (n for n in (*before, *after) if n.kind != "C" or not self.schedule.transfers[n.number].is_local)
+        if order.before.kind == order.after.kind == "C" and next(moved, None) is None:
+            raise ScheduleError(
+                f"op_order at {order.where}: {order}, but neither travels between devices; leave it out."
+            )
+
+    @staticmethod
+    def _kinds(group: Group, segment: Segment) -> str:
+        """Return the kinds of a segment's work that are in a group."""
+        return segment.backwards if group.kind == "B" else group.kind
+
+    def _pass(self, before: Iterable[Node], hub: Node, after: Iterable[Node]) -> None:
+        for node in before:
+            self._edge(node, hub)
+        for node in after:
+            self._edge(hub, node)
+
+    def _take_turns(self, hub: Node, first: Sequence[Node], second: Sequence[Node]) -> None:
+        """Let the runs of two groups alternate on each device, with a hub between two runs."""
+        sides = self._runs(first), self._runs(second)
+        for device in sides[0].keys() & sides[1].keys():
+            turns = chain.from_iterable(zip_longest(*(side[device] for side in sides), fillvalue=()))
+            for number, (before, after) in enumerate(pairwise(filter(None, turns))):
+                self._pass(before, hub._replace(key=(device, -1, -1), link=number), after)
+
+    def _runs(self, group: Sequence[Node]) -> dict[int, list[list[Node]]]:
+        """Return the work of a group by device, in order and in runs. Each run but the first starts with work that
+        waits for communication.
+        """
+        segments, inside = self.schedule.segments, {self.number[node] for node in group}
+        sent = {m for n in inside for m in self.after[n] if self.names[m].kind == "C"}
+        moved = (m for m in sent if not self.schedule.transfers[self.names[m].number].is_local)
+        late = {self.names[n] for m in moved for n in inside.intersection(self.after[m])}
+
+        def turn(node: Node) -> tuple[int, bool]:
+            level = segments[node.number].level
+            return level if node.kind == "F" else -level, node not in late
+
+        found: dict[int, list[list[Node]]] = {}
+        for node in sorted(group, key=turn):
+            runs = found.setdefault(node.device, [])
+            if not runs or (node in late and turn(runs[-1][-1])[0] < turn(node)[0]):
+                runs.append([])
+            runs[-1].append(node)
+        return found
+
+    def _keys(self, segment: Segment, microbatch: int | None) -> list[Key]:
+        """Return the keys of a segment, of one microbatch or (None) of all."""
+        if segment.number not in self.keys_of:
+            by_microbatch: dict[int | None, list[Key]] = {None: list(segment.keys)}
+            for key in segment.keys:
+                by_microbatch.setdefault(key[1], []).append(key)
+            self.keys_of[segment.number] = by_microbatch
+        return self.keys_of[segment.number].get(microbatch, [])
+
+    def delay_gathers(self, order: Sequence[Node]) -> bool:
+        """Delay each gather of a resident weight, copy or regathered tensor to `ahead` segments before its first
+        reader. Return whether any edge was added.
+        """
+        segments = self.schedule.segments
+        transfers = self.schedule.transfers
+        late = {n: self._copiers(t) for n, t in enumerate(transfers)}
+        late = {n: some for n, some in late.items() if some or transfers[n].is_from_rest or transfers[n].is_again}
+        position = {node: at for at, node in enumerate(order)} if late else {}
+        runs: dict[int, list[int]] = {}
+        for node, at in position.items():
+            if node.is_run and not segments[node.number].ops[0].from_data and node.number not in self.copies:
+                runs.setdefault(node.device, []).append(at)
+        found, brought = False, (node for node in position if node.kind == "C" and node.number in late)
+        for node in dict.fromkeys(node for bring in brought for node in (bring, *late[bring.number])):
+            readers = sorted((position[reader], reader.device) for reader in self._followers(node))
+            tensor = self.schedule.transfers[node.number].tensor if node.kind == "C" else ""
+            ahead = self.graph.ahead.get(tensor, AHEAD)
+            for device, at in {device: at for at, device in reversed(readers)}.items():
+                own = runs.get(device, [])
+                before = bisect_left(own, at) - 1 - ahead
+                # Sent just before its first reader anywhere, it is in time on all devices.
+                if before >= 0 and own[before] < readers[0][0]:
+                    self._edge(order[own[before]], node)
+                    found = True
+        return found
+
+    def _followers(self, node: Node) -> Iterator[Node]:
+        """Yield the work that waits for a node, looking through communication, orders and copies."""
+        for after in (self.names[n] for n in self.after[self.number[node]]):
+            is_on_the_way = after.kind in "CO" or (after.kind == "F" and after.number in self.copies)
+            yield from self._followers(after) if is_on_the_way else (after,)
+
+    def _copiers(self, transfer: Transfer) -> list[Node]:
+        """Return the copies whose values a transfer moves to other devices."""
+        if not self.copies or transfer.is_local:
+            return []
+        made = (place for end in transfer.pieces for place in end.places if place.kind == FORWARD)
+        return [Node(*place[:3]) for place in made if place.segment in self.copies]
+
+    @cached_property
+    def copies(self) -> frozenset[int]:
+        return frozenset(segment.number for segment in self.schedule.segments if segment.is_copy)
+
+    def home(self, number: int) -> Op:
+        """Return the optimizer op of a home number."""
+        return self.schedule.edges.by_home[number]
+
+    def is_work(self, number: int) -> bool:
+        return self.names[number].kind not in "CO"
+
+    def name(self, node: Node) -> str:
+        """Return the weight of an update, or the first op of a segment."""
+        if node.kind == "U":
+            return self.home(node.number).inputs[0].tensor
+        return self.schedule.segments[node.number].ops[0].name
+
+    def letter(self, node: Node) -> str:
+        """Return the kind of work as plans name it; R is a recomputed forward."""
+        is_again = node.kind == "F" and self.schedule.segments[node.number].region
+        return "R" if is_again else node.kind
+
+    def describe(self, node: Node) -> str:
+        device, micro, ordinal = node.key
+        if node.kind == "U":
+            where, names = self.name(node), self.home(node.number).name
+        else:
+            segment = self.schedule.segments[node.number]
+            where = segment.module or segment.ops[0].name
+            names = segment.ops[0].name + (f"..{segment.ops[-1].name}" if len(segment.ops) > 1 else "")
+        number = f"microbatch {micro}, " if micro >= 0 else ""
+        part = f", part {ordinal}" if ordinal else ""
+        return f"{self.letter(node)} of {where} ({names}), {number}{place_name(device)}{part}"

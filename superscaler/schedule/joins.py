@@ -1,0 +1,288 @@
+"""Joins: which parts a reader takes its data from, with every element and every addend once, from the nearest replica.
+
+`Produced` is what parts produce of one pTensor (or of its gradient), `Required` what others require. Two held rows with
+the same label hold the same addend of the same elements. Regular grids are joined by arithmetic on labels, irregular
+trees by taking one branch at each replication. Source: sections 3.1 and 3.2 of the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from superscaler.ir.fold import Coordinate, Fold
+from superscaler.ir.grid import HOSTS, Ints, Rows, Tree
+from superscaler.ir.model import Operand
+
+
+@dataclass(frozen=True)
+class Required:
+    """Boxes `lo`, `hi` [rows, slots] of a pTensor, read on `device` by `microbatch` (-1: none) [rows].
+
+    `turns`: the time at which each row is made or read, if not empty; replicas that are made in time are preferred.
+    """
+
+    lo: Ints
+    hi: Ints
+    device: Ints
+    microbatch: Ints
+    turns: Sequence[float] = field(default=(), kw_only=True)
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+    def box(self, row: int) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(self.lo[row].tolist(), self.hi[row].tolist(), strict=True))
+
+    def columns(self, rows: Ints | slice = slice(None)) -> tuple[Ints, Ints, Ints, Ints]:
+        return self.lo[rows], self.hi[rows], self.device[rows], self.microbatch[rows]
+
+    @cached_property
+    def at(self) -> list[tuple[int, int]]:
+        """Return (device, microbatch) for each row."""
+        return list(zip(self.device.tolist(), self.microbatch.tolist(), strict=True))
+
+    def corners(self, row: int) -> tuple[bytes, bytes]:
+        """Return a key that is equal for rows of equal boxes."""
+        return self.lo[row].tobytes(), self.hi[row].tobytes()
+
+
+@dataclass(frozen=True)
+class Produced(Required):
+    """Boxes that are held. `labels`: rows with equal labels are replicas of one addend. `tree`: the nesting, if
+    irregular.
+
+    `fold`: of replicas on other devices, the closest one is read. `all_routes`: below a routing replication all
+    branches count (gradients of input `operand`). `all_replicas`: below every replication all branches count.
+    """
+
+    labels: Sequence[Hashable]
+    tree: Tree | None = None
+    all_routes: bool = False
+    operand: int = -1
+    all_replicas: bool = False
+    fold: Fold | None = None
+
+    def replicas(self, rows: Iterable[int]) -> dict[Hashable, list[int]]:
+        """Return rows grouped by addend and box: the rows of a group are replicas."""
+        found: dict[Hashable, list[int]] = {}
+        for row in rows:
+            found.setdefault((self.labels[row], *self.corners(row)), []).append(row)
+        return found
+
+
+def project(rows: Rows, operand: Operand, extents: Sequence[int]) -> tuple[Ints, Ints]:
+    """Return the boxes of an operand that parts touch: their own range on its indices, everything elsewhere."""
+    lo = np.zeros((len(rows), len(extents)), dtype=np.int64)
+    hi = np.tile(np.array(extents, dtype=np.int64), (len(rows), 1))
+    for slot, index in enumerate(operand.slots):
+        if index is not None:
+            lo[:, slot], hi[:, slot] = rows.lo[:, index], rows.hi[:, index]
+    return lo, hi
+
+
+def join(held: Produced, wanted: Required) -> list[list[int]]:
+    """Return, for each wanted row, the held rows that it takes: together its elements with their whole value."""
+    if held.tree is None:
+        return _join_labels(held, wanted)
+    found = []
+    for row in range(len(wanted)):
+        late: set[int] = set()
+        if held.turns and wanted.turns:
+            touched = _overlapping(held, wanted, row, np.arange(len(held))).tolist()
+            late = {r for r in touched if held.turns[r] >= wanted.turns[row]}
+        tile = branch(held.tree, held, *wanted.at[row], late)
+        found.append(_overlapping(held, wanted, row, np.array(tile, dtype=np.int64)).tolist())
+    return found
+
+
+def alternatives(held: Produced, wanted: Required) -> list[list[list[int]]]:
+    """Return, for each wanted row, sets of held rows: the row is complete exactly when it has one row of each set.
+
+    The first row of each set is one that `join` takes.
+    """
+    taken = join(held, wanted)
+    if held.tree is not None:
+        found = []
+        for row, sources in enumerate(taken):
+            hits = set(_overlapping(held, wanted, row, np.arange(len(held))).tolist())
+            sets = _clauses(held.tree, held, hits, sources)
+            found.append([sorted(some, key=lambda r: (r not in sources, r)) for some in sets])
+        return found
+    same = {row: rows for rows in held.replicas(range(len(held))).values() for row in rows}
+    return [[[s, *(r for r in same[s] if r != s)] for s in sources] for sources in taken]
+
+
+Turn = tuple[tuple[int, int], ...]
+
+
+def share_out(held: Produced, wanted: Required, places: Sequence[Turn]) -> list[list[int]]:
+    """Return, for each wanted row, the held rows that it takes when the parts of a value share out the addends of an
+    input.
+
+    `places` has, for each wanted row, from outer to inner value axis, its coordinate and the number of parts. An addend
+    goes to the coordinate of a part on a device and microbatch that hold it, else in turn. All parts share out the same
+    tiling, so together they read every addend once.
+    """
+    rows = list(range(len(held))) if held.tree is None else branch(held.tree, held, -1, -1)
+    tile = np.array(rows, dtype=np.int64)
+    labels = [held.labels[r] for r in rows] if held.tree is None else rows
+    flat = Produced(*held.columns(tile), labels)
+    found = _join_labels(flat, wanted)
+    near: dict[Hashable, int] = {}
+    for place, at in zip(places, wanted.at, strict=True):
+        for level, (coordinate, count) in enumerate(place):
+            near.setdefault((place[:level], count, *at), coordinate)
+    addends = list(flat.replicas(range(len(rows))).values())
+    here = [[flat.at[r] for r in some] for some in addends]
+    if (fold := held.fold) is not None:
+        # The place that tells of all decides, so that it does not depend on how devices are numbered.
+        for owners in here:
+            owners.sort(key=lambda owner: (fold.place(owner[0]), fold.base(owner[0])))
+    number = {r: n for n, some in enumerate(addends) for r in some}
+
+    def takes(place: Turn, n: int) -> bool:
+        for level, (coordinate, count) in enumerate(place):
+            close = (near.get((place[:level], count, *where)) for where in here[n])
+            if next((c for c in close if c is not None), n % count) != coordinate:
+                return False
+        return True
+
+    pairs = zip(places, found, strict=True)
+    return [[rows[r] for r in sources if takes(place, number[r])] for place, sources in pairs]
+
+
+def _overlapping(held: Produced, wanted: Required, row: int, rows: Ints) -> Ints:
+    common = np.maximum(held.lo[rows], wanted.lo[row]) < np.minimum(held.hi[rows], wanted.hi[row])
+    chosen: Ints = rows[common.all(axis=1)]
+    return chosen
+
+
+def _join_labels(held: Produced, wanted: Required) -> list[list[int]]:
+    members = list(held.replicas(range(len(held))).values())
+    first = np.array([m[0] for m in members], dtype=np.int64)
+    order = _Index(held.lo[first], held.hi[first])
+    position = _positions(held, members)
+
+    def in_time(rows: list[int], row: int) -> list[int]:
+        if not held.turns or not wanted.turns:
+            return rows
+        return [r for r in rows if held.turns[r] < wanted.turns[row]] or rows
+
+    found = []
+    for row, near in enumerate(wanted.at):
+        hits = order.overlapping(wanted.lo[row], wanted.hi[row])
+        found.append([_nearest(held, in_time(members[c], row), near, position) for c in hits])
+    return found
+
+
+class _Index:
+    """An index of boxes, sorted along the slot that is cut most often, so that a query looks at its neighbourhood
+    only.
+    """
+
+    def __init__(self, lo: Ints, hi: Ints) -> None:
+        slots = lo.shape[1] if lo.size else 0
+        self.slot = max(range(slots), key=lambda s: len(np.unique(lo[:, s])), default=-1)
+        self.order = np.argsort(lo[:, self.slot], kind="stable") if slots else np.arange(len(lo))
+        self.lo, self.hi = lo[self.order], hi[self.order]
+        self.widest = int((self.hi - self.lo)[:, self.slot].max()) if slots and len(lo) else 0
+
+    def overlapping(self, lo: Ints, hi: Ints) -> list[int]:
+        a, b = 0, len(self.order)
+        if self.slot >= 0:
+            starts = self.lo[:, self.slot]
+            a = int(np.searchsorted(starts, lo[self.slot] - self.widest, side="right"))
+            b = int(np.searchsorted(starts, hi[self.slot], side="left"))
+        common = (np.maximum(self.lo[a:b], lo) < np.minimum(self.hi[a:b], hi)).all(axis=1)
+        return sorted(self.order[a:b][common].tolist())
+
+
+def _positions(held: Produced, members: list[list[int]]) -> dict[int, int]:
+    """Return, for each device, its position among replicas: equal positions of readers and holders pair up.
+
+    Replicas elsewhere along a fold axis do not count, so that the result is the same at every place.
+    """
+    position: dict[int, int] = {}
+    fold = held.fold
+    for rows in members:
+        devices = list(dict.fromkeys(held.device[rows].tolist()))
+        count: dict[Coordinate, int] = {}
+        for device in devices if fold is None else sorted(devices, key=fold.base):
+            at = () if fold is None else fold.place(device)
+            position.setdefault(device, count.get(at, 0))
+            count[at] = count.get(at, 0) + 1
+    return position
+
+
+def _nearest(held: Produced, rows: list[int], near: tuple[int, int], position: dict[int, int]) -> int:
+    if len(rows) == 1:
+        return rows[0]
+    (device, micro), fold = near, held.fold
+    here = [r for r in rows if held.at[r][0] == device] or [r for r in rows if held.at[r][0] == device ^ HOSTS] or rows
+    same = [r for r in here if held.at[r][1] == micro] or here
+    owners = list(dict.fromkeys(held.at[r][0] for r in same))
+    turn = max(device, 0)
+    if fold is not None and len(owners) > 1:
+        common = [fold.closeness(device, owner) for owner in owners]
+        owners = [owner for owner, much in zip(owners, common, strict=True) if much == max(common)]
+        # Read nowhere, to count each once: at the place that tells of all.
+        owners.sort(key=fold.base if device >= 0 else fold.place)
+        turn = fold.base(device) if device >= 0 else 0
+    owner = owners[position.get(device, turn) % len(owners)]
+    return next(r for r in same if held.at[r][0] == owner)
+
+
+def branch(tree: Tree, held: Produced, device: int, micro: int, late: Container[int] = ()) -> list[int]:
+    """Return the rows of one branch at each replication: the nearest to (device, micro) without a row in `late`."""
+    if not tree.children:
+        return [tree.row]
+    below = [branch(child, held, device, micro, late) for child in tree.children]
+    if _is_sum(tree, held):
+        return [row for rows in below for row in rows]
+
+    def close(rows: list[int]) -> tuple[bool, float, tuple[float, ...]]:
+        # On average, so that many slices elsewhere are not closer than the whole that is here.
+        near = sum((held.at[r][0] == device) * 2 + (held.at[r][1] == micro) for r in rows) / len(rows)
+        return not any(r in late for r in rows), near, _distance(held, rows, device)
+
+    return max(below, key=close)
+
+
+def _distance(held: Produced, rows: Sequence[int], device: int) -> tuple[float, ...]:
+    """Return a sort key: larger means nearer to `device`. A read without a device is ranked by distance to the sampled
+    place.
+    """
+    if held.fold is None:
+        return ()
+    if device >= 0:
+        return (sum(held.fold.closeness(device, held.at[r][0]) for r in rows) / len(rows),)
+    return tuple(-at for at in min(held.fold.place(held.at[r][0]) for r in rows))
+
+
+def _is_sum(tree: Tree, held: Produced) -> bool:
+    """Return whether all branches below a node count, not just one."""
+    shared = held.all_routes and held.operand in tree.value
+    counted = tree.is_replica and (held.all_replicas or (held.all_routes and tree.mirror == "route"))
+    return counted or not (tree.is_replica or shared)
+
+
+# Branches of n parts in r replicas make n to the power of r sets; beyond these the branch that was taken stays.
+MOST_SETS = 64
+
+
+def _clauses(tree: Tree, held: Produced, hits: Container[int], taken: Sequence[int]) -> list[frozenset[int]]:
+    if not tree.children:
+        return [frozenset((tree.row,))] if tree.row in hits else []
+    below = [_clauses(child, held, hits, taken) for child in tree.children]
+    if _is_sum(tree, held):
+        return [some for sets in below for some in sets]
+    if prod(map(len, below)) > MOST_SETS:
+        within = frozenset[int]().union(*(some for sets in below for some in sets))
+        return [frozenset((row,)) for row in taken if row in within]
+    return [frozenset[int]().union(*sets) for sets in product(*below)]

@@ -1,0 +1,156 @@
+"""Resident weights: a weight lives with its optimizer op, which by default follows the ops that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+
+import numpy as np
+
+from superscaler.errors import ScheduleError
+from superscaler.ir.graph import Graph
+from superscaler.ir.grid import Axis, Grid, expand
+from superscaler.ir.mask import Box, extents, intersect
+from superscaler.ir.model import Op, Operand, PTensor
+from superscaler.schedule.joins import project
+
+Located = tuple[int, Box]
+
+
+def place_updates(graph: Graph, world: int) -> None:
+    """Place the optimizer ops that no op_assign placed: where their weight is read, or else made. Outputs of the step
+    go to all devices.
+    """
+    producers, uses, nexts = graph.model.producers(), graph.model.uses(), graph.model.nexts
+    for version, weight in graph.model.versions.items():
+        # Where all that reads a weight reads an older version, that is where it is read.
+        uses[weight] = uses[weight] or uses[version]
+    for version, weight in graph.model.versions.items():
+        uses[version] = uses[version] or uses[weight]
+    homes = {op.inputs[0].tensor: op for op in graph.model.ops if not op.is_forward}
+    places: dict[Hashable, frozenset[Located]] = {}
+    grids: dict[Hashable, Grid] = {}
+    for op in graph.model.ops:
+        grid = graph.grids[op.name]
+        if not op.is_forward and op.inputs[0].tensor in nexts:
+            _stay(graph, op, homes[nexts[op.inputs[0].tensor]])
+            continue
+        if op.is_forward or grid.axes or grid.children or int(grid.devices) >= 0:
+            continue
+        if op.is_output:
+            graph.grids[op.name] = Grid((Axis(None, (1,) * world),), np.arange(world))
+            continue
+        tensor = graph.model.tensors[op.inputs[0].tensor]
+        ends = [(reader, reader.inputs[k]) for reader, k in uses[tensor.name]]
+        if not ends:
+            # A buffer that is set, but never read.
+            maker, j = producers[op.inputs[-1].tensor]
+            ends = [(maker, maker.outputs[j])]
+        found = frozenset[Located]().union(*(_places(graph, reader, operand, places) for reader, operand in ends))
+        key = found, tensor.extents, op.outputs[0].slots
+        if key not in grids:
+            grids[key] = follow(op, tensor, found)
+        graph.grids[op.name] = grids[key].copy()
+
+
+def check_copies(graph: Graph) -> None:
+    """Raise ScheduleError for a copy of `Insert` that is where all its readers are: it changes nothing."""
+    known: dict[Hashable, frozenset[Located]] = {}
+    for op in (op for op in graph.forward_ops if op.is_copy):
+        readers = graph.uses[op.outputs[0].tensor]
+        read = frozenset[Located]().union(*(_places(graph, r, r.inputs[k], known) for r, k in readers))
+        names = {reader.name for reader, _ in readers} if read == _places(graph, op, op.outputs[0], known) else set()
+        if entry := next((e for e in graph.journal if e.op in names and e.what.startswith("Insert(")), None):
+            raise ScheduleError(
+                f"op_trans at {entry.where}: the copy {op.name} is where {entry.op} reads it, so it changes nothing; "
+                f"place it elsewhere, as op_assign(graph, copies, 'host'), or leave {entry.what} out."
+            )
+
+
+def _stay(graph: Graph, op: Op, before: Op) -> None:
+    """Place the update of a later iteration where the update before it is. Raises ScheduleError if a plan places it
+    elsewhere.
+    """
+    own, theirs = graph.grids[op.name], graph.grids[before.name]
+    is_same = own.signature() == theirs.signature() and (op.name in graph.hosted) == (before.name in graph.hosted)
+    if own.is_touched and not is_same:
+        raise ScheduleError(
+            f"{op.name} is cut or placed otherwise than {before.name}, but a weight stays where it is between the "
+            "iterations of a step; cut and place both alike, or the first only."
+        )
+    graph.grids[op.name] = theirs
+    graph.hosted |= {op.name} if before.name in graph.hosted else set()
+
+
+def _places(graph: Graph, op: Op, operand: Operand, known: dict[Hashable, frozenset[Located]]) -> frozenset[Located]:
+    """Return (device, box) of an operand's parts; grid axes that change neither are left out."""
+    grid, whole = graph.grids[op.name], graph.model.tensors[operand.tensor].extents
+    if not grid.children:
+        kept = [k for k, a in enumerate(grid.axes) if grid.devices.strides[k] or a.index in operand.slots]
+        once = tuple(slice(None) if k in kept else 0 for k in range(len(grid.axes)))
+        grid = Grid(tuple(grid.axes[k] for k in kept), grid.devices[once])
+    key = grid.signature(), tuple(i.size for i in op.indices), operand.slots, whole
+    if key not in known:
+        rows = expand(op, grid)
+        ends = np.stack(project(rows, operand, whole), axis=-1).tolist()
+        boxes = (tuple((lo, hi) for lo, hi in box) for box in ends)
+        known[key] = frozenset(zip(rows.device.tolist(), boxes, strict=True))
+    return known[key]
+
+
+def follow(op: Op, tensor: PTensor, readers: Collection[Located]) -> Grid:
+    """Return the grid of an optimizer op that lives where its weight is read; `readers` are (device, box) pairs.
+
+    A device keeps the largest boxes that it reads. All of them together tile the weight, or else the boxes of one size
+    do. Where no boxes tile the weight, every reading device keeps all of it, which is always right.
+    """
+    kept = _maximal(readers)
+    shared = _regular(op, tensor, kept)
+    if shared is not None:
+        return shared
+    by_size: dict[tuple[int, ...], list[Located]] = {}
+    for device, box in kept:
+        by_size.setdefault(extents(box), []).append((device, box))
+    grids = [_regular(op, tensor, places) for places in by_size.values()]
+    found = [grid for grid in grids if grid is not None]
+    if len(found) < len(grids):
+        devices = sorted({device for device, _ in kept})
+        return Grid((Axis(None, (1,) * len(devices)),), np.array(devices))
+    return Grid((Axis(None, (1,) * len(found)),), np.full(len(found), -1), dict(enumerate(found)))
+
+
+def _maximal(readers: Iterable[Located]) -> list[Located]:
+    by_device: dict[int, set[Box]] = {}
+    for device, box in readers:
+        by_device.setdefault(device, set()).add(box)
+    return sorted(
+        (device, box)
+        for device, boxes in by_device.items()
+        for box in boxes
+        if not any(other != box and intersect(other, box) == box for other in boxes)
+    )
+
+
+def _regular(op: Op, tensor: PTensor, kept: list[Located]) -> Grid | None:
+    """Return a grid of splits and one replica axis, if the boxes are a product of ranges with equally many holders."""
+    owners: dict[Box, list[int]] = {}
+    for device, box in kept:
+        owners.setdefault(box, []).append(device)
+    ranges = [sorted({box[slot] for box in owners}) for slot in range(len(tensor.extents))]
+    counts = {len(devices) for devices in owners.values()}
+    tiles = all(
+        [lo for lo, _ in cuts] == [0, *(hi for _, hi in cuts[:-1])] and cuts[-1][1] == extent
+        for cuts, extent in zip(ranges, tensor.extents, strict=True)
+    )
+    if not tiles or len(counts) != 1 or len(owners) != np.prod([len(cuts) for cuts in ranges], dtype=int):
+        return None
+    index_of = dict(enumerate(i for i in op.outputs[0].slots if i is not None))
+    cut = [slot for slot, cuts in enumerate(ranges) if len(cuts) > 1]
+    axes = [Axis(index_of[slot], tuple(hi - lo for lo, hi in ranges[slot])) for slot in cut]
+    copies = counts.pop()
+    shape = [len(a.sizes) for a in axes]
+    devices = np.empty([*shape, copies], dtype=np.int64)
+    for where in np.ndindex(*shape):
+        place = dict(zip(cut, where, strict=True))
+        box = tuple(cuts[place.get(slot, 0)] for slot, cuts in enumerate(ranges))
+        devices[where] = owners[box]
+    return Grid((*axes, Axis(None, (1,) * copies)), devices)

@@ -1,0 +1,183 @@
+"""The steady state of a schedule over microbatches, so that a plan is compiled with a few of them.
+
+Its parts are restricted to the first microbatches; orders that led over the others lead directly. The program then
+shows whether all others only repeat (materialize/loops.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, prod
+
+from superscaler.ir.codes import SEEN, Span, find_spans, steady_spans
+from superscaler.ir.graph import Graph, Group, Order
+from superscaler.ir.grid import Axis, Grid
+
+# A work: the number of what it is but for its microbatch, and that.
+Name = tuple[int, int]
+# How many microbatches of each work are compiled beside those that repeat, before the code of all devices does.
+AROUND = 3
+# The longest steady state, in microbatches, that is looked for.
+LONGEST = 16
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """A plan of which `few` of `total` microbatches are compiled; the schedule repeats every `period`.
+
+    `inner`: slices per microbatch. `orders`: those of all microbatches. `works`: a group for each number. `rows`: per
+    device, pairs (work in the short schedule, the work that it stands for in the full one).
+    """
+
+    period: int
+    few: int
+    total: int
+    inner: int
+    orders: Sequence[tuple[Name, Name]]
+    works: Sequence[Group]
+    rows: Sequence[Sequence[tuple[Name, Name]]]
+
+    @property
+    def added(self) -> int:
+        """Return the number of repetitions that are not compiled."""
+        return (self.total - self.few) // self.period
+
+    def group(self, name: Name) -> Group:
+        """Return the parts of a work."""
+        return replace(self.works[name[0]], microbatch=name[1])
+
+
+def find_steady(graph: Graph) -> SteadyState | None:
+    """Return the steady state of a plan; None if it needs all microbatches, or if its rows do not repeat."""
+    (total, inner), found_names = _count(graph), _named(graph.orders)
+    rows = None if found_names is None else _rows(found_names[0])
+    if found_names is None or rows is None:
+        return None
+    for period in range(inner, min(LONGEST, total // SEEN) + 1, inner):
+        spans = [_spans(row, period) for row in rows]
+        left = [_left(row, span, inner) for row, some in zip(rows, spans, strict=True) for span in some]
+        added = min(left, default=total // period - SEEN - AROUND) if all(spans) else 0
+        if 2 * added * period < total:
+            continue
+        few = total - added * period
+        kept = [_kept(row, some, few, total) for row, some in zip(rows, spans, strict=True)]
+        found = [row for row in kept if row is not None]
+        if len(found) == len(kept):
+            return SteadyState(period, few, total, inner, *found_names, found)
+    return None
+
+
+def _spans(row: Sequence[Name], period: int) -> list[Span]:
+    """Return the spans in which a row is in its steady state."""
+    forms, at = zip(*row, strict=True)
+    return steady_spans(find_spans(forms, at, period), forms, at, [True] * len(row))
+
+
+def _left(row: Sequence[Name], span: Span, inner: int) -> int:
+    """Return the number of repetitions that need not be compiled."""
+    body = [row[n][0] for n in span.body]
+    return span.count - SEEN - ceil(AROUND * inner * len(set(body)) / len(body))
+
+
+def _kept(row: Sequence[Name], spans: Sequence[Span], few: int, total: int) -> list[tuple[Name, Name]] | None:
+    """Return a row for the first `few` microbatches, as pairs (work, the work of the full row that it stands for). None
+    if that is ambiguous.
+
+    The last repetitions are left out, and the work behind them moves to as much earlier microbatches.
+    """
+    missing, found = total - few, dict[Name, Name]()
+    # Sorted, so that the last microbatch of each work remains.
+    ends = dict(sorted(work for span in spans for work in row[span.start : span.end]))
+    first, last = spans[0].start, spans[-1].end
+    for n, (form, at) in enumerate(row):
+        is_inside = any(span.start <= n < span.end for span in spans)
+        if not is_inside and form not in ends and first <= n < last:
+            return None
+        is_late = at > ends[form] if form in ends else n >= last
+        if is_inside and at > ends[form] - missing:
+            continue
+        name = form, at - missing if is_late else at
+        if not 0 <= name[1] < few or name in found:
+            return None
+        found[name] = form, at
+    return list(found.items())
+
+
+def _named(orders: Iterable[Order]) -> tuple[list[tuple[Name, Name]], list[Group]] | None:
+    """Return the orders as pairs of work names, and a group for each work number. None if an order has no microbatch,
+    or only some parts.
+    """
+    numbers, works = dict[Hashable, int](), list[Group]()
+
+    def name(group: Group) -> Name | None:
+        if group.microbatch is None:
+            return None
+        number = numbers.setdefault((group.kind, group.members), len(works))
+        if number == len(works):
+            works.append(group)
+        return number, group.microbatch
+
+    pairs = [(name(order.before), name(order.after)) for order in orders]
+    found = [(a, b) for a, b in pairs if a is not None and b is not None]
+    is_whole = len(found) == len(pairs) and not any(paths for group in works for _, paths in group.members)
+    return (found, works) if is_whole else None
+
+
+def _rows(orders: Iterable[tuple[Name, Name]]) -> list[list[Name]] | None:
+    """Return chains of ordered works; None if a work is in two places."""
+    after, first = dict[Name, Name](), dict[Name, bool]()
+    for one, other in orders:
+        if one in after:
+            return None
+        after[one] = other
+        first[other] = False
+        first.setdefault(one, True)
+    rows = []
+    for name in (name for name, is_first in first.items() if is_first):
+        row = [name]
+        while row[-1] in after:
+            row.append(after[row[-1]])
+        rows.append(row)
+    return rows if sum(map(len, rows)) == len(first) else None
+
+
+def _count(graph: Graph) -> tuple[int, int]:
+    """Return (microbatches, slices per microbatch) of a plan; 0 microbatches if its ops do not agree."""
+    cuts = {cut for grid in graph.grids.values() for cut in _cuts(grid) if cut}
+    if len({tuple(map(len, cut)) for cut in cuts}) != 1 or any(len(set(sizes)) > 1 for sizes, *_ in cuts):
+        return 0, 1
+    outer, *inner = map(len, cuts.pop())
+    return outer * prod(inner), prod(inner)
+
+
+def _cuts(grid: Grid) -> set[tuple[tuple[int, ...], ...]]:
+    """Return the sizes of the microbatch axes of a grid, outer ones first, for each of its leaves."""
+    own = tuple(axis.sizes for axis in grid.axes if axis.is_microbatch)
+    below = {cut for child in grid.children.values() for cut in _cuts(child)}
+    below |= {()} if len(grid.children) < grid.devices.size else set()
+    return {(*own, *cut) for cut in below}
+
+
+def first_microbatches(graph: Graph, steady: SteadyState) -> Graph:
+    """Return a graph with the rows of a steady state: the first microbatches only, in the same order."""
+    twin, count = graph.copy(), steady.few // steady.inner
+
+    def places(outer: Sequence[Axis], grid: Grid) -> list[range]:
+        cut = next((axis for axis in (*outer, *grid.axes) if axis.is_microbatch), None)
+        return [range(count if axis is cut else len(axis.sizes)) for axis in grid.axes]
+
+    where = {one: order for order, (one, _) in zip(graph.orders, steady.orders, strict=True)}
+    twin.orders = [
+        replace(where[of], before=steady.group(before), after=steady.group(after))
+        for row in steady.rows
+        for (before, of), (after, _) in pairwise(row)
+    ]
+    done: dict[object, Grid] = {}
+    for name, grid in twin.grids.items():
+        key = grid.signature()
+        if key not in done:
+            done[key] = grid.only(places)
+        twin.grids[name] = done[key]
+    return twin

@@ -1,0 +1,177 @@
+"""Checkpoints from and to other programs: Hugging Face's folders, plain safetensors, torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from superscaler.errors import InputError
+from superscaler.store.manifest import DTYPES
+from superscaler.store.pieces import whole
+from superscaler.store.save import publish
+from superscaler.store.tensors import WHOLE_FILE, TensorReader, open_checkpoint, open_stored, reading
+from superscaler.store.weights import load_weights, named
+
+# What torch.distributed.checkpoint writes beside its shards.
+DISTRIBUTED_FILE = ".metadata"
+# How it calls the tensors of a model, and the optimizer's states of these.
+_MODEL, _STATE = "model.", "optimizer.state."
+_TRUST = (
+    "its metadata is a pickle, and reading a pickle runs whatever code is in it; if you trust who wrote it, say --trust"
+)
+
+
+def export_model(path: Path, module: nn.Module, out: Path) -> list[str]:
+    """Write a folder as the module's own library saves it: `model.safetensors` by the user's names, of tied weights
+    one, and for a model of Hugging Face's library its `config.json`. Returns the files.
+    """
+    with _made(out) as folder:
+        more = load_weights(module, path)
+        if more:
+            raise InputError(
+                f"{path} has {len(more)} tensors that this model has not, {more[0]} first; name its model."
+            )
+        own: Callable[..., Any] | None = getattr(module, "save_pretrained", None)
+        if own is not None:
+            own(folder)
+        else:
+            stored = set(module.state_dict())
+            tensors = {names[0]: t.detach().contiguous() for names, t in named(module) if names[0] in stored}
+            save_file(tensors, folder / WHOLE_FILE, metadata={"format": "pt"})
+    return sorted(file.name for file in out.iterdir())
+
+
+def export_distributed(path: Path, out: Path) -> list[str]:
+    """Write a folder of `torch.distributed.checkpoint`: `model` by the user's names, and `optimizer` where there is
+    one, as `torch.distributed.checkpoint.state_dict` has it.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    stored = open_checkpoint(path)
+    model = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
+    model |= {alias: model[kept] for alias, kept in (stored.manifest or {})["aliases"].items() if kept in model}
+    states = {name: _states(stored, name) for name, entry in stored.tensors.items() if entry.steps is not None}
+    state = {"model": model} | ({"optimizer": {"state": states}} if states else {})
+    with _made(out) as folder, _quiet():
+        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return sorted(file.name for file in out.iterdir())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the library's remark that there is one process, which is intended."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def _states(stored: TensorReader, name: str) -> dict[str, Tensor]:
+    entry = stored.tensors[name]
+    states = {state: stored.read(name, whole(entry.shape), state) for state in entry.states}
+    return {"step": torch.tensor(entry.steps, dtype=torch.float32), **states}
+
+
+def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
+    """Write the weights of a safetensors file or folder, or of `torch.distributed.checkpoint` with `trust`, with the
+    optimizer's state of them if that has one, as the first checkpoint of a folder. Returns the checkpoint.
+    """
+    with reading(source):
+        is_theirs = (source / DISTRIBUTED_FILE).is_file()
+    if is_theirs:
+        if not trust:
+            raise InputError(f"{source} is of torch.distributed.checkpoint: {_TRUST}.")
+        tensors, states = _read_distributed(source)
+    else:
+        stored = open_stored(source)
+        if stored.manifest is not None:
+            raise InputError(f"{source} is a checkpoint of ours already; give it to --resume or --weights.")
+        tensors = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
+        states = {}
+    if not tensors:
+        raise InputError(f"{source} has no tensors.")
+    if other := [n for n, t in tensors.items() if str(t.dtype).removeprefix("torch.") not in DTYPES.values()]:
+        raise InputError(f"{source} has {other[0]} in {tensors[other[0]].dtype}, which no checkpoint of ours can have.")
+    with _made(out) as folder:
+        name = publish(folder, tensors, states)
+    return out / name
+
+
+def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return the tensors under `model.`, or all where there are none, and those under `optimizer.state.` by name."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with reading(source / DISTRIBUTED_FILE):
+        try:
+            known = FileSystemReader(source).read_metadata().state_dict_metadata
+            kept = {n: t for n, t in known.items() if isinstance(t, TensorStorageMetadata)}
+            if any(name.startswith(_MODEL) for name in kept):
+                kept = {n: t for n, t in kept.items() if n.startswith((_MODEL, _STATE))}
+            state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in kept.items()}
+            with _quiet():
+                load(state, storage_reader=FileSystemReader(source), no_dist=True)
+        except OSError:
+            raise
+        except (Exception, CheckpointException) as error:
+            # A pickle can fail in any way.
+            raise InputError(f"{source} cannot be read by torch.distributed.checkpoint: {_line(error)}.") from None
+    tensors = {n.removeprefix(_MODEL): value for n, value in state.items() if not n.startswith(_STATE)}
+    states: dict[str, dict[str, Tensor]] = {}
+    for key in (key for key in state if key.startswith(_STATE)):
+        name, _, kind = key.removeprefix(_STATE).rpartition(".")
+        states.setdefault(name, {})[kind] = state[key]
+    for name, kinds in states.items():
+        if "step" in kinds and kinds["step"].numel() != 1:
+            raise InputError(f"{source} has the step of {name} in shape {tuple(kinds['step'].shape)}, not as a number.")
+    return tensors, {name: kinds for name, kinds in states.items() if name in tensors}
+
+
+@contextmanager
+def _made(out: Path) -> Iterator[Path]:
+    """Give a folder aside, which replaces `out` when it is whole. Raises InputError if `out` is not empty."""
+    out = out.absolute()
+    with reading(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"{out} is there already and is not empty; choose another folder.")
+    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        aside.replace(out)
+    except (OSError, SafetensorError, CheckpointException) as error:
+        told = (error.strerror if isinstance(error, OSError) else None) or _line(error)
+        raise InputError(f"{out} cannot be written: {told}; choose another folder.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _line(error: BaseException) -> str:
+    """Return the last line of an error's text, its class if that is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
+def inspect(path: Path) -> Mapping[str, Any]:
+    """Return the contents of a checkpoint, after every shard was checked."""
+    stored = open_checkpoint(path)
+    manifest = stored.manifest or {}
+    for shard in manifest["shards"]:
+        stored.check(shard)
+    kept = {key: value for key, value in manifest.items() if key not in ("tensors", "sha256")}
+    tensors = {
+        name: {"shape": entry.shape, "dtype": entry.dtype, "states": entry.states, "pieces": len(entry.pieces)}
+        for name, entry in stored.tensors.items()
+    }
+    return {"path": str(stored.directory), **kept, "tensors": tensors}

@@ -1,0 +1,220 @@
+"""Plan directories, read without running anything of them. Any difference from what compile wrote is an InputError with
+the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
+
+from superscaler.errors import InputError
+from superscaler.store.files import (
+    EXPLAIN_FILE,
+    JOURNAL_FILE,
+    MODEL_FILE,
+    OPERATORS,
+    PLAN_FILE,
+    PROGRAM_FILE,
+    RUN_FILE,
+    WEIGHTS_FILE,
+    digest,
+    hash_without,
+    is_inside,
+)
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+# Of the plan directory; a plan of another one is not read.
+VERSION = 2
+# A new plan until it is whole, inside of the directory where its files then go.
+NEW = ".superscaler-new"
+AGAIN = "write it again with superscaler compile --out"
+_OURS = re.compile(
+    rf"(program_\d+|segments)\.py|{OPERATORS}/.+\.py|"
+    + "|".join(map(re.escape, (RUN_FILE, MODEL_FILE, PROGRAM_FILE, JOURNAL_FILE, EXPLAIN_FILE)))
+)
+T = TypeVar("T")
+
+
+def read_plan(directory: Path, manifest: bool = True) -> dict[str, Any]:
+    """Return plan.json of a plan directory, checked for its version and types; with `manifest` also for its hashes."""
+    from superscaler.store.plan_head import PlanFile
+
+    file = directory / PLAN_FILE
+    if not _guarded(file, file.exists):
+        raise InputError(f"{directory} is not a plan directory (it has no {PLAN_FILE}); {AGAIN}.")
+    text = _bytes(file)
+    plan: dict[str, Any] = _object(file, text)
+    check_version(file, plan, VERSION)
+    check_types(file, PlanFile, text)
+    if not len(plan["devices"]) == len(plan["programs"]) == plan["world"] > 0:
+        counts = f"{len(plan['devices'])} devices, {len(plan['programs'])} programs and a world of {plan['world']}"
+        raise InputError(f"{file} is damaged (it has {counts}); {AGAIN}.")
+    kept = plan["manifest"]
+    if manifest and (hash_without(plan, "manifest") != kept["data"] or hash_without(kept, "self") != kept["self"]):
+        _differs(file)
+    return plan
+
+
+def read_file(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> bytes:
+    """Return a file of a plan directory; with a manifest, only what this one has the hash of."""
+    data = _bytes(directory / name)
+    if kept is not None and digest(data) != kept["files"].get(name):
+        _differs(directory / name)
+    return data
+
+
+def read_text(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> str:
+    return _guarded(directory / name, read_file(directory, name, kept).decode)
+
+
+def read_json(directory: Path, name: str, types: type[BaseModel], version: int, kept: Mapping[str, Any]) -> Any:
+    """Return the data of a JSON file in a plan directory, checked for its hash, version and types."""
+    file, text = directory / name, read_file(directory, name, kept)
+    found = _object(file, text)
+    check_version(file, found, version)
+    check_types(file, types, text)
+    return found
+
+
+def check_files(directory: Path, plan: Mapping[str, Any]) -> None:
+    """Raise InputError unless all files of a directory are as its plan.json says."""
+    for name in plan["manifest"]["files"]:
+        read_file(directory, name, plan["manifest"])
+    check_weights(directory, plan["manifest"])
+
+
+def check_weights(directory: Path, kept: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
+    """Raise InputError unless the weights have the header of a manifest, and of the tensors named (default: all) the
+    bits.
+    """
+    file = directory / WEIGHTS_FILE
+    header, found = weight_hashes(file, kept["tensors"] if names is None else names)
+    if header != kept["header"] or any(kept["tensors"].get(name) != shown for name, shown in found.items()):
+        _differs(file)
+
+
+def weight_hashes(file: Path, names: Iterable[str] | None = None) -> tuple[str, dict[str, str]]:
+    """Return the hash of the header of a safetensors file, and by name those of tensors in it (default: of all)."""
+
+    def read() -> tuple[str, dict[str, str]]:
+        with file.open("rb") as stream:
+            length = stream.read(8)
+            # What safetensors allows at most.
+            header = stream.read(min(int.from_bytes(length, "little"), 10**8))
+            head = json.loads(header)
+            ends = {name: entry["data_offsets"] for name, entry in head.items()}
+            start = 8 + len(header)
+            size, whole = start + max((end for _, end in ends.values()), default=0), file.stat().st_size
+            if size != whole:
+                raise ValueError(f"it has {whole} bytes, not {size}")
+            wanted = ends if names is None else names
+            data = {name: _part(stream, start + ends[name][0], ends[name][1] - ends[name][0]) for name in wanted}
+            return digest(length + header), data
+
+    require_file(file)
+    return _guarded(file, read)
+
+
+def _part(stream: BinaryIO, start: int, count: int) -> str:
+    """Return the hash of a part of a file."""
+    found = hashlib.sha256()
+    stream.seek(start)
+    while count > 0 and (data := stream.read(min(count, 2**20))):
+        found.update(data)
+        count -= len(data)
+    return found.hexdigest()
+
+
+def plan_files(directory: Path) -> frozenset[str]:
+    """Return the names of the files in a directory that are of the plan which compile wrote there, or was writing; none
+    if it is empty or not there. Raises InputError for a file, and for a directory that holds something, but no plan of
+    ours: nothing there is ours.
+    """
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise InputError(f"{directory} is a file; choose a directory.")
+        there = {entry.name for entry in directory.iterdir()} if directory.exists() else set()
+        plans = [folder for folder in (directory, directory / NEW) if (folder / PLAN_FILE).is_file()]
+    except OSError as error:
+        raise InputError(f"{directory} cannot be read: {error.strerror}; choose another directory.") from error
+    if there - {NEW} and not plans:
+        raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
+    return frozenset[str]().union(*map(listed, plans))
+
+
+def listed(folder: Path) -> frozenset[str]:
+    """Return the names of all files of a plan, of whatever version, of which plan.json is in a folder."""
+    try:
+        names = json.loads((folder / PLAN_FILE).read_bytes())["manifest"]["files"].keys()
+        if not {EXPLAIN_FILE, RUN_FILE} <= names or not all(_OURS.fullmatch(n) and is_inside(n) for n in names):
+            raise KeyError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise InputError(
+            f"{folder / PLAN_FILE} is not what compile writes, or was damaged. Nothing in {folder} is replaced; choose "
+            "another --out, or empty that directory yourself."
+        ) from None
+    return frozenset((PLAN_FILE, WEIGHTS_FILE, *names))
+
+
+def check_version(file: Path, found: Mapping[str, Any], version: int) -> None:
+    if found.get("version") != version:
+        theirs = str(found.get("version"))[:20]
+        raise InputError(f"{file} is of version {theirs}, but this superscaler reads version {version}; {AGAIN}.")
+
+
+def check_types(file: Path, types: type[BaseModel], text: bytes) -> None:
+    """Raise InputError that names the first thing in a JSON text that is not of its type."""
+    from pydantic import ValidationError
+
+    try:
+        types.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ", ".join(map(str, first["loc"]))[:120] or "the whole"
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise InputError(f"{file} is damaged ({where} is {str(first['input'])[:40]!r}: {message}); {AGAIN}.") from None
+
+
+def _object(file: Path, text: bytes) -> dict[str, Any]:
+    def no_number(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no number")
+
+    found = _guarded(file, lambda: json.loads(text, parse_constant=no_number))
+    if not isinstance(found, dict):
+        raise InputError(f"{file} is damaged (it holds a {type(found).__name__}, not an object); {AGAIN}.")
+    return found
+
+
+def _bytes(file: Path) -> bytes:
+    require_file(file)
+    return _guarded(file, file.read_bytes)
+
+
+def require_file(file: Path) -> None:
+    """Raise InputError for a file that is missing, and for what is no file: reading a pipe would wait for ever."""
+
+    def kind() -> str:
+        return "" if file.is_file() else "a folder" if file.is_dir() else "not a file" if file.exists() else "missing"
+
+    if told := _guarded(file, kind):
+        raise InputError(f"{file} is {told}; {AGAIN}.")
+
+
+def _guarded(file: Path, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}; {AGAIN}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise InputError(f"{file} is damaged ({error or type(error).__name__}); {AGAIN}.") from None
+
+
+def _differs(file: Path) -> NoReturn:
+    mine = "; what was edited on purpose runs by ss.load(DIR, manifest=False)" if file.suffix == ".py" else ""
+    raise InputError(f"{file} is not what compile wrote there; {AGAIN}{mine}.")

@@ -1,0 +1,222 @@
+"""Saving and resuming in the training loop: the options, the start of training, and its early end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superscaler.errors import InputError, RuntimeFailure, unknown
+from superscaler.runtime.step import Step
+from superscaler.store.restore import restore
+from superscaler.store.save import Saver, share
+from superscaler.store.tensors import POINTER_FILE, is_there, open_checkpoint, reading
+
+# Files in the folder of the launcher: that training is to stop, and how it ended.
+STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
+# What training does when a checkpoint cannot be saved.
+CONTINUE, STOP = ON_FAILED_SAVE = ("continue", "stop")
+
+
+def path(text: str) -> Path:
+    # To Python an empty path is the current folder, to a shell a variable that is not set.
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; '.' is the current folder")
+    return Path(text)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--save", type=path, help="folder of checkpoints; one is saved at the end")
+    parser.add_argument("--save-every", type=int, help="steps between two checkpoints")
+    parser.add_argument("--keep", type=int, help="whole checkpoints that stay; default: all")
+    parser.add_argument("--on-failed-save", choices=ON_FAILED_SAVE, default=CONTINUE, help="default: %(default)s")
+    parser.add_argument("--resume", type=path, help="checkpoint, or folder of them, to go on from")
+    parser.add_argument("--weights", type=path, help="checkpoint, safetensors file or folder to start with")
+    parser.add_argument("--named", help=argparse.SUPPRESS)
+
+
+def saving_folder(save: Path | None, resume: Path | None) -> Path | None:
+    """Return the folder of checkpoints: by default a run that resumes saves beside its checkpoint."""
+    beside = [] if resume is None else [resume, resume.resolve().parent]
+    return save or next((folder for folder in beside if is_there(folder / POINTER_FILE)), None)
+
+
+def check_saving(options: Any, folder: Path | None) -> None:
+    """Raise InputError for options that do not go together, and for the checkpoints of another run."""
+    for name, value in (("--save-every", options.save_every), ("--keep", options.keep)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}, but it must be 1 or more.")
+        if value is not None and folder is None:
+            raise InputError(f"{name} {value} needs --save DIR, the folder of the checkpoints.")
+    if options.on_failed_save not in (None, *ON_FAILED_SAVE):
+        raise InputError(unknown("--on-failed-save", options.on_failed_save, ON_FAILED_SAVE))
+    if options.on_failed_save == STOP and folder is None:
+        raise InputError(f"--on-failed-save {STOP} needs --save DIR, the folder of the checkpoints.")
+    if options.resume is not None and options.weights is not None:
+        raise InputError(
+            "--resume goes on with the weights of a checkpoint, so --weights has no use; give one of both."
+        )
+    if folder is None:
+        return
+    theirs = [] if options.resume is None else [options.resume.resolve(), options.resume.resolve().parent]
+    if is_there(folder / POINTER_FILE) and folder.resolve() not in theirs:
+        raise InputError(
+            f"--save {folder} has the checkpoints of another run; go on from them with --resume {folder}, "
+            "or choose another folder."
+        )
+    above = next((p for p in (folder, *folder.parents) if is_there(p)), Path())
+    if not above.is_dir():
+        raise InputError(f"--save {folder}: {above} is a file; choose a folder.")
+
+
+def is_first(save: Path | None, resume: Path | None) -> bool:
+    """Return whether a run resumes from the folder that it saves into while that is empty, so that it starts anew."""
+    return save is not None and resume == save and not is_there(save / POINTER_FILE)
+
+
+def continued(step: Step, options: argparse.Namespace, folder: Path) -> argparse.Namespace:
+    """Return the options of this start: ranks that torchrun restarted resume from their own checkpoints."""
+    communicator, file, found = step.state.communicator, folder / POINTER_FILE, ""
+    if step.rank == 0:
+        latest = (file.read_text(errors="replace") if file.is_file() else "") or "nothing"
+        if communicator.set_if_unset("latest", latest) != latest:
+            found = "again"
+            say(f"note: a rank has failed; training goes on from {folder / latest.strip()}")
+        elif is_first(options.save, options.resume):
+            found = "first"
+    # On a disk that ranks share, not all may see a new file at the same time.
+    found = share(communicator, found)
+    if found == "again":
+        return argparse.Namespace(**{**vars(options), "resume": folder, "weights": None})
+    return argparse.Namespace(**{**vars(options), "resume": None}) if found == "first" else options
+
+
+def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
+    """Return the manifest of a checkpoint. Raises InputError if `steps` leave nothing to train, or if it was trained on
+    other data.
+    """
+    with reading(resume):
+        is_empty = not resume.exists() or (resume.is_dir() and not any(resume.iterdir()))
+    if is_empty:
+        raise InputError(
+            f"--resume {resume} has no checkpoint yet; to start anew there, and to go on when the same command is "
+            f"given again, add --save {resume}."
+        )
+    stored = open_checkpoint(resume)
+    manifest = dict(stored.manifest or {})
+    if manifest["step"] >= steps:
+        raise InputError(
+            f"{stored.directory} was trained for {manifest['step']} steps, and --steps {steps} counts these; "
+            f"give more than {manifest['step']}."
+        )
+    kept, given = manifest["training"], data_of(data)
+    if kept is not None and kept["data"] != given:
+        raise InputError(
+            f"{stored.directory} was trained on {_data_text(kept['data'])}, but --data is {_data_text(given)}; "
+            "give the same text, or start anew on another one with --weights."
+        )
+    return manifest
+
+
+def data_of(data: Path | None) -> dict[str, Any] | None:
+    """Return the identity of a text file."""
+    return None if data is None else {"name": data.name, "bytes": data.stat().st_size}
+
+
+def _data_text(data: dict[str, Any] | None) -> str:
+    return "the default" if data is None else f"{data['name']} ({data['bytes']:,} bytes)"
+
+
+def start_of(step: Step, options: argparse.Namespace) -> tuple[int, int]:
+    """Load the checkpoint or weights in the options. Returns the number of the first step, and the seed of the
+    batches.
+    """
+    if options.weights is not None:
+        unread = step.load_weights(options.weights)
+        if unread and step.rank == 0:
+            say(f"note: {len(unread)} tensors of {options.weights} were not read: {_some(unread)}")
+    if options.resume is None:
+        return 0, options.seed
+    check_resume(options.resume, options.steps, options.data)
+    planned = step.rates()
+    manifest = restore(step, options.resume)
+    if step.rates() != planned and step.rank == 0:
+        say(f"note: the learning rate is that of the checkpoint, {_some(step.rates())}")
+    training = manifest["training"]
+    return manifest["step"], options.seed if training is None else training["seed"]
+
+
+def _some(things: list[Any]) -> str:
+    return ", ".join(map(str, things[:3])) + (", ..." if len(things) > 3 else "")
+
+
+@contextmanager
+def stop_requests(launched: Path | None) -> Iterator[Callable[[], bool]]:
+    """Give a function that returns whether this rank was asked to stop: by SIGTERM, or by a file in the launcher's
+    folder.
+    """
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield lambda: bool(came) or (launched is not None and (launched / STOP_FILE).exists())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def signs(saver: Saver, asked: Callable[[], bool]) -> tuple[bool, bool]:
+    """Return, alike on all ranks, whether any rank was asked to stop, and whether any rank's part of a save has
+    failed.
+    """
+    communicator = saver.step.state.communicator
+    here = torch.tensor([float(asked()), float(saver.has_failed)], device=communicator.device)
+    found = communicator.all_reduce(here, tuple(range(communicator.world)), planned=False).wait()
+    is_asked, has_failed = (found > 0).tolist()
+    return is_asked, has_failed
+
+
+def warn(text: str) -> None:
+    """Print a warning, in place of the progress line."""
+    say(f"{chr(13)}{chr(27)}[2K" * sys.stderr.isatty() + f"warning: {text}")
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print to standard error; training does not end where that cannot be written, as a file on a full disk."""
+    with suppress(OSError):
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+def report(saver: Saver, why: str, start: int, launched: Path | None) -> None:
+    """Report the end of training to the launcher; `why` it stopped early, if it did.
+
+    Without a launcher, print it, and raise RuntimeFailure if a save has failed.
+    """
+    steps = saver.step.state.steps
+    outcome = {
+        **{"saved": None if saver.last is None else str(saver.last), "failed_saves": saver.failures},
+        **{"stopped": why or None, "start": start, "steps": steps},
+    }
+    if launched is not None:
+        with suppress(OSError):
+            (launched / OUTCOME_FILE).write_text(json.dumps(outcome))
+            return
+    say(ending(outcome))
+    if saver.failures:
+        raise RuntimeFailure(f"{len(saver.failures)} checkpoints were not saved; the first: {saver.failures[0]}")
+
+
+def ending(outcome: dict[str, Any]) -> str:
+    """Return, in words, where a run was saved, and how to resume it if it was stopped."""
+    saved = Path(outcome["saved"]) if outcome["saved"] else None
+    told = f"saved in {saved}" if saved else "nothing was saved"
+    if outcome["stopped"]:
+        hint = f"; go on with --resume {saved.parent}" if saved else ""
+        told = f"stopped by {outcome['stopped']} after step {outcome['steps']}; {told}{hint}"
+    failed = len(outcome["failed_saves"])
+    return f"{told}; {failed} {'checkpoint was' if failed == 1 else 'checkpoints were'} not saved" if failed else told

@@ -1,0 +1,170 @@
+"""Attention in blocks of queries and keys, whose results are merged: the algorithm behind ring attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from superscaler.errors import TransformError, divisors
+from superscaler.ir.model import Model, Op, Operand, PTensor, Ref
+from superscaler.transform.cut import check_parts
+from superscaler.transform.rewrite import copy_op
+
+TARGET = "aten.scaled_dot_product_attention.default"
+# What repeats a tensor, and what may be around that.
+REPEATING = ("expand", "unsqueeze", "view", "_unsafe_view", "clone")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBlocks:
+    """Compute attention in `parts` steps; in each, a chunk of queries sees one chunk of the keys.
+
+    y = attention(q, k, v)  ->  k.0 = identity(k); k.1 = identity(k.0); ..; so v;
+                                y.t, y.t.sum = block(q, k.t, v.t); y = merge(y.0, y.0.sum, y.1, y.1.sum), ..
+
+    Queries and keys have `parts` equal chunks each. In step t, chunk i of the queries sees chunk i - t of the keys,
+    modulo the number of chunks. On devices in a ring that hold one chunk of queries each, with the copies of step t
+    placed t devices further, keys pass from neighbour to neighbour. Repeated heads are repeated after that. Causal
+    attention skips blocks without visible keys.
+    """
+
+    parts: int
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        made: dict[str, list[Op]] = {}
+        tensors = dict(model.tensors)
+        for op in ops:
+            check_parts(self.parts, op)
+            new = _Blocks(model, op, self.parts)
+            made[op.name] = list(new.ops())
+            tensors |= new.tensors
+        changed = tuple(other for op in model.ops for other in made.get(op.name, [op]))
+        return replace(model, tensors=tensors, ops=changed)
+
+
+class _Blocks:
+    """The ops that replace one attention, and the tensors that they make."""
+
+    def __init__(self, model: Model, op: Op, parts: int) -> None:
+        self.op, self.parts, self.known = op, parts, dict(model.tensors)
+        self.makers = {name: maker for name, (maker, _) in model.producers().items()}
+        self.tensors: dict[str, PTensor] = {}
+        if op.target != TARGET or any(op.args[4:5]) or dict(op.kwargs).get("dropout_p"):
+            why = "has dropout on its probabilities" if "attention" in op.target else f"is {op.target}"
+            raise TransformError(f"AttentionBlocks needs attention without dropout, but {op.name} {why}; leave it out.")
+        learned = next((o.tensor for o in op.inputs[3:] if self.known[o.tensor].requires_grad), None)
+        if learned is not None:
+            raise TransformError(
+                f"AttentionBlocks of {op.name} ({op.module}): its mask {learned} has a gradient, of which a block "
+                "makes some elements only; leave it out."
+            )
+        self.queries, self.keys = (self._along(k) for k in (0, 1))
+
+    def _along(self, k: int) -> int:
+        """Return the index of the dim before the last of an operand."""
+        op, dims = self.op, self.known[self.op.inputs[k].tensor].slots
+        first = sum(len(slots) for slots in dims[:-2])
+        own = op.inputs[k].slots[first : first + len(dims[-2])]
+        if len(own) != 1 or own[0] is None:
+            what = " ".join(dims[-2]) or "nothing"
+            raise TransformError(
+                f"AttentionBlocks({self.parts}) of {op.name} ({op.module}) needs {['queries', 'keys'][k]} along one "
+                f"factor, but they are along {what}; leave it out."
+            )
+        index = op.indices[own[0]]
+        if index.size % self.parts:
+            raise TransformError(
+                f"AttentionBlocks({self.parts}) of {op.name} ({op.module}) does not divide factor {index.factor} of "
+                f"{index.size}; choose {divisors(index.size)}."
+            )
+        return own[0]
+
+    def ops(self) -> Iterator[Op]:
+        """Yield the steps in turn: the copies of keys and values of one, its block, and its merge with those before."""
+        op, before = self.op, tuple[Operand, ...]()
+        read, made_from = [o.tensor for o in op.inputs], [self._made_from(o.tensor) for o in op.inputs]
+        carried = [self._origin(chain, tensor) for chain, tensor in zip(made_from, read, strict=True)]
+        for step in range(self.parts):
+            for k in (k for k in (1, 2) if self.parts > 1 and self._is_carried(carried[k])):
+                hop = self._copy(carried[k], f"{op.name}.{'kv'[k - 1]}{step}")
+                again = self._again(made_from[k], hop.name) if step else []
+                yield from (hop, *again)
+                carried[k], read[k] = hop.name, again[-1].name if again else hop.name if step else read[k]
+            inputs = tuple(replace(o, tensor=tensor) for o, tensor in zip(op.inputs, read, strict=True))
+            is_last = step == self.parts - 1
+            found = self._outputs(f"{op.name}.{step}", is_last and not step)
+            yield self._block(inputs, found, step)
+            if step:
+                merged = self._outputs(f"{op.name}.to{step}", is_last)
+                yield self._merge((*before, *found), merged)
+                found = merged
+            before = found
+
+    def _made_from(self, tensor: str) -> list[Op]:
+        """Return the ops that repeat a tensor: heads of keys, for all queries that share them."""
+        found, least = list[Op](), 0
+        while (maker := self.makers.get(tensor)) and maker.target.split(".")[1] in REPEATING:
+            found.append(maker)
+            smaller = maker.inputs[0].tensor
+            least = len(found) if prod(self.known[smaller].shape) < prod(self.known[tensor].shape) else least
+            tensor = smaller
+        return found[:least][::-1]
+
+    @staticmethod
+    def _origin(chain: list[Op], tensor: str) -> str:
+        return chain[0].inputs[0].tensor if chain else tensor
+
+    def _is_carried(self, tensor: str) -> bool:
+        """Return whether a tensor is copied: neither at rest, nor made of data alone."""
+        return tensor in self.makers and not self.makers[tensor].from_data
+
+    def _copy(self, tensor: str, name: str) -> Op:
+        maker = self.makers[tensor]
+        copied = replace(self.known[tensor], name=name, origin=self.known[tensor].origin or tensor)
+        self.known[name] = self.tensors[name] = copied
+        self.makers[name] = maker
+        return replace(copy_op(tensor, copied, maker), module=self.op.module)
+
+    def _again(self, chain: list[Op], tensor: str) -> list[Op]:
+        """Return the ops of a chain once more, starting from another tensor."""
+        made = list[Op]()
+        for n, op in enumerate(chain):
+            found = replace(self.known[op.outputs[0].tensor], name=f"{tensor}.{n}")
+            self.tensors[found.name] = found
+            read = made[-1].name if made else tensor
+            ends = replace(op.inputs[0], tensor=read), replace(op.outputs[0], tensor=found.name)
+            made.append(replace(op, name=found.name, inputs=ends[:1], outputs=ends[1:], module=self.op.module))
+        return made
+
+    def _outputs(self, name: str, is_last: bool) -> tuple[Operand, Operand]:
+        """Return the operands of attention and log-sum-exp: new tensors, but for the attention to all keys."""
+        own = self.op.outputs[0]
+        like = self.known[own.tensor]
+        count = len(own.slots) - len(like.slots[-1])
+        smaller = replace(like, shape=like.shape[:-1], slots=like.slots[:-1], extents=like.extents[:count])
+        made = like if is_last else replace(like, name=name)
+        total = replace(smaller, name=f"{name}.sum", dtype=like.wide_dtype)
+        self.tensors |= {made.name: made, total.name: total}
+        return Operand(made.name, own.slots), Operand(total.name, own.slots[:count])
+
+    def _block(self, inputs: tuple[Operand, ...], outputs: tuple[Operand, Operand], step: int) -> Op:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, self.op.args, strict=False)), **dict(self.op.kwargs)}
+        args = *self.op.args[:3], *(given.get(name) for name in ("attn_mask", "is_causal", "scale"))
+        indices = list(self.op.indices)
+        indices[self.keys] = replace(indices[self.keys], mark="spatial", follows=(self.queries, step, self.parts))
+        made = replace(self.op, name=f"{self.op.name}.{step}", target="ss.attention_block", args=args, kwargs=())
+        flops = self.op.flops // self.parts
+        return replace(made, inputs=inputs, outputs=outputs, indices=tuple(indices), flops=flops)
+
+    def _merge(self, inputs: tuple[Operand, ...], outputs: tuple[Operand, Operand]) -> Op:
+        used = [i for i in outputs[0].slots if i is not None]
+        indices = tuple(replace(self.op.indices[i], mark="spatial") for i in used)
+
+        def renumbered(side: tuple[Operand, ...]) -> tuple[Operand, ...]:
+            return tuple(replace(o, slots=tuple(used.index(i) for i in o.slots if i is not None)) for o in side)
+
+        name = outputs[1].tensor.removesuffix(".sum")
+        made = replace(self.op, name=name, target="ss.attention_merge", args=tuple(map(Ref, range(4))), kwargs=())
+        return replace(made, inputs=renumbered(inputs), outputs=renumbered(outputs), indices=indices, flops=0)

@@ -1,0 +1,122 @@
+"""A plan directory as it stands: its program is certified, and code and data are what follows from the program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from superscaler.artifact import described, texts
+from superscaler.certify.certificate import CHECKS
+from superscaler.emit.device import emit
+from superscaler.errors import InputError, PlanError, brief
+from superscaler.ir.model_text import parse_model
+from superscaler.ir.program import Program
+from superscaler.ir.program_text import parse_program
+from superscaler.report.facts import own_operators
+from superscaler.store.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE
+from superscaler.store.manifest import DTYPES
+from superscaler.store.plan import AGAIN, check_files, read_plan, read_text, require_file
+
+
+def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
+    """Certify what a plan directory holds, and that its code and plan.json are what its program says; with `manifest`
+    also that every file has the hash that compile wrote down.
+
+    Raises ScheduleError for a program that does not hold, InputError for a directory that cannot be read, or whose
+    files say different things.
+    """
+    plan, damage = read_plan(directory, manifest=False), _damage(directory)
+    with _told_of(directory / MODEL_FILE, damage):
+        model = parse_model(read_text(directory, MODEL_FILE))
+    with _told_of(directory / PROGRAM_FILE, damage):
+        program = parse_program(read_text(directory, PROGRAM_FILE), model)
+    if program.world != plan["world"]:
+        raise InputError(f"{directory / PLAN_FILE} is for {plan['world']} devices, its program for {program.world}.")
+    with _told_of(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
+        for check in CHECKS.values():
+            check(program)
+        emitted = emit(program)
+        files = texts(program, emitted)
+    for name, text in files.items():
+        _compare(directory / name, read_text(directory, name), text)
+    wanted = json.loads(json.dumps(described(program, emitted, plan["cluster"], plan["seed"])))
+    # Of operators the program knows the names; who registers them is in the process that compiled it.
+    wanted["operators"] = {target: plan["operators"].get(target) for target in sorted(own_operators(model))}
+    found = {key: value for key, value in plan.items() if key != "manifest"}
+    difference = next(_differences(found, wanted), None)
+    if difference is not None:
+        raise InputError(f"{directory / PLAN_FILE}: {difference}")
+    _check_weights(directory / WEIGHTS_FILE, program)
+    if manifest and damage is not None:
+        raise damage
+    return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world}
+
+
+def _damage(directory: Path) -> InputError | None:
+    """Return the damage of a directory that its hashes show."""
+    try:
+        check_files(directory, read_plan(directory))
+    except InputError as error:
+        return error
+    return None
+
+
+@contextmanager
+def _told_of(what: object, damage: InputError | None) -> Iterator[None]:
+    """Let errors say which file they are about; of text that compile did not write, any may come."""
+    try:
+        yield
+    except PlanError as error:
+        raise type(error)(f"{what}: {error}") from error
+    except Exception as error:
+        if damage is None:
+            raise
+        told = brief(f"{type(error).__name__}: {error}")
+        raise InputError(f"{what} is damaged ({told}); {AGAIN}.") from error
+
+
+def _compare(file: Path, found: str, wanted: str) -> None:
+    if found == wanted:
+        return
+    pairs = zip_longest(found.splitlines(), wanted.splitlines(), fillvalue="")
+    for number, (a, b) in enumerate(pairs, 1):
+        if a != b:
+            raise InputError(f"{file}, line {number} is '{a.strip()[:80]}', but the program says '{b.strip()[:80]}'.")
+    raise InputError(f"{file} differs from what the program says in its blanks or line ends.")
+
+
+def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
+    """Yield the differences of data from the wanted data, with the path to each."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in {**wanted, **found}:
+            if key not in found or key not in wanted:
+                yield f"{where}{key} {'is missing' if key in wanted else 'is not of this plan'}."
+            else:
+                yield from _differences(found[key], wanted[key], f"{where}{key}, ")
+    elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            yield from _differences(a, b, f"{where}{number}, ")
+    elif type(found) is not type(wanted) or found != wanted:
+        yield f"{where.rstrip(', ')} is {str(found)[:80]}, but the program says {str(wanted)[:80]}."
+
+
+def _check_weights(file: Path, program: Program) -> None:
+    """Check that every weight at rest is in the file, whole and of its dtype."""
+    require_file(file)
+    model, needed = program.model, {w.tensor for device, _ in program.distinct for w in device.weights}
+    try:
+        with safe_open(file, framework="pt") as stored:
+            kept = {name: stored.get_slice(name) for name in needed.intersection(stored.keys())}
+            found = {name: (tuple(piece.get_shape()), DTYPES.get(piece.get_dtype())) for name, piece in kept.items()}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{file} cannot be read: {error}; write the plan again.") from None
+    for name in sorted(needed):
+        tensor = model.tensors[name]
+        if found.get(name) != (tensor.shape, tensor.dtype):
+            raise InputError(f"{file} has {name} as {found.get(name)}, but it is {tensor.dtype} {tensor.shape}.")

@@ -1,0 +1,305 @@
+"""The certificate: steps of a plan in float64 and as trained against the user's module, on every replica."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from superscaler.artifact import initial_values, reads, write
+from superscaler.certify.certificate import CHECKS
+from superscaler.compiler import Compiled, finish
+from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
+from superscaler.frontend.oracle import retyped
+from superscaler.ir.model import Model
+from superscaler.launch.launch import call
+from superscaler.runtime.step import Step, check_batch, load
+from superscaler.verify.compare import Comparison, Errors, Result, run_iterations
+from superscaler.verify.eager import Unlike
+from superscaler.verify.locate import TOLERANCE, Values, first_difference, model_step, on_threads
+from superscaler.verify.noise import noise_of
+from superscaler.verify.oracles import Oracle, graph_step, oracles_of, recurrence
+from superscaler.verify.retype import FLOATS, retype
+from superscaler.verify.small import shrink
+from superscaler.verify.trained import near, quiet
+
+# A plan above any of these is verified at a small shape, unless it is asked for as it is.
+MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
+# How many steps are compared: two, and so many more as a plan reads weights of updates ago.
+STEPS = 2
+_SMALL = "it has the shapes of the capture; verify a small model with the same plan to compare it too"
+_LIMITED = "it drops no choices of experts; without a capacity the plan is compared with it"
+
+
+def verify(
+    compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto"
+) -> dict[str, Any]:
+    """Run two steps of the plan, or n + 2 of one that reads weights of n updates ago, and of the user's module in
+    float64, dropout off, and compare; then so in the dtypes that are trained, where errors may be as large as those of
+    the module's own steps when their sums are taken in other parts (see `superscaler.verify.trained`).
+
+    `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. `shapes`: "model" runs
+    the plan as it is against a copy of the module, run by torch, or, where there can be none (`note` says why), against
+    the exported program; "small" runs it on few elements and places of the mesh (see `shrink`) against the graph on one
+    device, whatever its size; "auto" is small for what is too large to run here. The checks are done on the plan as it
+    is, always. Each step starts from the weights that the plan has then; the update of each slice is compared with what
+    torch's optimizer makes of the gradient there.
+
+    Returns equal (in both), trained_dtype, trained_error (the largest beside what is allowed there), trained_allowed
+    (that), and of the steps in float64: loss_error (relative), gradient_error (largest over pTensors and replicas,
+    relative with a floor), parameter_error (weights, buffers and optimizer state), output_error (what the step returns
+    beside its loss; `trains` and `outputs` tell which of these there are), worst_tensor, first_difference (text: the
+    first check that does not hold, or the first tensor in execution order that is not the model's, or what capture got
+    wrong; empty when equal), conservation (the certificate of the whole program, see `verify.certificate`),
+    deadlock_free, reference ("eager", "export" or "graph"), module_compared (whether that is the user's module, run by
+    torch), note (why not), bytes_moved (what all ranks put on links in a step), bytes_planned (what the plan said;
+    equal), stale (how many updates ago weights are read: [0] where they are as in the model, [0, 1, 3] where some are
+    those of 1 or 3 ago: then with the recurrence of these on one device), shapes, dropped (how many choices of experts
+    have no row in the first step, of how many: then the step with their capacity on one device is compared), and shrunk
+    (what ran smaller: before and after, by factor).
+    Raises InputError for a plan that cannot run smaller but must.
+    """
+    if shapes not in ("auto", "model", "small"):
+        raise InputError(unknown("shapes", shapes, ["auto", "model", "small"]))
+    captured = compiled.graph.captured
+    if batch is not None:
+        check_batch(batch, reads(compiled.graph.model))
+    if shapes == "model" or (shapes == "auto" and not _is_large(compiled)):
+        exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
+        found = {**certify(exact, backend, batch), "shapes": "model", "shrunk": {}}
+        values, inputs = initial_values(compiled.graph.model, captured.values), batch or captured.batch
+        return _as_trained(found, compiled, backend, values, inputs)
+    refused = {name: _refusal(partial(check, compiled.program)) for name, check in CHECKS.items()}
+    small = shrink(compiled, batch)
+    exact, own = (finish(retype(small.graph, kind, dropout=False), small.cluster) for kind in ("float64", None))
+    values = {k: retyped(v, torch.float64) for k, v in small.values.items()}
+    inputs = {k: retyped(v, torch.float64) for k, v in small.batch.items()}
+    found = _certificate(exact, backend, 60.0, values, inputs, {"graph": lambda: graph_step(exact, inputs)})
+    first = next((text for text in refused.values() if text), "") or found["first_difference"]
+    whole = {name: not text and found[name] for name, text in refused.items()}
+    told = {"equal": found["equal"] and not first, "first_difference": first, "shapes": "small", "shrunk": small.shrunk}
+    told["note"] = _SMALL
+    return _as_trained({**found, **whole, **told}, own, backend, small.values, small.batch)
+
+
+def _as_trained(found: dict[str, Any], plan: Compiled, backend: str, values: Values, inputs: Values) -> dict[str, Any]:
+    """Return what was found in float64, with the steps in the plan's own dtypes if it was equal."""
+    tensors = plan.graph.model.tensors.values()
+    dtypes = sorted({t.dtype for t in tensors if t.kind == "parameter" and getattr(torch, t.dtype).is_floating_point})
+    told = {"trained_dtype": ", ".join(dtypes), "trained_error": float("inf"), "trained_allowed": 0.0}
+    if not found["equal"]:
+        return {**found, **told}
+    if not any(t.dtype in FLOATS for t in tensors):
+        # They are those in float64.
+        error = max(found[kind] for kind in Errors().largest)
+        return {**found, **told, "trained_error": error, "trained_allowed": TOLERANCE}
+    try:
+        own = quiet(plan)
+        results = _BACKENDS[backend](own, values, inputs, 60.0)
+        errors = near(own, values, results, oracles_of(own, inputs, None)[found["reference"]]())
+    except (RuntimeFailure, Unlike) as why:
+        errors = Errors(first=str(why), nearest=(float("inf"), 0.0))
+    first = f"in {told['trained_dtype']}, {errors.first}" if errors.first else ""
+    told |= dict(zip(("trained_error", "trained_allowed"), errors.nearest, strict=True))
+    return {**found, **told, "equal": errors.is_equal, "first_difference": first}
+
+
+def _is_large(compiled: Compiled) -> bool:
+    """Return whether a plan is too large to be run here at its own shapes in float64."""
+    model = compiled.graph.model
+    elements = sum(prod(tensor.shape) for tensor in model.parameters())
+    flops = sum(op.flops for op in model.ops)
+    return len(compiled.cluster.devices) > MOST_RANKS or elements > MOST_ELEMENTS or flops > MOST_FLOPS
+
+
+def certify(
+    exact: Compiled, backend: str = "threads", batch: Values | None = None, timeout: float = 60.0
+) -> dict[str, Any]:
+    """Do what `verify` does with a plan that is in float64 already. `timeout`: of a message, in seconds.
+
+    A plan that a check refuses is not run: its errors are infinite.
+    """
+    captured, model = exact.graph.captured, exact.graph.model
+    values = {k: retyped(v, torch.float64) for k, v in initial_values(model, captured.values).items()}
+    inputs = {k: retyped(v, torch.float64) for k, v in (batch or captured.batch).items()}
+    oracles = oracles_of(exact, inputs, torch.float64)
+    used = ["graph"] if _limits(model) else ["eager", "export"]
+    return _certificate(exact, backend, timeout, values, inputs, {name: oracles[name] for name in used})
+
+
+def _limits(model: Model) -> dict[str, int]:
+    """Return the rows of experts where a group has more tokens, by the tensor that counts the wanted rows."""
+    found = {}
+    for op in (op for op in model.ops if op.target == "ss.dispatch"):
+        x, rows = model.tensors[op.inputs[0].tensor], model.tensors[op.outputs[0].tensor]
+        if rows.shape[1] * rows.shape[2] < x.shape[0]:
+            found[op.outputs[1].tensor] = rows.shape[2]
+    return found
+
+
+def _dropped(exact: Compiled, known: Values) -> tuple[int, int]:
+    """Return (dropped choices of experts, all choices) on one device."""
+    limits = _limits(exact.graph.model)
+    made = model_step(exact.graph.model, known)[0] if limits else {}
+    lost = sum(int((made[wanted] - rows).clamp(min=0).sum()) for wanted, rows in limits.items())
+    return lost, sum(int(made[wanted].sum()) for wanted in limits)
+
+
+def _certificate(
+    exact: Compiled,
+    backend: str,
+    timeout: float,
+    values: Values,
+    inputs: Values,
+    oracles: Mapping[str, Callable[[], Oracle]],
+) -> dict[str, Any]:
+    """Check the program, run it, and compare it with the first oracle that there is; with the next one, where it
+    differs, to see whether the plan or the captured graph is at fault.
+    """
+    if backend not in _BACKENDS:
+        raise InputError(unknown("backend", backend, _BACKENDS))
+    model = exact.graph.model
+    refused = {name: _refusal(partial(check, exact.program)) for name, check in CHECKS.items()}
+    first = next((text for text in refused.values() if text), "")
+    results: list[list[Result]] = []
+    try:
+        results = [] if first else _BACKENDS[backend](exact, values, inputs, timeout)
+    except RuntimeFailure:
+        first = first_difference(exact, values, inputs, timeout)
+        if not first:
+            raise
+    judged = _judged(exact, values, results, oracles) if results else []
+    errors = judged[0][1] if judged else Errors(dict.fromkeys(Errors().largest, float("inf")))
+    if not first and not errors.is_equal:
+        is_captured = judged[-1][1].is_equal
+        first = (
+            f"the captured graph is not the module: {errors.first}; the plan equals the graph" if is_captured else ""
+        )
+        first = first or first_difference(exact, values, inputs, timeout) or errors.first
+    return {
+        "equal": errors.is_equal,
+        **errors.largest,
+        "worst_tensor": errors.worst,
+        "first_difference": first,
+        **{name: not text for name, text in refused.items()},
+        "reference": judged[0][0] if judged else "",
+        "module_compared": bool(judged) and judged[0][0] == "eager",
+        "note": judged[0][2] or (_LIMITED if _limits(model) else "") if judged else "",
+        "trains": bool(model.loss),
+        "outputs": [t.name for t in model.tensors.values() if t.kind == "output"],
+        "world": exact.program.world,
+        "backend": backend,
+        "bytes_moved": sum(steps[0].moved for steps in results),
+        "bytes_planned": exact.program.bytes_moved,
+        "stale": sorted({*model.ages.values()}) or [0],
+        "dropped": _dropped(exact, {**values, **inputs}),
+        "loss": float(results[0][0].loss) if results and model.loss else float("nan"),
+    }
+
+
+def _judged(
+    exact: Compiled, values: Values, results: Sequence[Sequence[Result]], oracles: Mapping[str, Callable[[], Oracle]]
+) -> list[tuple[str, Errors, str]]:
+    """Return (oracle, errors, reason against the oracle before it), until one oracle finds the plan equal."""
+    found, note = [], ""
+    for name, make in oracles.items():
+        try:
+            oracle, comparison = make(), Comparison(exact, values)
+            for number, step in enumerate(zip(*results, strict=True)):
+                run = partial(recurrence, oracle, exact.graph.model, number=number)
+                expected = run(comparison.known)
+                comparison.add(step, expected, noise_of(run, comparison.known, expected))
+        except Unlike as why:
+            note = str(why)
+            continue
+        found.append((name, comparison.errors, note))
+        if comparison.errors.is_equal:
+            break
+    return found
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def run_steps(step: Step, batch: Values, count: int = STEPS) -> list[Result]:
+    """Return the state of a rank after each of `count` steps, or after each iteration of these."""
+    step.state.keep_gradients = True
+    if step.iterations > 1:
+        return [result for _ in range(count) for result in run_iterations(step, batch)]
+    return [_result(step, step(batch)) for _ in range(count)]
+
+
+def _steps(compiled: Compiled) -> int:
+    """Return the number of compared steps: until the weights that are read have changed, and one more."""
+    return STEPS + max(compiled.graph.model.ages.values(), default=0)
+
+
+def _result(step: Step, made: Any) -> Result:
+    weights = step.state.weights
+    known = step.state.optimizer.state if step.state.optimizer else {}
+    state = {n: {k: v for k, v in known[w].items() if isinstance(v, Tensor)} for n, w in weights.items() if w in known}
+    loss = made.detach() if step.trains else torch.zeros(())
+    kept = copy.deepcopy((loss, step.state.gradients, {n: w.detach() for n, w in weights.items()}, state))
+    return Result(*kept, step.bytes_moved, copy.deepcopy(step.state.outputs))
+
+
+def _threads(compiled: Compiled, values: Values, batch: Values, timeout: float) -> list[list[Result]]:
+    return on_threads(compiled, values, lambda step: run_steps(step, batch, _steps(compiled)), timeout)
+
+
+def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> list[list[Result]]:
+    with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as name:
+        folder = Path(name)
+        write(compiled, folder / "plan", values)
+        save_file(_plain(batch), folder / "batch")
+        moved = call(_rank, compiled.program.world, name, str(_steps(compiled)))
+        return [
+            [_read(folder / f"rank{rank}.{number}", count) for number, count in enumerate(counts)]
+            for rank, counts in enumerate(moved)
+        ]
+
+
+def _rank(name: str, count: str) -> list[int]:
+    """Run the plan in a folder on this rank, and write its state after each step; return the bytes moved by then."""
+    folder = Path(name)
+    step = load(folder / "plan")
+    results = run_steps(step, load_file(folder / "batch"), int(count))
+    for number, result in enumerate(results):
+        stored = {"loss ": result.loss} | {f"weights {n}": w for n, w in result.weights.items()}
+        stored |= {f"gradients {n}": g for n, g in result.gradients.items() if g is not None}
+        stored |= {f"outputs {n}": x for n, x in result.outputs.items()}
+        stored |= {f"{key} {n}": x for n, state in result.state.items() for key, x in state.items()}
+        save_file(_plain(stored), folder / f"rank{step.rank}.{number}")
+    step.close()
+    return [result.moved for result in results]
+
+
+def _read(file: Path, moved: int) -> Result:
+    found: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "outputs": {}}
+    for name, value in load_file(file).items():
+        key, _, local = name.partition(" ")
+        found.setdefault(key, {})[local] = value
+    loss, weights, gradients, outputs = (found.pop(key) for key in ("loss", "weights", "gradients", "outputs"))
+    state = {n: {key: values[n] for key, values in found.items() if n in values} for n in weights}
+    return Result(loss[""], gradients, weights, state, moved, outputs)
+
+
+def _plain(values: Values) -> dict[str, Tensor]:
+    # Files of safetensors hold no views.
+    return {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in values.items()}
+
+
+_BACKENDS = {"threads": _threads, "processes": _processes}
