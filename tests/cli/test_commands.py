@@ -255,6 +255,7 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
             "module_compared": False,
         },
         **{"trains": True, "outputs": [], "dropped": [0, 0]},
+        **{"trained_dtype": "float32", "trained_error": 0.5, "trained_allowed": 0.0},
     }
     monkeypatch.setattr("superscaler.plan.Plan.verify", lambda *_: result)
     assert run("verify", MODEL, *TWO, "--json") == 1
