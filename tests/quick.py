@@ -92,7 +92,7 @@ def serve(server: socket.socket, parent: int) -> NoReturn:
 
 def _warm() -> None:
     """Import what a command does, by doing it."""
-    import torch.distributed.run
+    import torch.distributed.launcher.api
     from tqdm import tqdm
 
     import superscaler as ss

@@ -35,6 +35,7 @@ def plan_of(model: str, spec: str, world: int, again: bool) -> Plan:
     ("model", "spec", "world", "again"),
     [
         # Other plans are those of test_random_plans.py, which run on the ranks of one launch.
+        ("mixtral:size=tiny,layers=1", "expert_parallel:capacity=1.25", 2, False),
         ("gpt2:size=tiny,dropout=0.1", "tensor_parallel", 2, True),
         ("gpt2:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2, True),
         pytest.param("gpt2:size=tiny", "hybrid:dp=2,tp=2,pp=2,microbatches=2", 8, False, marks=pytest.mark.slow),

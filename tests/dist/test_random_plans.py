@@ -40,7 +40,6 @@ LIBRARY = {
         f"{ROOT}/materialize/test_buckets.py:zero",
     ],
     "llama:size=tiny": ["data_parallel:2 x ring_attention:2,zigzag=true", "swap:what=both,microbatches=2"],
-    "mixtral:size=tiny,layers=1": ["expert_parallel:capacity=1.25"],
     "alphafold2:size=tiny,layers=2,batch=4": ["three_f_one_b:2,microbatches=2 x data_parallel:2"],
     "mixtral:size=tiny,balance=0,batch=8,experts=4": [
         "expert_parallel:capacity=2.0", "dualpipe:2 x expert_parallel:2,capacity=2.0",

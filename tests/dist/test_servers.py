@@ -28,7 +28,7 @@ def _last_words(process: subprocess.Popen[str]) -> str:
         return f"stopped after four minutes: {process.communicate()[1]}"
 
 
-@pytest.mark.dist
+@pytest.mark.dist(python="real")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_two_servers_train_as_one(
