@@ -108,7 +108,7 @@ def test_what_follows_elsewhere_is_refused() -> None:
     of = dict(zip(ops, moved, strict=True))
     functions = tuple(replace(f, ops=tuple(of[op] for op in f.ops)) for f in program.functions)
     wrong = replace(program, model=replace(program.model, ops=tuple(moved)), functions=functions)
-    with pytest.raises(ScheduleError, match=r"runs scaled_dot_product_attention\.1 on .* from 0, not 6"):
+    with pytest.raises(ScheduleError, match=r"runs scaled_dot_product_attention\.1 on 6:12 of .*, not on 0:6"):
         check_program(wrong)
 
 
