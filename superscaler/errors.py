@@ -36,7 +36,7 @@ class RuntimeFailure(PlanError):
 
 
 def brief(value: object) -> str:
-    """Return the first line of a value's text, cut if it is long.
+    r"""Return the first line of a value's text, cut if it is long.
 
     >>> brief("one\ntwo"), len(brief("1" * 1000))
     ('one', 203)
