@@ -113,7 +113,7 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
 
 def place(planned: Graph, cluster: Cluster) -> Graph:
     """Place the updates that no op_assign placed. Raises PlanError if any other part is on no device of the cluster."""
-    planned.settle()
+    planned.place_twins()
     check_assigned(planned)
     place_updates(planned, len(cluster.devices))
     last = len(cluster.devices) - 1

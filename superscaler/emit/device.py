@@ -139,18 +139,18 @@ class _Writer:
         fold = devices.fold if isinstance(devices, Folded) and rank in devices.fold.places else None
         place = fold.place(rank) if fold is not None else ()
 
-        def told(table: str, tell: Callable[[Any], Any]) -> list[Any]:
+        def filled(table: str, get: Callable[[Any], Any]) -> list[Any]:
             found = list[Any]()
             for entry, later, count in self.entries[table].rows:
                 if count == 1:
-                    found.append(tell(entry))
+                    found.append(get(entry))
                     continue
-                pair = tell(entry), tell(later)
+                pair = get(entry), get(later)
                 found += (evenly(pair, (turn,)) for turn in range(count))
             return found
 
         def even(table: str) -> list[Any]:
-            return told(table, lambda entry: evenly(entry, place))
+            return filled(table, lambda entry: evenly(entry, place))
 
         def moved(members: tuple[int, ...]) -> tuple[int, ...]:
             return members if fold is None else fold.move(members, place)
@@ -159,8 +159,8 @@ class _Writer:
         return Tables(
             [_record(w) | {"name": str(w.name)} for w in self.program.weights(rank)],
             even("inputs"),
-            told("groups", lambda entry: moved(entry[0])),
-            told("messages", lambda entry: (moved((entry[0][0],))[0], entry[0][1])),
+            filled("groups", lambda entry: moved(entry[0])),
+            filled("messages", lambda entry: (moved((entry[0][0],))[0], entry[0][1])),
             even("boxes"),
             [list(map(_record, some)) for some in draws],
             even("parts"),

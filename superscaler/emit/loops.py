@@ -59,9 +59,9 @@ def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Section]:
     """Return the code of devices that run one program, as sections. Messages that start together stay in one
     repetition.
     """
-    told = [_unparted(code) if isinstance(code, Rolled) else [tuple(code)] for code in codes]
+    runs = [_unparted(code) if isinstance(code, Rolled) else [tuple(code)] for code in codes]
     found = []
-    for run, *others in zip(*told, strict=True):
+    for run, *others in zip(*runs, strict=True):
         some = (run, *others)
         if not isinstance(run, Loop):
             found.append(Section(list(zip(*some, strict=True))))

@@ -112,7 +112,7 @@ class Fold:
         return tuple(found)
 
     @cached_property
-    def told(self) -> frozenset[int]:
+    def sampled(self) -> frozenset[int]:
         """Return the sampled devices, whose code determines the code of all."""
         return frozenset(d for base in range(len(self.devices)) for d in self.samples(base))
 
@@ -140,7 +140,7 @@ class Fold:
             raise Unfoldable(self.spanned(tuple(classes))[0])
         return found
 
-    def _extend(self, boxes: dict[int, T], tell: Callable[[T, T, int], T]) -> dict[int, T]:
+    def _extend(self, boxes: dict[int, T], predict: Callable[[T, T, int], T]) -> dict[int, T]:
         for axis in self.spanned(tuple(boxes)):
             lines = [self._lines[axis, device] for device in boxes if (axis, device) in self._lines]
             if any(line[1] not in boxes for line in lines) or len(lines) * KEPT != len(boxes):
@@ -151,7 +151,7 @@ class Fold:
                 if first == second:
                     found |= dict.fromkeys(line, first)
                 else:
-                    found |= {device: tell(first, second, at) for at, device in enumerate(line)}
+                    found |= {device: predict(first, second, at) for at, device in enumerate(line)}
             boxes = found
         return boxes
 

@@ -335,7 +335,7 @@ class Graph:
         self._ops = tuple(op for op in model.ops if not op.origin)
         self._forward_ops = tuple(op for op in self._ops if op.is_forward)
 
-    def settle(self) -> None:
+    def place_twins(self) -> None:
         """Give untouched recomputed ops the grids of their ops and their place in orders, and copies the parts of their
         first readers.
         """
@@ -348,7 +348,7 @@ class Graph:
             reader, k = self.uses[op.outputs[0].tensor][0]
             self.grids[op.name] = read_by(self.grids[reader.name], reader.inputs[k].slots)
 
-        def settled(group: Group) -> Group:
+        def of_twins(group: Group) -> Group:
             names = {name: twin.name for name, twin in self.twins.items() if group.kind == "R" or twin.has_mirror}
             if group.kind == "F":
                 return group
@@ -356,7 +356,7 @@ class Graph:
             return replace(group, kind="F" if group.kind == "R" else group.kind, members=members)
 
         if self.twins:
-            self.orders = [replace(o, before=settled(o.before), after=settled(o.after)) for o in self.orders]
+            self.orders = [replace(o, before=of_twins(o.before), after=of_twins(o.after)) for o in self.orders]
 
     def _check_orders(self) -> None:
         """Raise InputError for an order of an op that is no more."""

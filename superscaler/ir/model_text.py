@@ -60,8 +60,8 @@ def print_tensor(t: PTensor) -> str:
     dims = " | ".join(" ".join(f"{name}={next(sizes)}" for name in dim) for dim in t.slots)
     dtype = f"{t.dtype}/{t.trained_as}" if t.trained_as else t.dtype
     origin = f" = {t.origin}" if t.origin else ""
-    told = "largest" if t.largest else "grad" if t.requires_grad else "-"
-    return f"tensor {t.name}{origin} {dtype} {t.shape} {t.kind} {told} [{dims}]"
+    role = "largest" if t.largest else "grad" if t.requires_grad else "-"
+    return f"tensor {t.name}{origin} {dtype} {t.shape} {t.kind} {role} [{dims}]"
 
 
 def print_op(op: Op) -> str:
@@ -126,12 +126,12 @@ def parse_tensor(line: str) -> PTensor:
     found = _TENSOR.match(line)
     if found is None:
         raise ValueError("not a tensor")
-    name, origin, dtype, trained_as, shape, kind, told, dims = found.groups()
+    name, origin, dtype, trained_as, shape, kind, role, dims = found.groups()
     slots = [[s.rpartition("=") for s in dim.split()] for dim in dims.split("|")] if ast.literal_eval(shape) else []
     names = tuple(tuple(s[0] for s in dim) for dim in slots)
     extents = tuple(int(s[2]) for dim in slots for s in dim)
-    given = name, ast.literal_eval(shape), dtype, kind, names, extents, told == "grad", trained_as, origin or ""
-    return PTensor(*given, told == "largest")  # type: ignore[arg-type]
+    given = name, ast.literal_eval(shape), dtype, kind, names, extents, role == "grad", trained_as, origin or ""
+    return PTensor(*given, role == "largest")  # type: ignore[arg-type]
 
 
 def parse_op(line: str) -> Op:

@@ -30,7 +30,7 @@ class Role(Enum):
     GROUP = "devices of a collective, in order"
     PEER = "the device at the other end of a message"
     MESSAGE = "the number of a message, the same at both ends"
-    NOTE = "what is told of it"
+    NOTE = "a reason, for reports"
 
     # By identity: roles are looked up for each instruction.
     __hash__ = object.__hash__

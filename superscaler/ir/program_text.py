@@ -89,10 +89,10 @@ def _section(devices: Sequence[Device]) -> Iterator[str]:
     tables: dict[tuple[Any, ...], int] = {}
     yield from _rows(zip(*(d.weights for d in devices), strict=True), tables)
     for some in zip(*(_runs(d) for d in devices), strict=True):
-        told = [run.first + run.second if isinstance(run, Loop) else run for run in some]
+        instructions = [run.first + run.second if isinstance(run, Loop) else run for run in some]
         if isinstance(loop := some[0], Loop):
             yield f"loop {loop.count} of {len(loop.first)}"
-        yield from _rows(zip(*told, strict=True), tables)
+        yield from _rows(zip(*instructions, strict=True), tables)
 
 
 def _runs(device: Device) -> Sequence[Run]:

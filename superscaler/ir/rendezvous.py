@@ -41,7 +41,7 @@ def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[in
     return found
 
 
-def _told(i: Communication) -> str:
+def _described(i: Communication) -> str:
     if isinstance(i, Collective):
         return f"{i.kind} of {_shown(i.works if any(i.works) else i.sources)} over devices {i.group}"
     if isinstance(i, Send):
@@ -80,5 +80,5 @@ def check_rendezvous(program: Program) -> None:
             ready += [m for m in members if m != device]
     stuck = [d for d in range(len(left)) if at[d] < len(left[d])]
     if stuck:
-        lines = [f"  device {d}, step {at[d]}: waits in {_told(left[d][at[d]][2])}" for d in stuck[:8]]
+        lines = [f"  device {d}, step {at[d]}: waits in {_described(left[d][at[d]][2])}" for d in stuck[:8]]
         raise ScheduleError("the communication of this plan deadlocks:\n" + "\n".join(lines))

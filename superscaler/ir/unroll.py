@@ -37,8 +37,8 @@ def unrolled(model: Model, count: int) -> Model:
 
     def op_of(op: Op, k: int) -> Op:
         made = side(op.outputs, k if op.is_forward else (k + 1) % count)
-        told: dict[str, Any] = {field: later(own, k) for field in _NAMES if (own := getattr(op, field))}
-        return replace(op, inputs=side(op.inputs, k), outputs=made, iteration=k, **told)
+        renamed: dict[str, Any] = {field: later(own, k) for field in _NAMES if (own := getattr(op, field))}
+        return replace(op, inputs=side(op.inputs, k), outputs=made, iteration=k, **renamed)
 
     def tensor_of(tensor: PTensor, k: int) -> PTensor:
         kind = "next" if k and tensor.name in changed else tensor.kind

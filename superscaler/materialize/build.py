@@ -97,11 +97,11 @@ class _Builder:
             else:
                 self.writer.turn(devices, run[0].key[1])
             self.values.finish(place for node in run for place in self._reads(node))
-            told = [node for node in run if self.context.is_emitted(node.device)]
+            emitted = [node for node in run if self.context.is_emitted(node.device)]
             if kind == "U":
-                self._update(told)
+                self._update(emitted)
                 continue
-            for node in told:
+            for node in emitted:
                 work = self._forward if kind == "F" else self._backward
                 work(self.schedule.segments[node.number], node)
         # Nothing refers to itself, so that all that only writing needs is freed at once.
@@ -149,16 +149,16 @@ class _Builder:
             kind = FORWARD if is_forward else BACKWARD
             yield from (Place(kind, node.number, node.key, n) for n in range(len(read)))
             if node.kind == segment.taking:
-                yield from self._again(segment, node.key)
+                yield from self._regathered(segment, node.key)
 
     def _pieces(self, node: Node) -> int:
         """Return the number of pieces in which an update gets its gradient."""
         edges = self.schedule.edges
         return edges.graph.pieces.get(edges.by_home[node.number].name, 1)
 
-    def _again(self, segment: Segment, key: Key) -> list[Place]:
+    def _regathered(self, segment: Segment, key: Key) -> list[Place]:
         """Return the places where a backward reads regathered weights."""
-        places = (Place(REGATHER, segment.number, key, number) for number in segment.again)
+        places = (Place(REGATHER, segment.number, key, number) for number in segment.regathered)
         return [place for place in places if place in self.values.readers_of]
 
     def _forward(self, segment: Segment, node: Node) -> None:
@@ -172,8 +172,8 @@ class _Builder:
         saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
         grads = tuple(a.labels is not None for a in segment.aliases)
         function, start = self.functions.number(segment, at), self.functions.start(segment, at)
-        again = tuple(place.number for place in self._again(segment, key))
-        run = Forward(task(segment.number, key), function, start, inputs, grads, outputs, saved, again)
+        regathered = tuple(place.number for place in self._regathered(segment, key))
+        run = Forward(task(segment.number, key), function, start, inputs, grads, outputs, saved, regathered)
         self.code.write(rank, run)
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
@@ -217,8 +217,8 @@ class _Builder:
         made = {n: self._gradient(segment, key, n) for n, half in own.items() if half == kind}
         outputs, wide = tuple(map(made.get, own)), tuple(self._is_wide(segment.aliases[n].tensor) for n in own)
         half = "" if len(halves) == 1 else "input" if kind == segment.taking else "weight"
-        again = [self.values.value(place) for place in self._again(segment, key)]
-        weights = tuple(name for name in again if name is not None)
+        regathered = [self.values.value(place) for place in self._regathered(segment, key)]
+        weights = tuple(name for name in regathered if name is not None)
         self.code.write(node.device, Backward(task(segment.number, key), gradients, outputs, wide, half, weights))
         at = segment.keys.index(key) if self.schedule.edges.graph.pieces else None
         for number, output in made.items():
@@ -271,7 +271,7 @@ class _Builder:
             value = self.values.gradient(place, self._pieces(node), weight.box)
             for number in (*(n for n, _ in self.values.pieces_of.get(place, ())), *self.views.get(node[:3], ())):
                 if not self.writer.transfers[number].is_local:
-                    self.writer.settle(number, node.device % HOSTS)
+                    self.writer.wait_before_update(number, node.device % HOSTS)
             weights, buffers, versions = pairs.setdefault(node.device % HOSTS, ([], [], []))
             if self.schedule.edges.by_home[node.number].outputs[0].tensor in self.nexts:
                 kept.add(weight.name)

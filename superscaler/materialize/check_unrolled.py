@@ -55,8 +55,8 @@ class Uses:
     time: Ints
 
     @staticmethod
-    def of(code: Rolled, told: Told) -> Uses:
-        return Uses(told.families, *np.concatenate(list(_rows(code, told))).T)
+    def of(code: Rolled, cache: UsesCache) -> Uses:
+        return Uses(cache.families, *np.concatenate(list(_rows(code, cache))).T)
 
     def key(self, role: int) -> tuple[Ints, Ints]:
         """Return, for each use in a role, the value as one number, and the time."""
@@ -98,7 +98,7 @@ class Uses:
         return found
 
 
-class Told:
+class UsesCache:
     """A cache: instruction -> rows (value family, role, microbatch). Rolled and plain code share instructions, so each
     is looked up once.
     """
@@ -122,12 +122,12 @@ class Told:
         return np.column_stack([np.array(found, dtype=np.int64).reshape(-1, 3), where])
 
 
-def _rows(code: Rolled, told: Told) -> Iterator[Ints]:
+def _rows(code: Rolled, cache: UsesCache) -> Iterator[Ints]:
     """Yield the uses of code [uses, 4], repetition by repetition: value family, role, microbatch, time."""
     time = 0
     for run in code.runs:
         first, second, count = (run.first, run.second, run.count) if isinstance(run, Loop) else (run, run, 1)
-        one, other = told.rows(first), told.rows(second)
+        one, other = cache.rows(first), cache.rows(second)
         step = other - one
         step[:, -1] = len(first)
         found = one + step * np.arange(count)[:, None, None]
@@ -183,16 +183,16 @@ def _with_loss(code: Rolled, made: Uses) -> Rolled:
     if not loss.parts:
         return code
     pairs = list(zip(map(_family, loss.parts), zip(loss.counted, loss.of or loss.counted, strict=True), strict=True))
-    told = dict(pairs)
-    is_emitted = all(told[name] == own for name, own in pairs)
-    if not is_emitted or any(v.microbatch == NONE for v in loss.parts):
+    own_of = dict(pairs)
+    is_clear = all(own_of[name] == own for name, own in pairs)
+    if not is_clear or any(v.microbatch == NONE for v in loss.parts):
         raise Aperiodic
     known = {made.families[name]: like for name, like in ((_family(v), v) for v in loss.parts)}
     own = (made.role == MADE) & np.isin(made.family, list(known))
     order = np.lexsort((made.time[own], made.family[own]))
     ordered = zip(made.family[own][order].tolist(), made.microbatch[own][order].tolist(), strict=True)
     parts = tuple(known[name]._replace(microbatch=at) for name, at in ordered)
-    counted, of = zip(*(told[_family(v)] for v in parts), strict=True)
+    counted, of = zip(*(own_of[_family(v)] for v in parts), strict=True)
     loss = replace(loss, parts=parts, counted=counted, of=of if loss.of else ())
     return Rolled((*rest, (*last, loss)))
 
@@ -210,12 +210,12 @@ def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program
             repeated = roll(device.instructions, shape, steady.added, steady.period)
             # All names are those of the first one.
             if device is first:
-                told = Told()
-                made = Uses.of(repeated, told)
+                cache = UsesCache()
+                made = Uses.of(repeated, cache)
             code = _with_loss(repeated, made)
             if device is first:
-                made = made if code is repeated else Uses.of(code, told)
-                check_whole(Uses.of(Rolled((tuple(device.instructions),)), told), made, (steady.few, steady.total))
+                made = made if code is repeated else Uses.of(code, cache)
+                check_whole(Uses.of(Rolled((tuple(device.instructions),)), cache), made, (steady.few, steady.total))
                 _check_orders(steady, schedule, made)
             found[device.rank] = replace(device, instructions=code)
     if isinstance(devices, Folded):

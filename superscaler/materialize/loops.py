@@ -122,10 +122,10 @@ def roll(code: Sequence[Instruction], shape: Shape, added: int, period: int) -> 
     """
     code = tuple(code)
     try:
-        told = {n: _moves(code[n : span.end : span.length]) for span in shape.spans for n in span.body}
+        moves_of = {n: _moves(code[n : span.end : span.length]) for span in shape.spans for n in span.body}
         runs, here = list[Run](), 0
         for span in (*shape.spans, Span(len(code), 0, 0)):
-            runs.append(tuple(_outside(code[n], told, shape.outside[n], period) for n in range(here, span.start)))
+            runs.append(tuple(_outside(code[n], moves_of, shape.outside[n], period) for n in range(here, span.start)))
             second, here = span.start + span.length, span.end
             body = code[span.start : second], code[second : second + span.length]
             runs.append(Loop(*body, count=span.count + added))
@@ -151,10 +151,10 @@ def _always(value: Any) -> Callable[[int], Any]:
     return lambda at: value
 
 
-def _outside(i: Instruction, told: Mapping[int, Moves], stands: tuple[int, int, int], period: int) -> Instruction:
+def _outside(i: Instruction, moves_of: Mapping[int, Moves], stands: tuple[int, int, int], period: int) -> Instruction:
     """Return an instruction outside of loops, as it stands in the code of all microbatches."""
     like, repetition, later = stands
-    moves = told.get(like, {})
+    moves = moves_of.get(like, {})
     if any(getattr(i, name) != move(repetition) for name, move in moves.items()):
         raise Aperiodic
     if not later:

@@ -167,8 +167,8 @@ def _collective(transfer: Transfer, how: Match, context: Context) -> Lowered:
     item, box = len(held), transfer.pieces[0].box
     outs = {} if how.root >= 0 else {device: Slot(device, item, box) for device in held}
     outs |= {reader.device: Slot(reader.device, item, reader.box) for reader in transfer.readers}
-    told = [device for device in how.group if device in {**held, **outs} and context.is_emitted(device)]
-    slots = tuple((held.get(device), outs.get(device)) for device in told)
+    emitted = [device for device in how.group if device in {**held, **outs} and context.is_emitted(device)]
+    slots = tuple((held.get(device), outs.get(device)) for device in emitted)
     # The source of a broadcast has what it reads.
     kept = held if how.kind == "broadcast" else {}
     ends = tuple((kept.get(reader.device, outs[reader.device]),) for reader in transfer.readers)

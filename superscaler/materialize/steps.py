@@ -58,9 +58,9 @@ class Context:
         """Return whether these devices are sampled, so that their code is emitted. Raises Unfoldable if only some of
         them are.
         """
-        if self.fold is None or self.fold.told.issuperset(devices):
+        if self.fold is None or self.fold.sampled.issuperset(devices):
             return True
-        if not self.fold.told.isdisjoint(devices):
+        if not self.fold.sampled.isdisjoint(devices):
             raise Unfoldable(self.fold.spanned(devices)[0])
         return False
 

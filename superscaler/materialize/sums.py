@@ -158,9 +158,9 @@ class _Steps:
         self, how: Sequence[Match], sources: Mapping[int, Slot], outs: Mapping[int, Slot]
     ) -> Iterator[Collective]:
         for one in how:
-            told = [d for d in one.group if d in sources and self.context.is_emitted(d)]
-            if told:
-                yield Collective(one, tuple((sources[d], outs[d]) for d in told), REASONS[one.kind])
+            emitted = [d for d in one.group if d in sources and self.context.is_emitted(d)]
+            if emitted:
+                yield Collective(one, tuple((sources[d], outs[d]) for d in emitted), REASONS[one.kind])
 
     def holds(self, numbers: Sequence[int], device: int) -> bool:
         return any(device in self.slots[n] for n in numbers)

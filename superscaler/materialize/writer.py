@@ -205,7 +205,7 @@ class Writer:
     def _name(self, number: int, slot: Slot) -> Value:
         return self.names[number, slot.device, slot.item]
 
-    def settle(self, number: int, owner: int) -> None:
+    def wait_before_update(self, number: int, owner: int) -> None:
         """Finish a transfer, and wait on a device for the steps that it started there, because an update is about to
         change their sources. Messages and broadcasts are waited for by the updates themselves.
         """
@@ -341,7 +341,7 @@ class Writer:
     def _count_path(self, number: int) -> None:
         transfer, found = self.transfers[number], self.lowered(number).route
         if found is not None and len(found.path.steps) > 1:
-            path = found.told(self.context.dtype(transfer), transfer.kind == BACKWARD)
+            path = found.described(self.context.dtype(transfer), transfer.kind == BACKWARD)
             devices = {*found.boxes(found.path.source), *found.boxes(found.path.goal)}
             self._count(transfer, Provenance(transfer.tensor, path.is_backward, PATH, path), sorted(devices))
 

@@ -88,9 +88,9 @@ def check(notation: str) -> None:
             (is_result and "+" in marks, f"{name}+ is summed, so it is in no result"),
             (is_named and not marks and len(results) < count - first, f"{name} is not in every result; write {choice}"),
         )
-        for is_wrong, told in table:
+        for is_wrong, problem in table:
             if is_wrong:
-                raise _malformed(notation, word.at, told)
+                raise _malformed(notation, word.at, problem)
 
 
 def _words(notation: str) -> tuple[list[_Word], int, int]:
@@ -111,15 +111,15 @@ def _words(notation: str) -> tuple[list[_Word], int, int]:
         elif text in "->,(":
             raise _malformed(notation, *((opened, "this ( is not closed") if opened >= 0 else (at, "a second ->")))
         else:
-            told = "this ) closes nothing" if text == ")" else f"{text} is no letter with .., + or ^ behind it"
-            raise _malformed(notation, at, told)
+            problem = "this ) closes nothing" if text == ")" else f"{text} is no letter with .., + or ^ behind it"
+            raise _malformed(notation, at, problem)
     if opened >= 0 or not first:
         raise _malformed(notation, *((opened, "this ( is not closed") if first else (len(notation), "-> is missing")))
     return words, first, operand + 1
 
 
-def _malformed(notation: str, at: int, told: str) -> InputError:
-    return InputError(f"the notation has no meaning: {told}.\n  {notation}\n  {' ' * at}^")
+def _malformed(notation: str, at: int, problem: str) -> InputError:
+    return InputError(f"the notation has no meaning: {problem}.\n  {notation}\n  {' ' * at}^")
 
 
 @lru_cache(maxsize=4096)

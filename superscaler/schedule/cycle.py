@@ -173,12 +173,12 @@ def _coupled(nodes: DependencyGraph, transfer: Transfer) -> tuple[str, bool]:
     reads = (op for op in ops for o in (op.inputs if is_forward else op.outputs) if o.tensor == transfer.tensor)
     op = next(reads, ops[0])
     where = " of ".join(filter(None, (op.source, op.module)))
-    told = f"{op.name} ({where})" if where else op.name
+    text = f"{op.name} ({where})" if where else op.name
     uses = nodes.graph.uses.get(transfer.tensor, ())
     is_causal = any(
         user.indices[i].until is not None for user, k in uses for i in user.inputs[k].slots if i is not None
     )
-    return f"{told} reads {'' if is_forward else 'the gradient of '}{transfer.tensor}", is_causal
+    return f"{text} reads {'' if is_forward else 'the gradient of '}{transfer.tensor}", is_causal
 
 
 def _why(nodes: DependencyGraph, ring: list[Node], at: int) -> tuple[str, Node]:

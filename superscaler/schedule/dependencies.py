@@ -95,7 +95,7 @@ class DependencyGraph:
         self._add_updates()
         for number, transfer in enumerate(schedule.transfers):
             self._add_transfer(number, transfer)
-        again = self._delay()
+        recomputed = self._delay()
         for order_number, order in enumerate(self.graph.orders):
             hub = Node("O", order_number)
             before, after = (self.members(group, order.where) for group in (order.before, order.after))
@@ -106,9 +106,9 @@ class DependencyGraph:
             self._pass(before, hub, after)
             for node in after:
                 # What is computed again for a backward waits for what that waits for.
-                visit = again.entries.get(node[:3]) if again.entries else None
-                if visit is not None and all(again.visit(other[:3]) != visit for other in before):
-                    for work in again.runs[visit]:
+                visit = recomputed.entries.get(node[:3]) if recomputed.entries else None
+                if visit is not None and all(recomputed.visit(other[:3]) != visit for other in before):
+                    for work in recomputed.runs[visit]:
                         self._edge(hub, Node(*work))
 
     @cached_property
@@ -185,11 +185,11 @@ class DependencyGraph:
         groups = (group for order in orders for group in (order.before, order.after) if group.kind == "F")
         ops = (self.graph.op(name) for group in groups for name, _ in group.members)
         ordered = frozenset(op.region for op in ops if op.origin)
-        again = RecomputeOrder(self.schedule.segments, self.schedule.transfers, ordered)
-        for visit, works in again.runs.items():
-            for before, work in product(again.waits.get(visit, ()), works):
+        recomputed = RecomputeOrder(self.schedule.segments, self.schedule.transfers, ordered)
+        for visit, works in recomputed.runs.items():
+            for before, work in product(recomputed.waits.get(visit, ()), works):
                 self._edge(Node(*before), Node(*work), "computed again when the backward comes to it")
-        return again
+        return recomputed
 
     def members(self, group: Group, where: str) -> list[Node]:
         found: dict[Node, None] = {}
@@ -290,7 +290,7 @@ class DependencyGraph:
         segments = self.schedule.segments
         transfers = self.schedule.transfers
         late = {n: self._copiers(t) for n, t in enumerate(transfers)}
-        late = {n: some for n, some in late.items() if some or transfers[n].is_from_rest or transfers[n].is_again}
+        late = {n: some for n, some in late.items() if some or transfers[n].is_from_rest or transfers[n].is_regather}
         position = {node: at for at, node in enumerate(order)} if late else {}
         runs: dict[int, list[int]] = {}
         for node, at in position.items():
@@ -342,8 +342,8 @@ class DependencyGraph:
 
     def letter(self, node: Node) -> str:
         """Return the kind of work as plans name it; R is a recomputed forward."""
-        is_again = node.kind == "F" and self.schedule.segments[node.number].region
-        return "R" if is_again else node.kind
+        is_recomputed = node.kind == "F" and self.schedule.segments[node.number].region
+        return "R" if is_recomputed else node.kind
 
     def describe(self, node: Node) -> str:
         device, micro, ordinal = node.key

@@ -79,7 +79,7 @@ class Segment:
     aliases: tuple[Alias, ...] = ()
     outputs: tuple[Output, ...] = ()
     row_of: dict[str, Ints] = field(default_factory=dict)
-    again: tuple[int, ...] = ()
+    regathered: tuple[int, ...] = ()
 
     @property
     def has_mirror(self) -> bool:
@@ -227,7 +227,7 @@ def _segment(edges: Dataflow, number: int, position: int, level: int, ops: tuple
     segment.aliases = _aliases(edges, segment)
     if ops[0].regather and segment.has_mirror:
         comes = (alias.tensor in edges.homes or _is_gathered(edges, alias) for alias in segment.aliases)
-        segment.again = tuple(n for n, is_again in enumerate(comes) if is_again)
+        segment.regathered = tuple(n for n, is_regathered in enumerate(comes) if is_regathered)
     return segment
 
 

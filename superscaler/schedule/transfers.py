@@ -87,7 +87,7 @@ class Transfer:
         return all(place.kind == UPDATE for end in self.pieces for place in end.places) and not self.is_local
 
     @property
-    def is_again(self) -> bool:
+    def is_regather(self) -> bool:
         """Return whether it moves activations to a backward again."""
         return all(place.kind == REGATHER for end in self.readers for place in end.places) and not self.is_local
 
@@ -128,7 +128,7 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
             found += _move(edges, tensor, FORWARD, [made], taken, joins, is_free=is_free) if taken else []
             taken = []
-        for read in (read for read in reads.get(tensor, []) if read[1] in read[0].again):
+        for read in (read for read in reads.get(tensor, []) if read[1] in read[0].regathered):
             for at in sorted({key[1] for key in read[0].keys}):
                 found += _move(edges, tensor, FORWARD, [made], [_alias(edges, *read, at, REGATHER)], joins)
         gradient = addends.pop(model.gradient(tensor), [])
@@ -148,8 +148,8 @@ def _apart(readers: Reads, is_late: bool, is_at_rest: bool) -> list[tuple[Reads,
     found: dict[str, Reads] = {}
     for read in readers:
         found.setdefault(read[0].region if is_late else "", []).append(read)
-    is_again = is_at_rest and (any(found) or any(number in segment.again for segment, number, _ in readers))
-    microbatches = sorted({key[1] for segment, *_ in readers for key in segment.keys}) if is_again else [None]
+    is_regather = is_at_rest and (any(found) or any(number in segment.regathered for segment, number, _ in readers))
+    microbatches = sorted({key[1] for segment, *_ in readers for key in segment.keys}) if is_regather else [None]
     return [(some, at) for some in found.values() for at in microbatches] or [([], None)]
 
 

@@ -88,9 +88,9 @@ class _Blocks:
         for step in range(self.parts):
             for k in (k for k in (1, 2) if self.parts > 1 and self._is_carried(carried[k])):
                 hop = self._copy(carried[k], f"{op.name}.{'kv'[k - 1]}{step}")
-                again = self._again(made_from[k], hop.name) if step else []
-                yield from (hop, *again)
-                carried[k], read[k] = hop.name, again[-1].name if again else hop.name if step else read[k]
+                repeated = self._repeated(made_from[k], hop.name) if step else []
+                yield from (hop, *repeated)
+                carried[k], read[k] = hop.name, repeated[-1].name if repeated else hop.name if step else read[k]
             inputs = tuple(replace(o, tensor=tensor) for o, tensor in zip(op.inputs, read, strict=True))
             is_last = step == self.parts - 1
             found = self._outputs(f"{op.name}.{step}", is_last and not step)
@@ -126,7 +126,7 @@ class _Blocks:
         self.makers[name] = maker
         return replace(copy_op(tensor, copied, maker), module=self.op.module)
 
-    def _again(self, chain: list[Op], tensor: str) -> list[Op]:
+    def _repeated(self, chain: list[Op], tensor: str) -> list[Op]:
         """Return the ops of a chain once more, starting from another tensor."""
         made = list[Op]()
         for n, op in enumerate(chain):

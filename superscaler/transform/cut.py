@@ -27,15 +27,15 @@ class Algorithm(Protocol):
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis: ...
 
 
-class _Told:
+class _ShortRepr:
     """Prints as the constructor call, without default arguments."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
         given = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
-        told = (repr(v) if f.default is MISSING else f"{f.name}={v!r}" for f, v in given if v != f.default)
-        return f"{type(self).__name__}({', '.join(told)})"
+        options = (repr(v) if f.default is MISSING else f"{f.name}={v!r}" for f, v in given if v != f.default)
+        return f"{type(self).__name__}({', '.join(options)})"
 
 
 # Parts of one op: more than any cluster has devices and any step has microbatches.
@@ -43,7 +43,7 @@ MOST_PARTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate(_Told):
+class Replicate(_ShortRepr):
     """Make `parts` equal copies.
 
     `mirror`: the backward ops `copy` (each reads the whole gradient) or `route` (each reads the gradients of its own
@@ -68,7 +68,7 @@ class Replicate(_Told):
 
 
 @dataclass(frozen=True, slots=True)
-class Split(_Told):
+class Split(_ShortRepr):
     """Cut one index of a factor into `parts` equal parts, or into parts of the given `sizes`.
 
     Of several factors, the first is taken that the op has and that `parts` divides. `h.*.mlp` is any factor that fits
@@ -96,7 +96,7 @@ class Split(_Told):
         check_parts(count, op)
         if self.sizes and count != len(self.sizes):
             raise TransformError(
-                f"{self._told} of {op.name} asks for {count} parts, but gives {len(self.sizes)} sizes; "
+                f"{self._call} of {op.name} asks for {count} parts, but gives {len(self.sizes)} sizes; "
                 "give the number of parts, or the sizes."
             )
         found = [index for factor in self.factors if (index := op.find(factor)) is not None]
@@ -108,11 +108,11 @@ class Split(_Told):
             return Axis(None, (1,) * count, value=value, name=self.axis, at=self.at)
         if self.required:
             why = why_whole(op, self.factors)
-            raise TransformError(f"{self._told} is required, but {op.name} ({op.target}) {why}.")
+            raise TransformError(f"{self._call} is required, but {op.name} ({op.target}) {why}.")
         return Replicate(count, axis=self.axis).cut(op, sizes)
 
     @property
-    def _told(self) -> str:
+    def _call(self) -> str:
         return f"Split({self.factor!r}{f', {self.parts}' if self.parts else ''})"
 
     def _sizes(self, op: Op, extent: int, factor: str) -> tuple[int, ...]:
@@ -128,14 +128,14 @@ class Split(_Told):
             return tuple(int(size) for size in self.sizes)
         if extent % self.parts:
             raise TransformError(
-                f"{self._told} does not divide: {where} has {extent} elements of {factor} there, and {extent} % "
+                f"{self._call} does not divide: {where} has {extent} elements of {factor} there, and {extent} % "
                 f"{self.parts} = {extent % self.parts}. Choose {divisors(extent)}, or give sizes=(...)."
             )
         return (extent // self.parts,) * self.parts
 
 
 @dataclass(frozen=True, slots=True)
-class Shard(_Told):
+class Shard(_ShortRepr):
     """Cut the largest index that `parts` divides, or else the largest one unevenly. Smaller tensors are replicated.
 
     Shard(4) of [768, 3]: 4 x [192, 3]    of [10, 3]: [2, 3] [3, 3] [2, 3] [3, 3]    of [3]: 4 copies
@@ -155,7 +155,7 @@ class Shard(_Told):
 
 
 @dataclass(frozen=True, slots=True)
-class ValueSplit(_Told):
+class ValueSplit(_ShortRepr):
     """Make `parts` parts whose results add up: each reads some addends of input `operand` (and of tensors added to it).
 
     y = a x1 + a x2  ->  y1 = a x1; y2 = a x2.  For ops that are linear in an input whose value comes in parts.
@@ -177,7 +177,7 @@ class ValueSplit(_Told):
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatch(_Told):
+class Microbatch(_ShortRepr):
     """Split the batch into `parts` microbatches, and number the parts.
 
     Microbatches can be split further: `Microbatch(2, "sequence")` of microbatch 1 makes microbatches 2 and 3. Of
@@ -194,7 +194,7 @@ class Microbatch(_Told):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage(_Told):
+class Stage(_ShortRepr):
     """Leave parts whole, at place `number` (from 0) along an axis of a mesh: one stage of a pipeline."""
 
     number: int

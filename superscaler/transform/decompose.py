@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from superscaler.ir.model import Mark, Model, Op, Operand, PTensor, Ref
 
 # What the steps have of their op.
-_TOLD = ("module", "source", "from_data", "from_weights", "checkpoint", "split", "regather", "iteration")
+_COPIED = ("module", "source", "from_data", "from_weights", "checkpoint", "split", "regather", "iteration")
 
 
 class Slot(NamedTuple):
@@ -71,9 +71,9 @@ class Steps:
             return "frozen" if i in whole else "spatial" if i in spatial else "summed"
 
         indices = tuple(replace(self.indices[i], mark=mark(i)) for i in number)
-        args, told = tuple(map(Ref, range(len(inputs)))), {name: getattr(self.op, name) for name in _TOLD}
+        args, copied = tuple(map(Ref, range(len(inputs)))), {name: getattr(self.op, name) for name in _COPIED}
         name, kwargs = f"{self.op.name}.{target.partition('.')[2]}", tuple(options.items())
-        self.ops.append(Op(name, target, args, kwargs, given, made, indices, has_mirror=mirrored, **told))
+        self.ops.append(Op(name, target, args, kwargs, given, made, indices, has_mirror=mirrored, **copied))
 
 
 def in_place(model: Model, steps: Iterable[Steps]) -> Model:

@@ -54,9 +54,9 @@ class Save:
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        again = next((op for op in ops if op.region), None)
-        if again is not None:
-            raise TransformError(f"Save of {again.name} comes after its Recompute; leave it out of one of them.")
+        recomputed = next((op for op in ops if op.region), None)
+        if recomputed is not None:
+            raise TransformError(f"Save of {recomputed.name} comes after its Recompute; leave it out of one of them.")
         if not any(op.checkpoint for op in ops):
             raise TransformError("Save needs ops that the model wraps in torch.utils.checkpoint; none of these are.")
         names = {op.name for op in ops}
@@ -137,7 +137,7 @@ class Regather:
         chosen = [op for op in ops if op.is_forward and not op.from_data]
         wrong = next((op for op in chosen if op.region or op.split or op.regather), None)
         if wrong is not None:
-            what = "computed again" if wrong.region else "split" if wrong.split else "regathered"
+            what = "recomputed" if wrong.region else "split" if wrong.split else "regathered"
             raise TransformError(f"Regather of {wrong.name}, which is {what} already; leave it out of one of them.")
         if not any(op.has_mirror for op in chosen):
             raise TransformError("Regather needs ops that have a backward; none of these do.")
@@ -261,9 +261,9 @@ def _with_twins(model: Model, regions: Sequence[Sequence[Op]]) -> Model:
         return replace(op, name=f"{op.name}.r", inputs=inputs, outputs=outputs, origin=op.name, region=region)
 
     forward = (replace(op, has_mirror=False, region=of[op.name]) if op.name in of else op for op in model.forward_ops)
-    again = (twin(op, ops[0].name) for ops in regions for op in ops)
+    recomputed = (twin(op, ops[0].name) for ops in regions for op in ops)
     updates = (op for op in model.ops if not op.is_forward)
-    ops = *forward, *again, *updates
+    ops = *forward, *recomputed, *updates
     return replace(model, tensors={**model.tensors, **{t.name: t for t in twins.values()}}, ops=ops)
 
 
@@ -288,9 +288,9 @@ def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> 
     places = {
         op.name: [m for m in made if m.name.startswith(f"{op.name}.")] for op in before.ops if op.name not in kept
     }
-    if again := next((name for name in places if graph.op(name).region), ""):
+    if recomputed := next((name for name in places if graph.op(name).region), ""):
         raise TransformError(
-            f"op_trans at {where}: {algorithm} of {again} comes after its Recompute; do it before that."
+            f"op_trans at {where}: {algorithm} of {recomputed} comes after its Recompute; do it before that."
         )
     _take_over(graph, places)
     graph.rewrite(after)

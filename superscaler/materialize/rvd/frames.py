@@ -91,11 +91,11 @@ def frames(source: Layout, goal: Layout, place: Callable[[int], Hashable] | None
         return both[0], both[1]
     is_same = set(source.devices.flat) == set(goal.devices.flat)
     sides = [both[0] + both[1]] if is_same else both
-    found = [frame for side in sides for frame in _told_apart(side, place)]
+    found = [frame for side in sides for frame in _with_place_codes(side, place)]
     return found[: len(both[0])], found[len(both[0]) :]
 
 
-def _told_apart(side: list[Frame], place: Callable[[int], Hashable]) -> list[Frame]:
+def _with_place_codes(side: list[Frame], place: Callable[[int], Hashable]) -> list[Frame]:
     """Return frames with codes for the digits between places, if these are the same in all frames."""
     numbers: dict[Hashable, int] = {}
     names = {d: numbers.setdefault(place(d), len(numbers)) for d in sorted(side[0].devices.reshape(-1).tolist())}

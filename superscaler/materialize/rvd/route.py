@@ -75,7 +75,7 @@ class Route:
             for at in np.ndindex(layout.devices.shape)
         }
 
-    def told(self, dtype: str, is_backward: bool) -> notes.Path:
+    def described(self, dtype: str, is_backward: bool) -> notes.Path:
         """Return the path as data, with what each step puts on links."""
         layouts = [self.path.source, *(step.layout for step in self.path.steps)]
         boxes = [self.boxes(layout) for layout in layouts]

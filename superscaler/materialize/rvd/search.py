@@ -109,11 +109,11 @@ class _Search:
         self.source, self.goal = self.sides = (_Side(source, False, both[0]), _Side(goal, True, both[1]))
         self.is_same = set(self.source.devices) == set(self.goal.devices)
         places = [side.by_place(self.place) for side in self.sides]
-        is_emitted = isinstance(costs, Symmetric) and not set(self.source.devices) & set(self.goal.devices)
+        is_disjoint = isinstance(costs, Symmetric) and not set(self.source.devices) & set(self.goal.devices)
         # One place and one other: the seconds of messages depend on the shapes only.
-        self.is_uniform = is_emitted and all(len(side) == 1 for side in places)
+        self.is_uniform = is_disjoint and all(len(side) == 1 for side in places)
         # Places of equal size, of which none has devices of both: all messages are between places.
-        self.is_apart = is_emitted and all(len({len(some) for some in side}) == 1 for side in places)
+        self.is_apart = is_disjoint and all(len({len(some) for some in side}) == 1 for side in places)
         self.is_apart &= not set(map(self.place, self.source.devices)) & set(map(self.place, self.goal.devices))
         self.is_within = set(self.goal.devices) <= set(self.source.devices)
         self.prices: dict[tuple[int, int, str, frozenset[int], int], float] = {}
