@@ -47,7 +47,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "count = int(runs[lag][here]) // lag if lag > 0 else 0", "materialize/test_loops plans/test_schedules"),
     ("an iteration updates its own weights", "else (k + 1) % count", "else k % count", "integration/test_unroll"),
     ("a nested cut is numbered by columns", "cell * width + k", "cell + k * width",
-     "transform/test_cut transform/test_place"),
+     "transform/test_cut transform/test_place property/test_random_plans"),
     ("data of all places move along an axis", "found[self.places[:, axis] > 0] &= other",
      "found[self.places[:, axis] >= 0] &= other", "property/test_spmd emit/test_steps"),
     # Rules of operators.
