@@ -26,6 +26,7 @@ from superscaler.ir.program_text import print_program
 from superscaler.ops.row import aten
 from superscaler.ops.table import ROWS
 from superscaler.report.facts import account, kept_values, manifest, origin, own_operators
+from superscaler.specs.file_errors import writing
 from superscaler.store import files as disk
 from superscaler.store.operator_files import copies
 from superscaler.store.plan import (
@@ -196,7 +197,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     files = {**{name: text.encode() for name, text in _texts(compiled).items()}, **sources}
     hashes = {name: disk.digest(data) for name, data in files.items()}
     kept = {**manifest(compiled, values), "data": disk.hash_without(data, "manifest"), "files": hashes}
-    try:
+    with writing(directory, "choose another directory", (SafetensorError,)):
         settle(directory)
         if _is_there(directory, kept):
             return False
@@ -204,10 +205,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
         directory.mkdir(parents=True, exist_ok=True)
         with staged(directory) as folder:
             _write_files(folder, files, weights, {**data, "manifest": kept})
-        return True
-    except (OSError, SafetensorError) as error:
-        reason = f"{error.filename or ''} {error.strerror}" if isinstance(error, OSError) else str(error)
-        raise InputError(f"{directory} cannot be written: {reason.strip()}; choose another directory.") from error
+    return True
 
 
 def _refuse_theirs(directory: Path, names: Iterable[str], older: Container[str]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from superscaler.cli.common import Printer, table
 from superscaler.errors import InputError
+from superscaler.specs.file_errors import writing
 from superscaler.timing import cores
 
 if TYPE_CHECKING:
@@ -90,10 +91,8 @@ def _write(out: Path, cluster: Cluster) -> None:
     import yaml
 
     head = "# Measured by superscaler doctor --measure: alpha in seconds, bandwidth in bytes per second.\n"
-    try:
+    with writing(f"--out {out}", "name a file in a folder that you may write to"):
         out.write_text(head + yaml.safe_dump(yaml.safe_load(str(cluster)), sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error.strerror}.") from None
 
 
 def _row(sample: Sample, fitted: float) -> Sequence[str]:

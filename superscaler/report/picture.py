@@ -14,6 +14,7 @@ import numpy as np
 from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
 from superscaler.report.words import duration, size
+from superscaler.specs.file_errors import writing
 
 # Lengths, in pixels.
 CELL, GAP, ARROW, MARGIN, LINE = 28, 6, 150, 20, 16
@@ -47,10 +48,8 @@ def draw(found: Mapping[str, Any]) -> str:
 def save(found: Mapping[str, Any], file: Path) -> None:
     """Draw into a file. Raises InputError where it cannot be written."""
     text = draw(found)
-    try:
+    with writing(file, "name a file in a folder that exists"):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {file} ({error.strerror}); name a file in a folder that exists.") from None
 
 
 def _path(path: Mapping[str, Any], y: int) -> tuple[list[str], int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from superscaler.errors import InputError, unknown
+from superscaler.specs.file_errors import reading
 
 _KINDS = {int: "an integer", str: "a name", list: "a list"}
 
@@ -40,10 +41,8 @@ def read(given: Any, where: str) -> Any:
     """
     if not isinstance(given, str):
         return given
-    try:
+    with reading(where, "name a YAML file in UTF-8", (ValueError,), "text in UTF-8"):
         text = Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     return parse(text, where)
 
 

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from superscaler.errors import InputError, brief
+from superscaler.specs.file_errors import cause, writing
 from superscaler.store.files import ASIDE
 from superscaler.store.tensors import FOLDER, MANIFEST_FILE, POINTER_FILE, checkpoints
 
@@ -63,12 +64,11 @@ def check_folder(directory: Path) -> None:
     """Raise InputError unless a run may save into a folder, which need not be there and is not made."""
     made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
     try:
-        file = lock(directory, is_first=True)
-        if made:
-            (directory / LOCK_FILE).unlink()
-        os.close(file)
-    except OSError as error:
-        raise InputError(f"{directory} cannot be written: {error.strerror}; choose another folder.") from None
+        with writing(directory, "choose another folder"):
+            file = lock(directory, is_first=True)
+            if made:
+                (directory / LOCK_FILE).unlink()
+            os.close(file)
     finally:
         for path in made:
             with suppress(OSError):
@@ -121,7 +121,6 @@ def prune(directory: Path, keep: int | None) -> None:
 
 
 def reason(file: Path, error: Exception) -> str:
-    """Return the reason, in words, why a file cannot be written."""
-    told = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    lost = "; is it on a disk that all ranks share?" if getattr(error, "errno", 0) == errno.ENOENT else ""
-    return f"{file} cannot be written: {told}{lost}"
+    """Return the file of a checkpoint that cannot be written, and the cause."""
+    hint = "; is it on a disk that all ranks share?" if getattr(error, "errno", 0) == errno.ENOENT else ""
+    return f"{file} cannot be written: {cause(error, file)}{hint}"

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from superscaler.errors import InputError
+from superscaler.specs.file_errors import reading, writing
 from superscaler.store.manifest import DTYPES
 from superscaler.store.pieces import whole
 from superscaler.store.save import publish
-from superscaler.store.tensors import WHOLE_FILE, TensorReader, open_checkpoint, open_stored, reading
+from superscaler.store.tensors import ANOTHER, WHOLE_FILE, TensorReader, open_checkpoint, open_stored
 from superscaler.store.weights import load_weights, named
 
 # What torch.distributed.checkpoint writes beside its shards.
@@ -36,7 +37,7 @@ def export_model(path: Path, module: nn.Module, out: Path) -> list[str]:
     """Write a folder as the module's own library saves it: `model.safetensors` by the user's names, of tied weights
     one, and for a model of Hugging Face's library its `config.json`. Returns the files.
     """
-    with _made(out) as folder:
+    with _replaced(out) as folder:
         more = load_weights(module, path)
         if more:
             raise InputError(
@@ -64,7 +65,7 @@ def export_distributed(path: Path, out: Path) -> list[str]:
     model |= {alias: model[kept] for alias, kept in (stored.manifest or {})["aliases"].items() if kept in model}
     states = {name: _states(stored, name) for name, entry in stored.tensors.items() if entry.steps is not None}
     state = {"model": model} | ({"optimizer": {"state": states}} if states else {})
-    with _made(out) as folder, _quiet():
+    with _replaced(out) as folder, _quiet():
         save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     return sorted(file.name for file in out.iterdir())
 
@@ -87,7 +88,7 @@ def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
     """Write the weights of a safetensors file or folder, or of `torch.distributed.checkpoint` with `trust`, with the
     optimizer's state of them if that has one, as the first checkpoint of a folder. Returns the checkpoint.
     """
-    with reading(source):
+    with reading(source, ANOTHER):
         is_theirs = (source / DISTRIBUTED_FILE).is_file()
     if is_theirs:
         if not trust:
@@ -103,7 +104,7 @@ def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
         raise InputError(f"{source} has no tensors.")
     if other := [n for n, t in tensors.items() if str(t.dtype).removeprefix("torch.") not in DTYPES.values()]:
         raise InputError(f"{source} has {other[0]} in {tensors[other[0]].dtype}, which no checkpoint of ours can have.")
-    with _made(out) as folder:
+    with _replaced(out) as folder:
         name = publish(folder, tensors, states)
     return out / name
 
@@ -114,20 +115,15 @@ def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[s
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with reading(source / DISTRIBUTED_FILE):
-        try:
-            known = FileSystemReader(source).read_metadata().state_dict_metadata
-            kept = {n: t for n, t in known.items() if isinstance(t, TensorStorageMetadata)}
-            if any(name.startswith(_MODEL) for name in kept):
-                kept = {n: t for n, t in kept.items() if n.startswith((_MODEL, _STATE))}
-            state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in kept.items()}
-            with _quiet():
-                load(state, storage_reader=FileSystemReader(source), no_dist=True)
-        except OSError:
-            raise
-        except (Exception, CheckpointException) as error:
-            # A pickle can fail in any way.
-            raise InputError(f"{source} cannot be read by torch.distributed.checkpoint: {_line(error)}.") from None
+    # A pickle can fail in any way.
+    with reading(source, ANOTHER, (Exception, CheckpointException), "folder of torch.distributed.checkpoint"):
+        known = FileSystemReader(source).read_metadata().state_dict_metadata
+        kept = {n: t for n, t in known.items() if isinstance(t, TensorStorageMetadata)}
+        if any(name.startswith(_MODEL) for name in kept):
+            kept = {n: t for n, t in kept.items() if n.startswith((_MODEL, _STATE))}
+        state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in kept.items()}
+        with _quiet():
+            load(state, storage_reader=FileSystemReader(source), no_dist=True)
     tensors = {n.removeprefix(_MODEL): value for n, value in state.items() if not n.startswith(_STATE)}
     states: dict[str, dict[str, Tensor]] = {}
     for key in (key for key in state if key.startswith(_STATE)):
@@ -140,27 +136,20 @@ def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[s
 
 
 @contextmanager
-def _made(out: Path) -> Iterator[Path]:
+def _replaced(out: Path) -> Iterator[Path]:
     """Give a folder aside, which replaces `out` when it is whole. Raises InputError if `out` is not empty."""
     out = out.absolute()
-    with reading(out):
+    with reading(out, "choose another folder"):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out} is there already and is not empty; choose another folder.")
     aside = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        aside.replace(out)
-    except (OSError, SafetensorError, CheckpointException) as error:
-        told = (error.strerror if isinstance(error, OSError) else None) or _line(error)
-        raise InputError(f"{out} cannot be written: {told}; choose another folder.") from error
+        with writing(out, "choose another folder", (SafetensorError, CheckpointException)):
+            aside.mkdir(parents=True)
+            yield aside
+            aside.replace(out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _line(error: BaseException) -> str:
-    """Return the last line of an error's text, its class if that is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def inspect(path: Path) -> Mapping[str, Any]:

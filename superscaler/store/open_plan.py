@@ -17,6 +17,7 @@ from torch import Tensor
 
 import superscaler
 from superscaler.errors import InputError, unknown
+from superscaler.specs.file_errors import reading
 from superscaler.specs.options import OPTIMIZERS
 from superscaler.specs.user_file import telling
 from superscaler.store.files import OPERATORS, PLAN_FILE, WEIGHTS_FILE
@@ -47,12 +48,9 @@ class Saved:
         require_file(file)
         if self.is_checked:
             check_weights(self.path, self.plan["manifest"], placed[rank].union(fixed))
-        try:
-            with safe_open(file, framework="pt") as stored:
-                found = {name: stored.get_tensor(name) for name in sorted(placed[rank])}
-                left = {name: stored.get_tensor(name) for name in fixed}
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{file} is damaged ({error}); {AGAIN}.") from None
+        with reading(file, AGAIN, (SafetensorError,)), safe_open(file, framework="pt") as stored:
+            found = {name: stored.get_tensor(name) for name in sorted(placed[rank])}
+            left = {name: stored.get_tensor(name) for name in fixed}
         for name, value in found.items():
             _check_tensor(file, name, value, self.plan)
         return found, left

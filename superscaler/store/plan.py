@@ -7,11 +7,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from superscaler.errors import InputError
+from superscaler.specs.file_errors import DAMAGE, reading
 from superscaler.store.files import (
     EXPLAIN_FILE,
     JOURNAL_FILE,
@@ -38,7 +39,6 @@ _OURS = re.compile(
     rf"(program_\d+|segments)\.py|{OPERATORS}/.+\.py|"
     + "|".join(map(re.escape, (RUN_FILE, MODEL_FILE, PROGRAM_FILE, JOURNAL_FILE, EXPLAIN_FILE)))
 )
-T = TypeVar("T")
 
 
 def read_plan(directory: Path, manifest: bool = True) -> dict[str, Any]:
@@ -46,7 +46,9 @@ def read_plan(directory: Path, manifest: bool = True) -> dict[str, Any]:
     from superscaler.store.plan_head import PlanFile
 
     file = directory / PLAN_FILE
-    if not _guarded(file, file.exists):
+    with reading(file, AGAIN):
+        is_there = file.exists()
+    if not is_there:
         raise InputError(f"{directory} is not a plan directory (it has no {PLAN_FILE}); {AGAIN}.")
     text = _bytes(file)
     plan: dict[str, Any] = _object(file, text)
@@ -70,7 +72,8 @@ def read_file(directory: Path, name: str, kept: Mapping[str, Any] | None = None)
 
 
 def read_text(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> str:
-    return _guarded(directory / name, read_file(directory, name, kept).decode)
+    with reading(directory / name, AGAIN):
+        return read_file(directory, name, kept).decode()
 
 
 def read_json(directory: Path, name: str, types: type[BaseModel], version: int, kept: Mapping[str, Any]) -> Any:
@@ -102,23 +105,25 @@ def check_weights(directory: Path, kept: Mapping[str, Any], names: Iterable[str]
 def weight_hashes(file: Path, names: Iterable[str] | None = None) -> tuple[str, dict[str, str]]:
     """Return the hash of the header of a safetensors file, and by name those of tensors in it (default: of all)."""
 
-    def read() -> tuple[str, dict[str, str]]:
-        with file.open("rb") as stream:
-            length = stream.read(8)
-            # What safetensors allows at most.
-            header = stream.read(min(int.from_bytes(length, "little"), 10**8))
-            head = json.loads(header)
-            ends = {name: entry["data_offsets"] for name, entry in head.items()}
-            start = 8 + len(header)
-            size, whole = start + max((end for _, end in ends.values()), default=0), file.stat().st_size
-            if size != whole:
-                raise ValueError(f"it has {whole} bytes, not {size}")
-            wanted = ends if names is None else names
-            data = {name: _part(stream, start + ends[name][0], ends[name][1] - ends[name][0]) for name in wanted}
-            return digest(length + header), data
+    header, found = read_header(file)
+    wanted, base = found if names is None else names, 8 + len(header)
+    with reading(file, AGAIN), file.open("rb") as stream:
+        ends = {name: found[name]["data_offsets"] for name in wanted}
+        hashes = {name: _part(stream, base + start, end - start) for name, (start, end) in ends.items()}
+    return digest(len(header).to_bytes(8, "little") + header), hashes
 
+
+def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return the header of a safetensors file, as bytes and as data. Raises InputError for a file of another size."""
     require_file(file)
-    return _guarded(file, read)
+    with reading(file, AGAIN), file.open("rb") as stream:
+        # The largest header that safetensors allows.
+        header = stream.read(min(int.from_bytes(stream.read(8), "little"), 10**8))
+        found: dict[str, Any] = json.loads(header)
+        size = 8 + len(header) + max((entry["data_offsets"][1] for entry in found.values()), default=0)
+        if size != file.stat().st_size:
+            raise ValueError(f"it has {file.stat().st_size} bytes, not {size}")
+        return header, found
 
 
 def _part(stream: BinaryIO, start: int, count: int) -> str:
@@ -136,13 +141,11 @@ def plan_files(directory: Path) -> frozenset[str]:
     if it is empty or not there. Raises InputError for a file, and for a directory that holds something, but no plan of
     ours: nothing there is ours.
     """
-    try:
+    with reading(directory, "choose another directory"):
         if directory.exists() and not directory.is_dir():
             raise InputError(f"{directory} is a file; choose a directory.")
         there = {entry.name for entry in directory.iterdir()} if directory.exists() else set()
         plans = [folder for folder in (directory, directory / NEW) if (folder / PLAN_FILE).is_file()]
-    except OSError as error:
-        raise InputError(f"{directory} cannot be read: {error.strerror}; choose another directory.") from error
     if there - {NEW} and not plans:
         raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
     return frozenset[str]().union(*map(listed, plans))
@@ -154,7 +157,7 @@ def listed(folder: Path) -> frozenset[str]:
         names = json.loads((folder / PLAN_FILE).read_bytes())["manifest"]["files"].keys()
         if not {EXPLAIN_FILE, RUN_FILE} <= names or not all(_OURS.fullmatch(n) and is_inside(n) for n in names):
             raise KeyError
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, *DAMAGE):
         raise InputError(
             f"{folder / PLAN_FILE} is not what compile writes, or was damaged. Nothing in {folder} is replaced; choose "
             "another --out, or empty that directory yourself."
@@ -185,7 +188,8 @@ def _object(file: Path, text: bytes) -> dict[str, Any]:
     def no_number(name: str) -> NoReturn:
         raise ValueError(f"{name} is no number")
 
-    found = _guarded(file, lambda: json.loads(text, parse_constant=no_number))
+    with reading(file, AGAIN):
+        found = json.loads(text, parse_constant=no_number)
     if not isinstance(found, dict):
         raise InputError(f"{file} is damaged (it holds a {type(found).__name__}, not an object); {AGAIN}.")
     return found
@@ -193,26 +197,16 @@ def _object(file: Path, text: bytes) -> dict[str, Any]:
 
 def _bytes(file: Path) -> bytes:
     require_file(file)
-    return _guarded(file, file.read_bytes)
+    with reading(file, AGAIN):
+        return file.read_bytes()
 
 
 def require_file(file: Path) -> None:
     """Raise InputError for a file that is missing, and for what is no file: reading a pipe would wait for ever."""
-
-    def kind() -> str:
-        return "" if file.is_file() else "a folder" if file.is_dir() else "not a file" if file.exists() else "missing"
-
-    if told := _guarded(file, kind):
-        raise InputError(f"{file} is {told}; {AGAIN}.")
-
-
-def _guarded(file: Path, read: Callable[[], T]) -> T:
-    try:
-        return read()
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}; {AGAIN}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise InputError(f"{file} is damaged ({error or type(error).__name__}); {AGAIN}.") from None
+    with reading(file, AGAIN):
+        if not file.is_file():
+            found = "a folder" if file.is_dir() else "not a file" if file.exists() else "missing"
+            raise InputError(f"{file} is {found}; {AGAIN}.")
 
 
 def _differs(file: Path) -> NoReturn:

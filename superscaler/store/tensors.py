@@ -9,7 +9,7 @@ import math
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.specs.file_errors import reading
 from superscaler.store.manifest import DTYPES, read_manifest
 from superscaler.store.pieces import Ranges, overlap, sizes, whole
 
 MANIFEST_FILE, POINTER_FILE = "manifest.json", "latest"
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# The remedy for damage.
+ANOTHER = "take another checkpoint or file"
 # Of the name of a checkpoint.
 _LONGEST = 200
 FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
@@ -97,7 +100,7 @@ class TensorReader:
 
     def _slice(self, piece: Piece, suffix: str, places: list[np.ndarray], dtype: str) -> Tensor:
         file = self.directory / piece.file
-        with reading(file):
+        with _reading(file):
             if piece.file not in self._files:
                 self.check(piece.file)
                 self._files[piece.file] = safe_open(file, framework="pt")
@@ -122,7 +125,7 @@ class TensorReader:
         if self.manifest is None:
             return
         file, kept = self.directory / name, self.manifest["shards"][name]
-        with reading(file):
+        with _reading(file):
             if not stat.S_ISREG(file.lstat().st_mode):
                 raise InputError(f"{file} is no file of its own; a checkpoint has no links, folders or pipes.")
             size, found = file.stat().st_size, "" if file.stat().st_size != kept["bytes"] else file_hash(file)
@@ -133,26 +136,20 @@ class TensorReader:
             )
 
 
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
+def _reading(file: Path) -> AbstractContextManager[None]:
     """Name the file in errors of reading it."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise InputError(f"{file} is no safetensors file, or is damaged ({error}); take another one.") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}.") from None
+    return reading(file, ANOTHER, (SafetensorError,), "safetensors file")
 
 
 def is_there(path: Path) -> bool:
     """Return whether a file or folder exists. Raises InputError if that is unknown."""
-    with reading(path):
+    with reading(path, ANOTHER):
         return path.exists()
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    with reading(file):
+    with _reading(file):
         # A pipe is never opened: that would wait for a writer.
         if not stat.S_ISREG(file.stat().st_mode):
             raise InputError(f"{file} is no file; give a safetensors file, or a folder with some.")
@@ -181,7 +178,7 @@ def open_stored(path: str | Path) -> TensorReader:
         WHOLE_FILE: lambda path: _plain(path, dict.fromkeys(_keys(path / WHOLE_FILE), WHOLE_FILE)),
     }
     for name, read in kinds.items():
-        with reading(path):
+        with reading(path, ANOTHER):
             # Not a pipe, which nobody writes.
             is_file = (path / name).is_file()
         if is_file:
@@ -200,7 +197,7 @@ def open_checkpoint(path: str | Path) -> TensorReader:
 def pointed(directory: Path) -> Path:
     """Return the checkpoint that `latest` names."""
     file = directory / POINTER_FILE
-    with reading(file), file.open("rb") as stream:
+    with _reading(file), file.open("rb") as stream:
         name = stream.read(_LONGEST).decode(errors="replace").strip()
     folder = directory / name if FOLDER.fullmatch(name) else directory
     if folder == directory or folder.is_symlink() or not (folder / MANIFEST_FILE).is_file():
@@ -224,14 +221,8 @@ def _checkpoint(directory: Path) -> TensorReader:
     file = directory / MANIFEST_FILE
     if file.is_symlink():
         raise InputError(f"{file} is a link, which no checkpoint has; take another checkpoint.")
-    with reading(file):
-        text = file.read_bytes()
-    try:
-        manifest = read_manifest(text)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{file} is damaged or is no manifest of a checkpoint ({error}); take another checkpoint."
-        ) from None
+    with reading(file, ANOTHER, kind="manifest of a checkpoint"):
+        manifest = read_manifest(file.read_bytes())
     return TensorReader(directory, {name: _entry(**entry) for name, entry in manifest["tensors"].items()}, manifest)
 
 
@@ -246,15 +237,11 @@ def _keys(file: Path) -> list[str]:
 
 
 def _index(file: Path) -> dict[str, str]:
-    with reading(file):
-        text = file.read_bytes()
-    try:
-        found = dict(json.loads(text)["weight_map"])
+    with reading(file, ANOTHER, kind="index of safetensors files"):
+        found = dict(json.loads(file.read_bytes())["weight_map"])
         if wrong := [name for name in found.values() if Path(name).name != name or not name.endswith(".safetensors")]:
             raise ValueError(f"{wrong[0]!r} is no safetensors file in the folder")
         return found
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{file} is no index of safetensors files ({error}).") from None
 
 
 def _plain(directory: Path, files: Mapping[str, str]) -> TensorReader:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from superscaler.errors import InputError
+from superscaler.specs.file_errors import reading
 
 Batch = dict[str, Tensor]
 Shapes = Mapping[str, tuple[Sequence[int], str]]
@@ -66,11 +67,8 @@ def check_text(path: Path | None, sequence: int) -> None:
         return
     if not path.is_file():
         raise InputError(f"data file {path} does not exist or is not a file; give a text, or none for the default.")
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-    except OSError as error:
-        raise InputError(f"data file {path} cannot be read: {error.strerror}.") from error
+    with reading(f"data file {path}", "give another text"), path.open("rb") as file:
+        size = file.seek(0, 2)
     if size < max(1, sequence):
         raise InputError(
             f"data file {path} has {size} bytes, but one sequence needs {max(1, sequence)}; "

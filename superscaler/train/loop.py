@@ -20,6 +20,7 @@ import torch
 from superscaler.errors import InputError
 from superscaler.launch.process import run_rank
 from superscaler.runtime.step import Step, load
+from superscaler.specs.file_errors import writing
 from superscaler.store.save import Saver
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
 from superscaler.train.resume import (
@@ -174,10 +175,8 @@ class Metrics:
 
     def __init__(self, path: Path, start: int) -> None:
         self._path, self._left_out = path, 0
-        try:
+        with writing(f"--metrics {path}", "name a file in a folder that you may write to"):
             self._file = path.open("ab" if start else "wb", buffering=0)
-        except OSError as error:
-            raise InputError(f"--metrics {path} cannot be written: {error.strerror}.") from None
 
     def add(self, entry: dict[str, Any]) -> None:
         line, written = json.dumps(entry).encode() + b"\n", 0

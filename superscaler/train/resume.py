@@ -15,9 +15,10 @@ import torch
 
 from superscaler.errors import InputError, RuntimeFailure, unknown
 from superscaler.runtime.step import Step
+from superscaler.specs.file_errors import reading
 from superscaler.store.restore import restore
 from superscaler.store.save import Saver, share
-from superscaler.store.tensors import POINTER_FILE, is_there, open_checkpoint, reading
+from superscaler.store.tensors import POINTER_FILE, is_there, open_checkpoint
 
 # Files in the folder of the launcher: that training is to stop, and how it ended.
 STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
@@ -102,7 +103,7 @@ def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
     """Return the manifest of a checkpoint. Raises InputError if `steps` leave nothing to train, or if it was trained on
     other data.
     """
-    with reading(resume):
+    with reading(resume, "name a folder of checkpoints"):
         is_empty = not resume.exists() or (resume.is_dir() and not any(resume.iterdir()))
     if is_empty:
         raise InputError(

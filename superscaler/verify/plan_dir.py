@@ -9,19 +9,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from superscaler.artifact import described, texts
 from superscaler.certify.certificate import CHECKS
 from superscaler.emit.device import emit
-from superscaler.errors import InputError, PlanError, brief
+from superscaler.errors import InputError, PlanError
 from superscaler.ir.model_text import parse_model
 from superscaler.ir.program import Program
 from superscaler.ir.program_text import parse_program
 from superscaler.report.facts import own_operators
+from superscaler.specs.file_errors import reading
 from superscaler.store.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE
 from superscaler.store.manifest import DTYPES
-from superscaler.store.plan import AGAIN, check_files, read_plan, read_text, require_file
+from superscaler.store.plan import AGAIN, check_files, read_header, read_plan, read_text
 
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
@@ -32,13 +31,13 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     files say different things.
     """
     plan, damage = read_plan(directory, manifest=False), _damage(directory)
-    with _told_of(directory / MODEL_FILE, damage):
+    with _naming(directory / MODEL_FILE, damage):
         model = parse_model(read_text(directory, MODEL_FILE))
-    with _told_of(directory / PROGRAM_FILE, damage):
+    with _naming(directory / PROGRAM_FILE, damage):
         program = parse_program(read_text(directory, PROGRAM_FILE), model)
     if program.world != plan["world"]:
         raise InputError(f"{directory / PLAN_FILE} is for {plan['world']} devices, its program for {program.world}.")
-    with _told_of(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
+    with _naming(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
         for check in CHECKS.values():
             check(program)
         emitted = emit(program)
@@ -68,17 +67,13 @@ def _damage(directory: Path) -> InputError | None:
 
 
 @contextmanager
-def _told_of(what: object, damage: InputError | None) -> Iterator[None]:
-    """Let errors say which file they are about; of text that compile did not write, any may come."""
-    try:
-        yield
-    except PlanError as error:
-        raise type(error)(f"{what}: {error}") from error
-    except Exception as error:
-        if damage is None:
-            raise
-        told = brief(f"{type(error).__name__}: {error}")
-        raise InputError(f"{what} is damaged ({told}); {AGAIN}.") from error
+def _naming(what: object, damage: InputError | None) -> Iterator[None]:
+    """Name the file in a PlanError. Any other error shows damage too, where hashes already show it."""
+    with reading(what, AGAIN, (Exception,) if damage is not None else ()):
+        try:
+            yield
+        except PlanError as error:
+            raise type(error)(f"{what}: {error}") from error
 
 
 def _compare(file: Path, found: str, wanted: str) -> None:
@@ -108,15 +103,10 @@ def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
 
 def _check_weights(file: Path, program: Program) -> None:
     """Check that every weight at rest is in the file, whole and of its dtype."""
-    require_file(file)
-    model, needed = program.model, {w.tensor for device, _ in program.distinct for w in device.weights}
-    try:
-        with safe_open(file, framework="pt") as stored:
-            kept = {name: stored.get_slice(name) for name in needed.intersection(stored.keys())}
-            found = {name: (tuple(piece.get_shape()), DTYPES.get(piece.get_dtype())) for name, piece in kept.items()}
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{file} cannot be read: {error}; write the plan again.") from None
-    for name in sorted(needed):
-        tensor = model.tensors[name]
+    header = read_header(file)[1]
+    with reading(file, AGAIN):
+        found = {name: (tuple(entry["shape"]), DTYPES.get(entry["dtype"])) for name, entry in header.items()}
+    for name in sorted({w.tensor for device, _ in program.distinct for w in device.weights}):
+        tensor = program.model.tensors[name]
         if found.get(name) != (tensor.shape, tensor.dtype):
             raise InputError(f"{file} has {name} as {found.get(name)}, but it is {tensor.dtype} {tensor.shape}.")

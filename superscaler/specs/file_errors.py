@@ -1,0 +1,53 @@
+"""Errors of reading and writing files, as one line: the file, the cause and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from superscaler.errors import InputError, PlanError, brief
+
+# Python's errors for data of another form than expected.
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+Errors = tuple[type[BaseException], ...]
+
+
+@contextmanager
+def reading(file: object, hint: str, damage: Errors = DAMAGE, kind: str = "") -> Iterator[None]:
+    """Turn an OSError, and the errors that show `damage`, into an InputError with the file, the cause and a hint.
+
+    `kind`: the expected kind of file. A PlanError stays.
+    """
+    try:
+        yield
+    except PlanError:
+        raise
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {cause(error, file)}; {hint}.") from None
+    except damage as error:
+        trouble = f"no {kind}, or is damaged" if kind else "damaged"
+        raise InputError(f"{file} is {trouble} ({cause(error)}); {hint}.") from error
+
+
+@contextmanager
+def writing(file: object, hint: str, failures: Errors = ()) -> Iterator[None]:
+    """Turn an OSError, and the errors of a library, into an InputError with the file, the cause and a hint."""
+    errors: Errors = (OSError, *failures)
+    try:
+        yield
+    except errors as error:
+        raise InputError(f"{file} cannot be written: {cause(error, file)}; {hint}.") from error
+
+
+def cause(error: BaseException, file: object = "") -> str:
+    """Return the last line of an error's text; for an OSError its reason, and its file if that is another one.
+
+    >>> cause(FileNotFoundError(2, "No such file or directory", "a/b"), "a"), cause(KeyError("x")), cause(ValueError())
+    ('No such file or directory (a/b)', "KeyError: 'x'", 'ValueError')
+    """
+    if isinstance(error, OSError) and error.strerror:
+        other = str(error.filename or "")
+        return error.strerror + (f" ({other})" if other not in str(file) else "")
+    name = type(error).__name__
+    text = (str(error).strip() or name).splitlines()[-1]
+    return brief(f"{name}: {text}" if isinstance(error, LookupError) else text)
