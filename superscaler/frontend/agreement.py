@@ -1,8 +1,8 @@
-"""Two eager steps of the user's module against the exported graph, in the dtypes that train: done once, at capture.
+"""Two eager steps of the user's module compared with the exported graph at capture, in the trained dtypes.
 
-torch.export runs the Python of a forward once, and keeps what it found: an iterator, a counter, a class attribute, the
-time. Each step of the graph starts from the weights and buffers that a copy of the module has then, so that rounding
-never adds up; the copy takes its steps by torch's own optimizer. Dropout keeps everything.
+torch.export runs the Python of a forward once, and freezes the state that it read: an iterator, a counter, a class
+attribute, the time. A copy of the module is trained by torch's own optimizer. Each step of the graph starts from the
+current weights and buffers of the copy, so that rounding never adds up. Dropout keeps everything.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from superscaler.frontend.capture_cache import values_of
 from superscaler.frontend.checkpoints import marked
 from superscaler.frontend.oracle import packed, reference_step
 from superscaler.frontend.refusals import forward_line
-from superscaler.frontend.results import loss_of, taken_apart
+from superscaler.frontend.results import form_and_tensors, loss_of
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
 
 STEPS = 2
-# A model above these is not compared: five copies of so many elements, and forwards of so many FLOPs by device.
+# A model above these limits is not compared: elements of its parameters, FLOPs of a step on CPU and on GPU.
 MOST_ELEMENTS, MOST_FLOPS, MOST_FLOPS_GPU = 5 * 10**7, 10**10, 5 * 10**12
-# The largest difference that is not looked at again, relative to the largest element, by the lowest dtype in the graph.
+# A larger difference, relative to the largest element, is compared with rounding noise. By the lowest dtype of a graph.
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-# Beyond it, so many times what the graph itself changes by, where its weights and inputs are rounded otherwise.
+# Allowed beyond that: this many times the change of the graph's own results when its weights and inputs are perturbed.
 _NOISE = 3.0
-# A gradient is compared as if it had an element of this part of the largest one of the model.
+# Errors of gradients are relative to at least this fraction of the model's largest gradient element.
 _FLOOR = 1e-2
 _DROPOUT = re.compile("dropout([123]d)?$")
-# Where the probability of a dropout is among the arguments of what has one inside, and its name.
+# Functions with a dropout inside -> position and name of the argument that is its probability.
 _INNER = {F.scaled_dot_product_attention: (4, "dropout_p"), F.multi_head_attention_forward: (10, "dropout_p")}
 _STATE = (
     "something that the forward reads changes between its calls, and the graph has what it was at capture: an "
@@ -57,26 +57,27 @@ _CAUSES = {
 }
 
 
-# How the line starts that says why a module is not compared.
+# The start of the line for a module that is not compared.
 SKIPPED = "not compared with the module"
 
 
 class Unchecked(Exception):
-    """Why a module is not compared, in a few words."""
+    """The reason why a module is not compared, in a few words."""
 
 
 class Found(NamedTuple):
-    """What a step gives, by kind and name, and the random numbers after it."""
+    """The results of a step, by kind and name, and the states of the random generators after it."""
 
     tensors: dict[tuple[str, str], Tensor]
     draws: list[Tensor]
 
 
 def agree(captured: Captured, optimizer: torch.optim.Optimizer | None) -> str:
-    """Return in one line how far two steps of a copy of the module are from the graph, or why they are not compared.
+    """Return one line: the largest difference between two steps of the module and of the graph, or the reason why they
+    are not compared.
 
-    Raises CaptureError where a difference is larger than rounding explains. Neither the module, nor the optimizer, nor
-    random numbers are others after it.
+    Raises CaptureError for a difference larger than rounding. The module, the optimizer and the random generators are
+    left unchanged.
     """
     try:
         _require_small(captured)
@@ -146,10 +147,10 @@ def _eager_step(
     call, name = captured.call, type(module).__name__
     kind, dtype = call.autocast or (next((p.device.type for p in module.parameters()), "cpu"), None)
     module.zero_grad()
-    # Inside of another region, one keeps the casts of weights that have changed since.
+    # An enclosing autocast region would return cached casts of weights that have changed since.
     torch.clear_autocast_cache()
     try:
-        with _WithoutDropout(), marked(), torch.enable_grad(), torch.autocast(kind, dtype, dtype is not None):
+        with WithoutDropout(), marked(), torch.enable_grad(), torch.autocast(kind, dtype, dtype is not None):
             output = module(*args, **kwargs)
         loss = loss_of(output, name) if captured.model.loss else None
         if loss is not None:
@@ -159,11 +160,11 @@ def _eager_step(
     except Unchecked:
         raise
     except Exception as error:
-        # Anything may come out of a module's code.
+        # A module's code may raise any exception.
         raise Unchecked(f"it does not run ({type(error).__name__}: {brief(error)})") from error
     found = {} if loss is None else {("the loss", ""): loss.detach()}
     if captured.model.result:
-        found |= {("the output", n): x.detach() for n, x in taken_apart(output, name, loss)[1].items()}
+        found |= {("the output", n): x.detach() for n, x in form_and_tensors(output, name, loss)[1].items()}
     found |= {("the gradient", n): _dense(p.grad, p.detach()) for n, p in module.named_parameters()}
     return found | {("the buffer", n): b.detach().clone() for n, b in module.named_buffers()}
 
@@ -173,7 +174,7 @@ def _dense(gradient: Tensor | None, of: Tensor) -> Tensor:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield what backward accumulates gradients of."""
+    """Yield the tensors whose gradients a backward accumulates."""
     todo, seen = [loss.grad_fn], set[Any]()
     while todo:
         node = todo.pop()
@@ -200,15 +201,15 @@ def _difference(captured: Captured, graph: Found, eager: Found, values: dict[str
         raise Unchecked("its random numbers do not come in the order of the captured ones")
     if far:
         order = [key for kind in _CAUSES for key in far if key[0] == kind]
-        raise CaptureError(_told(captured, order[0], *pairs[order[0]], step))
+        raise CaptureError(_message(captured, order[0], *pairs[order[0]], step))
     return max((gap / max(sizes[key], 1e-30) for key, gap in gaps.items() if sizes[key]), default=0.0)
 
 
-def _told(captured: Captured, key: tuple[str, str], graph: Tensor, eager: Tensor, step: int) -> str:
+def _message(captured: Captured, key: tuple[str, str], graph: Tensor, eager: Tensor, step: int) -> str:
     (kind, name), at, numbers = key, "", "has another shape"
     if graph.shape == eager.shape:
-        apart = torch.where(_is_same(graph, eager), 0.0, (graph.double() - eager.double()).abs()).nan_to_num(torch.inf)
-        index = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)) if apart.dim() else ()
+        gaps = _gaps(graph, eager)
+        index = tuple(int(i) for i in torch.unravel_index(gaps.argmax(), gaps.shape)) if gaps.dim() else ()
         at = str(list(index)) if index else ""
         numbers = f"is {eager[index].item():.7g} in the module and {graph[index].item():.7g} in the captured graph"
     return (
@@ -219,7 +220,7 @@ def _told(captured: Captured, key: tuple[str, str], graph: Tensor, eager: Tensor
 
 
 def _noise(captured: Captured, graph: Found, values: dict[str, Tensor], step: int) -> dict[tuple[str, str], float]:
-    """Return by how much the graph changes where each of its numbers is moved by what the lowest dtype rounds."""
+    """Return the changes of the results when weights are perturbed by one rounding error of the lowest dtype."""
     size, found = torch.finfo(_lowest(captured)).eps, dict.fromkeys(graph.tensors, 0.0)
     generator = torch.Generator().manual_seed(0)
 
@@ -235,18 +236,21 @@ def _noise(captured: Captured, graph: Found, values: dict[str, Tensor], step: in
 
 
 def _lowest(captured: Captured) -> torch.dtype:
-    """Return the floating dtype of the fewest digits in a graph."""
+    """Return the floating dtype with the fewest digits in a graph."""
     values = (node.meta.get("val") for node in captured.exported.graph.nodes)
     dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype in _CLOSE}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two tensors, which may be infinite."""
+    """Return the largest difference of two tensors; infinite if their shapes differ."""
     if one.shape != other.shape:
         return float("inf")
-    apart = torch.where(_is_same(one, other), 0.0, (one.double() - other.double()).abs())
-    return float(apart.nan_to_num(torch.inf).max()) if apart.numel() else 0.0
+    return float(_gaps(one, other).max()) if one.numel() else 0.0
+
+
+def _gaps(one: Tensor, other: Tensor) -> Tensor:
+    return torch.where(_is_same(one, other), 0.0, (one.double() - other.double()).abs()).nan_to_num(torch.inf)
 
 
 def _is_same(one: Tensor, other: Tensor) -> Tensor:
@@ -260,10 +264,10 @@ def _largest(x: Tensor) -> float:
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Put back random numbers, and buffers that a function changes which holds the module itself."""
+    """Restore the random generators and the buffers of a module, which a function that holds it may change."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None
-    # Versions do not count what batch norm does to its statistics.
+    # Batch norm changes its statistics without a new version of these tensors.
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):
@@ -279,24 +283,18 @@ def _untouched(module: nn.Module) -> Iterator[None]:
                         buffer.copy_(value)
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Lets dropout keep everything."""
+class WithoutDropout(TorchFunctionMode):
+    """A mode in which dropout keeps everything."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_dropout(func):
+        name = getattr(func, "__name__", "")
+        if _DROPOUT.match(name):
             return args[0] if args else kwargs["input"]
-        args, kwargs = without_dropout(func, args, kwargs)
+        at, rate = _INNER.get(func, (None, ""))
+        args = tuple(0.0 if k == at else a for k, a in enumerate(args))
+        return self._called(func, name, args, {**kwargs, rate: 0.0} if rate in kwargs else kwargs)
+
+    def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Return the results of a function that is no dropout; `name`: its own."""
         return func(*args, **kwargs)
-
-
-def is_dropout(function: Any) -> bool:
-    return bool(_DROPOUT.match(getattr(function, "__name__", "")))
-
-
-def without_dropout(function: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a function that has a dropout inside, whose probability is zero."""
-    at, name = _INNER.get(function, (None, ""))
-    if name in kwargs:
-        kwargs = {**kwargs, name: 0.0}
-    return tuple(0.0 if k == at else a for k, a in enumerate(args)), kwargs

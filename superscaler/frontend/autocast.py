@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from superscaler.errors import InputError, unknown
 from superscaler.specs.options import AUTOCASTS
 
-# The arguments of torch.autocast: device type and dtype.
+# Arguments of torch.autocast: device type and dtype.
 Autocast = tuple[str, torch.dtype]
 _REGION = torch.ops.higher_order.wrap_with_autocast
 _CAST = torch.ops.aten._to_copy.default

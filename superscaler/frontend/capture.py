@@ -120,8 +120,8 @@ def capture(
     """
     if cache and not isinstance(cache, str):
         raise InputError(
-            f"cache={cache!r} does not tell models apart; give this one a name, as cache='mine', and another name "
-            "where it differs in what is not in its files."
+            f"cache={cache!r} is not the name of a model; name this one, as cache='mine', and use another name "
+            "for a model that differs in anything outside its files."
         )
     device = _device(module)
     cast = read_autocast(autocast, device.type)
@@ -150,10 +150,10 @@ def capture(
             exported_at = time.perf_counter()
             kept = (*_read(module, exported, form, training, device), inputs_of(exported), "")
             read_at = time.perf_counter()
-        # Another key says that the model loaded code, or set a buffer, as it ran: no later capture asks for that key.
-        # What it read as it ran, a later capture would not know before it ran again.
-        is_settled = not seen.own and not seen.unknown
-        is_asked = bool(cache and is_settled and key == key_of(cache, module, inputs, *chosen))
+        # A key that changed while the model ran (it loaded code, or set a buffer) is no later capture's key. Files that
+        # the model reads in its forward are not part of any key.
+        reads_nothing = not seen.own and not seen.unknown
+        is_asked = bool(cache and reads_nothing and key == key_of(cache, module, inputs, *chosen))
     model, values, names, checked = kept
     model = replace(model, optimizer=training.optimizer)
     _warn_of_underflow(model)
@@ -204,7 +204,7 @@ def _copy_given(trace: Trace) -> None:
             with trace.graph.inserting_before(end):
                 copy = trace.graph.call_function(torch.ops.aten.clone.default, (node,))
             plain = {"module": node.meta.get("module", ""), "source": "", "region": None}
-            (results[at],) = trace.settle(copy, name.replace(".", "_") + "_copy", plain, node.meta["val"])
+            (results[at],) = trace.name_call(copy, name.replace(".", "_") + "_copy", plain, node.meta["val"])
     end.args = (tuple(results),)
 
 

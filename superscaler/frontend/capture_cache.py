@@ -31,7 +31,7 @@ from superscaler.ir.model import Model
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.store import cache
 
-# What is below these is said by versions.
+# Code below these folders is identified by versions.
 _LIBRARIES = tuple(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "scripts"))
 _INSTALLED = "-packages"
 
@@ -59,7 +59,7 @@ def key_of(name: str, module: nn.Module, inputs: Any, *options: Any) -> str:
     leaves, spec = pytree.tree_flatten(inputs)
     seen = [name, options, flags, torch.get_default_device(), torch.cuda.is_available(), versions, spec]
     seen += [_layout(x) if isinstance(x, Tensor) else x for x in leaves]
-    # The second is where transformers notes what it checkpoints.
+    # transformers marks modules that it checkpoints by an attribute.
     seen += _functions(module)
     seen += [module, [(m.training, vars(m).get("gradient_checkpointing")) for m in module.modules()]]
     seen += [(n, _layout(x)) for n, x in module.named_parameters(remove_duplicate=False)]
@@ -102,10 +102,10 @@ def _installed() -> list[str]:
 def _files() -> Iterator[tuple[str, str, str]]:
     """Yield (name, path, hash) of each loaded module outside of Python, of packages and of this library."""
     for name, module in sorted(sys.modules.items()):
-        # Not getattr: a module that loads late would load what it is asked for.
+        # Not getattr: a lazy module would import the attribute.
         file = getattr(module, "__dict__", {}).get("__file__") or ""
         if name.split(".")[0] != "superscaler" and _INSTALLED not in file and not file.startswith(_LIBRARIES):
-            # Some modules, as torch.ops, name a file that is not there.
+            # Some modules, as torch.ops, name a file that does not exist.
             with suppress(OSError):
                 yield name, shorten(file), hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
@@ -136,7 +136,7 @@ def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor]
 
 
 def load(key: str, module: nn.Module, check: bool) -> tuple[Model, dict[str, Tensor], Inputs, str] | None:
-    """Return what was saved, with the values of this module, or None where nothing is, or it lacks a wanted check."""
+    """Return the saved capture with the values of this module; None if nothing is saved, or without a wanted check."""
     data = cache.read(key)
     if data is None:
         return None

@@ -30,7 +30,7 @@ def marked() -> Iterator[None]:
     numbers, opened, mark = count(), list[Any](), ExitStack()
 
     def begin(region: Any) -> None:
-        # One that is not reentrant has hooks of torch's own, which drop what is saved; anybody else's stay.
+        # A non-reentrant checkpoint uses torch's own hooks, which drop saved tensors; hooks of others stay.
         if isinstance(region, saved_tensors_hooks) and type(region).__module__ != CheckpointFunction.__module__:
             return enter(region)
         if not opened:
@@ -45,7 +45,7 @@ def marked() -> Iterator[None]:
         return None if opened else mark.close()
 
     def apply(cls: Any, function: Any, preserve: bool, *args: Any) -> Any:
-        # A reentrant one has gradients if one of its own arguments has.
+        # A reentrant checkpoint has gradients only if one of its own arguments requires them.
         has_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in args)
         begin(region := object())
         try:

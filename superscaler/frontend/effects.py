@@ -22,25 +22,25 @@ _STANDARD = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, str)
 _CONTAINERS = (list, dict, deque)
 _HELD = (*_PLAIN, *_CONTAINERS, Tensor)
-# Where a value is kept, as the user's code names it -> what has it, and the value.
+# The place of a value, as the user's code names it -> its owner, and the value.
 State = dict[str, tuple[Any, Any]]
 
 
-class Unsettled(Exception):
+class StateWasSet(Exception):
     """The first call of a module set state that later calls find, so the graph of a later call is needed.
 
-    `settle` sets the state again: torch.export restores the attributes of a module.
+    `restore` sets this state anew, because torch.export resets the attributes of a module.
     """
 
-    def __init__(self, told: str, found: Sequence[tuple[Any, str]]) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, found: Sequence[tuple[Any, str]]) -> None:
+        super().__init__(message)
         self._values = [
             (owner, name, vars(owner)[name])
             for owner, name in found
             if name in vars(owner) and not isinstance(owner, type)
         ]
 
-    def settle(self) -> None:
+    def restore(self) -> None:
         for owner, name, value in self._values:
             vars(owner)[name] = value
 
@@ -102,25 +102,25 @@ def _span(x: Tensor) -> tuple[int, int]:
 def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's forward during export. Raises CaptureError for effects that the graph would lose silently.
 
-    State that is set once (a cache) is settled in a second run: a tensor in the same export, which knows it; anything
-    else raises Unsettled, which asks for another export.
+    The graph of a second run is taken if the first one sets state once (a cache). A tensor as state needs no other
+    export; any other state raises StateWasSet, so that the caller exports once more.
     """
     with blocked(), _recorded() as places:
         given, before, draws = _flat(args, kwargs), _state(module), _draws()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         result = forward(*args, **kwargs)
-        settled = _state(module)
+        after = _state(module)
         _refuse_draws(module, draws)
-        if found := _changed(before, settled):
-            if not any(isinstance(x, Tensor) for path in found for x in pytree.tree_leaves(settled[path][1])):
-                owned = [(settled[path][0], path.rpartition(".")[2]) for path in found]
-                raise Unsettled(_told(module, found[0], settled, places), owned)
-            # What the first run did to buffers, which cannot be seen, is undone: a step runs the forward once.
+        if found := _changed(before, after):
+            if not any(isinstance(x, Tensor) for path in found for x in pytree.tree_leaves(after[path][1])):
+                owned = [(after[path][0], path.rpartition(".")[2]) for path in found]
+                raise StateWasSet(_message(module, found[0], after, places), owned)
+            # Changes of buffers by the first run are undone: a step runs the forward once.
             for buffer, value in buffers:
                 buffer.copy_(value)
             result = forward(*args, **kwargs)
-        if found := _changed(settled, state := _state(module)):
-            raise CaptureError(_told(module, found[0], state, places))
+        if found := _changed(after, state := _state(module)):
+            raise CaptureError(_message(module, found[0], state, places))
         if _flat(args, kwargs) != given:
             raise CaptureError(
                 f"{forward_line(module)} changes the lists or dicts among its inputs, which the captured step would "
@@ -129,7 +129,7 @@ def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     return result
 
 
-def _told(module: nn.Module, path: str, state: State, places: Mapping[tuple[int, str], str]) -> str:
+def _message(module: nn.Module, path: str, state: State, places: Mapping[tuple[int, str], str]) -> str:
     owner = state[path][0]
     where = places.get((id(owner), path.rpartition(".")[2]), "") or forward_line(
         owner if isinstance(owner, nn.Module) else module
@@ -193,7 +193,7 @@ def _kept(function: Any) -> State:
         try:
             values[name] = cell.cell_contents
         except ValueError:
-            # Not set yet.
+            # The attribute is not set yet.
             continue
     found: State = {}
     for name, value in values.items():
@@ -211,7 +211,7 @@ def _fields(path: str, value: Any) -> State:
 
 
 def _is_own(kind: type) -> bool:
-    """Tell whether a class is the user's own."""
+    """Return whether a class is the user's own."""
     return is_model(getattr(sys.modules.get(kind.__module__), "__file__", None) or "", own=True)
 
 

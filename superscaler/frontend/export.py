@@ -22,21 +22,21 @@ from superscaler.errors import CaptureError, PlanError
 from superscaler.frontend import autocast as casts
 from superscaler.frontend import checkpoints
 from superscaler.frontend.autocast import Autocast
-from superscaler.frontend.effects import Unsettled, call, refuse_hooks
+from superscaler.frontend.effects import StateWasSet, call, refuse_hooks
 from superscaler.frontend.refusals import Lost, explain, forward_line
 from superscaler.frontend.results import returned
 from superscaler.frontend.rewrites import custom_ops as experts
 
-# Synonyms of operators that have a rule, and what torch itself writes in such operators.
+# Synonyms of operators that have a rule, and composites that torch decomposes into such operators.
 _COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hinge_embedding_loss kl_div less less_equal
 margin_ranking_loss multiply negative not_equal poisson_nll_loss prelu repeat_interleave subtract tensordot tile
 true_divide type_as"""
-# Dropouts, each with how many dims one example has that it takes without a batch.
+# Dropout functions -> number of dims of an input without a batch; 0: they have no such form.
 _DROPOUTS = {F.dropout: 0, F.dropout1d: 2, F.dropout2d: 0, F.dropout3d: 4}
 
 _SWITCHES = (Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
 
-# What torch also raises, which is told in one line, they print with its traceback.
+# These loggers print errors with a traceback that torch raises too, and that are reported in one line.
 _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
@@ -61,7 +61,7 @@ def export(
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         try:
-            exported = _settled(module, args, dict(kwargs))
+            exported = _exported(module, args, dict(kwargs))
             if casts.has_regions(exported) and any(p.is_meta for p in module.parameters()):
                 with casts.stand_ins(module, args, kwargs) as (own_args, own_kwargs):
                     exported = torch.export.export(module, own_args, own_kwargs, strict=False)
@@ -73,19 +73,19 @@ def export(
         except PlanError:
             raise
         except (Exception, SystemExit) as error:
-            # Anything may come out of a model's code, and out of torch where it cannot follow it.
+            # A model's code may raise any exception, and so may torch where it cannot trace it.
             raise explain(module, error) from error
 
 
-def _settled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    """Export a module; export it again if its first call changed state that the second one finds."""
+def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """Export a module, a second time if its first call set state that later calls find."""
     try:
         return torch.export.export(module, args, kwargs, strict=False)
-    except Unsettled as first:
-        first.settle()
+    except StateWasSet as first:
+        first.restore()
         try:
             return torch.export.export(module, args, kwargs, strict=False)
-        except Unsettled as error:
+        except StateWasSet as error:
             raise CaptureError(str(error)) from None
 
 
@@ -93,7 +93,7 @@ def _decompositions(exported: ExportedProgram) -> dict[Any, Any]:
     """Return torch's decompositions of composite operators in a program that have no rule of their own."""
     names = set(_COMPOSITE.split())
     found = {n.target for n in exported.graph.nodes if str(n.target).removeprefix("aten.").split(".")[0] in names}
-    # With running statistics it changes them, which its own name does not say.
+    # Instance norm with running statistics changes them, although its schema does not say so.
     changing = torch.ops.aten.instance_norm.default
     found |= {changing for n in exported.graph.nodes if n.target is changing and n.args[3] is not None}
     table = torch.export.default_decompositions() if found else {}
@@ -166,7 +166,7 @@ def _only_wanted(
 
 
 def _called(module: nn.Module) -> tuple[type[nn.Module], Callable[..., Any]]:
-    """Return a class of which a call is the forward alone, and what is to run there: the forward, or the whole call."""
+    """Return a class whose call runs the forward alone, and the forward for it: the module's own, or its whole call."""
     kind, forward, own = type(module), module.forward, module.__dict__.get("forward")
     is_own = kind.__call__ is not nn.Module.__call__
     if not (is_own or module._forward_hooks or module._forward_pre_hooks):
@@ -239,13 +239,13 @@ def _without_gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, A
     had before, if any.
     """
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype.is_floating_point]
-    # An inference tensor counts no versions, and needs none: no gradient ever flows to it.
+    # Inference tensors have no version counter, and need none: no gradient flows to them.
     given = [x for x in given if not x.is_inference()]
     before = [(x, x._version, x.clone() if x.grad_fn is not None else None) for x in given]
     result = function(*args, **kwargs)
     for x, version, old in before:
         if x._version != version:
-            # The difference of old to itself is 0, with its gradient.
+            # `old - old` is 0, and so is its gradient.
             x.copy_(x.detach() if old is None else x.detach() + (old - old.detach()))
     return pytree.tree_map(lambda x: x if any(x is y for y in given) else _detach(x), result)
 

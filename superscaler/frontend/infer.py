@@ -107,7 +107,7 @@ def _read_off(found: Inference, call: Node, rule: Signature, spans: dict[str, Sp
 
     read = tuple(map(slots, reads(call), rule.inputs))
     made = tuple(map(slots, outputs(call), rule.outputs))
-    # Of an index of several classes it is the major one.
+    # In an index of several classes this one is the major one.
     pairs = {numbers[letter][0]: numbers[other][0] for letter, other in rule.until.items()}
     until = tuple(None if misfits & {i, pairs.get(i)} else pairs.get(i) for i in range(len(classes)))
     return Indexed(call, tuple(classes), tuple(marks), until, read, made)
@@ -173,7 +173,7 @@ def _check_call(node: Node, rule: Registered, sizes: Mapping[str, int]) -> None:
     key = repr((sorted(values.items()), sorted(sizes.items())))
     if rule.check is None or key in rule.checked:
         return
-    # What is tried is a call, too.
+    # The check calls the operator, too.
     rule.checked.add(key)
     try:
         rule.check(values, {letter: size for letter, size in sizes.items() if letter != "1"})

@@ -20,7 +20,7 @@ from superscaler.ops.table import row_of
 Words = list[str]
 _BATCH = "batch"
 _HEADS = ("heads", "kv_heads", "groups")
-# What belongs to the whole model, not to a module.
+# Names of factors that belong to the whole model, not to a module.
 _GLOBAL = ("vocabulary", "classes")
 
 
@@ -104,7 +104,7 @@ def _read_by(call: Node, found: Inference, from_inputs: set[Node]) -> Iterator[t
         if role == "vocabulary" and operands[1] not in from_inputs:
             role = "rows"
         for spans in dims[dim:][:1]:
-            # Heads that share keys and values are a product.
+            # Heads that share keys and values are a product of indices.
             is_shared = role == "heads" and len(operands) > 1 and len(spans) > 1
             yield from ((s, ("groups" if k else "kv_heads") if is_shared else role) for k, s in enumerate(spans))
 

@@ -1,4 +1,4 @@
-"""The oracle of every equality check: the exported program itself, run by torch, retyped; none of our rules."""
+"""The oracle of equality checks: torch runs the exported program itself in another dtype, without any of our rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
 
 Draw = Callable[[str, tuple[int, ...]], Tensor]
-# What operators make of uniform numbers, and of their own first arguments.
+# Random operators -> their results, computed from uniform numbers and their own first arguments.
 _DRAWN: Mapping[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("aten.rand.default", "aten.rand_like.default"), lambda u, *_: u),
     **dict.fromkeys(
@@ -32,7 +32,7 @@ _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def packed(model: Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters that the model has in segments, whole."""
+    """Return the whole parameters that the model has in segments."""
     pieces: dict[str, list[Tensor]] = {}
     dims = {}
     for piece, (name, dim, *_) in model.segments.items():
@@ -42,8 +42,8 @@ def packed(model: Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Reference(NamedTuple):
-    """What one step of the unsplit program gives; None for the gradient of what the loss does not depend on, and as the
-    loss where nothing is trained.
+    """The results of one step of the unsplit program. A gradient is None if the loss does not depend on the parameter;
+    the loss is None if nothing is trained.
     """
 
     loss: Tensor | None
@@ -60,10 +60,10 @@ def reference_step(
     dropout: bool = False,
     draw: Draw | None = None,
 ) -> Reference:
-    """Return the loss, the gradient of every trained parameter, by canonical name, and the changed buffers.
+    """Return the loss, the gradients of the trained parameters by canonical name, the changed buffers, and the outputs.
 
-    `dtype` replaces every floating dtype, also of casts and factories. Dropout keeps everything unless `dropout`.
-    `draw(node, shape)` gives the uniform numbers of the operators that draw others; without it torch draws them.
+    `dtype` replaces every floating dtype, also in casts and factories. Dropout keeps everything unless `dropout`.
+    `draw(node, shape)` returns the uniform numbers for other random operators; without it torch draws them.
     """
     model = captured.model
     trained = [t.name for t in model.parameters() if t.requires_grad]
@@ -86,7 +86,7 @@ def reference_step(
     written = [str(spec.target) for spec in specs if spec.kind is OutputKind.BUFFER_MUTATION]
     made = dict(zip((*written, *names_of(model.result)), (x.detach() for x in results), strict=True))
     outputs = {name: made.pop(name) for name in names_of(model.result)}
-    # Others are as they were.
+    # The program returns unchanged buffers too.
     changed = {op.inputs[0].tensor for op in model.ops if op.is_write}
     buffers = {name: made[name] for name in written if name in changed}
     gradients: dict[str, Tensor | None] = dict(zip(leaves, found, strict=True))
@@ -96,7 +96,7 @@ def reference_step(
 def _argument(
     captured: Captured, spec: Any, known: Mapping[str, Tensor], dtype: torch.dtype | None, device: torch.device
 ) -> Any:
-    """Return the value of one placeholder: the given one, or what the program itself holds."""
+    """Return the value of one placeholder: the given one, or the constant in the program."""
     exported = captured.exported
     if _is_constant(exported, spec):
         value = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
@@ -118,9 +118,9 @@ def retyped(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class _Retyped(Interpreter):
-    """Runs a graph with other floating dtypes, on another device, without dropout.
+    """An interpreter that runs a graph in another floating dtype, on another device, without dropout.
 
-    What depends on no input and no parameter is part of the model: it is computed in its own dtype, then retyped.
+    A value that depends on no input or parameter is part of the model: it is computed in its own dtype, then retyped.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class _Retyped(Interpreter):
             return args[1].to(args[0].dtype).expand(args[0].shape)
         if name == "aten.histc.default" and not args[0].is_floating_point():
             return target(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
-        # Kernels differ between devices and dtypes in the strides of their results, and a view needs the captured ones.
+        # The strides of results differ between devices and dtypes; a view needs the captured ones.
         return args[0].reshape(args[1]) if name == "aten.view.default" else target(*args, **kwargs)
 
     def _convert(self, value: Any) -> Any:

@@ -15,9 +15,9 @@ from torch.fx import Node
 from superscaler.frontend.trace import Trace, argument, outputs, reads, shape_of, target_of
 from superscaler.ir.model_text import unique
 
-# Where a tensor is cut: the dim, and where its segments end, from 0 on.
+# The cut of a tensor: its dim, and the bounds of its segments, from 0 on.
 Cut = tuple[int, tuple[int, ...]]
-# piece -> (the parameter that it is a piece of, dim, start, end)
+# piece -> (parameter, dim, start, end)
 Segments = dict[str, tuple[str, int, int, int]]
 
 _ELEMENTWISE = ("aten.add.Tensor", "aten.mul.Tensor", "aten._to_copy.default")
@@ -63,7 +63,7 @@ def _segments(packed: Node) -> Cut | None:
     ends = (0, *(end for _, end in ordered))
     tiled = all(start == end for (start, _), end in zip(ordered, ends, strict=False))
     whole = ends[-1] == shape_of(packed)[min(dims)]
-    # Equal segments of one split are a product, which needs no cutting.
+    # Equal segments of one split are a product of indices, which needs no cut.
     equal = len({end - start for start, end in ordered}) == 1 and len(packed.users) == 1
     return (dims.pop(), ends) if len(dims) == 1 and len(ends) > 2 and tiled and whole and not equal else None
 
@@ -114,7 +114,7 @@ def _above(node: Node, cut: Cut) -> dict[Node, Cut]:
         before = shape_of(operands[0])
         inner, rest = prod(after[dim + 1 :]), 1
         for d in range(len(before) - 1, -1, -1):
-            # The dim of the operand that `dim` and some dims behind it are made of, `dim` being the outermost.
+            # `dim` and some dims behind it come from one dim of the operand, with `dim` as the outermost.
             width = inner // rest
             if inner % rest == 0 and before[d] == ends[-1] * width and prod(before[:d]) == prod(after[:dim]):
                 return {operands[0]: (d, tuple(end * width for end in ends))}

@@ -29,7 +29,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = (_PYTHON, *(sysconfig.get_paths()[k] for k in ("purelib", "platlib")))
 
 FIXED_SHAPE = "keep a fixed shape: weigh by a mask, or use torch.where, instead of picking elements"
-# What torch.export raises -> what the line does, and what to write instead.
+# An error of torch.export -> the fault of the user's line, and its replacement.
 _KNOWN: tuple[tuple[str, str, str], ...] = (
     (r"specialized integer|converted to an index", "uses a value of a tensor as a size or an index", FIXED_SHAPE),
     (
@@ -131,7 +131,7 @@ _SEED = (
     "the numbers in as an input"
 )
 _SEEDS = ("manual_seed", "seed", "set_rng_state")
-# Calls whose effect export drops: (owner, name, what it does and what to write instead).
+# Calls whose effect export drops: (owner, name, effect and replacement).
 _LOST: tuple[tuple[Any, str, str], ...] = (
     (
         torch.autograd,

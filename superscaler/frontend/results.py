@@ -11,7 +11,7 @@ from torch import Tensor
 
 from superscaler.errors import CaptureError
 
-# The name of what a step returns: a word that no attribute of a module has.
+# The first word in the names of a step's results: no attribute of a module has this name.
 RESULT = "return"
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -44,7 +44,7 @@ def returned(output: Any, name: str, is_trained: bool, is_kept: bool) -> tuple[t
     kept.
     """
     loss = loss_of(output, name) if is_trained else None
-    form, tensors = taken_apart(output, name, loss) if is_kept else (None, {})
+    form, tensors = form_and_tensors(output, name, loss) if is_kept else (None, {})
     if loss is None and not tensors:
         raise CaptureError(f"{name} returns no tensor, so neither a loss nor anything else to compute.")
     last = () if loss is None else (loss,)
@@ -62,7 +62,7 @@ def names_of(form: str) -> list[str]:
     return found
 
 
-def taken_apart(output: Any, name: str, loss: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
+def form_and_tensors(output: Any, name: str, loss: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
     """Return the form of a result, as JSON has it, and its tensors by name, without the trained loss.
 
     Raises CaptureError for a result of `name` that is neither a tensor, a plain value, nor a container of these.

@@ -100,7 +100,7 @@ class Trace:
         """
         writer = _Writer(self, node)
         given = map_arg((args, kwargs), writer.give)
-        # Above autograd, torch would write composite operators in others.
+        # Above autograd, torch would decompose composite operators.
         with torch._C._AutoDispatchBelowAutograd(), writer:
             found = function(*given[0], **given[1])
         if found is NotImplemented:
@@ -114,8 +114,8 @@ class Trace:
             results[0].meta["op"], drawn.meta["op"] = drawn.name, op_name(node)
         self.replace(node, *results)
 
-    def settle(self, node: Node, name: str, meta: Mapping[str, Any], value: Any) -> list[Node]:
-        """Give a new call a name of its own and metadata. Returns its results: if they are several, new nodes."""
+    def name_call(self, node: Node, name: str, meta: Mapping[str, Any], value: Any) -> list[Node]:
+        """Give a new call a unique name and its metadata. Return its results; several results are new nodes."""
         name = unique(name, self.taken)
         if isinstance(value, Tensor):
             return [filled(node, name, meta, value)]
@@ -147,7 +147,7 @@ class _Writer(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         value = function(*args, **(kwargs or {}))
         if not isinstance(value, Tensor):
-            # A dtype, of which operators decide too.
+            # Operators also return dtypes.
             return value
         read: Any = map_aggregate((args, kwargs or {}), lambda x: self.known[id(x)] if isinstance(x, Tensor) else x)
         with self.trace.graph.inserting_before(self.node):
@@ -184,7 +184,7 @@ def outputs(node: Node) -> list[Node]:
 
 
 def base_of(node: Node) -> Node:
-    """Return the tensor of which one is a view, of a view, and so on."""
+    """Return the base tensor of a chain of views."""
     while "kind" not in node.meta:
         call = node.args[0] if node.target is operator.getitem else node
         assert isinstance(call, Node)
@@ -245,7 +245,7 @@ def _read_leaves(trace: Trace, exported: ExportedProgram, canonical: Mapping[str
     known: dict[str, Node] = {}
     leaves = trace.graph.find_nodes(op="placeholder")
     for spec, node in zip(exported.graph_signature.input_specs, leaves, strict=True):
-        # The copy of a graph has other names for what Python has, as for an input `float`.
+        # A copied graph renames nodes that have the name of a Python builtin, as an input `float`.
         target, is_input = spec.target or spec.arg.name, spec.kind is InputKind.USER_INPUT
         name = canonical.get(target, target)
         if not isinstance(node.meta.get("val"), Tensor):
@@ -272,7 +272,7 @@ def _read_call(trace: Trace, node: Node) -> None:
         trace.graph.erase_node(node)
         return
     meta = {"module": _module(node), "source": source_of(node.meta.get("stack_trace") or ""), "region": mark_of(node)}
-    results = trace.settle(node, node.name, meta, value)
+    results = trace.name_call(node, node.name, meta, value)
     for part in parts if isinstance(value, list | tuple) else ():
         part.replace_all_uses_with(results[part.args[1]])  # type: ignore[index]
         trace.graph.erase_node(part)

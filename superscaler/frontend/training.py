@@ -84,8 +84,8 @@ class Training:
 def read_optimizer(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler | None = None
 ) -> Training:
-    """Return what an optimizer does. None, where a graph is only looked at, means SGD on all parameters that require
-    gradients; `ss.capture` refuses it.
+    """Return the training half of a captured optimizer. None means SGD on all parameters that require gradients, for a
+    graph that is only inspected; `ss.capture` refuses None.
 
     Raises CaptureError for another class than SGD, Adam, AdamW, and for parameters that are not the module's.
     """
@@ -125,7 +125,7 @@ def _refuse_changed(optimizer: torch.optim.Optimizer) -> None:
     for tables, whose in ((own, f"this {kind} has"), ((_global_pre_hooks, _global_post_hooks), "all optimizers have")):
         for hook in (hook for table in tables for hook in table.values()):
             raise CaptureError(f"{whose} hooks around the step{_at(hook)}, which a plan would not run; remove them.")
-    # A learning rate schedule wraps the step, and so does torch itself.
+    # A learning rate schedule wraps `step`, and so does torch itself.
     step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
     if not str(getattr(step, "__module__", "")).startswith("torch.optim."):
         raise CaptureError(

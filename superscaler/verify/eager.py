@@ -1,4 +1,4 @@
-"""The user's own module as the oracle: torch runs it eagerly, in float64 or as it is, as it was when captured."""
+"""The user's own module as the oracle: torch runs it eagerly, in float64 or in its own dtypes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from superscaler.errors import PlanError
-from superscaler.frontend.agreement import is_dropout, without_dropout
+from superscaler.frontend.agreement import WithoutDropout
 from superscaler.frontend.checkpoints import marked
 from superscaler.frontend.oracle import Draw, Reference, packed, retyped
-from superscaler.frontend.results import loss_of, taken_apart
+from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
 
@@ -44,12 +44,12 @@ class Unlike(Exception):
     """The reason why a module cannot be the oracle, in a few words."""
 
 
-# The loss, the gradients of leaves, and the outputs.
+# Loss, gradients of the leaves, outputs.
 _Ran = tuple[Tensor | None, tuple[Tensor | None, ...], dict[str, Tensor]]
 
 
 class _Gradients(nn.Module):
-    """A module and the backward of its loss, if it trains: both run while it has other tensors than its own."""
+    """A module and the backward of its loss, if it trains; both run on tensors that replace the module's own."""
 
     def __init__(self, module: nn.Module, model: Model) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class _Gradients(nn.Module):
         output, name = self.module(*args, **kwargs), type(self.module).__name__
         loss = loss_of(output, name) if self.model.loss else None
         found = () if loss is None else torch.autograd.grad(loss, leaves, allow_unused=True)
-        outputs = taken_apart(output, name, loss)[1] if self.model.result else {}
+        outputs = form_and_tensors(output, name, loss)[1] if self.model.result else {}
         return loss, found, {n: x.detach().cpu() for n, x in outputs.items()}
 
 
 class Eager:
-    """A captured module that takes steps in float64, or (not `is_wide`) in its own dtypes, on copies of its tensors.
+    """A captured module that takes steps on copies of its tensors: in float64, or (not `is_wide`) in its own dtypes.
 
-    Raises Unlike where it cannot.
+    Raises Unlike for a module that cannot be the oracle.
     """
 
     def __init__(self, captured: Captured, batch: Mapping[str, Tensor], is_wide: bool = True) -> None:
@@ -90,7 +90,7 @@ class Eager:
         """
         known = {**known, **packed(self.model, known)}
         draws = _draws(self.model, draw)
-        mode = _Wide(self.shown, draws) if self.is_wide else Quiet(draws)
+        mode = _Wide(self.shown, draws) if self.is_wide else _GivenDraws(draws)
         module = self.call.module
         wanted = {n: bool(self.model.loss) and p.requires_grad for n, p in module.named_parameters()}
         leaves = {n: self._copy(known[n]).requires_grad_(wants) for n, wants in wanted.items()}
@@ -116,7 +116,7 @@ class Eager:
         try:
             for module, is_training in zip(modules, self.call.training, strict=True):
                 module.training = is_training
-            # It casts no float64: only what does not depend on an input or a parameter, as it did in the capture.
+            # Autocast leaves float64 alone. It casts only what depends on no input or parameter, as in the capture.
             with mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
                 whole = _Gradients(self.call.module, self.model)
                 ran: _Ran = functional_call(whole, state, (self.args, self.kwargs, leaves))
@@ -124,7 +124,7 @@ class Eager:
         except (PlanError, Unlike):
             raise
         except Exception as error:
-            # Anything may come out of a module's code.
+            # A module's code may raise any exception.
             wide = " in float64" * self.is_wide
             raise Unlike(f"the module does not run{wide} ({type(error).__name__}: {_line(error)})") from error
         finally:
@@ -172,28 +172,22 @@ def _draws(model: Model, draw: Draw) -> Callable[..., Tensor]:
     return following
 
 
-class Quiet(TorchFunctionMode):
-    """Lets a module compute without dropout, on random numbers that it is given."""
+class _GivenDraws(WithoutDropout):
+    """A mode without dropout in which the other random operators use given numbers."""
 
     def __init__(self, following: Callable[..., Tensor]) -> None:
         super().__init__()
         self.following = following
 
     def add(self, tensors: Any) -> None:
-        """Take tensors that depend on an input or a parameter."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if is_dropout(func):
-            return args[0] if args else kwargs["input"]
-        if _RANDOM.match(name):
-            raise Unlike(f"it draws random numbers by {name}")
-        if name in _DRAWN:
-            return self._drawn(func, name, args, kwargs)
-        return self._called(func, name, *without_dropout(func, args, kwargs))
+        """Register tensors that depend on an input or a parameter."""
 
     def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if _RANDOM.match(name):
+            raise Unlike(f"it draws random numbers by {name}")
+        return (self._drawn if name in _DRAWN else self._computed)(func, name, args, kwargs)
+
+    def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
     def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
@@ -202,7 +196,7 @@ class Quiet(TorchFunctionMode):
         return _DRAWN[name](self.following(tuple(spec.shape)), *args).to(spec.dtype)
 
 
-class _Wide(Quiet):
+class _Wide(_GivenDraws):
     """A mode in which a module computes in float64 all that depends on an input or a parameter, whatever dtypes its
     code names.
 
@@ -222,7 +216,7 @@ class _Wide(Quiet):
                 self._live[x] = True
 
     def _is_live(self, x: Tensor) -> bool:
-        # What backward gives to code of the user's is a gradient.
+        # Inside a backward, tensors that user code is called with are gradients.
         return x.requires_grad or x in self._live or torch._C._current_graph_task_id() != -1
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -231,7 +225,7 @@ class _Wide(Quiet):
             return self.shown if is_shown else func(*args)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(map(self._is_live, tensors)):
             torch.set_default_dtype(self.default)
@@ -246,7 +240,7 @@ class _Wide(Quiet):
         return result
 
     def _rounded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return arguments with the digits that autocast leaves: those that are part of the model lose some."""
+        """Return arguments in which tensors that are part of the model are rounded as autocast rounds them."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         own = [x for x in flat if isinstance(x, Tensor) and x.dtype == torch.float32 and not self._is_live(x)]
         if not own or name.endswith("_") or not torch.is_autocast_enabled(own[0].device.type):
@@ -280,7 +274,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _grouped(x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:
-    """Multiply the rows of `x` up to each offset by the weight of that number; the kernel for it lacks float64."""
+    """Multiply the rows of `x` up to each offset by the weight of that group. torch's kernel for it lacks float64."""
     bounds = [0, *offs.tolist()]
     found = [x[start:end] @ w for start, end, w in zip(bounds, bounds[1:], weights, strict=False)]
     return F.pad(torch.cat(found), (0, 0, 0, len(x) - bounds[-1]))

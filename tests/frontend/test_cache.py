@@ -199,7 +199,7 @@ def test_a_name_stands_for_what_is_in_no_file(tmp_path: Path, exports: list[nn.M
     module.power = 2
     assert "aten.pow.Tensor_Scalar" in {op.target for op in capture(module, (X,), cache="squared").model.ops}
     assert len(exports) == 2
-    with pytest.raises(InputError, match=r"cache=True does not tell models apart.*cache='mine'"):
+    with pytest.raises(InputError, match=r"cache=True is not the name of a model.*cache='mine'"):
         ss.capture(module, (X,), optimizer=_groups(module, 1), cache=True)  # type: ignore[arg-type]
 
 

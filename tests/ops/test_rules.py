@@ -68,7 +68,7 @@ def refine(trace: Trace, values: dict[str, Tensor], draw: Draw) -> None:
         parts = trace.leaf(source, "input", values[source])
         with trace.graph.inserting_before(trace.calls()[0]):
             view = trace.graph.call_function(torch.ops.aten.view.default, (parts, tuple(value.shape)))
-        trace.settle(view, f"view_{name}", {"module": "", "source": ""}, value)
+        trace.name_call(view, f"view_{name}", {"module": "", "source": ""}, value)
         trace.replace(leaf, view)
 
 

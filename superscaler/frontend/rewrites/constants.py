@@ -14,9 +14,9 @@ from superscaler.frontend.rewrites.decompositions import expanded
 from superscaler.frontend.trace import Trace, dtype_of, filled, outputs, reads, shape_of, target_of
 from superscaler.ops.row import aten
 
-# These read only the shape of their operand.
+# These operators read only the shape of their operand.
 _SHAPE_ONLY = aten(True, "new_ones new_zeros new_full new_empty zeros_like ones_like full_like empty_like")
-# These hold one number, the last of their arguments where it is None here; it is never laid out in memory.
+# Fills -> their number; None: it is their last argument. A fill is never materialized in memory.
 _FILLS: dict[str, int | None] = {
     **aten(1, "ones new_ones ones_like"),
     **aten(0, "zeros new_zeros zeros_like"),
@@ -31,7 +31,7 @@ _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 def fold(trace: Trace, device: torch.device) -> None:
     """Replace every call on constants by its value, computed on `device`; buffers without data stay in the graph."""
     for leaf in trace.leaves("buffer"):
-        # One that nobody reads stays in the state of the model, and may have any value.
+        # A constant without readers stays in the state of the model, and may have any value.
         leaf.meta["is_state"] = leaf.meta["is_state"] and not leaf.users
     known = [x for x in trace.leaves("buffer", "constant") if _is_known(x) and x.name not in trace.writes]
     constants = _merge(trace, known)
@@ -75,7 +75,7 @@ def _is_constant(node: Node, constants: Container[Node]) -> bool:
 
 
 def _evaluate(node: Node, device: torch.device) -> list[Tensor]:
-    # What repeats has stride 0 here, of which torch makes no view that joins dims.
+    # Repeated elements have stride 0 here, and torch cannot view joined dims of such a tensor.
     function: Any = _ATEN.reshape.default if target_of(node) in _VIEWS else node.target
     if (name := target_of(node)) in _FILLS:
         number = _FILLS[name]
@@ -101,7 +101,7 @@ def _repeated(x: Tensor) -> Tensor:
     kept = compact(x)
     for d, size in enumerate(kept.shape):
         row, last = (kept.narrow(d, k, min(size, 1)) for k in (0, max(size - 1, 0)))
-        # The last row tells most that differ without a look at the rest.
+        # A cheap test first: in most tensors that do not repeat, the last row differs from the first.
         if size > 1 and torch.equal(row, last) and bool((kept == row).all()):
             kept = row
     return kept.clone().expand(x.shape) if kept.shape != x.shape else x
@@ -183,8 +183,8 @@ def _lookup(trace: Trace, node: Node, x: Node, indices: Sequence[Node | None]) -
 
 
 def _paired(trace: Trace, shape: Sequence[int], indices: Sequence[Node | None]) -> Callable[..., Tensor] | None:
-    """Return what computes x[:, rows, i] of (x, i) by a gather, where constants count the rows of dims beside one that
-    is looked up; else None.
+    """Return a function (x, i) -> x[:, rows, i] by a gather, if constants count the rows of the other indexed dims;
+    else None.
 
     x[arange(b), i] -> gather(x, 1, i[:, None])[:, 0]    x[arange(b)[:, None], i] -> gather(x, 1, i)
     """
@@ -196,7 +196,7 @@ def _paired(trace: Trace, shape: Sequence[int], indices: Sequence[Node | None]) 
     is_ordered = list(rows.values()) == list(range(len(rows))) and len(given) == last - first + 1
     if not (rows and is_alone and is_ordered and dtype_of(given[found[0]]) in (torch.int64, torch.int32)):
         return None
-    # What is looked up in a row is one element, or several, which are a dim of the result behind that of the rows.
+    # A row has one looked-up element, or several: these are a dim of the result after the dim of rows.
     dim, count = found[0], len(made) - len(rows)
     if count > 1 or (count and dim != last):
         return None
@@ -230,7 +230,7 @@ def _attention(trace: Trace, node: Node, *args: Any, **named: Any) -> None:
     mask: Any = given.get("attn_mask")
     known = trace.constant(mask)
     if known is not None and not given.get("is_causal"):
-        # Found once, although every layer reads it.
+        # Every layer reads the same constant: it is analyzed once.
         if "mask" not in mask.meta:
             mask.meta["mask"] = kind_of_mask(known)
         if kind := mask.meta["mask"]:

@@ -81,8 +81,8 @@ def strided(x: Tensor, dim: int = 0, start: int | None = None, end: int | None =
     picked = range(x.shape[dim])[start:end:step]
     if step == 1 or x.shape[dim] % step or len(picked) != count:
         return NotImplemented
-    apart = x.view(*before, count, step, *after)
-    return _ATEN.slice(apart, dim + 1, picked[0], picked[0] + 1).view(*before, count, *after)
+    viewed = x.view(*before, count, step, *after)
+    return _ATEN.slice(viewed, dim + 1, picked[0], picked[0] + 1).view(*before, count, *after)
 
 
 @decomposes("index_put")
@@ -162,7 +162,7 @@ def _mean_over_labels(
     if labels.is_floating_point():
         return loss(logits, labels, None, 0, label_smoothing=smoothing).mean()
     count = ours.count_labels(labels, ignore_index, _wide(logits))
-    # Without a rule for the sum: the losses, and their sum.
+    # The summed loss has no rule: it becomes the losses and their sum.
     if smoothing:
         found = loss(logits, labels, None, 0, ignore_index, smoothing).sum() / count
     else:
@@ -227,7 +227,7 @@ def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     return _cast(result, x.dtype), mean, variance
 
 
-# Not every device has it for every dtype: the runtime has its own.
+# Not every device implements it for every dtype: the runtime has its own.
 @decomposes("histc")
 def histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     return ours.histc(x, bins, min, max)

@@ -33,7 +33,7 @@ def fuse(trace: Trace) -> None:
     """Replace the written-out tanh approximation of gelu, as in GPT-2, by torch's gelu."""
     for match in _matcher().match(trace.graph):
         node = match.returning_nodes[0]
-        # In halves each step of the chain is rounded.
+        # In 16-bit dtypes each step of the chain rounds.
         if dtype_of(node).itemsize > 2:
             trace.rewrite(node, _ATEN.gelu, match.placeholder_nodes[0], approximate="tanh")
 
@@ -51,7 +51,7 @@ def _matcher() -> SubgraphMatcher:
 
 
 _PRODUCTS = aten(True, "linear mm bmm matmul mv scaled_dot_product_attention")
-# These are their operand where they change neither shape nor dtype.
+# These operators are the identity if they change neither shape nor dtype.
 _VIEWS = aten(True, "_to_copy view _unsafe_view expand unsqueeze slice.Tensor squeeze squeeze.dim squeeze.dims")
 
 

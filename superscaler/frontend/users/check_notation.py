@@ -30,9 +30,9 @@ Sizes = Mapping[str, int]
 Example = Mapping[str, Any] | Callable[[Sizes], Mapping[str, Any]]
 Arguments = tuple[list[Any], dict[str, Any]]
 
-# Different ones, so that dims that are mixed up differ; and one that few thresholds are above.
+# Sizes of letters: distinct, so that swapped dims are found; `_LARGE` is above most thresholds in an operator.
 _SIZES, _LARGE = (4, 3, 5, 6, 2), 131
-# So many elements of a letter are drawn at most, and so many of all together.
+# Most elements of one letter, and of all letters together.
 _MOST = 1 << 16
 _MISSING = object()
 
@@ -52,8 +52,8 @@ class Trial:
     device: torch.device
 
     def check(self) -> None:
-        """Raise InputError unless the operator in parts gives what the whole gives: on numbers of each kind, without
-        operands that may be left out, and where one letter is of size 1, or of a size that is no example's.
+        """Raise InputError unless the operator in parts equals the whole operator: on numbers of each kind, without
+        optional operands, and with each letter of size 1 and of a large size.
         """
         for extra in (1, 2):
             self._check(self._draw(extra))
@@ -71,15 +71,16 @@ class Trial:
             self._try(self._draw(1, known=known))
 
     def check_call(self, values: Mapping[str, Any], sizes: Sizes) -> None:
-        """Raise InputError unless the operator in parts gives what the whole gives with these values of arguments that
-        are no tensors, and where one letter has its size in a call.
+        """Raise InputError unless the operator in parts equals the whole operator with the arguments of a call.
+
+        `values`: the arguments that are no tensors. `sizes`: the sizes of letters in the call, tried one at a time.
         """
         called = replace(self, example=lambda known: {**self._example(known), **values})
         with torch.enable_grad():
             try:
                 called._check(called._draw(1))
             except CannotRun:
-                # As of a value that is a size: with all sizes of the call, where these are small.
+                # The value of an argument may be a size. If the sizes of the call are small, all of them are used.
                 if prod(sizes.values()) <= _MOST:
                     called._try(called._draw(1, known=sizes))
             for word, other in untils(self.rule.notation).items():
@@ -90,7 +91,7 @@ class Trial:
                     called._try(called._draw(1, known={word: size}))
 
     def _try(self, given: Arguments, kind: Kind = TRIED) -> None:
-        # A model cannot run it either on what it cannot run on here: on no dims, or without an operand.
+        # An operator may reject operands without dims, or a missing operand; a model cannot run it on these either.
         with suppress(CannotRun):
             self._check(given, kind)
 
@@ -150,15 +151,15 @@ class Trial:
         try:
             failure = prove(ops[0], tensors, operands, run, kind.tolerance, unit)
         except Exception as error:
-            told = f"cannot be differentiated: {_line(error)} A custom_op needs register_autograd before ss.register"
-            raise self._error(CannotRun, told, given) from error
+            message = f"cannot be differentiated: {_line(error)} A custom_op needs register_autograd before ss.register"
+            raise self._error(CannotRun, message, given) from error
         if failure and failure.is_raised and kind is not NORMAL:
             raise self._error(CannotRun, failure.difference, given)
         if failure:
             on = "" if kind.name == NORMAL.name else f" of {kind.name} numbers"
-            told = f"is not what its notation says: {_told(failure, node)}{on}"
+            message = f"is not what its notation says: {_difference(failure, node)}{on}"
             hint = self._hint(given) if kind.dtype == torch.float64 else "Mark a letter ^ where it must be whole"
-            raise self._error(InputError, f"{told}. {hint}", given)
+            raise self._error(InputError, f"{message}. {hint}", given)
 
     def _hint(self, given: Arguments) -> str:
         with _Precision() as seen:
@@ -171,15 +172,15 @@ class Trial:
         )
 
     def _check_repeats(self, given: Arguments, kind: Kind) -> None:
-        """Raise InputError unless the op runs, gives numbers, the same ones twice, and leaves its operands alone."""
+        """Raise InputError unless the operator runs, without nan, twice equally, and does not change its operands."""
         operands = _tensors(given)
         before = [x.clone() for x in operands]
         try:
             first, second = (_results(self.overload(*given[0], **given[1])) for _ in range(2))
         except Exception as error:
-            told = f"fails as {self.overload._schema}: {_line(error)} Give sizes={{...}} or example={{...}}"
-            raise self._error(CannotRun, told, given) from error
-        for is_wrong, told in (
+            message = f"fails as {self.overload._schema}: {_line(error)} Give sizes={{...}} or example={{...}}"
+            raise self._error(CannotRun, message, given) from error
+        for is_wrong, message in (
             (not _equal(before, operands), "changes its operands; return new tensors"),
             (
                 kind is NORMAL and any(x.isnan().any() for x in first),
@@ -188,18 +189,18 @@ class Trial:
             (not _equal(first, second), "gives two results for the same operands; take out random numbers and state"),
         ):
             if is_wrong:
-                raise self._error(InputError, told, given)
+                raise self._error(InputError, message, given)
 
-    def _error(self, kind: type[InputError], told: str, given: Arguments) -> InputError:
+    def _error(self, kind: type[InputError], message: str, given: Arguments) -> InputError:
         shapes = ", ".join(str(tuple(x.shape)) for x in _tensors(given))
         return kind(
-            f"{self.rule.place}: {self.overload}, registered as '{self.rule.notation}', {told} "
+            f"{self.rule.place}: {self.overload}, registered as '{self.rule.notation}', {message} "
             f"(checked on shapes {shapes}; check=False registers it unchecked)."
         )
 
 
 class _Precision(TorchDispatchMode):
-    """A mode that records floating dtypes less precise than float64 in which something is computed."""
+    """A mode that records the floating dtypes of results other than float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ class _Precision(TorchDispatchMode):
 
 
 def _value(parameter: Any, operands: Iterator[Tensor]) -> Any:
-    """Return the value of a parameter that no example names."""
+    """Return the value of a parameter that is not in the example."""
     kind = str(parameter.type)
     if "List[" in kind and "Tensor" in kind:
         return list(operands)
@@ -222,8 +223,8 @@ def _value(parameter: Any, operands: Iterator[Tensor]) -> Any:
     return parameter.default_value if parameter.has_default_value() else _MISSING
 
 
-def _told(failure: Failure, node: Node) -> str:
-    """Return the difference of parts from the whole, in the letters of the notation."""
+def _difference(failure: Failure, node: Node) -> str:
+    """Return the text of a failure, in the letters of the notation."""
     letters = list(signature(node)[0].marks)
     cuts = " and ".join(f"{letters[i]} is cut in {' + '.join(map(str, sizes))}" for i, sizes in failure.cut.items())
     return f"{f'when {cuts}, ' if cuts else ''}{failure.tensor} {failure.difference}".rstrip(".")

@@ -1,4 +1,4 @@
-"""Backwards of `torch.autograd.Function`, compared with the derivatives of their forwards on numbers of all kinds."""
+"""Backwards of `torch.autograd.Function`, compared with autograd's derivatives of their forwards."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from superscaler.frontend.users.samples import KINDS, NORMAL, Kind
 
-# So many elements are tried at most.
+# A function with more elements than this is not compared.
 _MOST = 1 << 24
 _TOLERANCE = 1e-6
 
 
 def is_derivative(own: Callable[..., Any], forward: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Tell whether a function with a backward of its own gives what autograd gives of its forward."""
+    """Return whether a function with its own backward has the gradients that autograd derives from its forward."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     if sum(a.numel() for a in tensors) > _MOST:
         return False
@@ -34,7 +34,7 @@ def is_derivative(own: Callable[..., Any], forward: Callable[..., Any], args: Se
 
 
 def _draw(args: Sequence[Any], kind: Kind, bound: int) -> list[Any]:
-    """Return arguments with random numbers in the place of tensors, integers below a bound."""
+    """Return arguments whose tensors are replaced by random numbers; integers are below `bound`."""
     generator = torch.Generator().manual_seed(0)
 
     def real(value: Any) -> Any:
@@ -49,7 +49,7 @@ def _draw(args: Sequence[Any], kind: Kind, bound: int) -> list[Any]:
 
 
 def _runs(function: Callable[..., Any], given: Sequence[Any]) -> bool:
-    """Tell whether a function takes these arguments: what integers may be, only it knows."""
+    """Return whether a function accepts these arguments: only the function knows its valid integers."""
     try:
         function(*given)
     except Exception:
@@ -58,7 +58,7 @@ def _runs(function: Callable[..., Any], given: Sequence[Any]) -> bool:
 
 
 def _agree(one: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], kind: Kind) -> bool:
-    """Tell whether two functions have the same results and gradients."""
+    """Return whether two functions have the same results and gradients."""
     leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
     first, second = (_with_gradients(f, given, leaves, kind.sizes[1] ** 0.5) for f in (one, other))
     return len(first) == len(second) and all(map(partial(_is_close, kind), first, second))
@@ -73,10 +73,10 @@ def _is_close(kind: Kind, x: Tensor, y: Tensor) -> bool:
 def _with_gradients(
     function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Tensor], scale: float
 ) -> list[Tensor]:
-    """Return the results of a function, and the gradients of the leaves from some gradient of each result."""
+    """Return the results of a function, and the gradients of `leaves` for a fixed gradient of each result."""
     outputs = [y for y in pytree.tree_leaves(function(*given)) if isinstance(y, Tensor) and y.requires_grad]
     gradients = [torch.linspace(-scale, scale, y.numel(), dtype=y.dtype, device="cpu").view(y.shape) for y in outputs]
-    # torch.autograd.grad itself is refused here.
+    # During capture, a call of torch.autograd.grad raises an error.
     found = _engine_run_backward(
         tuple(outputs), tuple(gradients), False, False, tuple(leaves), True, accumulate_grad=False
     )

@@ -22,7 +22,7 @@ from superscaler.frontend.trace import Trace
 from superscaler.ir.mask import Box, Range
 from superscaler.ir.model import Op, Operand, PTensor, TensorKind
 
-# Executes an op on the part with a box: its local operands and the shapes that its results must have -> its results.
+# Executes one part of an op: (box, local operands, expected shapes of results) -> results.
 Run = Callable[[Box, Sequence[Tensor], Sequence[tuple[int, ...]]], Sequence[Tensor]]
 Cut = Mapping[int, tuple[int, ...]]
 _TOLERANCE = 1e-9
@@ -30,7 +30,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How an op in parts differs from the whole: the indices cut and their sizes, the tensor, what is wrong with it.
+    """A difference between an op in parts and the whole op: the cut (sizes by index), the tensor, its difference.
 
     `is_raised`: a part cannot be computed.
     """
@@ -52,7 +52,7 @@ def record(
 ) -> tuple[Trace, dict[str, Tensor]]:
     """Return the trace of one call on tensors x0, x1, ... (in order), and their values by name.
 
-    The call is executed once for the shapes of its results. A `torch.nn.Buffer` has no gradient.
+    The call is executed once, for the shapes of its results. A `torch.nn.Buffer` has no gradient.
     """
     trace = Trace(Graph())
     values: dict[str, Tensor] = {}
@@ -70,7 +70,7 @@ def record(
     trace.graph.output(())
     with trace.graph.inserting_before(trace.graph.output_node()):
         node = trace.graph.call_function(function, leaf(args), {k: leaf(v) for k, v in kwargs.items()})
-    results = trace.settle(node, "op", {"module": "", "source": ""}, found)
+    results = trace.name_call(node, "op", {"module": "", "source": ""}, found)
     trace.graph.output_node().args = (results[:1],)
     return trace, values
 
@@ -89,14 +89,15 @@ def prove(
     tolerance: float = _TOLERANCE,
     unit: float | None = None,
 ) -> Failure | None:
-    """Return the first difference between the op in parts and the whole op, or None: its notation is true.
+    """Return the first difference between the op in parts and the whole op; None if its notation is true.
 
-    `values` are those of `op.inputs`, floating ones in float64; all of these have gradients, but for buffers. Every
-    index that may be cut is cut in 2 and 3 parts, even and uneven, and every pair of them in 2 each. Results of parts
-    are put together by the marks; the backward of a part gets its piece of a random output gradient, and the gradients
-    of an input are added where it was read. In each set of inputs in `op.linear` the op must be 0 at 0 and additive.
+    `values`: those of `op.inputs`, floating ones in float64. All floating inputs except buffers have gradients. Each
+    index that may be cut is cut in 2 and 3 parts, even and uneven, and each pair of indices in 2 parts each. The marks
+    say how results of parts are joined. The backward of a part gets its piece of a random output gradient; gradients of
+    an input are added where parts read it. In each set of inputs in `op.linear` the op must be 0 at 0 and additive.
 
-    `tolerance` is relative to each element, or 1; with a `unit` to the largest element, or that, and cuts are fewer.
+    `tolerance`: relative to each element, at least to 1; with a `unit`, relative to the largest element, at least to
+    `unit`, and on fewer cuts.
     """
     job = _Job(op, tensors, values, run)
     compare = partial(_compare, tolerance=tolerance, unit=unit)
@@ -127,13 +128,13 @@ def _cuts(op: Op) -> Iterator[Cut]:
 
 
 def _halves(op: Op) -> Iterator[Cut]:
-    """Yield the cuts of each index in the middle and behind its first element."""
+    """Yield cuts of each index in the middle and after its first element."""
     for n, size in ((n, i.size) for n, i in enumerate(op.indices) if i.mark != "frozen"):
         yield from ({n: sizes} for sizes in dict.fromkeys([(size - size // 2, size // 2), (1, size - 1)]))
 
 
 class _Wrong(Exception):
-    """A tensor of an op in parts, and its fault."""
+    """A wrong tensor of an op in parts, and its fault."""
 
 
 def _compare(
@@ -157,7 +158,7 @@ class _Job:
     run: Run
 
     def execute(self, cut: Cut) -> dict[str, Tensor]:
-        """Return the results and the gradients of the inputs, put together from the parts of a cut."""
+        """Return the results and the gradients of the inputs, joined from the parts of a cut."""
         ranges: list[list[Range]] = []
         for n, index in enumerate(self.op.indices):
             ends = list(accumulate(cut.get(n, (index.size,)), initial=0))
@@ -187,13 +188,13 @@ class _Job:
             a, b = outcome(lambda v, s=size: v * s), outcome(lambda v, s=size: (v * v - 1) * s)  # type: ignore[misc]
             both = outcome(lambda v, s=size: (v * v + v - 1) * s)  # type: ignore[misc]
             for k, (x, y, z) in enumerate(zip(a, b, both, strict=True)):
-                # A cast to fewer bits rounds, and its largest number is small.
+                # A cast to fewer bits rounds, and large numbers overflow in it.
                 rounding = 4 * torch.finfo(z.dtype).eps if z.is_floating_point() else 0.0
                 if size == 1.0 or z.dtype == torch.float64:
                     _compare(f"result {k} {where}: the sum", x + y, z, max(_TOLERANCE, rounding), 1.0)
 
     def _forward(self, box: Box, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Execute a part, and check the shapes of its results against the notation."""
+        """Execute a part, and compare the shapes of its results with the notation."""
         for piece, operand in zip(pieces, self.op.inputs, strict=True):
             is_buffer = self.tensors[operand.tensor].kind == "buffer"
             piece.requires_grad_(piece.is_floating_point() and not is_buffer)

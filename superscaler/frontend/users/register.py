@@ -26,7 +26,7 @@ from superscaler.ops.notation import operand_dims
 from superscaler.specs.registered import REGISTERED, Registered
 from superscaler.specs.user_file import root_of
 
-# An operator is defined as long as its library lives; what it calls is the function that was registered last.
+# An operator exists as long as its library object; it calls the function that was registered last.
 _LIBRARIES: dict[str, tuple[str, Library]] = {}
 _FUNCTIONS: dict[str, FunctionType] = {}
 
@@ -85,7 +85,7 @@ def _rule(notation: str, sizes: Sizes, home: Mapping[str, Any], line: int) -> Re
     module = spec.name if spec and root_of(spec.name, Path(file)) else ""
     fixed = {letter: size for letter, size in sizes.items() if letter not in alone}
     source = b""
-    # What was typed in, or came out of an archive, is in no file.
+    # Code from a prompt or an archive is in no file.
     with suppress(OSError):
         source = Path(file).read_bytes() if file else b""
     return Registered(notation, fixed, module, file if source else "", line, source)
@@ -113,7 +113,7 @@ def _define(function: Any, rule: Registered) -> OpOverload:
     stem = path.parent.name if path.stem == "__init__" else path.stem
     namespace = "ss_" + re.sub(r"\W", "_", stem)
     target = f"{namespace}.{name}.default"
-    # A saved plan has a copy of the file, which is the same.
+    # A saved plan has an equal copy of the file.
     if target in REGISTERED and REGISTERED[target].file != rule.file and REGISTERED[target].source != rule.source:
         raise InputError(
             f"{rule.place}: the name {name} is taken by {REGISTERED[target].place}, a file of the same name; "
@@ -131,8 +131,8 @@ def _define(function: Any, rule: Registered) -> OpOverload:
         library = Library(namespace, "FRAGMENT")
         _LIBRARIES[target] = schema, library
         library.define(name + schema)
-        # Composite: its gradient is that of what it calls, and torch.export(run_decompositions({})) leaves it in one
-        # piece. Graphs that were captured keep the operator, and torch does not look whether it is there still.
+        # A composite operator: autograd differentiates its inner calls, and run_decompositions({}) does not split it.
+        # Captured graphs keep the operator, and torch does not check that it still exists.
         library.impl(name, lambda *args, **kwargs: _FUNCTIONS[target](*args, **kwargs), "CompositeImplicitAutograd")
     return getattr(getattr(torch.ops, namespace), name).default
 

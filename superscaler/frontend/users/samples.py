@@ -1,4 +1,4 @@
-"""Numbers on which what a user claims of a function is tried: zeros, whole, large and tiny ones, of both dtypes."""
+"""Random operands for checks of the user's functions: normal, zero, whole, large and tiny numbers, and float32."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Numbers of one kind: the least and the largest size of random ones, their dtype, and how exact results are.
+    """A kind of random numbers: the range of their sizes, their dtype, and the tolerance of results.
 
-    `tolerance` is relative to the largest element of a result, and to `unit` where that is smaller.
+    `tolerance` is relative to the largest element of a result, but at least to `unit`.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Kind:
 
 
 NORMAL = Kind("normal")
-# The same, of which nan is no error.
+# Normal numbers too, but a result of nan is no error.
 TRIED = Kind("normal")
 KINDS = (
     NORMAL,
