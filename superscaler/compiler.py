@@ -102,7 +102,7 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
     except TypeError as error:
         raise InputError(f"{name} is called as {name}(graph, cluster): {error}.") from None
     except ValueError:
-        # Of what is written in C nothing is known.
+        # The signature of a function in C is unknown.
         pass
     returned = sprogram(graph, cluster)
     if inspect.isgenerator(returned) or inspect.isawaitable(returned) or inspect.isasyncgen(returned):

@@ -36,7 +36,7 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             if not gc.get_freeze_count():
-                # Together these make all objects old, without a look at them.
+                # Together these mark all objects as old without scanning them.
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

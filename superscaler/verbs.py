@@ -93,16 +93,17 @@ def op_trans(graph: Graph, target: Target | Group, algorithm: Rewrite) -> list[P
 def op_trans(graph: Graph, target: Target | Group, algorithm: Algorithm | Rewrite) -> Parts | Sequence[Parts]:
     """Replace ops or parts by the parts that `algorithm` makes of each, and of their mirrors; or ops by other ops.
 
-    Split("batch", 2):  y[0:8] = f(x[0:8])  ->  y[0:4] = f(x[0:4]); y[4:8] = f(x[4:8])
-    Recompute():        keep what f needs for its backward  ->  compute f again before it
-    Save():             compute f again, as the model asks  ->  keep what f needs for its backward
-    SplitBackward():    d(x), d(w) = d.f(d(y))  ->  I: d(x) = d.f(d(y)); W: d(w) = d.f(kept)
-    Insert():           z = g(y)  ->  y.c = identity(y); z = g(y.c)
-    Decompose():        y = cross_entropy(x, c)  ->  m = max(x); t, p = ...; y = ..., each cut on classes if need be
+        Split("batch", 2):  y[0:8] = f(x[0:8])  ->  y[0:4] = f(x[0:4]); y[4:8] = f(x[4:8])
+        Recompute():        keep what f needs for its backward  ->  recompute f before it
+        Save():             recompute f, as the model asks  ->  keep what f needs for its backward
+        SplitBackward():    d(x), d(w) = d.f(d(y))  ->  I: d(x) = d.f(d(y)); W: d(w) = d.f(kept)
+        Insert():           z = g(y)  ->  y.c = identity(y); z = g(y.c)
+        Decompose():        y = cross_entropy(x, c)  ->  m = max(x); t, p = ...; y = ..., each cut on classes if need be
 
-    Returns for one op or part its new parts; for several one flat row of them, in order; of an algorithm that makes
-    other ops (of whole ops, or a group of `graph.select`) the parts of these. Raises TransformError (the paper, 3.2)
-    when a split does not divide, a required factor is missing, or a part was already replaced.
+    Returns for one op or part its new parts, and for several one flat row of these, in order. An algorithm that makes
+    other ops takes whole ops, or a group of `graph.select`; its result is the parts of the new ops. Raises
+    TransformError (the paper, 3.2) when a split does not divide, a required factor is missing, or a part was already
+    replaced.
     """
     where = _where(graph)
     if isinstance(algorithm, type):
@@ -149,15 +150,15 @@ def _ops(graph: Graph, target: Target | Group, where: str) -> list[Op]:
 def op_assign(graph: Graph, target: Target, device: Device | int | Sequence[Device | int] | Mesh | Any) -> None:
     """Place parts on a device, on a mesh, or (an array that broadcasts against their shape) on one device each.
 
-    On a mesh (`cluster.mesh(dp=2, tp=4)`) a part is where its cuts along named axes say: part 1 of
-    `Split("batch", 2, axis="dp")` is at dp 1. Several cuts along one axis count as one, the outer first. Along an axis
-    that does not cut them parts are replicated, as `Replicate` does; so these are new parts. Cuts without a name are on
-    one device together. Raises InputError where the cuts along an axis are not as many as its devices.
+    On a mesh (`cluster.mesh(dp=2, tp=4)`) the named axes of its cuts determine the place of a part: part 1 of
+    `Split("batch", 2, axis="dp")` is at dp 1. Several cuts along one axis count as one, the outer first. Parts are
+    replicated along an axis that does not cut them, as `Replicate` does; so these are new parts. Cuts without a name
+    are on one device together. Raises InputError where the number of cuts along an axis is not its number of devices.
 
-    Backward and optimizer ops follow their forward ops unless they are assigned themselves; on a mesh an update that is
-    not cut is cut as `graph.follow` does. `device.host` is the memory
-    of the CPU beside a device, where copies (`Insert`) and updates can be, with the weights and their optimizer state;
-    "host" puts whole ops on the hosts of the devices where they are at the end of the plan, follow others or not.
+    Backward and optimizer ops follow their forward ops unless they are assigned themselves; on a mesh an uncut update
+    is cut as `graph.follow` does. `device.host` is the memory of the CPU beside a device. It can hold copies (`Insert`)
+    and updates, with the weights and their optimizer state. "host" puts whole ops on the hosts of the devices on which
+    they are at the end of the plan, whether they follow others or not.
     """
     where = _where(graph)
     if isinstance(device, str):
@@ -208,7 +209,8 @@ def place(
     place(graph, w, Split("mlp", 4), range(4)):  w and its state on every reader  ->  w[0:64] on 0, w[64:128] on 1, ...
 
     Several algorithms cut one after the other; `devices` are as in `op_assign`. Readers get the weight `ahead` segments
-    before the first that reads it (0: when it is needed; default: 1). Raises InputError for what is not trained.
+    before the first that reads it (0: when it is needed; default: 1). Raises InputError for a parameter that is not
+    trained.
     """
     where, name = _where(graph), parameter.name if isinstance(parameter, PTensor) else parameter
     update = _update(graph, graph.model.aliases.get(name, name), where)

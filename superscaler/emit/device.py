@@ -123,7 +123,7 @@ class _Writer:
         self.runs = runs_of([device.instructions for device in samples])
         self.spelling = Spelling(self.runs)
         self.entries = {f.name: _Entries() for f in fields(Tables)}
-        # The current instruction of each sample, what it is in the second repetition, and how many there are.
+        # The current instruction of each sample, the same in the second repetition, and the number of repetitions.
         self.now: Row = ()
         self.later: Row = ()
         self.count = 1
@@ -236,7 +236,7 @@ class _Writer:
                 early = ", early=True" if i.is_early else ""
                 update = f"rt.update({self._pairs(i.weights, i.gradients)}{early})"
                 write = f"rt.write({self._pairs(i.buffers, i.values)})" if i.buffers else ""
-                # What only sets buffers needs no update, but for the last one, for which global norms wait.
+                # An update that sets buffers only is left out, except the last one: global norms wait for it.
                 is_one = bool(i.weights) or not i.is_early
                 return "\n".join([update] * is_one + [write] * bool(write)) or "pass"
             case p.Give():
@@ -354,7 +354,7 @@ def _batches(code: Sequence[Instruction]) -> dict[int, int]:
 
 
 def _record(row: Weight | Draw) -> dict[str, Any]:
-    # Few are on hosts, or of later iterations.
+    # Few weights are on hosts, or of later iterations.
     return {f.name: value for f in fields(row) if (value := getattr(row, f.name)) or f.name not in ("host", "ahead")}
 
 

@@ -13,7 +13,7 @@ from superscaler.ir.program import ONE, Free, Instruction, Recv, Role, Send, Sli
 
 # The variable of a loop: the first microbatch of its body.
 TURN = "m"
-# An instruction of each of the devices that tell a program.
+# An instruction on each of the sampled devices of a program.
 Row = tuple[Instruction, ...]
 
 
@@ -68,13 +68,13 @@ def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Section]:
             continue
         first, second = ([getattr(r, name) for r in some] for name in ("first", "second"))
         loop = Section(list(zip(*first, strict=True)), list(zip(*second, strict=True)), run.count)
-        # What does not move by microbatches alone is written out.
+        # A loop in which other numbers move than microbatches is written out.
         found.append(loop if loop.period else Section(list(zip(*some, strict=True))))
     return found
 
 
 def _unparted(code: Rolled) -> list[Run]:
-    """Return code whose loops start where they part no messages that start together."""
+    """Return code whose loops start where they separate no messages that start together."""
     found: list[Run] = [()]
     pending = list(code.runs)
     while pending:
@@ -123,7 +123,7 @@ class Spelling:
         for run in runs:
             self.kept |= set(map(_family, run.moving)) - run.own()
         freed = {_family(v) for run in runs if run.count > 1 for i, *_ in run.rows for v in names(i, Role.END)}
-        # By family what is there of those that loops only make, in the order in which it was made.
+        # By family, the live values of families that only loops make, in the order in which they were made.
         self._there: dict[Value, list[int]] = {family: [] for family in self.kept - freed}
         self._moving: set[Value] = set()
         self._first, self._period = 0, 1

@@ -157,7 +157,7 @@ class _Writer:
         tensor = self.tensors[operand.tensor]
         return tensor.local_shape(extents(ranges(operand, tensor, self.boxes[op.name])))
 
-    # A bias that follows its matrix product is given to it again, as one call.
+    # A matrix product and the bias added to it become one call again.
 
     def _fusable(self) -> dict[str, Op]:
         """Return the products whose only reader adds a one-dimensional weight, by the name of that addition."""

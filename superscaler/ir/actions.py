@@ -14,9 +14,9 @@ _TEXT = re.compile(r"^(\d+)([FRBIW])(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work of a stage: kind F, R (computed again), B, I or W of a microbatch.
+    """One piece of work of a stage: kind F, R (recomputed forward), B, I or W of a microbatch.
 
-    >>> str(Work.parse("2F0"))
+    >>> str(Action.parse("2F0"))
     '2F0'
     """
 
@@ -40,7 +40,7 @@ class Action:
 
 
 def print_schedule(rows: Sequence[Sequence[Action]]) -> str:
-    """Return one line a stage."""
+    """Return the rows as text, one line a stage."""
     return "\n".join(" ".join(map(str, row)) for row in rows)
 
 

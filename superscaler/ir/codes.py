@@ -138,7 +138,7 @@ def _alike(devices: Sequence[Device]) -> list[Cohort]:
     """Refine the classes of devices with equal code until the members and peers of each are of equal classes."""
     number: dict[Hashable, int] = {}
     messages = [_messages(device) for device in devices]
-    # Where the other end of each message stands in the code of its device.
+    # The position of the other end of each message in the code of its device.
     other = {(peer, rank, message, not is_send): at for some in messages for rank, at, peer, message, is_send in some}
     meets = {
         device.rank: tuple(other.get((rank, peer, message, is_send), -1) for rank, _, peer, message, is_send in some)
@@ -206,9 +206,9 @@ def _shape(value: Any) -> Hashable:
     return tuple(map(_shape, value)) if isinstance(value, tuple) else ()
 
 
-# How often a body must be there to be one that repeats.
+# The least number of repetitions of a body that counts as a loop.
 SEEN = 3
-# The microbatch of what is the same in all.
+# The microbatch of an instruction or value that is equal in all microbatches.
 NONE = -1
 
 

@@ -17,7 +17,7 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.mask import Box
 from superscaler.ir.program import FIELDS, Device, Instruction, Role, Weight
 
-# How many places along a fold axis are compiled: a part's own, and one other.
+# The number of places along a fold axis that are compiled: place 0 and place 1.
 KEPT = 2
 T = TypeVar("T")
 Coordinate = tuple[int, ...]

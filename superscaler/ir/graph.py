@@ -20,9 +20,9 @@ from superscaler.ir.model import Factor, Model, Op, first, later, renamed
 from superscaler.ir.unroll import unrolled
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
-# Pieces of one gradient.
+# The most pieces of one gradient.
 MOST_PIECES = 2**16
-# The kinds of work that `select` knows.
+# The kinds of work that `select` accepts.
 KINDS = ("F", "B", "I", "W", "R", "C")
 Address = tuple[tuple[int, int], ...]
 
@@ -172,7 +172,7 @@ class Block:
     @property
     def calls(self) -> tuple[tuple[Op, ...], ...]:
         """Return the ops of each call of the module, if a step calls it several times (recycling, shared layers). A
-        call begins where the module's first operator comes again.
+        call begins where the module's first operator recurs.
         """
         first = self.ops[0]
         starts = [k for k, op in enumerate(self.ops) if _place(op) == _place(first)]
@@ -201,13 +201,13 @@ class Graph:
         self.grids: dict[str, Grid] = {}
         self.orders: list[Order] = []
         self.journal: list[Entry] = []
-        # The updates whose gradient is reduced in each of so many microbatches.
+        # By update: in how many microbatches its gradient is reduced, if not once.
         self.reduced: dict[str, int] = {}
-        # The weights that are brought other than one segment before their first reader: how many before.
+        # By weight: how many segments before its first reader it is gathered, if not one.
         self.ahead: dict[str, int] = {}
-        # The updates whose gradient comes in so many pieces, each communicated by itself.
+        # By update: the number of pieces of its gradient, each communicated separately.
         self.pieces: dict[str, int] = {}
-        # Ops whose parts go to the hosts of the devices where they would be.
+        # Ops whose parts go to the hosts of the devices on which they would be.
         self.hosted: set[str] = set()
         self._uses: dict[str, list[tuple[Op, int]]] | None = None
         # Whether gradients of weights are sent while others are computed.
@@ -359,7 +359,7 @@ class Graph:
             self.orders = [replace(o, before=of_twins(o.before), after=of_twins(o.after)) for o in self.orders]
 
     def _check_orders(self) -> None:
-        """Raise InputError for an order of an op that is no more."""
+        """Raise InputError for an order of an op that no longer exists."""
         groups = ((group, order.where) for order in self.orders for group in (order.before, order.after))
         for group, where in {id(group.members): (group, where) for group, where in groups}.values():
             for name, _ in group.members:
@@ -391,7 +391,7 @@ class Graph:
         return self.cut_as_read(op)
 
     def cut_as_read(self, op: Op) -> Parts:
-        """Cut an op that updates a weight, or sets a buffer, as what reads that cuts it."""
+        """Cut an op that updates a weight, or sets a buffer, in the same way as its readers do."""
         name = op.inputs[0].tensor
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
         found = [cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.uses[t]]

@@ -116,7 +116,7 @@ class Grid:
         """
         kept, devices = places(outer, self), self.devices
         for at, some in enumerate(kept):
-            # Of a range what is the same along an axis stays so.
+            # A range is a slice, which keeps stride 0.
             whole = range(min(some, default=0), max(some, default=-1) + 1)
             chosen = slice(whole.start, whole.stop) if list(some) == list(whole) else list(some)
             devices = devices[(*(slice(None),) * at, chosen)]
@@ -142,7 +142,7 @@ class Grid:
         return set(own.tolist()).union(*(child.used() for child in self.children.values()))
 
 
-# Of the axes above a grid, and the grid, which places of its axes.
+# (axes above a grid, the grid) -> the chosen places of its axes.
 Places = Callable[[tuple[Axis, ...], Grid], Sequence[Sequence[int]]]
 
 
@@ -164,7 +164,7 @@ def read_by(grid: Grid, slots: Sequence[int | None]) -> Grid:
     if grid.children:
         children = {cell: read_by(child, slots) for cell, child in grid.children.items()}
         return Grid(tuple(own), devices, children)
-    # Parts on one device that read the same read one copy.
+    # Parts on one device that read the same portion share one copy.
     kept = [a.index is not None or bool((devices != devices.take([0], at)).any()) for at, a in enumerate(own)]
     once = tuple(slice(None) if k else 0 for k in kept)
     return Grid(tuple(a for a, k in zip(own, kept, strict=True) if k), devices[once])

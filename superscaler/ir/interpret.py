@@ -1,7 +1,7 @@
-"""The interpreter of a Program on any domain: every instruction of every device, each message and collective matched
-with its other ends.
+"""The interpreter of a Program on any domain: it runs the instructions of all devices and matches each message and
+collective at all of its ends.
 
-A domain gives instructions their meaning: masks for the certificate. One value stands for all devices of a cohort, so
+A domain gives instructions their meaning; the certificate uses masks. One value stands for all devices of a cohort, so
 the work grows with the number of distinct programs.
 """
 
@@ -39,7 +39,7 @@ V = TypeVar("V")
 
 
 class Refusal(Exception):
-    """A domain's refusal of an instruction, with the row of the first device of the cohort that it concerns."""
+    """A domain's refusal of an instruction. `row`: the first device of the cohort that it concerns."""
 
     def __init__(self, why: str, row: int = 0) -> None:
         super().__init__(why)
@@ -47,25 +47,22 @@ class Refusal(Exception):
 
 
 class Domain(Protocol[V]):
-    """The meaning of instructions. Every value has a row per device of the cohort that holds it."""
+    """The meaning of instructions. Every value has one row per device of the cohort that holds it."""
 
     def run(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V]:
-        """Return the values that an instruction writes, from those that it reads, in the order of its fields (None: a
-        gap).
-        """
+        """Return the values that an instruction writes. `read`: the values of its fields, in order; None is a gap."""
 
     def start(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V | None]:
-        """Return the values given to a communication as they are when it starts, whatever becomes of them
-        afterwards.
-        """
+        """Return the values given to a communication, as they are when it starts. Later changes do not affect them."""
 
     def take(self, value: V, rows: Ints) -> V:
         """Return some rows of a value."""
 
     def join(self, how: Collective, part: int, members: Sequence[tuple[V, Ints]], position: Ints, group: Ints) -> V:
-        """Return the result of a collective for its tensor `part`, for each row: its `group`, and its `position` there.
+        """Return the result of a collective for its tensor `part`. Each row has its `group`, and its `position` in
+        that.
 
-        `members` has, for each place in the group, a value and its row for each group.
+        `members`: for each place in the group, a value and its row for each group.
         """
 
     def arrive(self, cohort: Cohort, at: int, recv: Instruction, value: V) -> V:
@@ -86,10 +83,10 @@ class _Post(Generic[V]):
 
 @dataclass(eq=False)
 class _Group(Generic[V]):
-    """The groups of devices of a cohort in a collective.
+    """The groups of a collective to which the devices of a cohort belong.
 
-    `distinct`: the groups; for each place in them the cohort of the members, their rows, and the communication that
-    they started. `inverse` and `position`: the group of each device, and its place there.
+    `distinct`: the groups. `ends`, `posts`: for each place in them, the cohort of the members with their rows, and the
+    communication that they started. `inverse` and `position`: the group of each device, and its place there.
     """
 
     distinct: Ints
@@ -101,8 +98,8 @@ class _Group(Generic[V]):
 
 @dataclass(eq=False)
 class _Run(Generic[V]):
-    """The state of a cohort in its code: the values of its names, its started communication, and the posts it may wait
-    for.
+    """The state of a cohort in its code: the values of its names, its started communication, and the posts that it may
+    wait for.
     """
 
     cohort: Cohort
@@ -118,7 +115,7 @@ class _Run(Generic[V]):
 def interpret(program: Program, domain: Domain[V]) -> None:
     """Run a program on a domain.
 
-    Raises ScheduleError at the first instruction without a meaning there, naming its device, or if devices wait for a
+    Raises ScheduleError, naming the device, at the first instruction that the domain refuses, and if devices wait for a
     message that never comes.
     """
     _Interpreter(program, domain).run()
@@ -156,7 +153,7 @@ class _Interpreter(Generic[V]):
             except Refusal as refusal:
                 raise ScheduleError(self._where(run, run.at, refusal.why, refusal.row)) from None
             except (LookupError, ValueError, TypeError, TransformError) as error:
-                # A program that was read from a file may have numbers that fit nothing.
+                # A program that was read from a file may have inconsistent numbers.
                 why = f"does not fit what it is given ({error})."
                 raise ScheduleError(self._where(run, run.at, why, 0)) from error
             run.at += 1
@@ -327,7 +324,7 @@ class _Interpreter(Generic[V]):
                 return posts
         return []
 
-    # What is said.
+    # Messages.
 
     def _where(self, run: _Run[V], at: int, why: str, row: int) -> str:
         return (
@@ -344,7 +341,7 @@ class _Interpreter(Generic[V]):
 
 
 def _meeting(i: Collective) -> tuple[object, ...]:
-    """Return the facts that are equal for all members of a collective."""
+    """Return the properties that all members of a collective must share."""
     return i.kind, len(i.ways), i.dtype, i.bytes, i.root
 
 
@@ -356,7 +353,7 @@ def _fields(i: Instruction) -> Iterator[Value | None]:
 
 
 def describe(program: Program, i: Instruction) -> str:
-    """Return an instruction in few words: its kind, and the op or value that it concerns."""
+    """Return a short text for an instruction: its kind, and the op or value that it concerns."""
     if isinstance(i, Forward) and 0 <= i.function < len(program.functions) and program.functions[i.function].ops:
         function = program.functions[i.function]
         return f"Forward {i.task} ({function.ops[0].name}..{function.ops[-1].name})"

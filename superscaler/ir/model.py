@@ -294,7 +294,7 @@ class Model:
 
     @property
     def nexts(self) -> dict[str, str]:
-        """Return the weights and buffers of later iterations, each with the tensor that an update makes it of."""
+        """Return the weights and buffers of later iterations, each with the tensor that is updated to give it."""
         made = ((op.outputs[0].tensor, op.inputs[0].tensor) for op in self.ops if not op.is_forward)
         return {new: old for new, old in made if self.tensors[new].kind == "next"}
 

@@ -135,8 +135,8 @@ class Forward:
     """Run a part of a segment: `function` on detached aliases of `inputs`.
 
     `at`: the start of the part on each coordinate of the function. `grads`: which aliases want a gradient. `saved`: the
-    numbers of the outputs whose gradients come back. `again`: the numbers of weights that are not kept, but given to
-    the backward again.
+    numbers of the outputs whose gradients come back. `again`: the numbers of the regathered weights, which are not kept
+    but given to the backward.
     """
 
     task: Task
@@ -453,7 +453,7 @@ class Program:
                     found[len(i.group)] += count * i.bytes * links(i.kind, len(i.group))
                 elif isinstance(i, Send):
                     found[1] += count * i.bytes
-        # What a collective puts on links is told by each of its members.
+        # Each member of a collective has counted all that the collective puts on links.
         return sum(moved // members for members, moved in found.items())
 
 

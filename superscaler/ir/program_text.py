@@ -1,4 +1,4 @@
-"""Programs as text, an instruction a line, and back: what a plan directory holds beside the code.
+"""Programs as text, an instruction a line, and back: the form in which a plan directory holds them beside the code.
 
     program of 4 devices
     function 0 layers.0: x, layers.0.weight -> linear
@@ -8,10 +8,11 @@
       linear = Forward(task=s0, function=0, at=T[2], inputs=(x, layers_0_weight), grads=(False, True), saved=(0,))
       T[2] = [(0, 0), (16, 0), (32, 0), (48, 0)]
 
-Each section is one program: T has what differs between its devices, in their order. `loop 30 of 18` tells that of a
-loop's 30 repetitions the first two follow, 18 instructions each. Of a program that folds, `fold` has the devices by
-base and place, and a section those at place 0, and at place 1 of each axis, of a base. In a function an op has its
-inputs (%k is input k of the function) and per index where a part starts and ends, and at which coordinate.
+Each section is one program. T lists the fields that differ between its devices, in the order of the devices. After
+`loop 30 of 18` come the first two of a loop's 30 repetitions, 18 instructions each. In a folded program, `fold` lists
+the devices by base and place; a section then has the devices of one base at place 0 and at place 1 of each axis. In a
+function an op has its inputs (%k is input k of the function) and, per index, where a part starts and ends, and at which
+coordinate.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _text(value: Any) -> str:
     if isinstance(value, Value | Task):
         return str(value)
     if isinstance(value, CollectiveArg):
-        # Few are uneven.
+        # Few collectives are uneven.
         return _text(tuple(getattr(value, f.name) for f in fields(CollectiveArg) if value.sizes or f.name != "sizes"))
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
@@ -263,7 +264,7 @@ class _Reader:
             rank: _device(rank, code) for ranks, some in self.sections for rank, code in zip(ranks, some, strict=True)
         }
         if self.fold is None:
-            # The number first: as a number, a text may say any.
+            # Compare the number first: `world` comes from the text and may be huge.
             if len(devices) != self.world or sorted(devices) != list(range(self.world)):
                 raise ValueError(f"it has {len(devices)} of {self.world} devices")
             return Program(self.model, tuple(functions), tuple(devices[rank] for rank in range(self.world)))

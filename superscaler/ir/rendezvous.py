@@ -1,4 +1,4 @@
-"""Deadlock freedom: the communication of all devices alone, with sends that block until they are received."""
+"""Deadlock freedom, proved on the communication of all devices alone, with sends that block until they are received."""
 
 from __future__ import annotations
 

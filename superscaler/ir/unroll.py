@@ -8,9 +8,9 @@ from typing import Any
 from superscaler.errors import TransformError
 from superscaler.ir.model import Model, Op, Operand, PTensor, later
 
-# Copies of the model in one step.
+# The most copies of the model in one step.
 MOST = 1024
-# The fields of an op that name it, and others of its iteration.
+# The fields of an op with names of ops of its iteration.
 _NAMES = ("name", "origin", "region", "checkpoint", "split", "regather")
 
 

@@ -13,7 +13,7 @@ from superscaler.schedule.transfers import Transfer
 
 # As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
-# What the runtime has a bucket of.
+# The collectives that the runtime can bucket.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
 
 

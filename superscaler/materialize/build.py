@@ -48,10 +48,10 @@ from superscaler.schedule.transfers import BACKWARD, FORWARD, REGATHER, Place
 def materialize(
     schedule: Schedule, world: int, costs: Costs, fold: Fold | None = None, steady: SteadyState | None = None
 ) -> Program:
-    """Return the program of a complete schedule on `world` devices, whose exchanges take as long as `costs` say.
+    """Return the program of a complete schedule on `world` devices. `costs` price its exchanges.
 
-    With a fold the schedule has only the compiled places; Unfoldable says along which axis they do not tell of all.
-    With `steady` it has only some microbatches; Aperiodic says that they do not tell of all.
+    With a fold the schedule has the sampled places only; Unfoldable names an axis along which they do not determine
+    all. With `steady` it has the first microbatches only; Aperiodic means that they do not determine all.
     """
     model = schedule.edges.model
     from_weights = frozenset(o.tensor for op in model.ops if op.from_weights for o in op.outputs)
@@ -76,7 +76,7 @@ class _Builder:
         self.functions = Functions(schedule.edges)
         self.loss_places = self._loss_places()
         self.loss_parts: list[list[tuple[Value, bool, int]]] = [[] for _ in self.code.of]
-        # By update, the transfers of views of what it changes.
+        # By update, the transfers of views of its weight or buffer.
         self.views: dict[Work, list[int]] = {}
         for number, transfer in enumerate(schedule.transfers):
             for update in updates_of(schedule.edges, transfer, transfer.pieces):
@@ -104,12 +104,12 @@ class _Builder:
             for node in emitted:
                 work = self._forward if kind == "F" else self._backward
                 work(self.schedule.segments[node.number], node)
-        # Nothing refers to itself, so that all that only writing needs is freed at once.
+        # Break the reference cycle, so that the writer is freed at once.
         del self.writer.on_arrival
 
     def _together(self, node: Node) -> tuple[object, ...]:
-        """Return what is equal for neighbours in the order that finish exchanges together: devices that correspond, and
-        the updates of one iteration.
+        """Return a key, equal for neighbouring nodes that finish their exchanges together: the same work on
+        corresponding devices, or the updates of one iteration.
         """
         if node.kind == "U":
             return "U", self.schedule.edges.by_home[node.number].iteration
@@ -190,7 +190,7 @@ class _Builder:
             assert name is not None, (tensor, key)
             return name
         if alias.is_zero(at):
-            # Another part reads the value.
+            # Another part reads the value; this one reads zeros.
             like = self.code.like(tensor)
             like = like._replace(microbatch=key[1]) if self.context.steady else like
             return self.code.join(key[0], like, tensor, (), box, self.model.tensors[tensor].dtype)
@@ -253,7 +253,7 @@ class _Builder:
         return tensor in self.context.from_weights and spec.wide_dtype != spec.dtype
 
     def _update(self, nodes: Sequence[Node]) -> None:
-        """Update the weights of some nodes, those of one device in one instruction. Values that replace others come
+        """Update the weights of some nodes, those of one device in one instruction. Older versions of weights are set
         first.
         """
         pairs: dict[int, tuple[list[tuple[Value, Value]], ...]] = {}

@@ -165,7 +165,7 @@ def check_whole(before: Uses, after: Uses, counts: tuple[int, int]) -> None:
     if (after.microbatch >= counts[1]).any():
         raise Aperiodic
     some, all_of = before.counts(), after.counts()
-    # What is of all microbatches stays so, and what is read or freed of each that is made.
+    # A value of all microbatches stays one, and so does a value that is read or freed whenever it is made.
     if (all_of[some == counts[0]] != counts[1]).any():
         raise Aperiodic
     for role in (READ, FREED):
@@ -208,7 +208,7 @@ def rolled(program: Program, schedule: Schedule, steady: SteadyState) -> Program
         shape = find_shape(first.instructions, steady.period, steady.total - steady.few)
         for device in samples:
             repeated = roll(device.instructions, shape, steady.added, steady.period)
-            # All names are those of the first one.
+            # All devices of a group use the names of the first one.
             if device is first:
                 cache = UsesCache()
                 made = Uses.of(repeated, cache)
@@ -256,16 +256,14 @@ def _check_meetings(program: Program) -> None:
 
 
 def _meeting(i: Instruction) -> Instruction | None:
-    """Return the communication of an instruction without its values, which move; None if it communicates with
-    nobody.
-    """
+    """Return the communication of an instruction without its values, which move; None if it does not communicate."""
     if isinstance(i, Collective):
         return replace(i, works=(), sources=(), ways=(), notes=())
     return replace(i, source=ONE) if isinstance(i, Send) else replace(i, work=ONE) if isinstance(i, Recv) else None
 
 
 def _check_orders(steady: SteadyState, schedule: Schedule, made: Uses) -> None:
-    """Raise Aperiodic if a device does its work in another order than the plan asks for."""
+    """Raise Aperiodic if a device does its work in another order than the plan requires."""
     segment_of = {op.name: s for s in schedule.segments for op in s.ops}
     segment_of |= {m.name: segment_of[name] for name, m in schedule.edges.mirrors.items()}
     ends = _ends(made, schedule.segments, steady.total)

@@ -29,7 +29,7 @@ class Match:
     root: int = -1
 
 
-# Why a transfer is that collective.
+# The reason why a transfer is that collective.
 REASONS = {
     "all_reduce": "each holds a part of the value and reads the whole",
     "all_gather": "each holds a slice and reads the whole tensor",
@@ -41,7 +41,7 @@ REASONS = {
 }
 
 
-# How often more elements a collective of uneven chunks may move than there are: all are padded to the largest.
+# The most padding of a collective of uneven chunks: moved elements over real ones, all chunks padded to the largest.
 MOST_PADDING = 1.5
 
 
@@ -79,9 +79,7 @@ def match(transfer: Transfer, fold: Fold | None = None) -> Match | None:
 
 
 def match_boxes(held: dict[int, Box], read: dict[int, Box]) -> Match | None:
-    """Return the collective that takes the boxes that devices hold to the boxes that they read; each reads all
-    pieces.
-    """
+    """Return the collective between the boxes that devices hold and those that they read; each reads all pieces."""
     if len(held) == 1:
         return _broadcast(held, read)
     if len(read) == 1:

@@ -50,7 +50,7 @@ def _meet(first: Device, other: Device, fold: Fold) -> bool:
         if isinstance(a, Send | Recv) and isinstance(b, Send | Recv) and fold.move([a.peer], at) != (b.peer,):
             return False
         if isinstance(a, Collective) and isinstance(b, Collective):
-            # The order of a group is that of chunks; where there are none, only the source of a broadcast comes first.
+            # A group is in chunk order. Without chunks only the source of a broadcast has a fixed place, the first.
             ordered = {"all_reduce": 0, "broadcast": 1}.get(a.kind, len(a.group))
             one, two = ((*g[:ordered], *sorted(g[ordered:])) for g in (fold.move(a.group, at), b.group))
             if one != two:

@@ -15,7 +15,7 @@ from superscaler.schedule.segments import Segment
 
 
 class Functions:
-    """Functions made so far. A part is a segment and the position `at` of one of its keys."""
+    """The functions made so far. A part is a segment and the position `at` of one of its keys."""
 
     def __init__(self, edges: Dataflow) -> None:
         self.edges = edges

@@ -14,7 +14,7 @@ from superscaler.ir.program import ONE, Accumulate, Combine, Instruction, Load, 
 from superscaler.schedule.dataflow import Dataflow, Key
 from superscaler.schedule.transfers import UPDATE, Place
 
-# What names of values have before and after an identifier, and what emitted code calls its own.
+# Prefixes and suffixes of the names of values, and the names that emitted code itself uses.
 _DERIVED = re.compile(r"_m\d*$|_[ps]\d+$|_work$|__\d+$")
 _RESERVED = {str(ONE), "rt", "segments", "range", "_", "m"}
 
@@ -131,7 +131,7 @@ class Code:
 
     def add(self, rank: int, so_far: Value, value: Value) -> Value:
         """Return the sum, or the larger, of two values; in place if the first is a sum that nobody else holds."""
-        # Of several microbatches is what is of none.
+        # A sum over several microbatches has no microbatch.
         is_one = not self.inner or so_far.microbatch == -1 or self.common((so_far.microbatch, value.microbatch)) >= 0
         in_place = (rank, so_far) in self._sums and is_one
         out = so_far if in_place else self.fresh(rank, so_far if is_one else so_far._replace(microbatch=-1))
@@ -147,7 +147,7 @@ class Residents:
         self.code, self.edges = code, edges
         self.weights: list[dict[Value, Weight]] = [{} for _ in code.of]
         self.of: dict[Place, Weight] = {}
-        # Of outputs, which are at rest nowhere, where they are given.
+        # By place, the outputs of the step, which rest on no device.
         self.given: dict[Place, tuple[str, Box]] = {}
         self._slices: dict[tuple[int, str, Box], Value] = {}
         self._count: Counter[tuple[int, str, int]] = Counter()

@@ -26,13 +26,13 @@ _KEPT = {
     kind: tuple(n for role in (None, Role.GROUP, Role.PEER) for n in FIELDS[kind, role] if n != "task")
     for kind in ROLES
 }
-# What a form leaves out, or what moves along a fold.
+# The fields that a form leaves out, or that move along a fold.
 _MOVING = {
     kind: tuple(n for role in (Role.EVEN, Role.MESSAGE, Role.GROUP, Role.PEER) for n in FIELDS[kind, role])
     for kind in ROLES
 }
 Moves = Mapping[str, Callable[[int], Any]]
-# What has numbers of its own for each microbatch.
+# The kinds of instructions with numbers for each microbatch.
 _PLACED = {kind for kind in ROLES if FIELDS[kind, Role.EVEN] or FIELDS[kind, Role.MESSAGE]}
 
 
@@ -130,7 +130,7 @@ def roll(code: Sequence[Instruction], shape: Shape, added: int, period: int) -> 
             body = code[span.start : second], code[second : second + span.length]
             runs.append(Loop(*body, count=span.count + added))
     except ValueError:
-        # Numbers of other lengths.
+        # The lengths of numbers differ.
         raise Aperiodic from None
     return Rolled(tuple(run for run in runs if len(run)))
 
@@ -152,7 +152,7 @@ def _always(value: Any) -> Callable[[int], Any]:
 
 
 def _outside(i: Instruction, moves_of: Mapping[int, Moves], stands: tuple[int, int, int], period: int) -> Instruction:
-    """Return an instruction outside of loops, as it stands in the code of all microbatches."""
+    """Return an instruction outside of loops, as it is in the code of all microbatches."""
     like, repetition, later = stands
     moves = moves_of.get(like, {})
     if any(getattr(i, name) != move(repetition) for name, move in moves.items()):

@@ -20,7 +20,7 @@ from superscaler.materialize.steps import Collective, Context, Cut, Join, Lowere
 from superscaler.materialize.sums import by_server, finer, reduction
 from superscaler.schedule.transfers import Transfer
 
-# How much longer than the cheapest one a form may take that is preferred to it.
+# A preferred form may take this many times the seconds of the cheapest one.
 NEARLY = 1.01
 Groups = dict[tuple[int, ...], int]
 
@@ -60,9 +60,9 @@ def _started(steps: tuple[Step, ...], context: Context) -> dict[str, Groups]:
     return found
 
 
-# Why a transfer takes the steps of a searched path.
+# The reason for the steps of a searched path.
 PATH = "the cheapest path to another layout"
-# Why it is copied between a device and its host.
+# The reason for a copy between a device and its host.
 HOST = "placed on the host"
 
 
@@ -76,7 +76,7 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
     if len(set(outer)) < len(outer):
         return _cut_out(transfer, outer, context)
     found, largest = match(transfer, context.fold), context.tensors[transfer.tensor].largest
-    # Of what is the largest of its parts there is an all_reduce, but no other sum and no path.
+    # The largest of parts can be all-reduced, but not summed in another way or along a path.
     if found is not None and not (largest and found.kind in ("reduce_scatter", "reduce")):
         nested = None if largest else by_server(transfer, found, context)
         forms = [form for form in (nested, _collective(transfer, found, context)) if form is not None]
@@ -85,7 +85,7 @@ def lower(transfer: Transfer, context: Context) -> Lowered:
     closed = (form(transfer, context) for form in (finer, reduction)) if transfer.is_to_updates else ()
     if forms := [form for form in closed if form is not None]:
         return cheapest(forms, context, width(dtype))
-    # A path is searched by the numbers of devices: those that correspond might take different ones.
+    # A path depends on the numbers of devices, so corresponding devices might take different paths.
     can_sum = dtype != "bool" and not largest
     path = route(transfer, context.fold, context.costs, width(dtype), context.paths) if can_sum else None
     return _messages(transfer, context) if path is None else _Path(transfer, path, context).lowered()
@@ -140,7 +140,7 @@ def _over_owners(transfer: Transfer, context: Context) -> Lowered:
     sources: list[list[int]] = [[] for _ in transfer.readers]
     for p, r in transfer.links:
         sources[r].append(p)
-    # A device reads what its host does once.
+    # A device and its host read the same box once.
     number: dict[Hashable, int] = {}
     of = [
         number.setdefault((end.device % HOSTS, end.box, tuple(sources[r])), len(number))
@@ -169,7 +169,7 @@ def _collective(transfer: Transfer, how: Match, context: Context) -> Lowered:
     outs |= {reader.device: Slot(reader.device, item, reader.box) for reader in transfer.readers}
     emitted = [device for device in how.group if device in {**held, **outs} and context.is_emitted(device)]
     slots = tuple((held.get(device), outs.get(device)) for device in emitted)
-    # The source of a broadcast has what it reads.
+    # The source of a broadcast already has its value.
     kept = held if how.kind == "broadcast" else {}
     ends = tuple((kept.get(reader.device, outs[reader.device]),) for reader in transfer.readers)
     return Lowered(((Collective(how, slots, REASONS[how.kind]),) if slots else (),), ends)
@@ -228,7 +228,7 @@ class _Path:
                 self.rounds[-1] += [Collective(Match(step.kind, group, step.take, step.give), some, why)] * bool(some)
                 sent += [out for _, out in some]
             elif step.kind in LOCAL_KINDS:
-                # Of a value cut into addends, the first device has the whole, others zeros.
+                # When a value is cut into addends, the first device keeps the whole, and the others get zeros.
                 kept += group if step.kind == "chunk" else group[:1]
             else:
                 for to in (to for to in group[1:] if is_emitted(group[0], to)):

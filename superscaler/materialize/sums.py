@@ -1,9 +1,9 @@
 """Sums of gradients that several groups of devices make and keep: reduced inside a group, exchanged in slices,
 gathered.
 
-The gradient of a tied embedding is made by the first stage whole and by the last stage in slices, as partial sums on
-every data-parallel copy, and both stages keep it. The gradient of a weight at rest in slices in several groups of
-devices is reduced in slices inside each group first. No single collective does either; a few steps do.
+Two cases need this. The gradient of a tied embedding is made by the first stage whole and by the last stage in slices,
+as partial sums on every data-parallel copy, and both stages keep it. A weight may rest in slices in several groups of
+devices; its gradient is first reduced in slices inside each group. No single collective does either; a few steps do.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def by_server(transfer: Transfer, found: Match, context: Context) -> Lowered | N
         rows.setdefault(device // per_server, []).append(device)
     first, *others = rows.values()
     box = transfer.pieces[0].box
-    # The outermost one, whose slices lie in memory one after the other.
+    # The outermost slot, whose slices are contiguous in memory.
     slot = next((slot for slot, (lo, hi) in enumerate(box) if (hi - lo) % len(first) == 0), None)
     is_nested = others and len(first) > 1 and all(len(row) == len(first) for row in others)
     if found.kind != "all_reduce" or not is_nested or slot is None:
@@ -110,7 +110,7 @@ def by_server(transfer: Transfer, found: Match, context: Context) -> Lowered | N
 
 
 def _cut(box: Box, slot: int, devices: Sequence[int]) -> Iterator[tuple[int, Box]]:
-    """Yield for each of the devices its part of a box along a slot."""
+    """Yield each device with its part of a box along a slot."""
     (lo, hi), n = box[slot], len(devices)
     for at, device in enumerate(devices):
         ends = lo + (hi - lo) * at // n, lo + (hi - lo) * (at + 1) // n
@@ -118,8 +118,8 @@ def _cut(box: Box, slot: int, devices: Sequence[int]) -> Iterator[tuple[int, Box
 
 
 class _Steps:
-    """Items and the steps that make them: a piece, or what some devices hold of one box after a step. Each is made in
-    the round after those that it is made of.
+    """Items and the steps that make them. An item is a piece, or the result of a step: one box on some devices. Each is
+    made in the round after its sources.
     """
 
     def __init__(self, transfer: Transfer, context: Context) -> None:
@@ -136,7 +136,7 @@ class _Steps:
         return self.context.fold.extend(boxes) if self.context.fold else boxes
 
     def _add(self, box: Box, sources: Mapping[int, Slot], how: Sequence[Match] = ()) -> int:
-        """Add the item of a box that devices get: each from its own slot by a collective, or from another's."""
+        """Add the item of a box on some devices: a device takes it from its source, by a collective or in a message."""
         n = self.item(box, sources)
         outs, steps = self.slots[n], self.rounds[self.round_of[n]]
         steps += self.collectives(how, sources, outs)
@@ -146,7 +146,7 @@ class _Steps:
         return n
 
     def item(self, box: Box, sources: Mapping[int, Slot]) -> int:
-        """Add the item of a box that devices get in the round after those that its sources are made in."""
+        """Add the item of a box on some devices, made in the round after its sources."""
         n, at = len(self.boxes), 1 + max(self.round_of[source.item] for source in sources.values())
         self.rounds += [[] for _ in range(at + 1 - len(self.rounds))]
         self.boxes.append(box)
@@ -166,16 +166,17 @@ class _Steps:
         return any(device in self.slots[n] for n in numbers)
 
     def sum(self, box: Box, pieces: Mapping[int, Slot]) -> int:
-        """Return the item that is the sum of one piece per device, on all of these."""
+        """Return the item that is the sum of one piece per device, on all of these devices."""
         if len(pieces) == 1:
             return next(iter(pieces.values())).item
         group = sorted(self.extended(dict.fromkeys(pieces, box)))
         return self._add(box, pieces, [Match("all_reduce", tuple(group))])
 
     def scatter(self, whole: Box, held: Mapping[int, Slot], readers: Sequence[End]) -> dict[Box, dict[int, Slot]]:
-        """Add up the whole in slices, within each of several groups of devices that read all of them.
+        """Reduce the whole in slices, within each of several groups of devices that together read all slices.
 
-        Returns by slice what the devices have that read it, its sum in their group; nothing where there are no groups.
+        Returns, by slice, the slots of its readers with the sum in their group; an empty dict if there are no such
+        groups.
         """
         wanted = {reader.device: reader.box for reader in readers}
         slices = sorted(set(wanted.values()))
@@ -192,7 +193,9 @@ class _Steps:
         return {box: self.slots[n] for box, n in made.items()}
 
     def _lines(self, labels: Sequence[T], of: Mapping[int, T]) -> list[list[int]] | None:
-        """Return lines of close devices, one of each label; None where these are not as many of each."""
+        """Return lines of close devices with one of each label; None if the labels have different numbers of
+        devices.
+        """
         first, *others = labels
         lines = [[d] for d in of if of[d] == first]
         for label in others:
@@ -205,9 +208,9 @@ class _Steps:
         return lines
 
     def join(self, numbers: Sequence[int], devices: Sequence[int], whole: Box) -> int | None:
-        """Return the item of all slices together on `devices`: each gets one slice if it has none, then all join.
+        """Return the item of all slices together on `devices`: a device without a slice gets one, then all gather.
 
-        None where these devices are not as many of each slice, or the slices are no even tiling.
+        None if the slices have different numbers of devices, or are no even tiling.
         """
         has = {d: max(numbers, key=lambda n: (*self._closest(n, d), -n)) for d in devices}
         lines, how = self._lines(numbers, has), []
@@ -231,7 +234,7 @@ class _Steps:
         return self._add(self.boxes[n], {d: self._source(n, devices, d) for d in devices})
 
     def _source(self, n: int, devices: Sequence[int], device: int) -> Slot:
-        """Return from where one device of several takes an item: its own, or the closest; equals take turns."""
+        """Return the slot from which a device takes an item: its own, or the closest; equally close ones take turns."""
         owners = sorted(self.slots[n])
         if device in owners:
             return self.slots[n][device]
@@ -241,7 +244,7 @@ class _Steps:
         return self.slots[n][owners[others.index(device) % len(owners)]]
 
     def lowered(self, items_of: Sequence[Sequence[int]]) -> Lowered:
-        """Return all steps; what a reader adds up in the end is there, or comes in a message."""
+        """Return all steps; the items that a reader adds up at the end are on its device, or come in a message."""
         readers, last, ends = self.transfer.readers, list[Step](), list[tuple[Slot, ...]]()
         devices, item = [reader.device for reader in readers], len(self.boxes)
         for reader, items in zip(readers, items_of, strict=True):

@@ -28,7 +28,7 @@ class Values:
                     self.readers_of.setdefault(place, []).append((number, r))
         self._read: dict[EndOf, Value | None] = {}
         self._totals: dict[tuple[EndOf, ...], Value] = {}
-        # What has come so far of sums.
+        # The sums so far.
         self._so_far: dict[tuple[EndOf, ...], Value] = {}
         writer.on_arrival = self._add_up
 

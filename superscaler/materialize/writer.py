@@ -21,7 +21,7 @@ from superscaler.materialize.steps import Context, Cut, Join, Lowered, Message, 
 from superscaler.schedule.dependencies import Node
 from superscaler.schedule.transfers import BACKWARD, Transfer
 
-# How many buckets of gradients are on their way into slices at once: one is being sent while the next one is made.
+# The most reduce-scatters of gradients in flight per group: one is sent while the next one is made.
 FLYING = 2
 
 
@@ -37,20 +37,20 @@ class Writer:
         self.names: dict[tuple[int, int, int], Value] = {}
         self.works: dict[tuple[int, int, int], Value] = {}
         self._lowered: dict[int, Lowered] = {}
-        # Those of the layers of a model are often equal.
+        # Lowered transfers by form: those of the layers of a model are often equal.
         self._alike: dict[Hashable, Lowered] = {}
-        # Gradients on their way into slices, by group: what they are made of is held until they are waited for, of
-        # which `on_arrival` is told.
+        # Reduce-scatters in flight, by group. Their inputs stay alive until the wait; `on_arrival(number)` is called
+        # then.
         self.on_arrival: Callable[[int], None] = lambda number: None
         self._in_flight: dict[tuple[int, ...], list[Sequence[Entry]]] = {}
-        # Transfers of which rounds are left, and how many are done with: they follow at the first read, so that nothing
-        # is waited for before; but once slices have landed, their next round is started.
+        # Transfers with rounds left, and the number of finished rounds. Rounds follow at the first read, so that
+        # nothing is waited for earlier; but the next round of reduce-scatters starts once they have arrived.
         self._left: set[int] = set()
         self._done = Counter[int]()
         self._messages = self._started = self._point = 0
         self._numbered = Counter[tuple[int, int, int]]()
         self._points: dict[int, int] = {}
-        # How many transfers stay on a device or take a path.
+        # The number of transfers that stay on a device or take a path.
         self.notes: Counter[Provenance] = Counter()
 
     def lowered(self, number: int) -> Lowered:
@@ -264,7 +264,7 @@ class Writer:
         pair = rank, to, self._microbatch(transfer)
         self._numbered[pair] += 1
         message, world = self._numbered[pair] * (self.context.steady.total + 1) + pair[-1], len(self.code.of)
-        # That of the first message that starts there.
+        # The number of the first message that starts at this point.
         return message, self._points.setdefault(self._point, (message * world + rank) * world + to)
 
     def _collective(self, bucket: Sequence[Entry]) -> None:
@@ -286,12 +286,12 @@ class Writer:
         if how.kind == "reduce_scatter" and self.transfers[bucket[0].number].is_to_updates:
             flying = self._in_flight.setdefault(how.group, [])
             flying.append(bucket)
-            # What goes on elsewhere lands as soon as the next one is made.
+            # A transfer with further rounds arrives as soon as the next one is made.
             if len(flying) > (1 if bucket[0].number in self._left else FLYING):
                 self._arrive(flying)
 
     def _arrive(self, flying: list[Sequence[Entry]]) -> None:
-        """Wait for the first bucket of those on their way, and start what can go on with it."""
+        """Wait for the first bucket in flight, and start the next rounds of its transfers."""
         bucket = flying.pop(0)
         for entry in bucket:
             if self._goes_on_to_hosts(entry.number):
@@ -307,7 +307,7 @@ class Writer:
             self.flush(frozenset())
 
     def _can_go_on(self, number: int) -> bool:
-        """Tell whether the second round of a transfer can start: all of the first one, on all devices, has."""
+        """Return whether the second round of a transfer can start: all devices have started the first one."""
         first = self.lowered(number).rounds[0]
         outs = (out for step in first if isinstance(step, steps.Collective) for out in step.outs)
         is_started = all((number, out.device, out.item) in self.works for out in outs)
@@ -319,7 +319,9 @@ class Writer:
         return Entry(number, step, *(elements * width(dtype) for dtype in dtypes))
 
     def _way(self, number: int, step: steps.Collective, source: Slot | None, out: Slot | None) -> CollectiveArg:
-        """Return how a device takes part, of which one that gives or gets nothing tells what the others do."""
+        """Return the layout change of a device in a collective. A device without source or result describes the others'
+        tensor.
+        """
         given, got = (slot or (step.sources, step.outs)[n][0] for n, slot in enumerate((source, out)))
         tensor, view, how = self.code.tensors[self.transfers[number].tensor], extents(given.box), step.how
         local, shape = tensor.local_shape(view), tensor.local_shape(extents(got.box))
@@ -333,7 +335,7 @@ class Writer:
         fold, steady = self.context.fold, self.context.steady
         copies = fold.copies(devices) if fold is not None else 1
         if steady is not None and 0 <= self._microbatch(transfer) < steady.inner:
-            # The first microbatch tells of those that are not compiled.
+            # The first microbatch also counts for those that are not compiled.
             copies *= 1 + (steady.total - steady.few) // steady.inner
         if copies:
             self.notes[note] += copies

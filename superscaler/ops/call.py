@@ -1,4 +1,4 @@
-"""The arguments of a row's functions: a call as it is captured (`Site`), and an op on one part (`Local`)."""
+"""The arguments of a row's functions: a captured call (`Site`), and an op on one part (`Local`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from superscaler.ir.mask import Box
 from superscaler.ir.model import Op, Operand, PTensor, Ref
 from superscaler.ops.notation import Shape
 
-# What torch has, as a dtype. Other text is text: it may come from a file.
+# An attribute of torch, as a dtype. Any other text is a literal: it may come from a file.
 _TORCH = re.compile(r"torch\.\w+\Z")
 
 
@@ -21,7 +21,7 @@ _TORCH = re.compile(r"torch\.\w+\Z")
 class Site:
     """One call with the shapes of its tensor operands, in the order of its arguments, and of its results.
 
-    `masks` are the operands that are bool: as indices, they stand for other elements than numbers do.
+    `masks`: the bool operands; as indices they select by position, unlike numbers.
     """
 
     target: str
@@ -48,18 +48,20 @@ class Site:
         return [d % max(rank, 1) for d in ([value] if isinstance(value, int) else value)]
 
     def alike(self, operand: str, result: str | None = None) -> str:
-        """Return the notation of a call whose operands are all of one form, and whose results are, or of another."""
+        """Return the notation of a call in which all operands have one form. The results have it too, or the form
+        `result`.
+        """
         results = [operand if result is None else result] * len(self.outs)
         return f"{', '.join([operand] * len(self.ins))} -> {', '.join(results)}"
 
 
 def ranges(operand: Operand, tensor: PTensor, box: Box) -> Box:
-    """Return which range of each slot of a tensor a part reads or writes."""
+    """Return the range of each slot of a tensor that a part reads or writes."""
     return tuple((0, e) if i is None else box[i] for i, e in zip(operand.slots, tensor.extents, strict=True))
 
 
 def ranges_of(op: Op, box: Box, tensors: Mapping[str, PTensor], number: int, dim: int) -> tuple[Box, Shape]:
-    """Return which range of each slot of a dim a part has, and their sizes.
+    """Return the range of each slot of a dim that a part has, and their sizes.
 
     `number` counts the operands, and the results behind them.
     """
@@ -72,8 +74,8 @@ def ranges_of(op: Op, box: Box, tensors: Mapping[str, PTensor], number: int, dim
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """An op on one part: the box of its indices, and the names and local shapes of its operands; and what stands for
-    the data of the part, see `Row.placed`.
+    """An op on one part: the box of its indices, and the names and local shapes of its operands. `parts`: the source of
+    the ranges that it gets as data, see `Row.placed`.
     """
 
     op: Op
@@ -111,7 +113,7 @@ class Local:
         return self.op.args[position] if position < len(self.op.args) else dict(self.op.kwargs).get(name, default)
 
     def part(self, number: int, dim: int) -> str:
-        """Return which range of each slot of a dim this part has, and their sizes; '' for all."""
+        """Return the range of each slot of a dim that this part has, and their sizes, as source; '' for all."""
         if (number, dim) not in self.parts:
             return ""
         return f"{self.parts[number, dim]}, {ranges_of(self.op, self.box, self.tensors, number, dim)[1]}"
@@ -128,10 +130,10 @@ class Local:
 
     @property
     def half(self) -> str:
-        """Return the dtype of the result if a sum over the whole operand may be more than it can hold, or nothing."""
+        """Return the dtype of the result if a sum over the whole operand may overflow it, else ''."""
         return self.dtype if f"torch.{self.tensors[self.op.outputs[0].tensor].wide_dtype}" != self.dtype else ""
 
     def full_size(self, operand: int, dims: Sequence[int] | None = None) -> int:
-        """Return how many elements of the unsplit operand are reduced."""
+        """Return the number of elements of the unsplit operand that are reduced."""
         shape = self.tensors[self.op.inputs[operand].tensor].shape
         return prod(shape if not dims else [shape[d] for d in dims])

@@ -1,4 +1,4 @@
-"""Operators of elements, beside what torch tags as pointwise, and what draws or counts elements."""
+"""Operators on elements beside those that torch tags as pointwise, and operators that draw or count elements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _cast(op: Op) -> Groups:
 
 
 def _to_copy(x: Local) -> str:
-    """A cast to the dtype that there is would be a view."""
+    """Return the source of a cast; a cast to the same dtype copies, as it would else be a view."""
     is_cast = x.tensors[x.op.inputs[0].tensor].dtype != x.tensors[x.op.outputs[0].tensor].dtype
     return f"{x.names[0]}.to({x.dtype})" if is_cast else f"{x.names[0]}.clone()"
 
@@ -44,12 +44,12 @@ def _dropout(x: Local) -> str:
 
 
 def _drawn(x: Local) -> str:
-    """A part of a random tensor; the numbers are uniform in [0, 1)."""
+    """Return the source of a part of a random tensor; the numbers are uniform in [0, 1)."""
     return f"functional.{x.op.target.removeprefix('ss.')}({x.random}, {x.dtype})"
 
 
 def _histogram(site: Site) -> str | None:
-    """Counts add up, between ends that are given."""
+    """Sum the counts of parts, if the ends of the bins are given."""
     low, high = site.argument(2, "min", 0), site.argument(3, "max", 0)
     return "d..+ -> _" if low < high else None
 

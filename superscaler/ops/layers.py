@@ -1,4 +1,4 @@
-"""Normalizations, and operators of space: convolutions, pools, grids."""
+"""Normalizations, and operators on space: convolutions, pools, grids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _layer_norm_text(x: Local) -> str:
 
 
 def _batch_norm(site: Site) -> str:
-    """By given statistics; those of the batch are decomposed."""
+    """Return the notation with given statistics; batch norms with statistics of the batch are decomposed."""
     return f"b c r..{', c' * (len(site.ins) - 1)} -> b c r.."
 
 
@@ -41,7 +41,7 @@ def _is_general(call: Site | Op) -> bool:
 
 
 def _windows(large: Shape, small: Shape, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[list[str]]:
-    """Return the dims of a space, of its windows, and of a window: windows that touch and do not overlap can be cut."""
+    """Return the dims of a space, of its windows, and of a window. Windows that touch and do not overlap can be cut."""
     words = []
     given = (_each(value, len(small)) for value in (kernel, stride or kernel, padding, dilation))
     for d, (n, o, k, step, added, apart) in enumerate(zip(large, small, *given, strict=True)):
@@ -55,7 +55,9 @@ def _each(value: Any, count: int) -> list[Any]:
 
 
 def _convolution(site: Site) -> Sized | None:
-    """Batch, groups, output channels, windows that do not overlap; input channels where nothing is added."""
+    """Cut the batch, groups, output channels and windows that do not overlap, and input channels where no bias is
+    added.
+    """
     groups, (x, kernel) = site.argument(8 if _is_general(site) else 6, "groups", 1), site.ins[:2]
     if len(x) != len(kernel):
         return None
@@ -73,34 +75,34 @@ def _convolution(site: Site) -> Sized | None:
 
 
 def _convolution_text(x: Local) -> str:
-    """Groups are counted again: the channels of a part over those of one group."""
+    """Return the source with the part's number of groups: its channels over those of one group."""
     channels = (x.results if _is_transposed(x.op) else x.shapes)[0][1]
     return plain(x.given(8 if _is_general(x.op) else 6, "groups", channels // x.shapes[1][1]))
 
 
 def _convolution_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
-    """A product of the weight for each place, of the result or (transposed) of the input."""
+    """Count one product of the weight for each place of the result or, transposed, of the input."""
     places = (ins if _is_transposed(op) else outs)[0]
     return 2 * prod(ins[1]) * prod(places[2 - len(ins[1]) :]) * (places[0] if len(places) == len(ins[1]) else 1)
 
 
 def _resize(site: Site) -> str:
-    """All but the space."""
+    """Cut all dims but the space."""
     rank, space = len(site.ins[0]), _space(site)
     return site.alike(whole(site.letters, range(rank - space, rank)))
 
 
 def _space(site: Site) -> int:
-    """Return how many dims of space an operator has: the number is in its name."""
+    """Return the number of space dims of an operator, which its name contains."""
     return int(re.findall(r"(\d)d", site.target)[0])
 
 
 def _pool(site: Site) -> Sized | str:
-    """All but the space, whose windows can be cut where they do not overlap."""
+    """Cut all dims but the space, and windows that do not overlap."""
     space = _space(site)
     (x, *_), out = site.ins, site.outs[0]
     if len(site.outs) > 1:
-        # Where the largest are is said by their number in the whole space.
+        # The indices of the largest elements count the whole space.
         return _resize(site)
     if "adaptive" in site.target:
         kernel: Any = [n // o for n, o in zip(x[-space:], out[-space:], strict=True)]
@@ -116,7 +118,7 @@ def _pool(site: Site) -> Sized | str:
 
 
 def _pool_text(x: Local) -> str:
-    """The size that an adaptive pool is given is that of the part."""
+    """Return the source; an adaptive pool gets the size of the part."""
     if "adaptive" not in x.op.target:
         return plain(x)
     return plain(x.given(1, "output_size", x.results[0][-len(x.argument(1, "output_size")) :]))
@@ -129,13 +131,13 @@ def _group_norm(site: Site) -> Sized:
 
 
 def _group_norm_text(x: Local) -> str:
-    """Groups are counted again: the channels of a part over those of one group."""
+    """Return the source with the part's number of groups: its channels over those of one group."""
     channels = x.tensors[x.op.inputs[0].tensor].shape[1]
     return plain(x.given(1, "num_groups", x.shapes[0][1] * x.argument(1, "num_groups") // channels))
 
 
 def _weight_norm(site: Site) -> str:
-    """The dim that has a size each."""
+    """Cut the dim whose elements have a norm each."""
     names, (kept, *_) = site.letters, site.dims(2, "dim", 0)
     others = {d for d in range(len(names)) if d != kept}
     own = " ".join("1" if d in others else name for d, name in enumerate(names))
@@ -143,7 +145,7 @@ def _weight_norm(site: Site) -> str:
 
 
 def _recurrent(site: Site) -> str | None:
-    """The batch: steps follow each other, and each reads all of the state."""
+    """Cut the batch only: each step depends on the one before, and reads all of the state."""
     if len(site.ins[0]) < 3:
         return None
     x, states = "b _ _" if site.argument(8, "batch_first") else "_ b _", ["_ b _"] * (len(site.outs) - 1)
@@ -156,7 +158,7 @@ def _recurrent_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int
 
 
 def _columns(site: Site) -> Sized:
-    """im2col and col2im: channels and the places of a kernel are one dim."""
+    """Return the notation of im2col and col2im, in which channels and the places of a kernel are one dim."""
     is_apart = "im2col" in site.target
     places = prod(site.args[1 if is_apart else 2])
     sizes = {"k": places, "c": max(site.ins[0][1], site.outs[0][1]) // places}

@@ -1,4 +1,4 @@
-"""Operators that read or write where integers say."""
+"""Operators that read or write at integer positions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from superscaler.ops.call import Local, Site
 from superscaler.ops.row import Recipe, along, on, plain, row, whole
 
-# The rows of what is looked up, and what is added.
+# The rows of the table that is looked up; the index of index_add.
 _TABLE, _ADDED = (0, 0), (1, 0)
 
 
 def _embedding(site: Site) -> str | None:
-    """The gradient of `scale_grad_by_freq` depends on all ids."""
+    """Return the notation; the gradient of `scale_grad_by_freq` depends on all ids."""
     return None if site.argument(3, "scale_grad_by_freq", False) else "v+ h, i.. -> i.. h"
 
 
@@ -26,13 +26,15 @@ def _embedding_text(x: Local) -> str:
 
 
 def _index(site: Site) -> str | None:
-    """x[:, i, j]: adjacent index tensors replace their dims by their own, which can be cut; theirs in x are whole."""
+    """Return the notation of x[:, i, j]. Adjacent index tensors replace the dims that they index by their own, which
+    can be cut; the indexed dims of x are whole.
+    """
     found = _indexed(site, len(site.ins))
     return found and f"{found[0]} -> {' '.join(found[1])}"
 
 
 def _index_put(site: Site) -> str | None:
-    """x[:, i, j] = values: only the dims that are not indexed can be cut."""
+    """Return the notation of x[:, i, j] = values: only the dims that are not indexed can be cut."""
     found = _indexed(site, len(site.ins) - 1)
     if found is None:
         return None
@@ -42,7 +44,7 @@ def _index_put(site: Site) -> str | None:
 
 
 def _indexed(site: Site, count: int) -> tuple[str, list[str]] | None:
-    """Return the operands of x[:, i, j], which are the first `count`, and the dims of its result."""
+    """Return the operands of x[:, i, j], the first `count`, and the dims of its result."""
     indices = site.args[1]
     at = [d for d, i in enumerate(indices) if i is not None]
     if site.masks.intersection(range(1, count)) or at != list(range(at[0], at[-1] + 1)):
@@ -55,7 +57,9 @@ def _indexed(site: Site, count: int) -> tuple[str, list[str]] | None:
 
 
 def _index_write(mark: str = "") -> Recipe:
-    """Return the recipe of index_add and its like: the dims that are not indexed; what is written where it adds up."""
+    """Return the recipe of index_add and its like: the dims that are not indexed can be cut; a written dim has
+    `mark`.
+    """
 
     def recipe(site: Site) -> str:
         dim, names, entry = site.dims(1, "dim")[0], site.letters, f"i{mark}"
@@ -72,7 +76,9 @@ def _index_add(x: Local) -> str:
 
 
 def _gather(site: Site) -> str:
-    """The dims of the index tensor that are as large as the operand's can be cut, and the gathered one in it alone."""
+    """Cut the dims of the index tensor that are as large as the operand's; the gathered dim is cut in the index tensor
+    only.
+    """
     dim, names = site.dims(1, "dim")[0], site.letters
     short = {d for d, (a, b) in enumerate(zip(site.ins[0], site.outs[0], strict=True)) if a != b} - {dim}
     own = whole(["i" if d == dim else name for d, name in enumerate(names)], short)

@@ -1,13 +1,13 @@
 """The notation of op rules: `b.. k+, n k -> b.. n` names each dim of the tensor operands and of the results.
 
-A letter is an index. `+` marks it summed, `^` frozen; one that is neither and stands in every result is spatial, any
-other one is frozen. `b..` stands for all remaining dims, aligned at the right; a dim of size 1 is broadcast. `(h d)` is
-a dim that is a product, major to minor; the sizes of its letters, of all but one, come from elsewhere. `_` is a dim
-with an index of its own that cannot be cut; in an operand it is read whole. `1` is a dim of size 1. Operands that a
-call leaves out are left out at the end.
+A letter is an index. `+` marks it as summed, `^` as frozen. An unmarked letter is spatial if every result has it, and
+frozen otherwise. `b..` stands for all remaining dims, aligned at the right; a dim of size 1 is broadcast. `(h d)` is a
+dim that is a product, major to minor; the sizes of all its letters but one come from elsewhere. `_` is a dim with an
+index of its own that cannot be cut; in an operand it is read whole. `1` is a dim of size 1. A call may leave out the
+last operands.
 
-`s<=l` marks an index as frozen, of which an element l of the results needs no more than the elements up to l, as of the
-keys in causal attention: parts read it up to where they end on l. Where l has another size they read it whole.
+`s<=l` marks index s as frozen and bounded: element l of the results needs the elements of s up to l only, as the keys
+in causal attention. Parts read s up to their end on l. Where l has another size they read s whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNTIL = re.compile(r"(\w+)<=(\w+)")
 class Signature:
     """The letters of each dim of each operand (None: read whole) and result, and their sizes and marks.
 
-    `until` has for letters that parts read up to where they end on another one that one.
+    `until`: for each bounded letter, the letter that bounds it.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -45,7 +45,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """A letter as it is written: its mark, its place, the number of its operand, and whether it is in a product."""
+    """A letter in a notation: its mark, its place, the number of its operand, and whether it is in a product."""
 
     letter: str
     mark: str
@@ -57,7 +57,7 @@ class _Word:
 def check(notation: str) -> None:
     """Raise InputError, with a caret below the place, for a notation that has no meaning."""
     words, first, count = _words(notation)
-    # What an op without operands makes can be cut on any index: random numbers by element.
+    # The result of an op without operands (random numbers by element) can be cut on any index.
     is_source = not notation.partition("->")[0].strip()
     for n, word in enumerate(words):
         before = [w.letter for w in words[:n] if w.operand == word.operand]
@@ -124,7 +124,7 @@ def _malformed(notation: str, at: int, problem: str) -> InputError:
 
 @lru_cache(maxsize=4096)
 def _tokens(side: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Return per operand its tokens, each the words of one dim."""
+    """Return the tokens of each operand: for each dim, its words."""
     operands = [part.strip() for part in side.split(",")]
     return tuple(tuple(tuple((m[1] if m[2] is None else m[2]).split()) for m in _TOKEN.finditer(o)) for o in operands)
 
@@ -139,8 +139,8 @@ def resolve(
 ) -> Signature | None:
     """Return the signature of a call with these shapes, or None where the notation does not fit them.
 
-    Unless it `broadcasts`, a dim of size 1 fits only where its letters are 1 everywhere. `given`: which of the operands
-    that the notation has are there, if not the first ones.
+    Unless it `broadcasts`, a dim of size 1 fits only where its letters are 1 everywhere. `given`: the operands of the
+    notation that the call has, if they are not the first ones.
     """
     plain = without_until(notation)
     left, right = (_tokens(side.strip()) for side in plain.split("->"))
@@ -171,12 +171,12 @@ def resolve(
 
 
 def untils(notation: str) -> dict[str, str]:
-    """Return the letters that are read up to where a part ends on another one, each with that one."""
+    """Return the bounded letters (`s<=l`), each with the letter that bounds it."""
     return dict(_UNTIL.findall(notation))
 
 
 def without_until(notation: str) -> str:
-    """Return the notation in which all dims that are read up to somewhere are read whole.
+    """Return the notation with all bounded dims read whole.
 
     >>> without_until("b l e^, b s<=l e^ -> b l")
     'b l e^, b s^ e^ -> b l'
@@ -185,7 +185,7 @@ def without_until(notation: str) -> str:
 
 
 def misfit(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
-    """Return why a notation does not fit a call with these shapes, where no dim broadcasts."""
+    """Return the reason why a notation does not fit a call with these shapes, where no dim broadcasts."""
     notation = without_until(notation)
     sizes: dict[str, tuple[int, str]] = {"1": (1, "the notation")}
     for kind, side, shapes in zip(("operand", "result"), notation.split("->"), (inputs, outputs), strict=True):
@@ -242,7 +242,7 @@ def operand_dims(notation: str, extra: int) -> list[list[Dim]]:
 
 
 class _Sizes:
-    """The sizes of letters, learned from dims that are one letter; a dim of size 1 that broadcasts says nothing."""
+    """The sizes of letters, learned from dims of one letter. A dim of size 1 that broadcasts determines nothing."""
 
     def __init__(self, sizes: dict[str, int], broadcasts: bool) -> None:
         self.sizes = sizes
@@ -254,7 +254,7 @@ class _Sizes:
         return self.sizes.setdefault(dim[0], size) == size
 
     def solve(self, dims: Sequence[tuple[int, Dim]]) -> None:
-        """Learn a letter from a product of which it is the only unknown one."""
+        """Learn the only unknown letter of a product."""
         alone = {dim[0] for _, dim in dims if dim is not None and len(dim) == 1}
         for size, dim in dims:
             unknown = [letter for letter in dim or () if letter not in self.sizes and letter not in alone]

@@ -24,7 +24,7 @@ def _matmul(site: Site) -> str:
 
 
 def _einsum(site: Site) -> str | None:
-    """The letters of the equation; those that are not in the result are summed. A diagonal cannot be cut."""
+    """Return the letters of the equation, summed if they are not in the result. A diagonal cannot be cut."""
     left, arrow, right = site.args[0].replace(" ", "").partition("->")
     if not arrow:
         once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
@@ -40,14 +40,14 @@ _QUERIES, _EXPERTS = (0, -2), (3, 0)
 
 
 def _of_causal(op: Op, tensors: Mapping[str, PTensor]) -> Dims:
-    """Return the dims of the queries, if attention is causal and the keys do not show which queries a part has."""
+    """Return the dims of the queries, if attention is causal and the keys do not determine which queries a part has."""
     is_causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal")
     return (_QUERIES,) if is_causal and all(i.until is None for i in op.indices) else ()
 
 
 def _attention(site: Site) -> Sized | str:
-    """Batch, heads and queries; never keys. Parts of the queries of causal attention read no keys behind them, and get
-    their rows of the mask.
+    """Cut batch, heads and queries, never keys. In causal attention, a part of the queries reads the keys up to its end
+    and its own rows of the mask.
     """
     keys = [f"b.. s{'<=l' if site.argument(5, 'is_causal', False) else '^'} e^", "b.. s v"]
     if len(site.ins[0]) < 4 or site.ins[0][-3] == site.ins[1][-3]:
@@ -86,7 +86,7 @@ def _rows(x: Local) -> str:
 
 
 def _causal_mask(x: Local) -> str:
-    """The rows of a part of the queries."""
+    """Return the rows of the causal mask for a part of the queries."""
     return f"functional.causal_mask({_rows(x)}, {x.shapes[1][-2]}, {x.names[0]})"
 
 
@@ -107,7 +107,7 @@ def _attention_block(x: Local) -> str:
 
 
 def _scores(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:
-    """A random number for each query and key."""
+    """Draw a random number for each query and key."""
     queries, keys = (tensors[o.tensor] for o in op.inputs[:2])
     slots, width = ranges(op.inputs[0], queries, box), len(queries.slots[-1])
     rows = slice(len(slots) - width)
@@ -122,7 +122,9 @@ def _attention_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int
 
 
 def _experts(site: Site) -> Sized:
-    """Tokens; experts, their choices and width are summed, as the result is; outputs, but not inputs."""
+    """Cut tokens and outputs, but not inputs; experts, their choices and the width are summed, as the result is linear
+    in them.
+    """
     width = {"s": 2, "f": site.ins[4][2]}
     return "t a^, t k+, t k+, e+ (s^ f+) a^, e+ o f+ -> t o", width
 
@@ -133,7 +135,7 @@ def _experts_text(x: Local) -> str:
 
 
 def _experts_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
-    """Those of the experts that each token chose."""
+    """Count the operations of the experts that each token chose."""
     return 2 * prod(ins[1]) * (prod(ins[3][1:]) + prod(ins[4][1:]))
 
 

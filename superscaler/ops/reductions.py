@@ -38,7 +38,9 @@ def _softmax(site: Site) -> str:
 
 
 def _loss(site: Site) -> str | None:
-    """A loss of elements: none reduced, summed, or (mean squared error, whose mean the text divides) averaged."""
+    """Return the notation of a loss of elements: not reduced, summed, or averaged (the mean squared error only, whose
+    text divides).
+    """
     if site.outs[0]:
         return elementwise(site)
     return site.alike("d..+", "") if len(set(site.ins)) == 1 else None
@@ -54,7 +56,9 @@ def _mse_loss(x: Local) -> str:
 
 
 def _cross_entropy(site: Site) -> str | None:
-    """Labels are classes or probabilities of classes; not as a mean, whose denominator depends on all labels."""
+    """Return the notation for labels that are classes or their probabilities; not for a mean, whose denominator depends
+    on all labels.
+    """
     if site.argument(3, "reduction", 1) == 1 or len(site.ins[0]) < 2:
         return None
     labels = "b c^ r.." if site.ins[0] == site.ins[1] else "b r.."

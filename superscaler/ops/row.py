@@ -1,4 +1,4 @@
-"""A row is what is known of an operator beyond what torch says of it: `row("mm", "m k+, k n -> m n", ...)`."""
+"""Rows of operators, the facts that torch does not state: `row("mm", "m k+, k n -> m n", ...)`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def plain(x: Local) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The facts of an operator; those that are not given say that there is nothing to know.
+    """The facts of an operator. A default states that nothing special holds.
 
     notation  the index of each dim (see notation.py), or a recipe: a call -> its notation, with the sizes of letters
-              that stand in products only, or None where nothing can be cut. Without one it is torch's word that counts:
+              that stand in products only, or None where nothing can be cut. Without one, torch's tag decides:
               pointwise, or frozen.
-    text      an op on one part -> its source; the sizes in arguments are computed again for the part
+    text      an op on one part -> its source, with the sizes in arguments adapted to the part
     linear    an op -> the sets of inputs in which it is linear (not affine), as `Op.linear` has them
-    placed    on which dims it matters to what a part computes where it starts, not only how large it is: there it is
-              given its range as data (`Local.part`); dims of operands, and of results behind them
-    random    an op on one part -> which random numbers it is given: box, sizes of the whole, shape
-    rate      which argument is the rate of a dropout
+    placed    the dims on which the start of a part matters to its result, not only its size: the op gets its range
+              there as data (`Local.part`); dims of operands, and of results behind them
+    random    an op on one part -> its random numbers: box, sizes of the whole, shape
+    rate      the position of the argument that is the rate of a dropout
     flops     an op, shapes of operands, shapes of results -> floating-point operations of the forward
-    roles     (operand, dim, role): what the factors of a dim are called, see frontend/naming.py
+    roles     (operand, dim, role): names for the factors of a dim, see frontend/naming.py
     biased    the source of the op and the addition of a bias in one call, of operands 0, 1 and the bias
     is_view   the results lie in the memory of the first operand, where no copy must be made; all others in their own
     stops     no gradient passes
@@ -63,13 +63,13 @@ def row(names: str, notation: str | Recipe | None = None, **facts: Any) -> dict[
 
 
 def aten(value: T, names: str) -> dict[str, T]:
-    """Return a table that has this value for operators: torch's, `.default` without an overload, or `ss.` ones."""
+    """Return a table with this value for each operator: torch's, `.default` without an overload, or `ss.` ones."""
     words = names.split()
     return {w if w.startswith("ss.") else f"aten.{w}{'' if '.' in w else '.default'}": value for w in words}
 
 
 def whole(names: Sequence[str], dims: Iterable[int]) -> str:
-    """Return the dims of an operand with these ones read whole, or made whole."""
+    """Return the dims of an operand, with `dims` read whole or made whole."""
     chosen = set(dims)
     return " ".join("_" if d in chosen else name for d, name in enumerate(names))
 
@@ -83,7 +83,9 @@ def elementwise(site: Site) -> str:
 
 
 def along(position: int, name: str = "dim", default: Any = None) -> Recipe:
-    """Return the recipe of operators that need some dims whole, as are those whose size differs between operands."""
+    """Return the recipe of operators that need some dims whole, including the dims whose size differs between
+    operands.
+    """
 
     def recipe(site: Site) -> str | None:
         names = site.letters
@@ -112,27 +114,27 @@ def sizes(shape: Shape) -> str:
 
 
 def to_shape(name: str) -> Callable[[Local], str]:
-    """A method that is given the shape of its result."""
+    """Return the text of a method that takes the shape of its result."""
     return lambda x: f"{x.names[0]}.{name}({sizes(x.results[0])})"
 
 
 def first(op: Op) -> Groups:
-    """Linear in the first operand."""
+    """Return the first operand as the only linear one."""
     return ((0,),) if op.args and op.args[0] == Ref(0) else ()
 
 
 def each(op: Op) -> Groups:
-    """Linear in every operand, one at a time."""
+    """Return every operand as linear, one at a time."""
     return tuple((k,) for k in range(len(op.inputs)))
 
 
 def together(terms: int) -> Callable[[Op], Groups]:
-    """Linear in all operands together; a number among these first arguments makes it affine."""
+    """Return all operands as linear together; a number among the first `terms` arguments makes the op affine."""
     return lambda op: (tuple(range(len(op.inputs))),) * all(isinstance(a, Ref | tuple) for a in op.args[:terms])
 
 
 def of_result(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> Drawn:
-    """A random number for each element of the result."""
+    """Draw a random number for each element of the result."""
     tensor = tensors[op.outputs[0].tensor]
     slots = ranges(op.outputs[0], tensor, box)
     return slots, tensor.extents, tensor.local_shape(extents(slots))

@@ -1,4 +1,4 @@
-"""Views, and what else moves elements: the sizes in their arguments are computed again for each part."""
+"""Views and other moves of elements; the sizes in their arguments are adapted to each part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from superscaler.ops.spans import Span, leaves, unify
 
 
 def _view(site: Site) -> Sized:
-    """Refine both shapes where they group the same elements; what does not fit is frozen there only."""
+    """Refine both shapes where they group the same elements; dims that do not fit are frozen, only there."""
     (before, *_), after = site.ins, site.outs[0]
     left = [[Span(s)] if s > 1 else [] for s in before]
     right = [[Span(s)] if s > 1 else [] for s in after]
@@ -78,7 +78,7 @@ def _reordered(site: Site, order: Sequence[int]) -> str:
 
 
 def _split(site: Site) -> Sized | str:
-    """Equal segments are (segment^ rest): the rest can be cut; unequal ones are whole."""
+    """Return the notation: equal segments are (segment^ rest), and rest can be cut; unequal ones are whole."""
     dim = site.dims(2, "dim", 0)[0]
     if len({shape[dim] for shape in site.outs}) > 1:
         return site.alike(whole(site.letters, [dim]))
@@ -92,7 +92,7 @@ def _split_text(x: Local) -> str:
 
 
 def _gated(site: Site) -> Sized:
-    """glu: the first half of a dim is gated by the second."""
+    """Return the notation of glu: the second half of a dim gates the first."""
     return _packed(site, site.dims(1, "dim", -1)[0], 2)
 
 
@@ -104,7 +104,7 @@ def _packed(site: Site, dim: int, count: int) -> Sized:
 
 
 def _repeat(site: Site) -> Sized:
-    """Each dim of the result is (times dim)."""
+    """Return the notation in which each dim of the result is (times dim)."""
     names = [f"d{k}" for k in range(len(site.outs[0]))]
     added = len(names) - len(site.ins[0])
     before = (*[1] * added, *site.ins[0])
@@ -121,7 +121,7 @@ def _repeat_text(x: Local) -> str:
 
 
 def _select(site: Site) -> str:
-    """One place of a dim, or (unbind) each of them."""
+    """Return the notation for one place of a dim, or (unbind) for each of them."""
     dim, names = site.dims(1, "dim", 0)[0], site.letters
     return site.alike(whole(names, [dim]), " ".join(names[:dim] + names[dim + 1 :]))
 
@@ -160,7 +160,7 @@ def _pixel_shuffle(site: Site) -> Sized:
 
 
 def _made(position: int, name: str) -> Recipe:
-    """Return the recipe of operators whose parts read some dims whole, and keep their piece of them: see `piece`."""
+    """Return the recipe of operators whose parts compute some dims whole and keep their piece of them, see `piece`."""
 
     def recipe(site: Site) -> str:
         names, dims = site.letters, site.dims(position, name)

@@ -1,7 +1,7 @@
-"""Union-find with splitting: what runs through a dim, refined until both sides of every edge agree.
+"""Union-find with splitting: the index along a dim, refined until both sides of every edge agree.
 
-A `Span` is an index before it is known which factors it consists of. Its leaves, major to minor, are its factors:
-384 meeting (3, 4, 32) becomes three leaves, everywhere 384 flows.
+A `Span` is an index before its factors are known. Its leaves, major to minor, are its factors: 384 meeting (3, 4, 32)
+becomes three leaves, everywhere 384 flows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def leaves(spans: Iterable[Span]) -> list[Span]:
 def unify(first: Iterable[Span], second: Iterable[Span]) -> bool:
     """Make two products over the same elements equal, from both ends; return whether nothing is left in between.
 
-    Equal sizes become one class, a larger one that is divisible splits. What does not fit is left as it was.
+    Equal sizes become one class, and a larger size that is divisible splits. A part that does not fit stays unchanged.
     """
     a, b = leaves(first), leaves(second)
     for end in (-1, 0):

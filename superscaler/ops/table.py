@@ -1,4 +1,4 @@
-"""The rows of all operators, and what is asked of them."""
+"""The rows of all operators, and queries on them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from superscaler.ops.row import Row
 ROWS: dict[str, Row] = {
     **elementwise.ROWS, **products.ROWS, **shapes.ROWS, **lookups.ROWS, **reductions.ROWS, **layers.ROWS
 }  # fmt: skip
-# These are given the random numbers of their elements.
+# Operators that get the random numbers of their elements.
 RANDOM = frozenset(target for target, row in ROWS.items() if row.random)
 _UNKNOWN = Row()
-# These are given where their parts are.
+# Operators that get the ranges of their parts.
 PLACED = frozenset(target for target, row in ROWS.items() if row.placed is not _UNKNOWN.placed)
 
 
 def row_of(target: str) -> Row:
-    """Return the row of an operator; of one that has none, a row without facts."""
+    """Return the row of an operator, or a row without facts."""
     return ROWS.get(target, _UNKNOWN)
 
 
 def parts_of(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> dict[tuple[int, int], Box]:
-    """Return the ranges that a part is given as data, by operand and dim: where it has not all, and that matters."""
+    """Return the ranges that a part gets as data, by operand and dim: those that matter, where the part lacks some of
+    the dim.
+    """
     found = {key: ranges_of(op, box, tensors, *key) for key in row_of(op.target).placed(op, tensors)}
     return {key: own for key, (own, whole) in found.items() if extents(own) != whole}
 

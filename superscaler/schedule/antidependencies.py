@@ -1,4 +1,4 @@
-"""Anti-dependencies: all that reads a weight or buffer where it is at rest, or a view of it, comes before its update.
+"""Anti-dependencies: an update waits for all reads of its weight or buffer at rest, and of views of it.
 
 Work is (kind, segment number, key), as in places.
 """
@@ -12,12 +12,14 @@ from superscaler.schedule.recompute_order import Work
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Place, Transfer
 
-# Work, what comes after it, and why.
+# (work, the work that comes after it, the reason).
 Dependency = tuple[Work, Work, str]
 
 
 def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[Dependency]:
-    """Yield what comes before an update because it reads the weight itself, and in later iterations after it."""
+    """Yield the dependencies between the update of a weight and its readers: reads of this iteration come before the
+    update, those of later iterations after it.
+    """
     uses, nexts, known = edges.model.uses(), edges.model.nexts, dict[Hashable, list[tuple[Key, Key]]]()
     for tensor, op in edges.homes.items():
         number, older = edges.home_number[tensor], edges.home_number.get(nexts.get(tensor, ""))
@@ -35,7 +37,7 @@ def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[D
 
 
 def updates_of(edges: Dataflow, transfer: Transfer, pieces: Sequence[End]) -> Iterator[Work]:
-    """Yield the updates of the weight or buffer of which a transfer moves a view, where that is."""
+    """Yield the updates, on the devices of the pieces, of the weight or buffer of which a transfer moves a view."""
     base = edges.bases.get(transfer.tensor) if transfer.kind == FORWARD else None
     devices = {piece.device for piece in pieces if piece.places[0].kind == FORWARD}
     if base is not None and devices:
@@ -44,5 +46,5 @@ def updates_of(edges: Dataflow, transfer: Transfer, pieces: Sequence[End]) -> It
 
 
 def last_of(segments: Sequence[Segment], place: Place) -> Work:
-    """Return the last work that reads what is read at a place: a forward keeps it for the backward."""
+    """Return the last work that uses the value read at a place: a forward keeps it for the backward."""
     return (place.kind if place.kind == UPDATE else segments[place.segment].last, *place[1:3])

@@ -23,7 +23,7 @@ def shortest_cycle(nodes: DependencyGraph, sorted_nodes: Sequence[Node]) -> list
     limit = len(nodes.names) + 1
     left = sorted(np.flatnonzero(~done).tolist(), key=nodes.is_work, reverse=True)
     for start in left[:2000]:
-        # Orders of communication alone may make one, too.
+        # Orders of communication alone may form a cycle, too.
         if best and not nodes.is_work(start):
             break
         if path := _cycle_from(nodes, start, done, limit):
@@ -63,7 +63,7 @@ def explain(nodes: DependencyGraph, cycle: Sequence[Node], done: Sequence[Node])
     transfers = [nodes.schedule.transfers[n.number] for n in ring if n.kind == "C"]
     coupled, is_causal = next(filter(None, (_coupled(nodes, t) for t in transfers)), ("", False))
     order = next((o for o in orders if o.before.kind != "F"), orders[0] if orders else None)
-    # Groups of exact parts have no name, and are drawn.
+    # Groups of exact parts have no name; their work is drawn.
     if coupled and order is not None and str(order.before) and str(order.after):
         why, what = (
             (

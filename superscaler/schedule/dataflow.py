@@ -20,9 +20,9 @@ from superscaler.schedule.joins import Produced, Required, branch, join, project
 
 Labels = tuple[Hashable, ...]
 Key = tuple[int, int, int]
-# The part of an op with a key.
+# (op, key): a part.
 Unit = tuple[str, Key]
-# An op as what makes its output, or as what reads its input, of this number.
+# (op, number): an op as the producer of an output, or as the consumer of an input.
 Port = tuple[Op, int]
 
 
@@ -232,7 +232,7 @@ class Dataflow:
         if key not in self._labels:
             labels = tuple(rows.addends(j if op.is_mirror else None))
             if routed:
-                # Replicas that route are told apart by the addends that they serve.
+                # Routing replicas differ in the addends that they serve.
                 apart = range(len(rows)) if not rows.regular else [0] * len(rows)
                 labels = tuple(zip(labels, self.served(op), apart, strict=True))
             self._labels[key] = self._interned.setdefault(labels, labels)

@@ -20,8 +20,8 @@ from superscaler.schedule.replicas import members as parts_of
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import FORWARD, UPDATE, End, Transfer
 
-# How many segments before its first reader a weight is brought there, unless a plan says otherwise: while one is
-# computed, the next one's come.
+# A weight is gathered this many segments before its first reader, unless a plan says otherwise: while one segment is
+# computed, the weights of the next one arrive.
 AHEAD = 1
 
 
@@ -59,7 +59,7 @@ class Relaxation:
 
 @dataclass(eq=False)
 class Schedule:
-    """Segments, the transfers between them, one global order of all nodes, and the relaxations that it took."""
+    """Segments, the transfers between them, one global order of all nodes, and the relaxations taken."""
 
     edges: Dataflow
     segments: list[Segment]
@@ -80,7 +80,7 @@ class DependencyGraph:
         self.waits: list[int] = []
         self.reason: dict[tuple[int, int], str] = {}
         self.segment_of = {op.name: s for s in schedule.segments for op in s.ops}
-        # By op, mirrors included.
+        # Mirrors are in the segment of their op.
         self.segment_of |= {m.name: self.segment_of[name] for name, m in schedule.edges.mirrors.items()}
         self.nexts = schedule.edges.model.nexts
         self.keys_of: dict[int, dict[int | None, list[Key]]] = {}
@@ -90,7 +90,7 @@ class DependencyGraph:
                 for first, second in pairwise("F" + segment.backwards):
                     reason = "saved activations" if first == "F" else "kept gradients"
                     self._edge(Node(first, segment.number, key), Node(second, segment.number, key), reason)
-        # What brings gradients to updates, each with the number of the piece.
+        # By update, the transfers of its gradient, each with the number of its piece.
         self.brings: dict[Node, list[tuple[int, Node]]] = {}
         self._add_updates()
         for number, transfer in enumerate(schedule.transfers):
@@ -105,7 +105,7 @@ class DependencyGraph:
                 continue
             self._pass(before, hub, after)
             for node in after:
-                # What is computed again for a backward waits for what that waits for.
+                # Recomputed work waits for all that its backward waits for.
                 visit = recomputed.entries.get(node[:3]) if recomputed.entries else None
                 if visit is not None and all(recomputed.visit(other[:3]) != visit for other in before):
                     for work in recomputed.runs[visit]:
@@ -216,7 +216,7 @@ class DependencyGraph:
             brings = (bring for node in found for bring in self.brings.get(node, ()))
             found = {bring: None for number, bring in brings if group.microbatch in (None, number)}
         existing = [n for n in found if n in self.number]
-        # Of a gradient of fewer elements some pieces are empty.
+        # A gradient with fewer elements than pieces has empty pieces.
         if not existing and group.kind != "C":
             raise ScheduleError(
                 f"op_order at {where}: no part of {group} exists, so there is nothing to order; "
@@ -304,7 +304,7 @@ class DependencyGraph:
             for device, at in {device: at for at, device in reversed(readers)}.items():
                 own = runs.get(device, [])
                 before = bisect_left(own, at) - 1 - ahead
-                # Sent just before its first reader anywhere, it is in time on all devices.
+                # If it is sent just before its first reader on any device, it is in time on all devices.
                 if before >= 0 and own[before] < readers[0][0]:
                     self._edge(order[own[before]], node)
                     found = True

@@ -156,7 +156,7 @@ class _Line:
         return along is not None and bool((chosen == chosen.take([0], along)).all())
 
 
-# The index that an axis cuts, into which sizes, and whether it follows the line.
+# (index that an axis cuts, sizes, whether the axis follows the line).
 Slicing = tuple[int | None, tuple[int, ...], bool]
 
 

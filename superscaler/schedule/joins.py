@@ -141,7 +141,7 @@ def share_out(held: Produced, wanted: Required, places: Sequence[Turn]) -> list[
     addends = list(flat.replicas(range(len(rows))).values())
     here = [[flat.at[r] for r in some] for some in addends]
     if (fold := held.fold) is not None:
-        # The place that tells of all decides, so that it does not depend on how devices are numbered.
+        # Order by fold place first, so that the result does not depend on how devices are numbered.
         for owners in here:
             owners.sort(key=lambda owner: (fold.place(owner[0]), fold.base(owner[0])))
     number = {r: n for n, some in enumerate(addends) for r in some}
@@ -231,7 +231,7 @@ def _nearest(held: Produced, rows: list[int], near: tuple[int, int], position: d
     if fold is not None and len(owners) > 1:
         common = [fold.closeness(device, owner) for owner in owners]
         owners = [owner for owner, much in zip(owners, common, strict=True) if much == max(common)]
-        # Read nowhere, to count each once: at the place that tells of all.
+        # A read without a device counts each addend once, at the sampled place.
         owners.sort(key=fold.base if device >= 0 else fold.place)
         turn = fold.base(device) if device >= 0 else 0
     owner = owners[position.get(device, turn) % len(owners)]
@@ -247,7 +247,7 @@ def branch(tree: Tree, held: Produced, device: int, micro: int, late: Container[
         return [row for rows in below for row in rows]
 
     def close(rows: list[int]) -> tuple[bool, float, tuple[float, ...]]:
-        # On average, so that many slices elsewhere are not closer than the whole that is here.
+        # The average, so that many slices elsewhere are not closer than the whole tensor here.
         near = sum((held.at[r][0] == device) * 2 + (held.at[r][1] == micro) for r in rows) / len(rows)
         return not any(r in late for r in rows), near, _distance(held, rows, device)
 
@@ -272,7 +272,7 @@ def _is_sum(tree: Tree, held: Produced) -> bool:
     return counted or not (tree.is_replica or shared)
 
 
-# Branches of n parts in r replicas make n to the power of r sets; beyond these the branch that was taken stays.
+# Branches of n parts in r replicas make n^r sets; with more than these, only the branch that was taken counts.
 MOST_SETS = 64
 
 

@@ -18,7 +18,7 @@ from superscaler.schedule.replicas import find_turns
 from superscaler.schedule.segments import Segment, find_segments
 from superscaler.schedule.transfers import Place, find_transfers
 
-# What may be given up where no order exists; the first ones cost a step the least.
+# Constraints that may be given up where no order exists, the cheapest for a step first.
 APART = "copies of a tensor are sent each by itself"
 SPLIT = "segments are split"
 OTHERS = "other copies than the nearest are read"
@@ -182,17 +182,17 @@ def _orbits(nodes: DependencyGraph) -> list[int]:
 def _priority(nodes: DependencyGraph, number: int) -> tuple[int, int, int, int, int]:
     node = nodes.names[number]
     is_early = node.kind == "F" and node.number in nodes.early
-    # An update that something waits for, or else at the end.
+    # An update that other work waits for runs early, any other one at the end.
     is_early |= node.kind == "U" and any(nodes.names[after].kind != "U" for after in nodes.after[number])
     rank = 2 if is_early else {"O": 0, "C": 1, "B": 3, "I": 3, "W": 3, "F": 4, "U": 5}[node.kind]
     place = -node.number if node.kind == "U" else node.number
     if node.is_run:
         segment = nodes.schedule.segments[node.number]
         place = segment.position if node.kind == "F" else -segment.position
-        # Just before its backward.
+        # A recomputed forward runs just before its backward.
         rank = 3 if segment.region else rank
     is_late = node.kind == "C" and nodes.schedule.transfers[node.number].is_to_updates
     if node.kind == "C" and nodes.schedule.transfers[node.number].tensor in nodes.nexts and not is_late:
-        # After all updates that can be: these then are one.
+        # After all other updates that are possible, so that these become one.
         rank, is_late = 2, True
     return rank, is_late or node.key[1], place, node.key[0], number

@@ -13,7 +13,7 @@ from superscaler.ir.graph import Group, rows_under
 from superscaler.schedule.dataflow import Dataflow, Port, Unit
 from superscaler.schedule.joins import alternatives
 
-# An op_order by its number.
+# The op name of units that stand for an op_order, by its number.
 ORDER = "*order"
 
 
@@ -79,7 +79,7 @@ def _needs(edges: Dataflow) -> Iterator[tuple[Unit, list[Unit]]]:
                     last = op.name if mirror is None else mirror.name, key
                     yield from ((update, [last]) for device, update in at if device == key[0])
             if older := edges.homes.get(nexts.get(operand.tensor, "")):
-                # What a weight is in a later iteration is read after the update that makes it.
+                # The value of a weight in a later iteration is read after the update that makes it.
                 made = [(key[0], (older.name, key)) for key in edges.rows[older.name].keys]
                 for key in edges.rows[op.name].keys:
                     yield from (((op.name, key), [update]) for device, update in made if device == key[0])
@@ -91,13 +91,13 @@ def _needs(edges: Dataflow) -> Iterator[tuple[Unit, list[Unit]]]:
                 yield from _data(edges, (mirror, k), reader)
     for number, order in enumerate(graph.orders):
         if "C" in (order.before.kind, order.after.kind):
-            # No part reads or makes what communication is ordered by.
+            # Orders of communication constrain no part.
             continue
         if order.turns:
             continue
         hub: Unit = (ORDER, (number, -1, -1))
         yield from ((hub, [work]) for work in members(edges, order.before))
-        # The turn of a mirror is that of I, which does not wait for what W waits for.
+        # The turn of a mirror is that of I, which does not wait for the needs of W.
         yield from ((work, [hub]) for work in members(edges, order.after) if order.after.kind != "W")
 
 

@@ -22,7 +22,7 @@ def place_updates(graph: Graph, world: int) -> None:
     """
     producers, uses, nexts = graph.model.producers(), graph.model.uses(), graph.model.nexts
     for version, weight in graph.model.versions.items():
-        # Where all that reads a weight reads an older version, that is where it is read.
+        # If all readers of a weight read an older version, the weight is where that is read.
         uses[weight] = uses[weight] or uses[version]
     for version, weight in graph.model.versions.items():
         uses[version] = uses[version] or uses[weight]
@@ -42,7 +42,7 @@ def place_updates(graph: Graph, world: int) -> None:
         tensor = graph.model.tensors[op.inputs[0].tensor]
         ends = [(reader, reader.inputs[k]) for reader, k in uses[tensor.name]]
         if not ends:
-            # A buffer that is set, but never read.
+            # The buffer is set, but never read.
             maker, j = producers[op.inputs[-1].tensor]
             ends = [(maker, maker.outputs[j])]
         found = frozenset[Located]().union(*(_places(graph, reader, operand, places) for reader, operand in ends))

@@ -24,7 +24,7 @@ from superscaler.ir.model import Op, common_module, width
 from superscaler.schedule.dataflow import Dataflow, Key, Labels
 from superscaler.schedule.joins import Turn
 
-# What is worth an all_reduce: far above the latency, and little enough for the last one, which nothing hides.
+# Bytes that are worth an all_reduce: far above the latency, and few for the last one, which nothing hides.
 SEGMENT_BYTES = 6 * 2**20
 T = TypeVar("T", bound=Hashable)
 
@@ -107,7 +107,7 @@ class Segment:
 
     @property
     def last(self) -> str:
-        """Return the last kind of its work: until then what it reads is held."""
+        """Return the last kind of its work; its inputs are held until then."""
         return (self.backwards or "F")[-1]
 
     @property
@@ -281,5 +281,5 @@ def _find_outputs(edges: Dataflow, segments: list[Segment]) -> None:
             for op in segment.ops
             for j, o in enumerate(op.outputs)
         ]
-        # The gradient of what a twin makes may come from readers of the value that was made first.
+        # The gradient of a recomputed tensor may come from readers of the original one.
         segment.outputs = tuple(o for o in found if o.tensor in read or o.tensor in losses or o.has_gradient)

@@ -15,11 +15,11 @@ from superscaler.ir.codes import SEEN, Span, find_spans, steady_spans
 from superscaler.ir.graph import Graph, Group, Order
 from superscaler.ir.grid import Axis, Grid
 
-# A work: the number of what it is but for its microbatch, and that.
+# The name of a work: its number without the microbatch, and its microbatch.
 Name = tuple[int, int]
-# How many microbatches of each work are compiled beside those that repeat, before the code of all devices does.
+# Microbatches of each work that are compiled besides the repeating ones, before the code of all devices repeats.
 AROUND = 3
-# The longest steady state, in microbatches, that is looked for.
+# The longest period of a steady state, in microbatches.
 LONGEST = 16
 
 

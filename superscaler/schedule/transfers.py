@@ -1,4 +1,4 @@
-"""Transfers: which device sends what to whom, so that every read finds its elements with their whole value.
+"""Transfers: each has sources and readers on devices, so that every read finds its elements with their whole value.
 
 A transfer joins pieces (values on one device, after local sums) with readers (a box on a device, for any number of
 parts). It is *joint* if every reader needs every piece; a joint transfer may become a collective. In any other transfer
@@ -28,9 +28,9 @@ class Place(NamedTuple):
     """An end of a transfer: output or alias `number` of segment instance (`segment`, `key`), or a weight at rest.
 
     Kind F: an output of the forward, or an alias that the forward reads. Kind B: the gradient of an alias that a
-    backward makes, or of an output that it reads. Kind G: an alias that the backward reads again. Kind U: part `key` of
-    the optimizer op with home number `segment`: the weight at rest, and piece `number` of the gradient or new value
-    that it reads.
+    backward makes, or of an output that it reads. Kind G: an alias that is regathered for the backward. Kind U: part
+    `key` of the optimizer op with home number `segment`: the weight at rest, and piece `number` of the gradient or new
+    value that it reads.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class Transfer:
 
     @property
     def is_regather(self) -> bool:
-        """Return whether it moves activations to a backward again."""
+        """Return whether it regathers activations for a backward."""
         return all(place.kind == REGATHER for end in self.readers for place in end.places) and not self.is_local
 
     @property
@@ -142,8 +142,8 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
 
 
 def _apart(readers: Reads, is_late: bool, is_at_rest: bool) -> list[tuple[Reads, int | None]]:
-    """Return groups of readers of a resident weight or a copy: recomputed regions apart; for weights each microbatch
-    apart, because each gathers the weight again.
+    """Return groups of readers of a resident weight or a copy: recomputed regions apart; for regathered weights each
+    microbatch apart, because each gathers the weight once more.
     """
     found: dict[str, Reads] = {}
     for read in readers:
@@ -179,8 +179,8 @@ def _move(
 ) -> list[Transfer]:
     """Return the transfers of a tensor from its makers, one addend each, to all readers.
 
-    `apart`: number of microbatches that move one by one. `is_free`: any value will do, so a device reads the addends
-    that it made.
+    `apart`: number of microbatches that move one by one. `is_free`: any replica may serve, so a device reads the
+    addends that it made.
     """
     columns = zip(*(side.boxes.columns() for side in read), strict=True)
     wanted = Required(*(np.concatenate(column) for column in columns))
@@ -206,7 +206,7 @@ def _in_pieces(transfers: Sequence[Transfer], extents: Sequence[int], count: int
 
 
 def _within(transfer: Transfer, number: int, slot: int, first: int, end: int) -> list[Transfer]:
-    """Return the part of a transfer to updates between two bounds, as piece `number`."""
+    """Return the portion of a transfer to updates between two bounds, as piece `number`."""
 
     def clipped(side: End) -> End:
         (lo, hi), box = side.box[slot], side.box
@@ -393,7 +393,7 @@ def _joined(transfers: Sequence[Transfer], class_of: Mapping[int, int]) -> list[
 def _components(
     pieces: list[End], readers: list[End], links: list[tuple[int, int]]
 ) -> list[tuple[tuple[End, ...], tuple[End, ...], tuple[tuple[int, int], ...]]]:
-    # A reader is ~ its number.
+    # Readers are encoded as ~number, pieces as number.
     parent = {n: n for n in (*range(len(pieces)), *(~r for r in range(len(readers))))}
     for p, r in links:
         parent[root(parent, ~r)] = root(parent, p)

@@ -12,7 +12,7 @@ from superscaler.transform.cut import check_parts
 from superscaler.transform.rewrite import copy_op
 
 TARGET = "aten.scaled_dot_product_attention.default"
-# What repeats a tensor, and what may be around that.
+# Operators that repeat a tensor, and those that may be around them.
 REPEATING = ("expand", "unsqueeze", "view", "_unsafe_view", "clone")
 
 
@@ -127,7 +127,7 @@ class _Blocks:
         return replace(copy_op(tensor, copied, maker), module=self.op.module)
 
     def _repeated(self, chain: list[Op], tensor: str) -> list[Op]:
-        """Return the ops of a chain once more, starting from another tensor."""
+        """Return copies of the ops of a chain that start from another tensor."""
         made = list[Op]()
         for n, op in enumerate(chain):
             found = replace(self.known[op.outputs[0].tensor], name=f"{tensor}.{n}")

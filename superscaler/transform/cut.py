@@ -28,7 +28,7 @@ class Algorithm(Protocol):
 
 
 class _ShortRepr:
-    """Prints as the constructor call, without default arguments."""
+    """A mixin: the text of an object is its constructor call, without default arguments."""
 
     __slots__ = ()
 
@@ -38,7 +38,7 @@ class _ShortRepr:
         return f"{type(self).__name__}({', '.join(options)})"
 
 
-# Parts of one op: more than any cluster has devices and any step has microbatches.
+# The most parts of one op: more than any cluster has devices or any step microbatches.
 MOST_PARTS = 2**24
 
 
@@ -233,7 +233,7 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
         raise TransformError(f"op_trans at {where} selects none of the parts of {op.name}; select at least one.")
     factor = getattr(algorithm, "factor", ())
     factors = [str(name) for name in (factor if isinstance(factor, tuple | list) else (factor,))]
-    # Of a batch of one, which has no factor, one part is all.
+    # A batch of one has no factor; one part is the whole.
     for name in factors if getattr(algorithm, "parts", 0) != 1 else ():
         _check_factor(graph, name, where)
     sizes = _sizes(graph, op, parts)
@@ -269,8 +269,8 @@ def _check_factor(graph: Graph, name: str, where: str) -> None:
 
 
 def _axis(op: Op, algorithm: Algorithm, sizes: tuple[int, ...], where: str) -> Axis:
-    """Return the axis that an algorithm (possibly a user's) makes of a part. Raises TransformError for an axis that
-    loses elements, computes something else, or is none.
+    """Return the axis that an algorithm (possibly a user's) makes of a part. Raises TransformError if that is no axis,
+    loses elements, or computes another value.
     """
     try:
         axis = algorithm.cut(op, sizes)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from superscaler.ir.model import Mark, Model, Op, Operand, PTensor, Ref
 
-# What the steps have of their op.
+# The fields that the steps take from their op.
 _COPIED = ("module", "source", "from_data", "from_weights", "checkpoint", "split", "regather", "iteration")
 
 

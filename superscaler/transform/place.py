@@ -63,7 +63,7 @@ def spread(graph: Graph, parts: Parts, mesh: Mesh, where: str) -> tuple[Parts, I
     number = np.array(0)
     for name, size in sizes.items():
         number = number * size + places[name][1]
-    # All parts in the shape of their grid, along whose axes the numbers repeat.
+    # All parts in the shape of their grid; the numbers repeat along its axes.
     shape = parts.grid.devices.shape
     return (replace(parts, cells=parts.cells.reshape(shape)) if covers(parts.cells, prod(shape)) else parts), number
 

@@ -12,7 +12,7 @@ from superscaler.ir.grid import Grid
 from superscaler.ir.model import Index, Model, Op, Operand, PTensor, Ref
 from superscaler.ir.model_text import unique
 
-# Older versions of a weight: more than any pipeline has stages.
+# The most older versions of a weight: more than any pipeline has stages.
 MOST_VERSIONS = 1024
 
 
@@ -31,8 +31,8 @@ class Recompute:
 
     All ops of one `op_trans` are one region: recomputed ops read recomputed values, so only the tensors that the region
     reads from outside are kept. They run when the backward reaches the region (`select(kind="R")` orders them
-    otherwise), on the parts of their ops. Weights and values inside are communicated again; random numbers are those of
-    the ops. With `copies`, copies among the ops are made again, too.
+    otherwise), on the parts of their ops. Weights and values inside are communicated a second time; random numbers are
+    those of the ops. With `copies`, copies among the ops are recomputed, too.
     """
 
     copies: bool = field(default=False, repr=False)
@@ -69,8 +69,8 @@ class Stale:
     """Read the weights of ops as they were `updates` updates ago, wherever they are read; updates change the newest
     ones.
 
-    y = f(x, w)  ->  y = f(x, w~2); d(w) += d.f(d(y)); w~2 = w~1; w~1 = w; w = update(w, d(w)) w(t+1) = update(w(t),
-    gradient by w at (each weight v as v(t - n of v))), v(-1) = v(-2) = ... = v(0)
+    y = f(x, w)  ->  y = f(x, w~2); d(w) += d.f(d(y)); w~2 = w~1; w~1 = w; w = update(w, d(w))
+    w(t+1) = update(w(t), gradient by w at (each weight v as v(t - n of v))), v(-1) = v(-2) = ... = v(0)
 
     With 1 for all weights this is PipeDream-2BW, with p - 1 - s for stage s of p it is PipeDream. The forward and the
     backward of a step read one version. The steps are not those of the model: `verify` compares them with this
@@ -124,13 +124,13 @@ def write_op(update: Op, weight: str, age: int) -> Op:
 
 @dataclass(frozen=True, slots=True)
 class Regather:
-    """Gather weights and activations again for the backward, instead of keeping them from the forward on: ZeRO-3
-    without a second forward, Megatron's sequence parallelism.
+    """Gather weights and activations a second time for the backward, instead of keeping them from the forward on:
+    ZeRO-3 without a second forward, Megatron's sequence parallelism.
 
-    y = f(x, w); d(x), d(w) += d.f(d(y))  ->  y = f(x, w), keep x; gather w again; d(x), d(w) += d.f(d(y), w)
+    y = f(x, w); d(x), d(w) += d.f(d(y))  ->  y = f(x, w), keep x; regather w; d(x), d(w) += d.f(d(y), w)
 
-    All ops of one `op_trans` are one region. Regathered are weights that an op reads as they rest, and activations of
-    which a part reads more than any part makes. Casts of these are kept, and so are sums.
+    All ops of one `op_trans` are one region. Weights are regathered if an op reads them directly, and activations if a
+    part reads more of them than any part makes. Casts of these are kept, and so are sums.
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:

@@ -1,4 +1,4 @@
-"""What a path must cost at least: Dijkstra over the shapes of layouts, whatever their digits."""
+"""Lower bounds on the cost of a path: Dijkstra over the shapes of layouts, whatever their digits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from superscaler.materialize.rvd import frames
 from superscaler.materialize.rvd import transitions as table
 from superscaler.materialize.rvd.transitions import D, Shape, V
 
-# A side and a shape.
+# (side, shape).
 Vertex = tuple[int, Shape]
 Follow = Callable[[Vertex], Iterable[tuple[Vertex, float]]]
 Related = dict[Shape, list[tuple[str, Shape]]]
 
 
 class Bounds:
-    """The least seconds from one layout, whatever the digits: A* over the shapes of both sides, as far as asked.
+    """The least seconds from one layout, whatever the digits: A* over the shapes of both sides, extended on demand.
 
-    `guide` are the bounds from the other layout, settled up to `reach`.
+    `guide`: the bounds from the other layout, final up to `reach`.
     """
 
     def __init__(self, start: Vertex, follow: Follow, guide: Bounds | None = None, reach: float = 0.0) -> None:
@@ -43,7 +43,7 @@ class Bounds:
         return inf if found is None else found
 
     def least(self, place: Vertex) -> float:
-        """Return what is known of the seconds of a shape without a further search."""
+        """Return a lower bound on the seconds of a shape without a further search."""
         found = self.done.get(place)
         if found is not None:
             return found
@@ -63,7 +63,7 @@ class Bounds:
 
 
 class Memo(dict[tuple[str, int, int], float]):
-    """Calls a function for what it does not have."""
+    """A dict that computes missing values by a function."""
 
     def __init__(self, function: Callable[[tuple[str, int, int]], float]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def related(few: int, many: int, limits: Shape, is_same: bool) -> tuple[Related,
     afters: dict[object, list[Shape]] = defaultdict(list)
 
     def common(shape: Shape) -> list[object]:
-        """What shapes that messages may join have in common."""
+        """Return keys, at least one of which is equal for two shapes that messages may join."""
         if table.is_odd(few, many):
             return [shape[V]]
         return [shape] if is_same else [("R", shape[V:]), ("D", shape[:D])]

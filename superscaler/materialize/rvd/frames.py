@@ -1,4 +1,6 @@
-"""Layouts as arrays with one axis per prime factor, and their shapes coded so that links are told apart."""
+"""Layouts as arrays with one axis per prime factor, and their shapes, coded so that links inside and between places
+differ.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from superscaler.ir.grid import Ints
 from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd.transitions import D, Digits, Groups, Shape, State, V
 
-# How many sets, and the sorted members of each.
+# (number of sets, sorted members of each).
 Partition = tuple[int, bytes]
 # More than the digits of any one axis.
 _FAR = 16
-# The shapes are six times as many for each digit between places.
+# Each digit between places multiplies the number of shapes by six.
 _MOST_FAR = 3
 
 
@@ -26,8 +28,8 @@ _MOST_FAR = 3
 class Frame:
     """The devices of a layout, one axis per digit, and the state that is the layout itself.
 
-    `codes` is what each digit multiplies the shape of a state by: its radix, or, where it leads from place to place, a
-    power of it. So a coded shape says how much of each axis lies between places.
+    `codes`: for each digit, its factor in the shape of a state: its radix, or a power of the radix if it leads from
+    place to place. A coded shape thus determines how much of each axis lies between places.
     """
 
     devices: Ints
@@ -45,14 +47,14 @@ class Frame:
         return prod(self.devices.shape[d] for d in digits)
 
     def groups(self, digits: Digits) -> Groups:
-        """Return the lines of the device array along some digits, the first of them the slowest."""
+        """Return the lines of the device array along some digits, the first of which is the slowest."""
         rest = [d for d in range(self.devices.ndim) if d not in digits]
         lines = self.devices.transpose(rest + list(digits)).reshape(-1, self.radix(digits))
         return tuple(map(tuple, lines.tolist()))
 
     @cached_property
     def subsets(self) -> dict[int, list[frozenset[int]]]:
-        """All sets of digits by the product of their codes."""
+        """Return all sets of digits by the product of their codes."""
         found: dict[int, list[frozenset[int]]] = {}
         for digits in _subsets(self.devices.ndim):
             found.setdefault(_product(self.codes, digits), []).append(frozenset(digits))
@@ -84,7 +86,7 @@ def _product(codes: Shape, digits: Digits) -> int:
 def frames(source: Layout, goal: Layout, place: Callable[[int], Hashable] | None) -> tuple[list[Frame], list[Frame]]:
     """Return the frames of both layouts: one per order of the prime factors of each axis, as 6 is 2 x 3 and 3 x 2.
 
-    Digits lead from place to place, or not, if that is so for all digits of all frames of both.
+    Digits between places get codes only if all frames of both layouts allow it.
     """
     both = [list(_frames(layout)) for layout in (source, goal)]
     if place is None:
@@ -101,7 +103,7 @@ def _with_place_codes(side: list[Frame], place: Callable[[int], Hashable]) -> li
     names = {d: numbers.setdefault(place(d), len(numbers)) for d in sorted(side[0].devices.reshape(-1).tolist())}
     known = [_between(frame, names) for frame in side]
     order = sorted(known[0].values())
-    # Each place is one choice of values of these digits, and the other way round.
+    # These digits and the places determine each other.
     is_clean = all(len(set(itertools.chain(*digit))) == sum(map(len, digit)) for digit in order)
     is_clean &= prod(map(len, order)) == len(numbers) and all(sorted(far.values()) == order for far in known)
     if not is_clean or len(order) > _MOST_FAR:
@@ -156,13 +158,13 @@ def plain(shape: Shape) -> Shape:
 
 @cache
 def parts(shape: Shape) -> int:
-    """Return how many D parts a coded shape has."""
+    """Return the number of D parts of a coded shape."""
     return prod(plain(shape)[D:])
 
 
 @cache
 def factors(code: int) -> tuple[tuple[int, int], ...]:
-    """Return (code, radix) of the sub-axes, of more than one part, of an axis."""
+    """Return (code, radix) of the sub-axes of an axis that have more than one part."""
     each = [
         [
             p ** (k + sum(_FAR << digit for digit in some))
@@ -178,10 +180,11 @@ def factors(code: int) -> tuple[tuple[int, int], ...]:
 
 @cache
 def arriving(before: Shape, after: Shape, devices: int) -> int:
-    """Return how many devices, all places together, must read from another place between two states of all places.
+    """Return the number of devices, over all places, that must read from another place between two states of all
+    places.
 
-    What a place has of both the parts before and the parts after shrinks by a digit between places that is in two
-    different slots, that was in a slot and is in none, or that is missed in V.
+    A place holds some parts before and reads some parts after. Their common portion shrinks by a digit between places
+    that is in two different slots, that leaves a slot for none, or that V lacks.
     """
     held, read = (_homes(shape) for shape in (before, after))
     values = [prod(p for (p, _), axis in homes.items() if axis == V) for homes in (held, read)]
@@ -198,7 +201,7 @@ def _homes(shape: Shape) -> dict[tuple[int, int], int]:
 
 
 def coded(shape: Shape, total: int) -> list[Shape]:
-    """Return the coded shapes that a plain one may stand for, whose codes multiply to `total`."""
+    """Return the coded shapes of a plain one, whose codes multiply to `total`."""
     if not shape:
         return [()] if total == 1 else []
     some = [code for code, radix in ((1, 1), *factors(total)) if radix == shape[0]]

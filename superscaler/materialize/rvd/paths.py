@@ -26,8 +26,8 @@ def find_path(
 ) -> Path:
     """Return the cheapest path; `sizes` are the elements per slot, `limit` the most states to expand.
 
-    `paths` keeps what was found, up to a renaming of devices that the costs do not see. Raises InputError where a
-    layout does not cut the slots into equal parts, or names a device twice.
+    `paths` caches results up to a renaming of devices that leaves the costs equal. Raises InputError where a layout
+    does not cut the slots into equal parts, or names a device twice.
     """
     for layout in (source, goal):
         _check(layout, sizes)
@@ -47,7 +47,7 @@ def find_path(
 
 
 def _names(source: Layout, goal: Layout) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Return the devices in the order in which they appear, and the number of each in it."""
+    """Return the devices in the order of their first appearance, and the number of each in it."""
     names: dict[int, int] = {}
     for device in source.devices.reshape(-1).tolist() + goal.devices.reshape(-1).tolist():
         names.setdefault(device, len(names))

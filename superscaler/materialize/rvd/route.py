@@ -24,18 +24,18 @@ from superscaler.schedule.transfers import Transfer
 
 # The search grows fast with the number of devices; larger groups exchange exact messages.
 MOST_DEVICES = 32
-# Seconds of starting an operation and waiting for it, beside the links: an estimate, so that fewer steps are better.
+# Seconds to start an operation and wait for it, besides the links: an estimate, so that fewer steps are better.
 START = 10e-6
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The costs of a cluster with what each step of a path costs by itself."""
+    """The costs of a cluster, with the fixed cost of each step of a path."""
 
     costs: Costs
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: int) -> float:
-        # A broadcast is run as messages from its sender to each receiver, of which each crosses the network.
+        # A broadcast runs as messages from its sender to each receiver, and each message crosses the network.
         if kind == "broadcast":
             kind, groups = "messages", [(sender, to) for sender, *receivers in groups for to in receivers]
         return self.costs.seconds(kind, groups, size) + (0.0 if kind in LOCAL_KINDS else START)
@@ -43,7 +43,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Places(Steps):
-    """The same of a cluster whose servers have one NIC, or one for each device: of a device it sees its server only."""
+    """The costs of a cluster whose servers have one NIC, or one for each device: they depend on the server of a device
+    only.
+    """
 
     devices_per_server: int
 
@@ -66,7 +68,7 @@ class Route:
     whole: Box
 
     def boxes(self, layout: Layout) -> dict[int, Box]:
-        """Return what each device of a layout has."""
+        """Return the box of each device of a layout."""
         sizes = [n // k for n, k in zip(extents(self.whole), layout.shape[2], strict=True)]
         return {
             int(layout.devices[at]): tuple(
@@ -76,7 +78,7 @@ class Route:
         }
 
     def described(self, dtype: str, is_backward: bool) -> notes.Path:
-        """Return the path as data, with what each step puts on links."""
+        """Return the path as data, with the bytes that each step puts on links."""
         layouts = [self.path.source, *(step.layout for step in self.path.steps)]
         boxes = [self.boxes(layout) for layout in layouts]
         steps = (
@@ -87,12 +89,12 @@ class Route:
 
 
 def is_collective(kind: str) -> bool:
-    """Tell whether a step of a path is one collective per group; else it is local, or messages from the first."""
+    """Return whether a step of a path is one collective per group; else it is local, or messages from the first."""
     return kind in REASONS and kind not in ("broadcast", "rd_gather")
 
 
 def _elements(step: Step, before: Mapping[int, Box], after: Mapping[int, Box]) -> int:
-    """Return how many elements a step puts on links."""
+    """Return the number of elements that a step puts on links."""
     if step.kind in LOCAL_KINDS:
         return 0
     if is_collective(step.kind):
@@ -102,8 +104,8 @@ def _elements(step: Step, before: Mapping[int, Box], after: Mapping[int, Box]) -
 
 
 def route(transfer: Transfer, fold: Fold | None, costs: Costs, itemsize: int, paths: Cache) -> Route | None:
-    """Return the cheapest path of a transfer where every reader needs all that is held, or None where its ends are no
-    layouts: uneven, or several pieces on a device. With a fold the transfer shows only the compiled places.
+    """Return the cheapest path of a transfer whose readers all need the whole tensor. None if its ends are no layouts
+    (uneven, or several pieces on a device). With a fold the transfer shows the sampled places only.
     """
     held = {piece.device: piece.box for piece in transfer.pieces}
     read = {reader.device: reader.box for reader in transfer.readers}
@@ -124,8 +126,8 @@ def route(transfer: Transfer, fold: Fold | None, costs: Costs, itemsize: int, pa
 
 
 def _layout(boxes: Mapping[int, Box], whole: Box, classes: Mapping[int, Hashable]) -> Layout | None:
-    """Return the layout of boxes that tile `whole` evenly, or None: each in as many value parts, each of these on as
-    many devices. Devices of one class hold the same part; without classes all are replicas.
+    """Return the layout of boxes that tile `whole` evenly, or None: all boxes have equally many value parts, and these
+    equally many devices. Devices of one class hold the same part; without classes all are replicas.
     """
     starts = [sorted({box[slot][0] for box in boxes.values()}) for slot in range(len(whole))]
     shape = [len(some) for some in starts]

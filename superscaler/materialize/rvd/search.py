@@ -21,7 +21,7 @@ LIMIT = 1800
 # A tie goes to the path with fewer steps.
 _STEP = 1e-13
 _JOIN = 2
-# How much further than the next state a bound is searched, as a part of its key and of that of the whole path.
+# A bound is searched this much further than the next state: as a fraction of its key, and of the cheapest step.
 _SLACK = 0.02
 Node = tuple[int, State]
 Joined = tuple[str, Groups, tuple[int, ...], int]
@@ -53,7 +53,7 @@ def _leaving(digits: Digits, is_ordered: bool) -> list[tuple[Digits, frozenset[i
 
 
 class _Side:
-    """What is known of the states that the source reaches, or (`is_back`) of those that reach the goal."""
+    """The states that the source reaches, or (`is_back`) those that reach the goal."""
 
     def __init__(self, layout: Layout, is_back: bool, frames: list[Frame]) -> None:
         self.layout, self.is_back, self.frames = layout, is_back, frames
@@ -110,15 +110,15 @@ class _Search:
         self.is_same = set(self.source.devices) == set(self.goal.devices)
         places = [side.by_place(self.place) for side in self.sides]
         is_disjoint = isinstance(costs, Symmetric) and not set(self.source.devices) & set(self.goal.devices)
-        # One place and one other: the seconds of messages depend on the shapes only.
+        # One place and another one: the seconds of messages depend on the shapes only.
         self.is_uniform = is_disjoint and all(len(side) == 1 for side in places)
-        # Places of equal size, of which none has devices of both: all messages are between places.
+        # Places of equal size, none with devices of both sides: all messages are between places.
         self.is_apart = is_disjoint and all(len({len(some) for some in side}) == 1 for side in places)
         self.is_apart &= not set(map(self.place, self.source.devices)) & set(map(self.place, self.goal.devices))
         self.is_within = set(self.goal.devices) <= set(self.source.devices)
         self.prices: dict[tuple[int, int, str, frozenset[int], int], float] = {}
         self.cheapest = [Memo(partial(self._cheapest, number)) for number in (0, 1)]
-        # Parts of a slot that are equal, of those that as many devices can have.
+        # The most equal parts of a slot that these numbers of devices can have.
         self.limits = tuple(gcd(n, lcm(*(len(side.devices) for side in self.sides))) for n in sizes)
         self.spread: dict[tuple[str, int, int], float] = {}
         self.joins: dict[tuple[str, Shape, Shape], float] = {}
@@ -143,7 +143,7 @@ class _Search:
         ]
         back = Bounds(ends[1], partial(self._relaxed, 1))
         reach = min(self.best, back.at(ends[0], self.best))
-        # Local steps may cost nothing: the cheapest other step is what to go by.
+        # Local steps may cost nothing, so the scale is the cheapest other step.
         self.slack = _SLACK * min((cost for cost in self.prices.values() if cost > 10 * _STEP), default=reach)
         # The bound of a state of one side is its distance from the layout of the other.
         self.bounds = [back, Bounds(ends[0], partial(self._relaxed, 0), back, reach)]
@@ -156,7 +156,7 @@ class _Search:
     # -- prices and bounds
 
     def size(self, shape: Shape) -> int:
-        """Bytes of each device."""
+        """Return the bytes of each device."""
         return self.bytes // frames.parts(shape)
 
     def _price(self, number: int, frame: int, kind: str, digits: frozenset[int], size: int) -> float:
@@ -168,7 +168,9 @@ class _Search:
         return found
 
     def _cheapest(self, number: int, key: tuple[str, int, int]) -> float:
-        """The least seconds of a primitive over all sub-axes of a factor; the tensor is in some number of parts."""
+        """Return the least seconds of a primitive over all sub-axes of a factor. `key`: kind, factor, parts of the
+        tensor.
+        """
         kind, factor, parts = key
         found = (
             self._price(number, k, kind, digits, self.bytes // parts)
@@ -178,7 +180,7 @@ class _Search:
         return min(found, default=inf)
 
     def _join_bound(self, kind: str, before: Shape, after: Shape) -> float:
-        """The least seconds of messages between two states of these shapes."""
+        """Return the least seconds of messages between two states of these shapes."""
         if self.is_uniform:
             return self._uniform(kind, frames.plain(before), frames.plain(after))
         if kind == table.LAST or (self.is_within and not self.is_same):
@@ -194,7 +196,9 @@ class _Search:
         return self.spread[key]
 
     def _spread(self, kind: str, size: int, count: int) -> float:
-        """The seconds of messages between places, spread as evenly as may be; without any, of the cheapest message."""
+        """Return the seconds of messages between places, spread as evenly as possible; without any, of the cheapest
+        message.
+        """
         if not count:
             ends = itertools.product(self.source.devices, self.goal.devices)
             pairs = {(self.place(a), self.place(b)): (a, b) for a, b in ends if a != b}
@@ -221,7 +225,7 @@ class _Search:
     def _free(self) -> tuple[set[tuple[int, int]], bool]:
         """Return (D parts, V parts) where a state of the source may be one of the goal, up to the orders of R and V.
 
-        And whether all of both sides may, so that one set of shapes does for both.
+        The second result: whether this holds for all states of both sides, so that they share one set of shapes.
         """
         if not self.is_same:
             return set(), False
@@ -232,7 +236,9 @@ class _Search:
         return self.is_same and (frames.parts(shape), frames.plain(shape)[V]) in self.free
 
     def _relaxed(self, start: int, here: Vertex) -> Iterator[tuple[Vertex, float]]:
-        """Yield what may follow a shape, away from the layout of side `start`, with the least seconds of it."""
+        """Yield the shapes that may follow a shape, away from the layout of side `start`, each with its least
+        seconds.
+        """
         layer, shape = here
         prices = self.cheapest[layer]
         for key, after in near(shape, self.limits, bool(start)):
@@ -276,7 +282,7 @@ class _Search:
         return self.best
 
     def _is_next(self, key: float, number: int, node: Node) -> bool:
-        """Whether no other state of the queue comes before this one; else it is put back with a better bound."""
+        """Return whether no other state of the queue comes before this one; else put it back with a better bound."""
         side = self.sides[number]
         cost = side.reached[node]
         most = min(self.best, (self.queue[0][0] if self.queue else inf) * (1 + _SLACK) + self.slack)
@@ -287,7 +293,7 @@ class _Search:
         return False
 
     def _settle(self, number: int, node: Node) -> None:
-        """Join a state whose cost is known to those of the other side."""
+        """Join a state whose cost is final to those of the other side."""
         side, other = self.sides[number], self.sides[1 - number]
         shape, cost = side.shape(node), side.reached[node]
         if self._is_free(shape):
@@ -342,7 +348,7 @@ class _Search:
         if kind == "broadcast":
             groups = table.stars(groups)
         size = largest * self.itemsize
-        # What moves nothing on the same devices is left to chunk and value_chunk.
+        # Transitions on the same devices without messages are left to chunk and value_chunk.
         nothing = inf if self.is_same else 0.0
         return (kind, groups, kept, size), self.costs.seconds(kind, groups, size) if groups else nothing
 

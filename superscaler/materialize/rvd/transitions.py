@@ -1,8 +1,8 @@
-"""Transitions between layouts: one row per primitive, and how it is priced.
+"""Transitions between layouts: one row per primitive, and its price.
 
-The device array of a layout has one axis per digit, a digit being a prime factor of an axis. A `State` says which
-digits are in R, in V and in each D, so that a collective is a move of digits from one of them to another, and its
-groups are the lines of the device array along these digits, whatever the rest of the state.
+The device array of a layout has one axis per digit; a digit is a prime factor of an axis. A `State` lists the digits in
+R, in V and in each D. A collective then moves digits from one of them to another, and its groups are the lines of the
+device array along these digits, whatever the rest of the state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Intra(NamedTuple):
 
 
 class Inter(NamedTuple):
-    """Messages between two layouts; `fits(before, after, same)` tells which shapes it joins, same: the same devices."""
+    """Messages between two layouts. `fits(before, after, same)`: whether they join these shapes; same: the same
+    devices.
+    """
 
     kind: str
     fits: Callable[[Shape, Shape, bool], bool]
@@ -55,15 +57,15 @@ INTER = (
     Inter("broadcast", lambda a, b, same: not same and a[V:] == b[V:] and a[R] < b[R]),
     Inter("rd_scatter", lambda a, b, same: not same and a[:D] == b[:D] and _grows(a[D:], b[D:])),
     Inter("rd_gather", lambda a, b, same: not same and a[:D] == b[:D] and _grows(b[D:], a[D:])),
-    # Device counts of which neither divides the other have few shapes in common.
+    # If neither device count divides the other, they have few shapes in common.
     Inter("messages", lambda a, b, same: not same and a[V] == b[V] and is_odd(prod(a), prod(b))),
 )
-# From any layout to any other; offered from the source to the goal, so that there always is a path.
+# Messages join any two layouts; offered from the source to the goal, so that a path always exists.
 LAST = "messages"
 
 
 def _grows(few: Shape, many: Shape) -> bool:
-    """Return whether one slot, and no other, has a multiple of its parts."""
+    """Return whether exactly one slot has more parts, a multiple of the number before."""
     changed = [(a, b) for a, b in zip(few, many, strict=True) if a != b]
     return len(changed) == 1 and changed[0][1] % changed[0][0] == 0
 
@@ -79,15 +81,15 @@ class Costs(Protocol):
         """Return the time in which all groups at once run a collective, `size` the bytes of each device's source.
 
         In messages the groups are (sender, receiver) pairs and `size` the bytes of the largest message; in broadcast
-        they are (sender, receivers...). Groups added never make it less, nor does it help messages to be spread less
-        evenly over devices and places.
+        they are (sender, receivers...). More groups never take less time. Messages take no less time when they are
+        spread less evenly over devices and places.
         """
         ...
 
 
 @runtime_checkable
 class Symmetric(Costs, Protocol):
-    """Costs that see of a device only its place: renaming the devices of a place, or places, changes nothing."""
+    """Costs that depend on the place of a device only: renaming the devices of a place, or places, changes nothing."""
 
     def place(self, device: int) -> Hashable: ...
 
@@ -96,12 +98,12 @@ class Symmetric(Costs, Protocol):
 class Step:
     """One primitive of a path.
 
-    `groups` are device ids in chunk order; (sender, receiver) pairs in messages, (sender, receivers...) in broadcast.
-    `take` and `give` are the slots of the tensor that are gathered and scattered, -1 where there is none. `factor` is
-    the number of members of a group (1 in messages). `size` is the bytes of each device's source; of the largest
-    message in messages. `kept` are the devices that also use, in messages, what they hold. A message is what the box of
-    its sender in the layout before and the box of its receiver in `layout`, the one after, have in common; messages on
-    the same elements are summed, and elements without one are zero.
+    `groups`: device ids in chunk order; (sender, receiver) pairs in messages, (sender, receivers...) in broadcast.
+    `take` and `give`: the slots of the tensor that are gathered and scattered, -1 where there is none. `factor`: the
+    number of members of a group (1 in messages). `size`: the bytes of each device's source; of the largest message in
+    messages. `kept`: in messages, the devices that also use the elements that they hold. A message is the intersection
+    of its sender's box in the layout before and its receiver's box in `layout`, the one after. Messages on the same
+    elements are summed, and elements without one are zero.
     """
 
     kind: str
@@ -116,7 +118,9 @@ class Step:
 
 
 def leaving(digits: Digits, at: int) -> list[Digits]:
-    """Return what may leave an axis: any digits of R or V, the last ones of a D, so that chunks stay boxes."""
+    """Return the digits that may leave an axis: any digits of R or V, the last ones of a D, so that chunks stay
+    boxes.
+    """
     if at >= D:
         return [digits[k:] for k in range(len(digits))]
     return [c for k in range(len(digits)) for c in itertools.combinations(digits, k + 1)]
@@ -136,13 +140,15 @@ def moved(state: State, take: int, give: int, digits: Digits) -> State:
 
 @cache
 def slots(ndim: int) -> list[tuple[str, int, int]]:
-    """Return each intra-group primitive with each pair of axes, of a layout with `ndim` axes, that it joins."""
+    """Return (kind, axis, axis) for each intra-group primitive and each pair of axes that it joins, in a layout with
+    `ndim` axes.
+    """
     axes = {R: [R], V: [V], D: list(range(D, ndim))}
     return [(row.kind, x, y) for row in INTRA for x in axes[row.take] for y in axes[row.give] if x != y]
 
 
 def same_cells(devices: Ints) -> bytes:
-    """Return what is equal for layouts (of equal shape and devices) that differ in the order of R and of V only."""
+    """Return a key, equal for layouts (of equal shape and devices) that differ in the order of R and of V only."""
     ordered = np.sort(devices, axis=R)
     if devices.shape[V] > 1:
         ordered = np.take_along_axis(ordered, np.argsort(ordered[:1], axis=V), axis=V)
@@ -152,11 +158,12 @@ def same_cells(devices: Ints) -> bytes:
 def messages(
     before: Layout, after: Layout, sizes: Shape, place: Callable[[int], Hashable]
 ) -> tuple[Groups, tuple[int, ...], int]:
-    """Return (sender, receiver) pairs that make one layout of another, the devices that keep, the largest in elements.
+    """Return the (sender, receiver) pairs that change one layout to another, the devices that keep their elements, and
+    the most elements of a message.
 
-    A device that holds what it reads keeps it; others read from a replica in their own place if there is one, from the
-    one that sent the least so far. Value parts keep their number where both sides have as many, and stay where they are
-    as far as may be; otherwise they are summed into fewer, or the further ones are zero.
+    A device that holds the elements that it reads keeps them. Others read from a replica in their own place if
+    possible, from the one that sent the least so far. Value parts keep their number where both sides have equally many,
+    and stay on their devices as far as possible; otherwise they are summed into fewer, or the additional ones are zero.
     """
     load: dict[int, int] = dict.fromkeys(before.devices.reshape(-1).tolist(), 0)
     pairs, kept, largest = dict[tuple[int, int], None](), dict[int, None](), 0
