@@ -28,6 +28,7 @@ from superscaler.frontend.checkpoints import marked
 from superscaler.frontend.oracle import packed, reference_step
 from superscaler.frontend.refusals import forward_line
 from superscaler.frontend.results import form_and_tensors, loss_of
+from superscaler.frontend.trace import source_of
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -44,6 +45,8 @@ _FLOOR = 1e-2
 _DROPOUT = re.compile("dropout([123]d)?$")
 # Functions with a dropout inside -> position and name of the argument that is its probability.
 _INNER = {F.scaled_dot_product_attention: (4, "dropout_p"), F.multi_head_attention_forward: (10, "dropout_p")}
+# The errors of kernels for an index out of range, and torch's note of the node that was running.
+_BEYOND, _RUNNING = re.compile("out of (bounds|range)|Class values must be"), re.compile(r"While executing %(\w+)")
 _STATE = (
     "something that the forward reads changes between its calls, and the graph has what it was at capture: an "
     "iterator, a counter, a default argument, the time; pass it in as an input, or make it a buffer"
@@ -130,7 +133,12 @@ def _states() -> list[Tensor]:
 
 
 def _graph_step(captured: Captured, values: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
-    made = reference_step(captured, captured.batch, values)
+    try:
+        made = reference_step(captured, captured.batch, values)
+    except (IndexError, RuntimeError) as error:
+        if not _BEYOND.search(str(error)):
+            raise
+        raise CaptureError(_beyond(captured, error)) from None
     found = {} if made.loss is None else {("the loss", ""): made.loss}
     found |= {("the output", name): x for name, x in made.outputs.items()}
     model = captured.model
@@ -138,6 +146,25 @@ def _graph_step(captured: Captured, values: Mapping[str, Tensor]) -> dict[tuple[
     pieces = {n: torch.zeros_like(values[n]) for n in model.segments} | whole
     found |= {("the gradient", name): g for name, g in {**whole, **packed(model, pieces)}.items()}
     return found | {("the buffer", name): x for name, x in made.buffers.items()}
+
+
+def _beyond(captured: Captured, error: Exception) -> str:
+    """Return the message for an index out of range in the example batch: the line, and the inputs that may have it."""
+    running, nodes = _RUNNING.search(str(error)), {node.name: node for node in captured.exported.graph.nodes}
+    node = nodes[running[1]] if running else None
+    found, todo = dict[str, Tensor](), [node] if node else []
+    while todo:
+        for read in todo.pop().all_input_nodes:
+            value = read.meta.get("val")
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                found |= {read.name: captured.batch[read.name]} if read.name in captured.batch else {}
+                todo.append(read)
+    inputs = ", ".join(f"{name} has {x.min()} to {x.max()}" for name, x in found.items() if x.numel())
+    where = source_of(node.meta.get("stack_trace") or "") if node else ""
+    return (
+        f"{where or forward_line(captured.call.module)} does not run on the example batch: {brief(error).rstrip('.')}"
+        f"{f' (input {inputs})' if inputs else ''}; capture with a batch whose indices are in range."
+    )
 
 
 def _eager_step(

@@ -54,19 +54,28 @@ def _shown(works: Sequence[Value | None]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
 
+def _check_members(left: Sequence[Sequence[tuple[Meeting, frozenset[int], Communication]]], world: int) -> None:
+    """Raise ScheduleError for communication with a device that the program lacks."""
+    for device, meets in enumerate(left):
+        for step, (_, members, i) in enumerate(meets):
+            if min(members) < 0 or max(members) >= world:
+                raise ScheduleError(
+                    f"device {device}, step {step}: {_described(i)}, but the program has devices 0 to {world - 1}."
+                )
+
+
 def check_rendezvous(program: Program) -> None:
     """Raise ScheduleError, showing the position of each device, if the communication cannot finish.
 
     In a folded program one device of each base is checked: the devices that it stands for run in step with it.
     """
     devices = program.devices
+    left = meetings(tuple(device for device, _ in devices.distinct()) if isinstance(devices, Folded) else devices)
+    _check_members(left, len(devices))
     if isinstance(devices, Folded):
-        left = meetings(tuple(device for device, _ in devices.distinct()))
         groups = {group for meets in left for _, group, _ in meets}
         bases = {group: frozenset(map(devices.fold.base, group)) for group in groups}
         left = [[(meeting, bases[group], i) for meeting, group, i in meets] for meets in left]
-    else:
-        left = meetings(devices)
     at = [0] * len(left)
     ready = list(range(len(left)))
     while ready:

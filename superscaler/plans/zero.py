@@ -19,8 +19,11 @@ from superscaler.verbs import Graph, InputError, Microbatch, Recompute, Regather
 @along_axis(last=True)
 def zero(graph: Graph, n: int, axis: str, stage: int = 1, shard: int = 0, microbatches: int = 1, keep: int = 0) -> None:
     shard = shard or n
-    if stage not in (1, 2, 3) or keep < 0:
-        raise InputError(f"zero:stage={stage},keep={keep}: choose stage 1, 2 or 3, and keep at least 0 blocks.")
+    if stage not in (1, 2, 3) or keep < 0 or microbatches < 1:
+        raise InputError(
+            f"zero:stage={stage},keep={keep},microbatches={microbatches}: choose stage 1, 2 or 3, keep at least 0 "
+            "blocks, and at least 1 microbatch."
+        )
     if shard < 1 or n % shard:
         raise InputError(f"zero:shard={shard} does not divide its {n} devices; choose {divisors(n)}.")
     if microbatches > 1:

@@ -46,9 +46,11 @@ def draw(found: Mapping[str, Any]) -> str:
 
 
 def save(found: Mapping[str, Any], file: Path) -> None:
-    """Draw into a file. Raises InputError where it cannot be written."""
+    """Draw into a file. Raises InputError where it cannot be written, or is a file that is no such drawing."""
     text = draw(found)
     with writing(file, "name a file in a folder that exists"):
+        if file.is_file() and not file.read_bytes().startswith(HEAD.partition("{")[0].encode()):
+            raise InputError(f"{file} is there and is no drawing of a plan; name a new file, or remove that one.")
         file.write_text(text, encoding="utf-8")
 
 

@@ -269,7 +269,7 @@ def _copy(x: Tensor, older: Tensor | None = None) -> Tensor:
 
 def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the entries of a manifest beside its tensors."""
-    state = step.state
+    state, name = step.state, step.plan["optimizer"]["name"]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -277,7 +277,8 @@ def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, A
         "world": step.world,
         "step": state.steps,
         "seed": state.seed,
-        "optimizer": {"name": step.plan["optimizer"]["name"], "lr": step.rates()},
+        # Inference has none.
+        "optimizer": {"name": name, "lr": step.rates()} if name else None,
         "scaler": state.scaler.state_dict() if state.scaler else None,
         "aliases": step.plan["aliases"],
         "training": None if training is None else dict(training),

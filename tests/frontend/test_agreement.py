@@ -226,3 +226,26 @@ def test_what_was_compared_once_is_kept_with_the_capture(times: list[str]) -> No
     found = [captured(plain, cache="agreement") for _ in range(2)]
     assert found == [times[0], times[0]]
     assert len(times) == 1
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.last = nn.Embedding(10, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.rows(ids)), labels)
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "message"),
+    [
+        ([0, 1, 2], [0, 1, 99], r"Target 99 is out of bounds \(input labels has 0 to 99\)"),
+        ([0, 77, 2], [0, 1, 2], r"index out of range in self \(input ids has 0 to 77\)"),
+    ],
+)
+def test_an_index_out_of_range_in_the_example_is_one_line(ids: list[int], labels: list[int], message: str) -> None:
+    module = Labelled()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match=rf"^\S*test_agreement\.py:\d+ does not run .*{message}[^\n]*$"):
+        ss.capture(module, (torch.tensor(ids), torch.tensor(labels)), optimizer=optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from superscaler.artifact import initial_values
 from superscaler.errors import CaptureError, InputError
 from superscaler.ir.program import Backward, Forward, Free, Give, Load, reads, writes
 from superscaler.runtime.step import Step
+from superscaler.store.manifest import read_manifest
+from superscaler.store.tensors import MANIFEST_FILE
 from superscaler.verify.locate import on_threads
 
 PLANS = [
@@ -321,3 +324,27 @@ def peak(depth: int, optimizer: Callable[[nn.Module], Any]) -> int:
 def test_memory_does_not_grow_with_the_depth() -> None:
     assert peak(2, lambda _: None) == peak(9, lambda _: None) > 0
     assert peak(9, lambda m: torch.optim.SGD(m.parameters())) > 3 * peak(9, lambda _: None)
+
+
+def test_a_checkpoint_of_inference_has_the_weights(tmp_path: Path) -> None:
+    """It gives a step its weights back; one that trains starts its optimizer anew from them."""
+
+    def saved(step: Step) -> Path:
+        return step.save(tmp_path)
+
+    def restored(step: Step) -> dict[str, Tensor]:
+        for x in step.state.weights.values():
+            x.detach().zero_()
+        assert step.restore(tmp_path) == 0
+        tables, names = step.state.tables["weights"], step.plan["tensors"]
+        return {names[entry["tensor"]]["name"]: step.state.weights[entry["name"]].detach() for entry in tables}
+
+    plan = ss.compile(captured("loss")[0], "single", "local:1")
+    values = initial_values(plan.compiled.graph.model, plan.compiled.graph.captured.values)
+    assert read_manifest((on_threads(plan.compiled, values, saved, 60.0)[0] / MANIFEST_FILE).read_bytes())
+    module, x = net("loss")
+    trained = ss.capture(module.eval(), (x,), optimizer=torch.optim.AdamW(module.parameters()))
+    for other in (plan, ss.compile(trained, "single", "local:1")):
+        (found,) = on_threads(other.compiled, values, restored, 60.0)
+        assert found
+        assert all(torch.equal(x, values[name]) for name, x in found.items())

@@ -257,6 +257,7 @@ def test_few_microbatches_shorten_the_warm_up() -> None:
     ("rule", "p", "m", "message"),
     [
         (schedules.interleaved, 4, 6, "6 microbatches do not come in rounds of 4"),
+        (schedules.interleaved, 2, 1, "; choose 2[.]$"),
         (schedules.zbv, 4, 6, "choose at least 8"),
         (schedules.dualpipe_v, 4, 6, "choose at least 8"),
         (schedules.chimera, 4, 5, "even numbers"),

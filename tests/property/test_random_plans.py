@@ -65,3 +65,16 @@ def test_a_program_whose_devices_disagree_about_order_is_refused() -> None:
                 check_rendezvous(dataclasses.replace(program, devices=(device, *program.devices[1:])))
             return
     pytest.fail("no random program communicates twice")
+
+
+@pytest.mark.parametrize("kind", [Collective, Send])
+def test_communication_with_a_device_that_is_not_there_is_refused(kind: type[Collective | Send]) -> None:
+    programs = (random_plan(random_model(s, 6)[0], s + 1, 2, irregular=False).program for s in range(200))
+    program, device, at = next(
+        (p, d, k) for p in programs for d in p.devices for k, i in enumerate(d.instructions) if isinstance(i, kind)
+    )
+    i, code = device.instructions[at], list(device.instructions)
+    code[at] = dataclasses.replace(i, peer=7) if isinstance(i, Send) else dataclasses.replace(i, group=(device.rank, 7))
+    devices = tuple(dataclasses.replace(d, instructions=tuple(code)) if d is device else d for d in program.devices)
+    with pytest.raises(ScheduleError, match=r"device.* 7\)?, but the program has devices 0 to 1"):
+        check_rendezvous(dataclasses.replace(program, devices=devices))

@@ -128,6 +128,7 @@ def test_wrong_input_is_one_message(plan: Plan, tmp_path: Path, capsys: pytest.C
         ("plan", "missing/a.svg", "name a file in a folder that exists"),
         ("plan", "plan", "name a file in a folder that exists"),
         ("missing", "a.svg", "is not a plan directory"),
+        ("plan", "plan/plan.json", "is there and is no drawing of a plan"),
     ):
         assert run("explain", str(tmp_path / directory), "--svg", str(tmp_path / file)) == 2
         out, err = capsys.readouterr()

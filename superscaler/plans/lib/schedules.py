@@ -71,12 +71,14 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Table:
     """1F1B where a device has several chunks, which as many microbatches as devices pass in turn (Megatron-LM)."""
     _check_counts(devices=devices, microbatches=microbatches, chunks=chunks)
     if microbatches % devices:
+        rounds = microbatches // devices
+        choice = f"{devices * rounds} or {devices * (rounds + 1)}" if rounds else devices
         raise InputError(
             f"interleaved: {microbatches} microbatches do not come in rounds of {devices}, the number of pipeline "
-            f"devices; choose {devices * max(1, microbatches // devices)} or {devices * (microbatches // devices + 1)}."
+            f"devices; choose {choice}."
         )
-    rounds = range(0, microbatches, devices)
-    forward = [(c, first + k) for first in rounds for c in range(chunks) for k in range(devices)]
+    starts = range(0, microbatches, devices)
+    forward = [(c, first + k) for first in starts for c in range(chunks) for k in range(devices)]
     backward = [(chunks - 1 - c, k) for c, k in forward]
     warm = (2 * (devices - d - 1) + (chunks - 1) * devices for d in range(devices))
     return [_alternate(d, devices, ahead, forward, backward) for d, ahead in enumerate(warm)]
