@@ -50,10 +50,10 @@ def viewed(graph: ss.Graph, cluster: ss.Cluster) -> None:
 
 
 @cache
-def program(world: int) -> Program:
+def program(world: int, plan: str = "") -> Program:
     module = Viewed()
     graph = ss.capture(module, (torch.randn(4, 4),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
-    return ss.compile(graph, viewed, f"local:{world}").compiled.program
+    return ss.compile(graph, plan or viewed, f"local:{world}").compiled.program
 
 
 def at(code: Code, of: type) -> int:
@@ -101,6 +101,21 @@ MUTANTS: list[tuple[Callable[[Code], None], int, str]] = [
     (waited_for_twice, 2, r"reads the gradient of \S+, whose memory Accumulate of \w+__9 has changed"),
     (added_to_a_collective_over_one_device, 2, r"changes \w+ in place, which Backward s\d+ holds"),
 ]
+
+
+def test_a_weight_that_a_collective_still_reads_is_not_updated() -> None:
+    made = program(2, "zero:stage=1")
+    devices = list(made.devices)
+    code = [i for i in devices[0].instructions if not isinstance(i, Free)]
+    start = code[at(code, Collective)]
+    assert isinstance(start, Collective)
+    assert start.kind == "all_gather"
+    # The slice is gathered once more, and nothing waits for that.
+    works = tuple(work and work._replace(number=9) for work in start.works)
+    code.insert(at(code, Update), replace(start, works=works))
+    devices[0] = replace(devices[0], instructions=tuple(code))
+    with pytest.raises(ScheduleError, match=r"comes while all_gather .* may still read what it changes"):
+        check_program(replace(made, devices=tuple(devices)))
 
 
 @pytest.mark.parametrize(("change", "world", "told"), MUTANTS)
