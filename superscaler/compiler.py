@@ -108,7 +108,7 @@ def _run(sprogram: SProgram, graph: Graph, cluster: Cluster) -> None:
     if inspect.isgenerator(returned) or inspect.isawaitable(returned) or inspect.isasyncgen(returned):
         if inspect.iscoroutine(returned):
             returned.close()
-        raise InputError(f"{name} is a generator or async, of which nothing has run; make it a plain function.")
+        raise InputError(f"{name} is a generator or async, so none of it has run; make it a plain function.")
 
 
 def place(planned: Graph, cluster: Cluster) -> Graph:
@@ -133,7 +133,7 @@ def place(planned: Graph, cluster: Cluster) -> Graph:
         if host >= HOSTS and ((op.is_forward and not op.is_copy) or op.is_output):
             raise InputError(
                 f"{op.name} is assigned to {place_name(host)}, where only copies (Insert) and updates can be; "
-                "assign it to the device, and a copy of what it reads or makes to the host."
+                "assign it to the device, and a copy of its inputs or outputs to the host."
             )
     check_copies(planned)
     return planned

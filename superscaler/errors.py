@@ -8,7 +8,7 @@ from math import isqrt
 
 
 class PlanError(Exception):
-    """The base of every error that a user can cause. `exit_code` is what the command line returns."""
+    """The base of every error that a user can cause. `exit_code`: the exit status of the command line."""
 
     exit_code = 1
 
@@ -46,7 +46,7 @@ def brief(value: object) -> str:
 
 
 def printable(text: str, but: str = "") -> str:
-    """Return a text with escapes in the place of what cannot be printed.
+    """Return a text in which escapes replace unprintable characters, except those in `but`.
 
     >>> print(printable("a\\nb"), printable("é\\x1b[1m", but="\\n"))
     a\\nb é\\x1b[1m

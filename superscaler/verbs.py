@@ -237,8 +237,8 @@ def _update(graph: Graph, name: str, where: str) -> Op:
         raise InputError(f"place at {where}: {name} is packed; place its segments {', '.join(pieces)}.")
     if name in graph.model.tensors and graph.model.tensors[name].kind == "parameter":
         raise InputError(
-            f"place at {where}: {name} is not trained, so it has no optimizer op that says where it rests: each device "
-            "keeps what it reads of it. Place its readers by op_assign."
+            f"place at {where}: {name} is not trained, so no optimizer op determines where it rests: each device "
+            "keeps the portion that it reads. Place its readers by op_assign."
         )
     raise InputError(f"place at {where}: {unknown('parameter', str(name).splitlines()[0], graph.updates)}")
 
@@ -246,7 +246,7 @@ def _update(graph: Graph, name: str, where: str) -> Op:
 def _items(target: Target, where: str) -> list[Op | Parts]:
     items: list[Any] = list(target) if isinstance(target, list | tuple | Flat) else [target]
     if not items:
-        raise InputError(f"{where}: a verb is given an empty list, of no op; give at least one.")
+        raise InputError(f"{where}: a verb is given an empty list; give at least one op.")
     for item in items:
         if not isinstance(item, Op | Parts):
             raise InputError(f"{where}: a verb takes ops, parts, or a list of them, not {item!r}.")
@@ -335,7 +335,7 @@ def _work(graph: Graph, work: Action, stages: Sequence[Sequence[Op]], known: Kno
 def _in_all(graph: Graph, work: Action, stages: Sequence[Sequence[Op]], where: str) -> Group | None:
     """Return the parts of an action in all microbatches."""
     if work.stage >= len(stages):
-        raise InputError(f"order at {where}: {work} is of stage {work.stage}, but there are {len(stages)}; give these.")
+        raise InputError(f"order at {where}: {work} names stage {work.stage}, but there are {len(stages)}; give all.")
     ops = stages[work.stage]
     if work.kind != "F" and not any(op.name in graph.twins if work.kind == "R" else op.has_mirror for op in ops):
         return None

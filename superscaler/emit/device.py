@@ -192,7 +192,7 @@ class _Writer:
                 end = ends[at]
             yield from ("    " * (at <= end) + line for line in self._line(now[0]).splitlines())
             if run.count == 1:
-                self.spelling.did(now[0])
+                self.spelling.note_effects(now[0])
 
     def _function(self, i: p.Forward) -> Function:
         return self.program.functions[i.function]
@@ -201,7 +201,7 @@ class _Writer:
         return self.spelling.value(value)
 
     def tuple_of(self, names: Sequence[Value | None], gap: str = "None") -> str:
-        inner = self.spelling.several(names, gap)
+        inner = self.spelling.tuple_items(names, gap)
         return f"({inner[0]},)" if len(inner) == 1 else f"({', '.join(inner)})"
 
     def _line(self, i: Instruction) -> str:
@@ -250,7 +250,7 @@ class _Writer:
                 return self._free(i.names)
 
     def _free(self, names: Sequence[Value]) -> str:
-        several = self.spelling.several(names)
+        several = self.spelling.tuple_items(names)
         cleared = [name[1:].replace(".values()", ".clear()") for name in several if name.startswith("*")]
         others = [name for name in several if not name.startswith("*")]
         return "\n".join([f"del {', '.join(others)}"] * bool(others) + cleared)

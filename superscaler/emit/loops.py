@@ -170,7 +170,7 @@ class Spelling:
         turn = (f"{factor} * " if factor > 1 else "") + (f"({TURN} // {period})" if period > 1 else TURN)
         return turn + (f" {'-' if start < 0 else '+'} {abs(start)}" if start else "")
 
-    def did(self, i: Instruction) -> None:
+    def note_effects(self, i: Instruction) -> None:
         """Record the values that an instruction outside of loops makes and frees."""
         for value in names(i, Role.WRITE):
             if value.microbatch != NONE and _family(value) in self._there:
@@ -179,8 +179,8 @@ class Spelling:
             if value.microbatch != NONE and _family(value) in self._there:
                 self._there[_family(value)].remove(value.microbatch)
 
-    def several(self, values: Sequence[Value | None], gap: str = "None") -> list[str]:
-        """Return the sources of values in order; a dict of which these are all values is written at once."""
+    def tuple_items(self, values: Sequence[Value | None], gap: str = "None") -> list[str]:
+        """Return the sources of values in order. All values of a dict, in its order, are written as one."""
         found = []
         for _, some in groupby(values, lambda v: None if v is None else _family(v)):
             own = list(some)

@@ -155,11 +155,11 @@ class Entry:
 
     verb: str
     op: str
-    what: str
+    detail: str
     where: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.verb} {self.op} {self.what}"
+        return f"{self.where}: {self.verb} {self.op} {self.detail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class Graph:
         if not isinstance(name, str) or name not in self._by_name:
             entry = next((e for e in reversed(self.journal) if e.op == name and e.verb == "op_trans"), None)
             if entry is not None:
-                raise InputError(f"{name} was replaced by {entry.what} at {entry.where}; use what op_trans returned.")
+                raise InputError(f"{name} was replaced by {entry.detail} at {entry.where}; use what op_trans returned.")
             raise InputError(unknown("op", name, self._by_name))
         return self._by_name[name]
 
@@ -425,7 +425,7 @@ class Graph:
         if module is not None:
             chosen = tuple(o for o in chosen if o.module == module or o.module.startswith(module + "."))
         if kind in ("I", "W") and not any(o.split for o in self.model.ops):
-            raise InputError(f"{where}: {kind} is of ops whose backward is split; op_trans(SplitBackward()) these.")
+            raise InputError(f"{where}: {kind} selects ops whose backward is split; op_trans(SplitBackward()) these.")
         if kind in ("B", "I", "W"):
             mirrored = ((o, self.twins.get(o.name, self.op(o.name))) for o in chosen)
             chosen = tuple(o for o, of in mirrored if of.has_mirror and (kind == "B" or of.split))
@@ -434,7 +434,9 @@ class Graph:
         if kind == "C" and microbatch is not None:
             for name, count in ((o.name, self.pieces.get(o.name, 1)) for o in chosen):
                 if not 0 <= microbatch < count:
-                    raise InputError(f"{where}: {name} has no piece {microbatch} of {count}; send_in_pieces before.")
+                    raise InputError(
+                        f"{where}: {name} has no piece {microbatch} of {count}; call send_in_pieces first."
+                    )
         if not chosen:
             paths = {o.module for o in self.forward_ops}
             raise InputError(f"{where}: {unknown('module', module, paths) if module else 'it matches no op.'}")

@@ -201,7 +201,7 @@ class _Interpreter(Generic[V]):
 
     def _check_new(self, run: _Run[V], name: Value) -> None:
         if name in run.values or name in run.handles:
-            raise Refusal(f"makes {name}, which is there already.")
+            raise Refusal(f"makes {name}, which exists already.")
         if name == ONE:
             raise Refusal(f"makes {name}, the name of the gradient of the loss.")
 
@@ -242,7 +242,7 @@ class _Interpreter(Generic[V]):
         mine = (group == cohort.devices[:, None]).sum(axis=1)
         if (mine != 1).any():
             row = int(np.argmax(mine != 1))
-            raise Refusal(f"is over {group[row].tolist()}, of which this device is no member.", row)
+            raise Refusal(f"is over {group[row].tolist()}, which does not include this device.", row)
         ordered = np.sort(group, axis=1)
         twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
         if twice.any():

@@ -61,7 +61,7 @@ class Value(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Value:
-        """Read a name. Identifiers of tensors never look like what is put before or after them.
+        """Read a name. Identifiers of tensors never look like the prefixes and suffixes of a name.
 
         >>> Value.parse("d_h_m2_work__3")
         Value(name='h', is_gradient=True, microbatch=2, part=0, slice=0, is_handle=True, number=3)

@@ -152,7 +152,7 @@ def parse_program(text: str, model: Model) -> Program:
     try:
         return reader.program()
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise InputError(f"the text of the program is not whole ({error}).") from None
+        raise InputError(f"the text of the program is incomplete ({error}).") from None
 
 
 class _Reader:

@@ -60,12 +60,12 @@ def _refusals(model: Model, count: int) -> list[tuple[bool, str]]:
         (not is_number, f"{count!r} is no number of iterations; give 2 or more."),
         (is_number and count > MOST, f"{count} iterations are as many copies of the model; choose at most {MOST}."),
         (model.iterations > 1, f"the graph has {model.iterations} iterations already; unroll it once."),
-        (not model.loss, "nothing is trained, so that no iteration waits for one before it; capture an optimizer."),
+        (not model.loss, "nothing is trained, so no iteration depends on the one before; capture an optimizer."),
         (bool(model.result), "the step returns more than its loss; capture it without outputs."),
         (
             bool(model.optimizer.scaler),
-            "a GradScaler looks at the gradients of all weights before the first update, which then no other iteration "
-            "could begin before; capture without scaler=, with bf16.",
+            "a GradScaler looks at the gradients of all weights before the first update, so no other iteration could "
+            "begin earlier; capture without scaler=, with bf16.",
         ),
         (bool(model.versions), "weights are read as they were updates ago (Stale); leave one of the two out."),
     ]

@@ -1,6 +1,6 @@
-"""Schedule -> Program: walk the global order once and write what each device does.
+"""Schedule -> Program: walk the global order once and write the work of each device.
 
-Every value is named when it is made; what a reader needs is combined just before its first use, so that started
+Every value is named when it is made. Values are joined for a reader just before its first use, so that started
 communication has the time in between.
 """
 

@@ -30,8 +30,8 @@ def identifier(tensor: str) -> str:
 
 
 def unique_identifiers(tensors: Iterable[str]) -> dict[str, str]:
-    """Return a name for each pTensor; those that would be equal, or look like another's part or like what emitted code
-    calls its own, get one more letter.
+    """Return a name for each pTensor. A name gets one more letter if it is taken, looks like a part's name, or is used
+    by emitted code itself.
 
     >>> unique_identifiers(["a.b", "a_b", "x_m0", "one"])
     {'a.b': 'a_b', 'a_b': 'a_b_', 'x_m0': 'x_m0_', 'one': 'one_'}

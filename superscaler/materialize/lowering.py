@@ -188,7 +188,7 @@ def _messages(transfer: Transfer, context: Context) -> Lowered:
 
 
 class _Path:
-    """The steps of a searched path; each starts after the one before has arrived. `slots`: what each device holds."""
+    """The steps of a searched path; each starts after the one before has arrived. `slots`: the slot of each device."""
 
     def __init__(self, transfer: Transfer, found: Route, context: Context) -> None:
         self.transfer, self.route, self.context = transfer, found, context

@@ -84,7 +84,7 @@ class Values:
                 self._read[number, r] = None
 
     def _of(self, owner: EndOf) -> Value | None:
-        """Return the name of a reader's value; the first call joins what arrived for it."""
+        """Return the name of a reader's value; the first call joins the slots that arrived for it."""
         if owner not in self._read:
             self._read[owner] = self.writer.read(*owner)
         return self._read[owner]

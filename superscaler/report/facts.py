@@ -122,7 +122,7 @@ def hash_values(values: Mapping[str, Tensor]) -> str:
 
 def _plan_text(graph: Graph) -> str:
     """Return the journal without file positions, then the facts that it lacks: cuts, devices, members of orders."""
-    lines = [f"{e.verb} {e.op} {e.what}" for e in graph.journal]
+    lines = [f"{e.verb} {e.op} {e.detail}" for e in graph.journal]
     lines += [f"{op.name} {_grid_text(graph.grids[op.name])}" for op in graph.model.ops]
     return "\n".join([*lines, *(f"{o.before!r} {'turns' if o.turns else 'before'} {o.after!r}" for o in graph.orders)])
 
@@ -314,7 +314,7 @@ class _Blocks:
         def within(call: str) -> str:
             return re.sub(r"'([^']*)'", lambda quoted: f"'{_short(name, quoted[1])}'", call)
 
-        asked = Counter(f"{e.verb} {within(e.what)}" for e in self.journal.get(name, ()))
+        asked = Counter(f"{e.verb} {within(e.detail)}" for e in self.journal.get(name, ()))
         splits, weights, devices = tuple(self._splits(name)), tuple(self._weights(name)), ranges(self.devices(name))
         again = sum(bool(op.origin) for op in self.ops[name])
         halves = [self.halves.get(op.name, 0) for op in self.ops[name]]

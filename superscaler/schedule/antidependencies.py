@@ -37,7 +37,7 @@ def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[D
 
 
 def updates_of(edges: Dataflow, transfer: Transfer, pieces: Sequence[End]) -> Iterator[Work]:
-    """Yield the updates, on the devices of the pieces, of the weight or buffer of which a transfer moves a view."""
+    """Yield the updates of the weight or buffer that a moved tensor is a view of, on the devices of its pieces."""
     base = edges.bases.get(transfer.tensor) if transfer.kind == FORWARD else None
     devices = {piece.device for piece in pieces if piece.places[0].kind == FORWARD}
     if base is not None and devices:

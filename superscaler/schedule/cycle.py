@@ -65,7 +65,7 @@ def explain(nodes: DependencyGraph, cycle: Sequence[Node], done: Sequence[Node])
     order = next((o for o in orders if o.before.kind != "F"), orders[0] if orders else None)
     # Groups of exact parts have no name; their work is drawn.
     if coupled and order is not None and str(order.before) and str(order.after):
-        why, what = (
+        why, remedy = (
             (
                 "as causal attention reads earlier ones",
                 "Order the forwards of slices in turn, their backwards in reverse.",
@@ -77,7 +77,7 @@ def explain(nodes: DependencyGraph, cycle: Sequence[Node], done: Sequence[Node])
             )
         )
         ordered = f"{order.before} is ordered before {order.after} ({order.where})"
-        return f"{coupled} of several microbatches, {why}, but {ordered}. {what}"
+        return f"{coupled} of several microbatches, {why}, but {ordered}. {remedy}"
     lines = ["the schedule has a cycle, so no device can go on."]
     work = [n for n in ring if n.kind not in "CO"]
     for node in work:
@@ -110,13 +110,13 @@ def _rows(nodes: DependencyGraph, work: Sequence[Node], done: Sequence[Node]) ->
     waits: dict[int, list[str]] = {}
     for node, needed in zip(work, [work[-1], *work[:-1]], strict=True):
         if node.device != needed.device:
-            what = f"{name(node)} waits for {name(needed)} on {place_name(needed.device)}"
-            waits.setdefault(node.device, []).append(what)
+            text = f"{name(node)} waits for {name(needed)} on {place_name(needed.device)}"
+            waits.setdefault(node.device, []).append(text)
     if not waits:
         found = list(dict.fromkeys(map(name, work)))
         *names, last = found if len(found) > 1 or len(work) == 1 else [f"{name(n)} ({nodes.name(n)})" for n in work]
-        what = f"{', '.join(names)} and {last} wait for each other" if names else f"{last} waits for itself"
-        waits[work[0].device] = [what]
+        text = f"{', '.join(names)} and {last} wait for each other" if names else f"{last} waits for itself"
+        waits[work[0].device] = [text]
     return [Row(device, runs.get(device, {}), ", ".join(waits[device])) for device in sorted(waits)]
 
 

@@ -91,7 +91,7 @@ class DependencyGraph:
                     reason = "saved activations" if first == "F" else "kept gradients"
                     self._edge(Node(first, segment.number, key), Node(second, segment.number, key), reason)
         # By update, the transfers of its gradient, each with the number of its piece.
-        self.brings: dict[Node, list[tuple[int, Node]]] = {}
+        self.gradients_of: dict[Node, list[tuple[int, Node]]] = {}
         self._add_updates()
         for number, transfer in enumerate(schedule.transfers):
             self._add_transfer(number, transfer)
@@ -177,7 +177,7 @@ class DependencyGraph:
             for place in reader.places:
                 self._edge(node, Node(*reader_of(segments, place)))
                 if transfer.is_to_updates:
-                    self.brings.setdefault(Node(*place[:3]), []).append((place.number, node))
+                    self.gradients_of.setdefault(Node(*place[:3]), []).append((place.number, node))
 
     def _delay(self) -> RecomputeOrder:
         """Let recomputed work wait for its backward, unless a plan orders it."""
@@ -188,7 +188,7 @@ class DependencyGraph:
         recomputed = RecomputeOrder(self.schedule.segments, self.schedule.transfers, ordered)
         for visit, works in recomputed.runs.items():
             for before, work in product(recomputed.waits.get(visit, ()), works):
-                self._edge(Node(*before), Node(*work), "computed again when the backward comes to it")
+                self._edge(Node(*before), Node(*work), "recomputed when the backward reaches it")
         return recomputed
 
     def members(self, group: Group, where: str) -> list[Node]:
@@ -213,8 +213,8 @@ class DependencyGraph:
             else:
                 found.update(dict.fromkeys(Node(kind, segment.number, key) for kind in self._kinds(group, segment)))
         if group.kind == "C":
-            brings = (bring for node in found for bring in self.brings.get(node, ()))
-            found = {bring: None for number, bring in brings if group.microbatch in (None, number)}
+            pairs = (pair for node in found for pair in self.gradients_of.get(node, ()))
+            found = {transfer: None for number, transfer in pairs if group.microbatch in (None, number)}
         existing = [n for n in found if n in self.number]
         # A gradient with fewer elements than pieces has empty pieces.
         if not existing and group.kind != "C":
@@ -296,8 +296,8 @@ class DependencyGraph:
         for node, at in position.items():
             if node.is_run and not segments[node.number].ops[0].from_data and node.number not in self.copies:
                 runs.setdefault(node.device, []).append(at)
-        found, brought = False, (node for node in position if node.kind == "C" and node.number in late)
-        for node in dict.fromkeys(node for bring in brought for node in (bring, *late[bring.number])):
+        found, gathers = False, (node for node in position if node.kind == "C" and node.number in late)
+        for node in dict.fromkeys(node for gather in gathers for node in (gather, *late[gather.number])):
             readers = sorted((position[reader], reader.device) for reader in self._followers(node))
             tensor = self.schedule.transfers[node.number].tensor if node.kind == "C" else ""
             ahead = self.graph.ahead.get(tensor, AHEAD)

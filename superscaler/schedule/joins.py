@@ -1,8 +1,9 @@
 """Joins: which parts a reader takes its data from, with every element and every addend once, from the nearest replica.
 
-`Produced` is what parts produce of one pTensor (or of its gradient), `Required` what others require. Two held rows with
-the same label hold the same addend of the same elements. Regular grids are joined by arithmetic on labels, irregular
-trees by taking one branch at each replication. Source: sections 3.1 and 3.2 of the paper.
+`Produced` lists the portions of one pTensor (or of its gradient) that parts produce, `Required` those that parts
+require. Two produced rows with the same label hold the same addend of the same elements. Regular grids are joined by
+arithmetic on labels, irregular trees by taking one branch at each replication. Source: sections 3.1 and 3.2 of the
+paper.
 """
 
 from __future__ import annotations

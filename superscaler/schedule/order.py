@@ -19,7 +19,7 @@ from superscaler.schedule.segments import Segment, find_segments
 from superscaler.schedule.transfers import Place, find_transfers
 
 # Constraints that may be given up where no order exists, the cheapest for a step first.
-APART = "copies of a tensor are sent each by itself"
+APART = "copies of a tensor are sent separately"
 SPLIT = "segments are split"
 OTHERS = "other copies than the nearest are read"
 

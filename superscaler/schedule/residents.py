@@ -59,10 +59,10 @@ def check_copies(graph: Graph) -> None:
         readers = graph.uses[op.outputs[0].tensor]
         read = frozenset[Located]().union(*(_places(graph, r, r.inputs[k], known) for r, k in readers))
         names = {reader.name for reader, _ in readers} if read == _places(graph, op, op.outputs[0], known) else set()
-        if entry := next((e for e in graph.journal if e.op in names and e.what.startswith("Insert(")), None):
+        if entry := next((e for e in graph.journal if e.op in names and e.detail.startswith("Insert(")), None):
             raise ScheduleError(
                 f"op_trans at {entry.where}: the copy {op.name} is where {entry.op} reads it, so it changes nothing; "
-                f"place it elsewhere, as op_assign(graph, copies, 'host'), or leave {entry.what} out."
+                f"place it elsewhere, as op_assign(graph, copies, 'host'), or leave {entry.detail} out."
             )
 
 

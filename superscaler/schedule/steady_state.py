@@ -25,7 +25,7 @@ LONGEST = 16
 
 @dataclass(frozen=True)
 class SteadyState:
-    """A plan of which `few` of `total` microbatches are compiled; the schedule repeats every `period`.
+    """A plan with `few` of `total` microbatches compiled; the schedule repeats every `period`.
 
     `inner`: slices per microbatch. `orders`: those of all microbatches. `works`: a group for each number. `rows`: per
     device, pairs (work in the short schedule, the work that it stands for in the full one).

@@ -56,8 +56,8 @@ class _Blocks:
         learned = next((o.tensor for o in op.inputs[3:] if self.known[o.tensor].requires_grad), None)
         if learned is not None:
             raise TransformError(
-                f"AttentionBlocks of {op.name} ({op.module}): its mask {learned} has a gradient, of which a block "
-                "makes some elements only; leave it out."
+                f"AttentionBlocks of {op.name} ({op.module}): its mask {learned} has a gradient, but a block "
+                "makes only some of its elements; leave it out."
             )
         self.queries, self.keys = (self._along(k) for k in (0, 1))
 
@@ -67,10 +67,10 @@ class _Blocks:
         first = sum(len(slots) for slots in dims[:-2])
         own = op.inputs[k].slots[first : first + len(dims[-2])]
         if len(own) != 1 or own[0] is None:
-            what = " ".join(dims[-2]) or "nothing"
+            factors = " ".join(dims[-2]) or "nothing"
             raise TransformError(
                 f"AttentionBlocks({self.parts}) of {op.name} ({op.module}) needs {['queries', 'keys'][k]} along one "
-                f"factor, but they are along {what}; leave it out."
+                f"factor, but they are along {factors}; leave it out."
             )
         index = op.indices[own[0]]
         if index.size % self.parts:

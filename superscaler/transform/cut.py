@@ -211,7 +211,7 @@ def why_whole(op: Op, factors: Iterable[str]) -> str:
     names = [factor.partition("@")[0] for factor in factors]
     held = [i.factor for i in op.indices if any(is_named(i.factor, name) for name in names)]
     if any(Decompose.has_steps(op, factor) for factor in held):
-        return "needs that factor whole; op_trans it with ss.Decompose() before, for steps that can be cut"
+        return "needs that factor whole; op_trans it with ss.Decompose() first, for steps that can be cut"
     return "cannot be cut on that factor (no rule allows it)" if held else "has no such factor"
 
 

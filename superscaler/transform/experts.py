@@ -39,7 +39,7 @@ class _Experts(Steps):
     def __init__(self, model: Model, op: Op, capacity: float | None) -> None:
         super().__init__(model, op)
         if op.target != "ss.experts":
-            raise TransformError(f"Dispatch of {op.name} ({op.target}), which is no mixture of experts; leave it out.")
+            raise TransformError(f"Dispatch of {op.name} ({op.target}): the op is no mixture of experts; leave it out.")
         x, ids, weights, gate_up, down = op.inputs
         (tokens, hidden), (experts, outputs, _) = self.dims(x), self.dims(down)
         count, chosen, size = (prod(s.size for s in dim) for dim in (experts, self.dims(ids)[1], tokens[1:]))

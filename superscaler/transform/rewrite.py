@@ -137,8 +137,8 @@ class Regather:
         chosen = [op for op in ops if op.is_forward and not op.from_data]
         wrong = next((op for op in chosen if op.region or op.split or op.regather), None)
         if wrong is not None:
-            what = "recomputed" if wrong.region else "split" if wrong.split else "regathered"
-            raise TransformError(f"Regather of {wrong.name}, which is {what} already; leave it out of one of them.")
+            state = "recomputed" if wrong.region else "split" if wrong.split else "regathered"
+            raise TransformError(f"Regather of {wrong.name}, which is {state} already; leave it out of one of them.")
         if not any(op.has_mirror for op in chosen):
             raise TransformError("Regather needs ops that have a backward; none of these do.")
         marked = {op.name: replace(op, regather=chosen[0].name) for op in chosen}
@@ -346,14 +346,14 @@ def _wrong(before: Model, after: Model) -> str:
                 return f"lets {op.name} have {operand.tensor} of {extents} as indices of {sizes}; make these equal."
         missing = next((o.tensor for o in op.inputs if o.tensor not in made), "")
         if missing:
-            return f"lets {op.name} read {missing} before it is made; put what makes it first."
+            return f"lets {op.name} read {missing} before it is made; put its producer first."
         double = next((o.tensor for o in op.outputs if op.is_forward and o.tensor in made), "")
         if double:
             return f"lets {op.name} make {double}, which is made already; give it a tensor of its own."
         made.update(o.tensor for o in op.outputs)
     updates = ([op for op in model.ops if not op.is_forward and op.name in known] for model in (before, after))
     if (after.loss and after.loss not in made) or next(updates) != next(updates):
-        return "changes what is updated, or loses the loss; only forward ops may change."
+        return "changes the updates, or loses the loss; only forward ops may change."
     more = (op for op in after.ops if not op.is_forward and op.name not in known)
     wrong = next((op.name for op in more if not op.is_write or op.inputs[0].tensor in before.tensors), "")
     if wrong:

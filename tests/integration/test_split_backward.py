@@ -172,7 +172,7 @@ def test_the_order_of_halves_is_checked() -> None:
             r"I of transformer.h.0.ln_1 \(layer_norm\), device 0 needs W of transformer.h.0.ln_1",
         ),
         (twice, "SplitBackward of layer_norm is asked for twice"),
-        (nothing, r"W is of ops whose backward is split"),
+        (nothing, r"W selects ops whose backward is split"),
     ):
         with pytest.raises(PlanError, match=said):
             ss.compile(graph, plan, "local:1")

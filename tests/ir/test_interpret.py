@@ -112,5 +112,5 @@ def test_a_name_that_is_there_is_not_made_again() -> None:
     first = next(i for i in program.devices[0].instructions if any(writes(i)))
     device = program.devices[0]
     twice = replace(device, instructions=(first, first, *device.instructions[1:]))
-    with pytest.raises(ScheduleError, match="which is there already"):
+    with pytest.raises(ScheduleError, match="which exists already"):
         interpret(replace(program, devices=(twice, *list(program.devices)[1:])), Count())

@@ -258,7 +258,7 @@ def test_a_step_equals_the_exported_model(name: str, world: int) -> None:
 )
 def test_what_holds_the_factor_is_cut_and_not_replicated(name: str, modules: tuple[str, ...]) -> None:
     graph = plan_of(TINY, name, 2).compiled.graph
-    replicated = {entry.op for entry in graph.journal if "replicated" in entry.what}
+    replicated = {entry.op for entry in graph.journal if "replicated" in entry.detail}
     paths = tuple(f"{block.path}.{module}".rstrip(".") for block in graph.blocks for module in modules)
     held = [op.name for op in graph.forward_ops if op.module.startswith(paths)]
     assert len(held) > 100

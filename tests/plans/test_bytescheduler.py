@@ -123,7 +123,7 @@ def test_what_is_no_share_or_piece_is_told(options: str) -> None:
 def test_pieces_that_there_are_not_are_told() -> None:
     graph = graph_of(GPT).copy()
     update = graph.updates["transformer.wte.weight"]
-    with pytest.raises(InputError, match="has no piece 1 of 1; send_in_pieces before"):
+    with pytest.raises(InputError, match="has no piece 1 of 1; call send_in_pieces first"):
         graph.select(ops=[update], microbatch=1, kind="C")
     with pytest.raises(InputError, match=r"test_bytescheduler.py:\d+: update.transformer.wte.weight in 0 pieces"):
         graph.send_in_pieces(update, 0)

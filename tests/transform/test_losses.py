@@ -188,11 +188,11 @@ def test_what_has_no_steps_is_refused_in_words() -> None:
 def test_a_loss_that_is_to_be_cut_on_its_classes_asks_for_its_steps() -> None:
     graph = captured("cross entropy")
     (loss,) = losses(graph)
-    asked = r"cross_entropy\) needs that factor whole; op_trans it with ss.Decompose\(\) before"
+    asked = r"cross_entropy\) needs that factor whole; op_trans it with ss.Decompose\(\) first"
     with pytest.raises(TransformError, match=asked):
         ss.op_trans(graph, loss, ss.Split(classes(graph), 2, required=True))
     ss.op_trans(graph, loss, ss.Split(classes(graph), 2))
-    assert "(replicated: it needs that factor whole; op_trans it with ss.Decompose()" in graph.journal[-1].what
+    assert "(replicated: it needs that factor whole; op_trans it with ss.Decompose()" in graph.journal[-1].detail
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -120,7 +120,7 @@ def changed(model: Model, at: int, **fields: object) -> Model:
         (lambda m: changed(m, 1, inputs=(Operand("h0", (1, 0)),)), r"of \(8, 6\) as indices of \[6, 8\]; make these"),
         (lambda m: changed(m, 1, inputs=(Operand("h2", (0, 1)),)), "lets mul1 read h2 before it is made"),
         (lambda m: changed(m, 1, outputs=(Operand("h0", (0, 1)),)), "lets mul1 make h0, which is made already"),
-        (lambda m: changed(m, -1, group=3), "changes what is updated"),
+        (lambda m: changed(m, -1, group=3), "changes the updates"),
         (lambda m: replace(m, ops=m.ops[:-2] + m.ops[-1:]), "loses the loss"),
     ],
 )

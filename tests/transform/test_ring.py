@@ -117,7 +117,7 @@ def test_what_follows_elsewhere_is_refused() -> None:
     [
         (Attention(), 5, "AttentionBlocks(5) of scaled_dot_product_attention () does not divide factor x.1 of 12; "),
         (Attention(dropout=0.1), 2, "has dropout on its probabilities; leave it out"),
-        (Attention(bias=True), 2, "its mask bias has a gradient, of which a block makes some elements only"),
+        (Attention(bias=True), 2, "its mask bias has a gradient, but a block makes only some of its elements"),
     ],
 )
 def test_what_cannot_be_is_refused(module: nn.Module, parts: int, message: str) -> None:

@@ -159,7 +159,7 @@ def test_place_finds_a_tied_weight() -> None:
     ("name", "message"),
     [
         ("ww", "unknown parameter 'ww'; did you mean 'w'"),
-        ("frozen", "frozen is not trained, so it has no optimizer op"),
+        ("frozen", "frozen is not trained, so no optimizer op"),
         ("packed", r"packed is packed; place its segments packed\.0, packed\.1\."),
     ],
 )
@@ -205,14 +205,14 @@ def test_joined_groups_are_ordered_as_one() -> None:
 
 def test_a_work_of_a_stage_that_is_not_there_is_refused() -> None:
     graph = chain()
-    with pytest.raises(InputError, match=r"order at .*test_verbs.py:\d+: 1F0 is of stage 1, but there are 1"):
+    with pytest.raises(InputError, match=r"order at .*test_verbs.py:\d+: 1F0 names stage 1, but there are 1"):
         order(graph, [[Action(0, "F", 0), Action(1, "F", 0)]], [graph.forward_ops])
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"kind": "I"}, "I is of ops whose backward is split"),
+        ({"kind": "I"}, "I selects ops whose backward is split"),
         ({"kind": "Z"}, "unknown kind of work 'Z'"),
         ({"module": "block.0"}, "unknown module 'block.0'"),
         ({"microbatch": "first"}, "microbatch 'first' is no number"),
@@ -264,8 +264,8 @@ def test_a_cycle_of_communication_alone_is_told() -> None:
 
 
 IDLE = [
-    (lambda g: op_trans(g, [], Replicate(2)), "a verb is given an empty list, of no op"),
-    (lambda g: op_assign(g, [], 0), "a verb is given an empty list, of no op"),
+    (lambda g: op_trans(g, [], Replicate(2)), "a verb is given an empty list"),
+    (lambda g: op_assign(g, [], 0), "a verb is given an empty list"),
     (lambda g: op_trans(g, g.op("mul1"), Insert()), "the copy h0.c is where mul1 reads it, so it changes nothing"),
     (lambda g: op_trans(g, g.op("update.w"), Insert()), "Insert needs ops that read activations from outside"),
     (lambda g: op_trans(g, g.op("mul1"), Save()), "Save needs ops that the model wraps in torch.utils.checkpoint"),

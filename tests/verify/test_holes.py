@@ -157,7 +157,7 @@ def largest_of_no_pieces(program: Program) -> Program:
     return with_codes(program, code)
 
 
-@hole("early", "makes head_bias, which is there already")
+@hole("early", "makes head_bias, which exists already")
 def handle_under_the_name_of_a_value(program: Program) -> Program:
     code = codes(program)
     old, new = named("layers_0_weight_work"), named("head_bias")

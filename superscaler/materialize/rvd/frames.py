@@ -19,25 +19,25 @@ from superscaler.materialize.rvd.transitions import D, Digits, Groups, Shape, St
 # (number of sets, sorted members of each).
 Partition = tuple[int, bytes]
 # More than the digits of any one axis.
-_FAR = 16
+_INTER_PLACE = 16
 # Each digit between places multiplies the number of shapes by six.
-_MOST_FAR = 3
+_MOST_INTER_PLACE = 3
 
 
 @dataclass(frozen=True)
 class Frame:
     """The devices of a layout, one axis per digit, and the state that is the layout itself.
 
-    `codes`: for each digit, its factor in the shape of a state: its radix, or a power of the radix if it leads from
-    place to place. A coded shape thus determines how much of each axis lies between places.
+    `radix_codes`: for each digit, its factor in the shape of a state: its radix, or a power of the radix if it leads
+    from place to place. A coded shape thus determines how much of each axis lies between places.
     """
 
     devices: Ints
     start: State
-    codes: Shape
+    radix_codes: Shape
 
     def coded(self, state: State) -> Shape:
-        return tuple([_product(self.codes, digits) for digits in state])
+        return tuple([_product(self.radix_codes, digits) for digits in state])
 
     def layout(self, state: State) -> Layout:
         order = [d for digits in state for d in digits]
@@ -47,7 +47,7 @@ class Frame:
         return prod(self.devices.shape[d] for d in digits)
 
     def groups(self, digits: Digits) -> Groups:
-        """Return the lines of the device array along some digits, the first of which is the slowest."""
+        """Return the lines of the device array along some digits, the slowest first."""
         rest = [d for d in range(self.devices.ndim) if d not in digits]
         lines = self.devices.transpose(rest + list(digits)).reshape(-1, self.radix(digits))
         return tuple(map(tuple, lines.tolist()))
@@ -57,7 +57,7 @@ class Frame:
         """Return all sets of digits by the product of their codes."""
         found: dict[int, list[frozenset[int]]] = {}
         for digits in _subsets(self.devices.ndim):
-            found.setdefault(_product(self.codes, digits), []).append(frozenset(digits))
+            found.setdefault(_product(self.radix_codes, digits), []).append(frozenset(digits))
         return found
 
     def cuts(self) -> Iterator[tuple[tuple[Partition, Partition], tuple[int, int]]]:
@@ -106,17 +106,22 @@ def _with_place_codes(side: list[Frame], place: Callable[[int], Hashable]) -> li
     # These digits and the places determine each other.
     is_clean = all(len(set(itertools.chain(*digit))) == sum(map(len, digit)) for digit in order)
     is_clean &= prod(map(len, order)) == len(numbers) and all(sorted(far.values()) == order for far in known)
-    if not is_clean or len(order) > _MOST_FAR:
+    if not is_clean or len(order) > _MOST_INTER_PLACE:
         return side
     return [
-        replace(frame, codes=tuple(_code(r, order.index(far[d])) if d in far else r for d, r in enumerate(frame.codes)))
+        replace(
+            frame,
+            radix_codes=tuple(
+                _code(r, order.index(far[d])) if d in far else r for d, r in enumerate(frame.radix_codes)
+            ),
+        )
         for frame, far in zip(side, known, strict=True)
     ]
 
 
 def _code(radix: int, number: int) -> int:
     """Return the code of a digit between places."""
-    return int(radix ** (_FAR << number))
+    return int(radix ** (_INTER_PLACE << number))
 
 
 def _frames(layout: Layout) -> Iterator[Frame]:
@@ -145,7 +150,7 @@ def _exponents(code: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     primes = _primes(code)
     found = []
     for p in sorted(set(primes)):
-        far, near = divmod(primes.count(p), _FAR)
+        far, near = divmod(primes.count(p), _INTER_PLACE)
         found.append((p, near, tuple(k for k in range(far.bit_length()) if far >> k & 1)))
     return tuple(found)
 
@@ -167,7 +172,7 @@ def factors(code: int) -> tuple[tuple[int, int], ...]:
     """Return (code, radix) of the sub-axes of an axis that have more than one part."""
     each = [
         [
-            p ** (k + sum(_FAR << digit for digit in some))
+            p ** (k + sum(_INTER_PLACE << digit for digit in some))
             for k in range(near + 1)
             for n in range(len(far) + 1)
             for some in itertools.combinations(far, n)

@@ -1,4 +1,4 @@
-"""The cheapest path of primitives from one layout to another, kept up to a renaming of devices."""
+"""The cheapest path of primitives from one layout to another, cached up to a renaming of devices."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class _Side:
     def coded(self, plain: Shape) -> list[Shape]:
         """Return the coded shapes that a plain one may stand for."""
         if plain not in self.codes:
-            self.codes[plain] = frames.coded(plain, prod(self.frames[0].codes))
+            self.codes[plain] = frames.coded(plain, prod(self.frames[0].radix_codes))
         return self.codes[plain]
 
     def by_place(self, place: Callable[[int], Hashable]) -> list[list[int]]:
@@ -319,7 +319,7 @@ class _Search:
     def _expand(self, number: int, node: Node) -> None:
         side = self.sides[number]
         at, state = node
-        shape, cost, codes = side.shape(node), side.reached[node], side.frames[at].codes
+        shape, cost, codes = side.shape(node), side.reached[node], side.frames[at].radix_codes
         for kind, x, y in side.moves:
             for digits, members in _leaving(state[x], x >= D) if state[x] else ():
                 after = changed(shape, x, y, prod(codes[d] for d in digits))
