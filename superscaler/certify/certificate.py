@@ -40,7 +40,7 @@ def check_program(program: Program) -> None:
 
 
 def _check_twins(model: Model) -> None:
-    """Check that each recomputed op computes its original again, and has its mirror, once."""
+    """Check that each recomputed op equals its original and has its mirror, and that no op has two of them."""
     ops, seen, makers, versions = {op.name: op for op in model.ops}, set[str](), model.producers(), model.versions
 
     def plain(side: Sequence[Operand]) -> tuple[Operand, ...]:
@@ -49,19 +49,23 @@ def _check_twins(model: Model) -> None:
     for tensor in (t for t in model.tensors.values() if t.origin):
         kind = "parameter" if tensor.kind == "buffer" else tensor.kind
         if replace(tensor, name=tensor.origin, origin="", kind=kind) != model.tensors.get(tensor.origin):
-            raise ScheduleError(f"{tensor.name} is not as {tensor.origin}, which it is made of again.")
+            raise ScheduleError(f"{tensor.name} differs from {tensor.origin}, which it stands for.")
         maker = makers[tensor.name][0] if tensor.name in makers else None
         copied = [(model.origin(o.tensor), o.slots) for o in maker.inputs] if maker and maker.is_copy else []
-        is_made_again = maker is not None and (maker.origin or copied == [(tensor.origin, maker.outputs[0].slots)])
-        if not (is_made_again or tensor.name in versions):
-            raise ScheduleError(f"{tensor.name} is said to be {tensor.origin}, of which it is no twin and no copy.")
+        is_recomputed = maker is not None and (maker.origin or copied == [(tensor.origin, maker.outputs[0].slots)])
+        if not (is_recomputed or tensor.name in versions):
+            raise ScheduleError(
+                f"{tensor.name} stands for {tensor.origin}, but no op recomputes or copies that into it."
+            )
     for op in (op for op in model.ops if op.origin):
-        again = replace(op, inputs=plain(op.inputs), outputs=plain(op.outputs))
-        again = replace(again, name=op.origin, origin="", has_mirror=False)
+        found = replace(op, inputs=plain(op.inputs), outputs=plain(op.outputs))
+        found = replace(found, name=op.origin, origin="", has_mirror=False)
         first = ops.get(op.origin)
         plainly = first and replace(first, inputs=plain(first.inputs), outputs=plain(first.outputs))
-        if again != plainly or op.origin in seen:
-            raise ScheduleError(f"{op.name} does not compute {op.origin} again, or that has two twins or mirrors.")
+        if found != plainly or op.origin in seen:
+            raise ScheduleError(
+                f"{op.name} does not recompute {op.origin}, or that op has two recomputed ops or mirrors."
+            )
         seen.add(op.origin)
 
 
@@ -106,7 +110,7 @@ def _check_weights(program: Program, masks: Masks) -> None:
         if not op.is_write and not _tile(np.concatenate(counted[tensor]), whole):
             raise ScheduleError(f"the elements of {tensor} are not counted once each by the devices that hold them.")
         parts = np.unique(np.concatenate(held[tensor]), axis=0)
-        # Some devices may hold more, and others less.
+        # Devices may hold parts of different sizes.
         if op.is_write and not (_tile(parts, whole) or _cover(parts, whole)):
             raise ScheduleError(f"the parts of {tensor} at rest are not the whole tensor.")
 
@@ -138,13 +142,13 @@ def _check_loss(program: Program, masks: Masks, loss: str) -> None:
     found: dict[object, list[np.ndarray]] = {}
     for parts in masks.losses.values():
         for content, counts in (part for part in parts if part[0].tensor == loss):
-            for chain, boxes in masks.sums.told(content).items():
+            for chain, boxes in masks.sums.addends_of(content).items():
                 kept = boxes.rows(counts).whole
                 found.setdefault(chain, []).append(kept.reshape(kept.shape[0] * kept.shape[1], *kept.shape[2:]))
     addends = {chain: Boxes.of(np.concatenate(boxes)[None]) for chain, boxes in found.items()}
     box = np.array([(0, e) for e in program.model.tensors[loss].extents], dtype=np.int64).reshape(1, -1, 2)
     total = Content(loss, False, box, addends, "")  # type: ignore[arg-type]
-    if masks.sums.settled(total, deep=True).addends is not None:
+    if masks.sums.simplified(total, deep=True).addends is not None:
         raise ScheduleError(f"the loss of the step: {masks.sums.fault(total)}")
 
 

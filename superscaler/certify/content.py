@@ -1,4 +1,4 @@
-"""Contents of names while a program runs on masks: sums of addends, and their faults if they are not whole values."""
+"""Contents of values while a program runs on masks: sums of addends, and the faults of incomplete sums."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from superscaler.ir.program import Instruction
 
 @dataclass(eq=False, slots=True)
 class Memory:
-    """The memory of values: the first instruction that `held` it beside the one that made it, and the one that
-    `changed` it since.
+    """The memory of one or more values. `held`: the first instruction that read it. `changed`: the instruction that
+    overwrote it.
     """
 
     held: Instruction | None = None
@@ -33,10 +33,10 @@ def _own() -> tuple[Memory, ...]:
 
 @dataclass(eq=False)
 class Content:
-    """What a name holds on each device of a cohort: `box` [devices, slots, 2] of a tensor or of its gradient, and the
-    addends in it; None: all of each, once. Zeros that stand anywhere have no tensor.
+    """The content of a value on each device of a cohort: a `box` [devices, slots, 2] of a tensor or of its gradient,
+    and the addends in it. `addends` is None if the value is whole, each addend once. Zeros of no place have no tensor.
 
-    It lies in one of the memories in `memory`, where views of it lie, too; `shape`: that of such zeros.
+    `memory`: the memories that the value may be in, with its views. `shape`: that of zeros without a tensor.
     """
 
     tensor: str
@@ -49,12 +49,12 @@ class Content:
 
     @property
     def changed(self) -> Instruction | None:
-        """Return the instruction that changed the memory of the value since it was made, if one did."""
+        """The instruction that overwrote the memory of the value; None if its memory is intact."""
         return next((memory.changed for memory in self.memory if memory.changed), None)
 
     @property
     def held(self) -> Instruction | None:
-        """Return the first instruction that read the value or a view of it."""
+        """The first instruction that read the value or a view of it."""
         return next((memory.held for memory in self.memory if memory.held), None)
 
     @property
@@ -63,19 +63,19 @@ class Content:
         return found
 
     @property
-    def told(self) -> Addends:
-        """Return the addends of a value, a whole one as a chain of its own."""
+    def own_addends(self) -> Addends:
+        """Return the addends of a value; a whole value is one chain of its own."""
         return {(): Boxes.of(self.box[:, None])} if self.addends is None else self.addends
 
 
 class Sums:
-    """Sums of the values of a model."""
+    """Sums of values, by the kinds of addends of a model."""
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
 
-    def told(self, content: Content) -> Addends:
-        """Return the addends of a value, a whole one by the chains of its tensor."""
+    def addends_of(self, content: Content) -> Addends:
+        """Return the addends of a value; a whole value has those of all chains of its tensor."""
         if content.addends is not None:
             return content.addends
         found = {}
@@ -99,14 +99,14 @@ class Sums:
     def sum(self, like: Content, box: Ints, parts: Sequence[Content]) -> Content:
         if len(parts) == 1 and parts[0].addends is None and np.array_equal(box, parts[0].box):
             return replace(parts[0])
-        total = self.total([self.told(part) for part in parts])
-        return self.settled(Content(like.tensor, like.is_gradient, box, total, like.dtype))
+        total = self.total([self.addends_of(part) for part in parts])
+        return self.simplified(Content(like.tensor, like.is_gradient, box, total, like.dtype))
 
     def is_tiled(self, content: Content, chain: Chain, boxes: Boxes) -> NDArray[np.bool_]:
         return is_tiled(boxes, self.region(content.box, chain, content.tensor))
 
-    def settled(self, content: Content, deep: bool = False) -> Content:
-        """Return the same value, without its addends if they are the whole value.
+    def simplified(self, content: Content, deep: bool = False) -> Content:
+        """Return the same value; without its addends if these add up to the whole value.
 
         Unless `deep`, only addends of one box each are checked: that is cheap, and almost always enough.
         """
@@ -165,7 +165,7 @@ class Sums:
         return f"{'the gradient of ' if content.is_gradient else ''}{what} {times} {why}."
 
     def _column(self, column: Any) -> str:
-        # Those of what an operand is made of stand behind the operand.
+        # The columns of an operand's own addends follow those of the operand.
         while len(column) > 4:
             column = column[3:]
         return self.kinds.op[column[0]].indices[column[1]].factor if len(column) == 2 else f"slot {column[3]}"
@@ -234,7 +234,7 @@ def check_bytes(count: int, sizes: Sequence[int], dtype: str) -> None:
         raise Refusal(f"is said to weigh {count} bytes, but has {sum(sizes) * width(dtype)}.")
 
 
-def must_be_alike(a: Content, b: Content) -> None:
+def require_same_kind(a: Content, b: Content) -> None:
     if (a.tensor, a.is_gradient, a.dtype) != (b.tensor, b.is_gradient, b.dtype):
         raise Refusal(f"adds {kind_of(b)} ({b.dtype}) to {kind_of(a)} ({a.dtype}).")
 

@@ -8,8 +8,8 @@ addends is a tree of links, a *chain*:
     made f sides            summed by op f
     use f k mirror sides    the gradient by input k of op f
 
-`sides` are the inputs of f of which parts have only some addends: (group, input, chain), one for each group of inputs
-in which f is linear. `mirror` is (output, chain) if parts have only some addends of the gradient of an output of f.
+`sides` are the inputs of f that are partial in a part: (group, input, chain), one for each group of inputs in which f
+is linear. `mirror` is (output, chain) if parts have only some addends of the gradient of an output of f.
 """
 
 from __future__ import annotations
@@ -234,10 +234,10 @@ def joined(parts: Sequence[Boxes]) -> Boxes:
         if len(part.shapes) == 1 and (moved == moved[:1]).all():
             moved = moved[:1]
         shapes.append(part.shapes + moved[:, None, :, None])
-    return _packed(at, _merged(np.concatenate(_alike(shapes), axis=1)))
+    return _packed(at, _merged(np.concatenate(_with_equal_rows(shapes), axis=1)))
 
 
-def _alike(rows: Sequence[Ints]) -> list[Ints]:
+def _with_equal_rows(rows: Sequence[Ints]) -> list[Ints]:
     """Return arrays broadcast to the number of rows of the longest."""
     count = max(map(len, rows))
     return [np.broadcast_to(some, (count, *some.shape[1:])) for some in rows]
@@ -286,7 +286,7 @@ def clipped(boxes: Boxes, box: Ints) -> Boxes:
     """Return the boxes inside a box [devices, columns, 2] of their first columns, without those that are empty on all
     devices.
     """
-    shapes, region = _alike([boxes.shapes, boxes.near(box)[:, None]])
+    shapes, region = _with_equal_rows([boxes.shapes, boxes.near(box)[:, None]])
     found, count = shapes.copy(), region.shape[2]
     found[:, :, :count, 0] = np.maximum(found[:, :, :count, 0], region[..., 0])
     found[:, :, :count, 1] = np.minimum(found[:, :, :count, 1], region[..., 1])
@@ -296,7 +296,7 @@ def clipped(boxes: Boxes, box: Ints) -> Boxes:
 
 def is_tiled(boxes: Boxes, region: Ints) -> NDArray[np.bool_]:
     """Return, for each device, whether boxes inside a region [devices, columns, 2] cover each point of it once."""
-    shapes, near = _alike([_merged(boxes.shapes), boxes.near(region)])
+    shapes, near = _with_equal_rows([_merged(boxes.shapes), boxes.near(region)])
     if shapes.shape[1] == 1:
         found = (shapes[:, 0] == near).all(axis=(1, 2))
     else:

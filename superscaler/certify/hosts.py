@@ -1,4 +1,4 @@
-"""In which memory values lie: what else lies there, and whether it is that of the host, which only copies reach."""
+"""The memory of values: shared with views, overwritten in place, on the device or (by copies) on its host."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from superscaler.ir.program import (
     writes,
 )  # fmt: skip
 
-# These work in either memory, as the forwards of copies do.
+# These instructions work in either memory, and so do forwards of copies.
 _ANYWHERE = frozenset({"Slice", "Combine", "Accumulate", "Wait", "Copy"})
 
 
 def on_host(program: Program, device: Device) -> set[Value]:
-    """Return the values on the host of a device. Raises ScheduleError at the first instruction that reads a value of
-    the other side.
+    """Return the values of a device that are in its host's memory. Raises ScheduleError for an instruction that reads a
+    value from the memory that it does not work in.
     """
     found, hosted = set[Value](), {weight.name for weight in device.weights if weight.host}
     for at, i in enumerate(device.instructions):
@@ -45,7 +45,7 @@ def on_host(program: Program, device: Device) -> set[Value]:
         else:
             is_wrong = len(places) > 1 or (is_there and not is_free) or (isinstance(i, Copy) and i.to_host == is_there)
         if is_wrong:
-            why = "reads what is in the other memory, of the host or of the device, than it works in."
+            why = "reads a value in the other memory (host or device) than the one that it works in."
             raise ScheduleError(f"device {device.rank}, instruction {at}: {describe(program, i)} {why}")
         if isinstance(i, Load | Copy):
             is_there = i.out in hosted if isinstance(i, Load) else i.to_host
@@ -55,7 +55,7 @@ def on_host(program: Program, device: Device) -> set[Value]:
 
 @dataclass(eq=False)
 class _Flight:
-    """A started communication, with the memory that it reads, and whether something has waited for it."""
+    """A started communication: its instruction, the memory that it reads, and whether a Wait has completed it."""
 
     how: Instruction
     memory: frozenset[Memory]
@@ -63,35 +63,37 @@ class _Flight:
 
 
 class Memories:
-    """What holds and changes the memory of values while a program runs on masks. By cohort, `gives` has the outputs;
-    by cohort and name, `loaded` where weights and inputs lie.
+    """The reads and changes of memory while a program runs on masks.
+
+    `gives`: the outputs of each cohort. `loaded`: the memory of weights and inputs, by cohort and value.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.gives: dict[int, list[tuple[Give, Content]]] = {}
         self.loaded: dict[tuple[int, Value], Memory] = {}
-        # Collectives that bring something, and where what communication brings will lie.
+        # Collectives with a result, by cohort; and each communication with the memory of its result.
         self._flights: dict[int, list[_Flight]] = {}
         self._works: dict[tuple[int, Value], tuple[_Flight, tuple[Memory, ...]]] = {}
 
     def hold(self, i: Instruction, read: Sequence[Content | None]) -> None:
-        """Raise Refusal where an instruction reads what was changed since it was made."""
+        """Raise Refusal for an instruction that reads a value whose memory was overwritten."""
         for content in read:
             if content is None:
                 continue
             if content.changed is not None:
-                raise Refusal(f"reads {kind_of(content)}, {self.told(content)}.")
+                raise Refusal(f"reads {kind_of(content)}, {self.overwritten(content)}.")
             for memory in content.memory:
                 memory.held = memory.held or i
 
-    def told(self, content: Content) -> str:
+    def overwritten(self, content: Content) -> str:
         assert content.changed is not None
         return f"whose memory {describe(self.program, content.changed)} has changed"
 
     def start(self, cohort: int, i: Instruction, read: Sequence[Content | None]) -> None:
-        """Keep where the results of a communication will lie: of one over one device, and at the source of a broadcast,
-        where the source does.
+        """Record the memory of the results of a communication.
+
+        Over one device, and at the source of a broadcast, a result is in the memory of its source.
         """
         flight = _Flight(i, frozenset(memory for content in read if content for memory in content.memory))
         for name in writes(i):
@@ -104,25 +106,27 @@ class Memories:
                     self._works[cohort, work] = flight, content.memory
 
     def arrive(self, cohort: int, work: Value) -> tuple[Memory, ...]:
-        """Return where what a Wait makes lies."""
+        """Return the memory of the result of a Wait."""
         flight, memory = self._works[cohort, work]
         flight.is_awaited = True
         return memory
 
     def change(self, i: Instruction, content: Content, cohort: int | None = None) -> None:
-        """Let what lies in the memory of a value be stale. Raises Refusal where a collective of the cohort that nothing
-        has waited for may still read it.
+        """Mark the memory of a value as overwritten. Raises Refusal if a collective of the cohort that no Wait has
+        completed may still read it.
         """
         if cohort is not None:
             self._flights[cohort] = [flight for flight in self._flights.get(cohort, ()) if not flight.is_awaited]
         for flight in () if cohort is None else self._flights[cohort]:
             if not flight.memory.isdisjoint(content.memory):
-                raise Refusal(f"comes while {describe(self.program, flight.how)} may still read what it changes.")
+                raise Refusal(
+                    f"comes while {describe(self.program, flight.how)} may still read the memory that it changes."
+                )
         for memory in content.memory:
             memory.changed = i
 
     def check_given(self, cohort: int) -> None:
-        """Raise Refusal where an output was changed after it was given."""
+        """Raise Refusal for an output that was overwritten after it was given."""
         for give, value in self.gives.get(cohort, ()):
             if value.changed is not None:
-                raise Refusal(f"ends the step that gave the output {give.tensor}, {self.told(value)} since.")
+                raise Refusal(f"ends the step that gave the output {give.tensor}, {self.overwritten(value)} since.")

@@ -1,4 +1,4 @@
-"""The meaning of instructions on masks: the elements of a tensor in each value, and their addends.
+"""The effect of instructions on masks: the elements of a tensor in each value, and their addends.
 
 The effect of a segment follows from the indices of its operators, never from the joins of the scheduler.
 """
@@ -23,8 +23,8 @@ from superscaler.certify.content import (
     chunk_of,
     cut_of,
     kind_of,
-    must_be_alike,
     must_equal,
+    require_same_kind,
     rows_of,
     text_of,
 )
@@ -59,7 +59,7 @@ from superscaler.ir.program import (
 
 
 class Masks:
-    """A domain of `interpret`. `updated` and `losses` have per cohort what its devices did at the end of the step."""
+    """A domain of `interpret`. `updated`, `losses`: the weights updated and the parts of the loss given, by cohort."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.model = program, program.model
@@ -76,7 +76,7 @@ class Masks:
         self.losses: dict[int, list[tuple[Content, NDArray[Any]]]] = {}
         self.cohorts: dict[int, Cohort] = {}
 
-    # What `interpret` asks.
+    # Methods that `interpret` calls.
 
     def run(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> Sequence[Content]:
         self.cohorts[cohort.number] = cohort
@@ -95,7 +95,7 @@ class Masks:
         elif isinstance(i, Collective):
             self._check_collective(cohort, at, i, read)
         self.memories.start(cohort.number, i, read)
-        # An update of weights waits for what is on its way.
+        # The sources stay readable until the communication ends; an update checks that.
         return read
 
     def take(self, value: Content, rows: Ints) -> Content:
@@ -119,9 +119,9 @@ class Masks:
         if tensor.kind != "input":
             weight, held = cohort.at_rest.get(i.out, (None, box))
             if weight is None or weight.tensor != i.tensor:
-                raise Refusal(f"is no weight at rest of {i.tensor} on this device.")
+                raise Refusal(f"loads {i.tensor}, but no such weight is at rest there on this device.")
             if (i.out, i.tensor) in self.updated.get(cohort.number, ()):
-                raise Refusal(f"loads {i.tensor} again, which is updated by now.")
+                raise Refusal(f"loads {i.tensor} after its update.")
             must_equal(held, box, f"{i.tensor} is at rest as")
         self._check_inside(tensor, box)
         memory = self.memories.loaded.setdefault((cohort.number, i.out), Memory(held=i))
@@ -159,7 +159,7 @@ class Masks:
         origin = first.box[..., 0] - boxes[:, 0, :, 0]
         whole += origin[..., None]
         for k, piece in enumerate(read):
-            must_be_alike(first, piece)
+            require_same_kind(first, piece)
             must_equal(boxes[:, k] + origin[..., None], piece.box, f"piece {k} is put at")
         self._check_inside(self._tensor(first.tensor), whole)
         if (boxes[..., 0] < 0).any() or (boxes[..., 1] > np.array(i.view, dtype=np.int64)).any():
@@ -169,7 +169,7 @@ class Masks:
         self._check_shape(found, i.shape)
         if i.dtype != first.dtype:
             raise Refusal(f"is {i.dtype}, but its pieces are {first.dtype}.")
-        # The sum of one piece that is all of it is that piece.
+        # The sum of one piece is that piece itself, in the same memory.
         return [replace(found, memory=first.memory) if len(read) == 1 else found]
 
     def _accumulate(self, cohort: Cohort, at: int, i: Accumulate, read: Sequence[Content]) -> Sequence[Content]:
@@ -179,7 +179,7 @@ class Masks:
         if i.in_place and into.held is not None:
             raise Refusal(f"changes {i.into} in place, which {describe(self.program, into.held)} holds.")
         self.memories.hold(i, read)
-        must_be_alike(into, value)
+        require_same_kind(into, value)
         self._check_largest(into, i.largest)
         must_equal(value.box, into.box, f"{i.value} is")
         found = self.sums.sum(into, into.box, read)
@@ -221,7 +221,7 @@ class Masks:
             raise Refusal(f"gives what it makes to device {how.root} of its group only.")
         first = given[0]
         for content in given[1:]:
-            must_be_alike(first, content)
+            require_same_kind(first, content)
         joined: Content
         match how.kind:
             case "broadcast":
@@ -242,7 +242,7 @@ class Masks:
         raise Refusal(f"is a {how.kind}, which is no collective.")
 
     def _gathered(self, given: Sequence[Content], way: CollectiveArg) -> Content:
-        """Return chunks that follow each other along a slot as one value."""
+        """Return one value, concatenated from chunks along a slot."""
         if not 0 <= way.take < given[0].box.shape[1]:
             raise Refusal(f"gathers slot {way.take} of {given[0].box.shape[1]}.")
         box = given[0].box.copy()
@@ -281,13 +281,13 @@ class Masks:
             if (name, weight.tensor) in done:
                 raise Refusal(f"changes {name} twice.")
             if value.changed is not None:
-                raise Refusal(f"sets {name} to {kind_of(value)}, {self.memories.told(value)}.")
+                raise Refusal(f"sets {name} to {kind_of(value)}, {self.memories.overwritten(value)}.")
             done.add((name, weight.tensor))
             wanted = (home.inputs[1].tensor, False) if home.is_write else (weight.tensor, True)
             if (value.tensor, value.is_gradient) != wanted or home.is_write != (name in i.buffers):
                 raise Refusal(f"changes {name} ({weight.tensor}) by {kind_of(value)}.")
             must_equal(value.box, weight.box, f"{weight.tensor} is changed by")
-            value = self.sums.settled(value, deep=True)
+            value = self.sums.simplified(value, deep=True)
             if value.addends is not None:
                 raise Refusal(f"changes {name}, but {self.sums.fault(value)}", self.sums.faulty(value))
             self.memories.change(i, weight, cohort.number)
@@ -307,7 +307,7 @@ class Masks:
         box = cohort.data(at, "box").reshape(len(cohort), -1, 2)
         must_equal(value.box, box, f"the output {i.tensor} is given as")
         self._check_shape(replace(value, tensor=i.tensor), i.shape)
-        value = self.sums.settled(value, deep=True)
+        value = self.sums.simplified(value, deep=True)
         if value.addends is not None:
             raise Refusal(f"gives {i.tensor}, but {self.sums.fault(value)}", self.sums.faulty(value))
         self.given.setdefault(i.tensor, []).append(box)
@@ -329,7 +329,7 @@ class Masks:
         self.losses[cohort.number] = [(content, counted[:, n]) for n, content in enumerate(read)]
         return []
 
-    # What must hold.
+    # Checks.
 
     def _tensor(self, name: str) -> PTensor:
         if name not in self.model.tensors:

@@ -1,4 +1,4 @@
-"""The effect of forwards and backwards of parts on addends: it follows from the indices of their operators alone."""
+"""The effect of forwards and backwards on addends, derived from the indices of their operators alone."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from superscaler.ir.model import Op, Operand
 from superscaler.ir.program import ONE, Backward, Forward, Program, Task
 
 Passed = Mapping[int, Mapping[int, Content]]
-# One of the addends of an operand: (group, input, chain) or (output, chain), and its boxes.
+# Addends of one operand: (group, input, chain) or (output, chain), and their boxes.
 Link = tuple[Chain, Boxes]
 
 
 @dataclass(eq=False)
 class _Tape:
-    """A forward that ran, with the data that its backward needs.
+    """A forward that ran, with the data for its backward.
 
-    `passed`: for each op with partial inputs, these by the group of inputs in which the op is linear. `kept`: the first
-    half of the backward, and its addends by input.
+    `passed`: the partial inputs of each op, by group of inputs in which the op is linear. `kept`: the first half of a
+    split backward, and its addends by input.
     """
 
     function: Segment
@@ -40,7 +40,7 @@ class _Tape:
 
 
 class Passes:
-    """Runs the forwards and backwards of a program on the contents of their parts."""
+    """An evaluator of forwards and backwards on contents."""
 
     def __init__(self, program: Program, sums: Sums) -> None:
         self.program, self.model, self.functions = program, program.model, program.functions
@@ -88,7 +88,7 @@ class Passes:
         if (content.tensor, content.is_gradient) != (tensor, False):
             raise Refusal(f"reads {kind_of(content)} as {tensor}.")
         must_equal(content.box, box, f"{tensor} is read as", swap=True)
-        return self.sums.settled(content, deep=True)
+        return self.sums.simplified(content, deep=True)
 
     def _output(self, segment: Segment, tensor: str, starts: Ints) -> Content:
         op, box, columns = segment.made(tensor, starts)
@@ -109,7 +109,7 @@ class Passes:
                 number = segment.function.input_of.get((op.name, k))
                 content = made[operand.tensor] if number is None else inputs[number]
                 must_equal(content.box, segment.operand(n, operand, starts), f"{op.name} reads", swap=True)
-                given.append(self.sums.settled(content, deep=True))
+                given.append(self.sums.simplified(content, deep=True))
             partial = {k: c for k, c in enumerate(given) if c.addends is not None}
             if partial:
                 passed[op.name] = self._groups(op, given, partial)
@@ -117,11 +117,11 @@ class Passes:
                 content = self._output(segment, output.tensor, starts)
                 if partial:
                     content = replace(content, addends=self._passed(segment, n, output, passed[op.name], starts))
-                made[output.tensor] = self.sums.settled(content)
+                made[output.tensor] = self.sums.simplified(content)
         return [made[tensor] for tensor in segment.function.outputs]
 
     def _groups(self, op: Op, given: Sequence[Content], partial: Mapping[int, Content]) -> Passed:
-        """Return the contents of the groups of inputs, in each of which the op is linear, that have partial ones."""
+        """Return the contents of the inputs in each linear group with a partial input."""
         groups = [g for g, group in enumerate(op.linear) if set(partial) <= set(group)][:1]
         groups = groups or [g for g, group in enumerate(op.linear) if set(partial) & set(group)]
         for k, content in partial.items():
@@ -134,7 +134,7 @@ class Passes:
     def _links(self, passed: Passed, without: int = -1) -> list[tuple[Link, ...]]:
         """Return all products of addends of the groups, without the group of input `without`."""
         ways = [
-            [((group, k, chain), boxes) for k, content in given.items() for chain, boxes in content.told.items()]
+            [((group, k, chain), boxes) for k, content in given.items() for chain, boxes in content.own_addends.items()]
             for group, given in passed.items()
             if without not in given
         ]
@@ -172,7 +172,7 @@ class Passes:
         return self._made(tape, i, addends)
 
     def _addends(self, tape: _Tape, i: Backward, read: Sequence[Content | None]) -> Mapping[int, Addends]:
-        """Return, by input, the addends that a backward makes of its given gradients."""
+        """Return the addends of a backward's results, by input, from its given gradients."""
         segment, run = tape.function, tape.run
         if len(i.gradients) != len(run.saved):
             raise Refusal(f"is given {len(i.gradients)} gradients for {len(run.saved)} outputs.")
@@ -187,12 +187,12 @@ class Passes:
                 must_equal(
                     content.box, segment.made(tensor, tape.at)[1], f"the gradient of {tensor} is read as", swap=True
                 )
-                given[tensor] = self.sums.settled(content)
+                given[tensor] = self.sums.simplified(content)
         plain = self._plain_gradients(tape, given)
         return self._gradients(tape, given) if plain is None else plain
 
     def _made(self, tape: _Tape, i: Backward, addends: Mapping[int, Addends]) -> Sequence[Content]:
-        """Return the gradients that a backward, or half of one, makes."""
+        """Return the gradients made by a backward, or by half of one."""
         segment, run = tape.function, tape.run
         wanted = [n for n, wants in enumerate(run.grads) if wants]
         if len(i.outputs) != len(wanted) or len(i.wide) not in (0, len(wanted)):
@@ -209,7 +209,7 @@ class Passes:
                 content = Content(
                     self.model.origin(spec.name), True, tape.inputs[n].box, addends.get(n, {}), dtype, memory
                 )
-                found.append(self.sums.settled(content))
+                found.append(self.sums.simplified(content))
         return found
 
     def _seed(self, tensor: str, box: Ints) -> Content:
@@ -221,7 +221,7 @@ class Passes:
         return Content(tensor, True, box, addends, self.model.tensors[tensor].dtype)
 
     def _plain_gradients(self, tape: _Tape, given: Mapping[str, Content]) -> Mapping[int, Addends] | None:
-        """Return the addends by input if all gradients are whole, which is almost always so; else None."""
+        """Return the addends by input if all gradients are whole (the common case); else None."""
         segment = tape.function
         if not segment.is_plain_backward or tape.passed:
             return None
@@ -234,7 +234,7 @@ class Passes:
         return segment.gradients(tape.at)
 
     def _has(self, content: Content, heads: Sequence[Chain]) -> bool:
-        """Return whether a gradient has all addends of some uses, each once, and no others."""
+        """Return whether a gradient has exactly the addends of these uses, each once."""
         if content.addends is None:
             return set(heads) == set(self.kinds.heads(content.tensor, True))
         if set(content.addends) != set(heads):
@@ -275,12 +275,12 @@ class Passes:
             parts = list(inner.get(output.tensor, ()))
             content = given.get(output.tensor)
             if content is not None:
-                parts.append(self.sums.told(content))
+                parts.append(self.sums.addends_of(content))
             name = self.model.origin(output.tensor)
-            total = self.sums.settled(Content(name, True, box, self.sums.total(parts), ""), deep=True)
+            total = self.sums.simplified(Content(name, True, box, self.sums.total(parts), ""), deep=True)
             is_whole &= total.addends is None
             if total.addends is not None or self.kinds.heads(output.tensor, True):
-                mirrors += [(((j, chain), boxes),) for chain, boxes in total.told.items()]
+                mirrors += [(((j, chain), boxes),) for chain, boxes in total.own_addends.items()]
         return [()] if is_whole else mirrors
 
     def _of_use(

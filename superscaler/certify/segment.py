@@ -56,7 +56,7 @@ class Segment:
                 if index.mark == "frozen" and not index.follows and hi - lo != index.size:
                     raise Refusal(f"cuts {index.factor} of {op.name}, which cannot be cut.")
                 rows.append((column, hi - lo, index.size))
-        # What is emitted knows where a function's own part starts by its boxes.
+        # Emitted code takes the starts of a function's own part from its boxes.
         for n, box in enumerate(self.function.boxes):
             self._check_following(n, np.array([lo for lo, _ in box], dtype=np.int64)[None])
         found = np.array(rows, dtype=np.int64).reshape(-1, 3).T
@@ -203,7 +203,7 @@ class Segment:
         none = np.zeros((count, combined.shape[1], 0, 2), dtype=np.int64)
         return Boxes.of(np.stack(columns, axis=2) if columns else none)
 
-    # What is plain: all values inside are whole, and made on the boxes that they are read on.
+    # Plain functions: all inner values are whole, and made on the boxes on which they are read.
 
     @cached_property
     def is_plain(self) -> bool:

@@ -1,4 +1,4 @@
-"""A plan directory against the module that it is said to be of: its model and weights, which no hash can judge."""
+"""Comparison of a plan directory with a module: its model and weights, which no hash can judge."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from superscaler.verify.compare import largest, relative_error
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values, model_step
 from superscaler.verify.retype import retype_model
 
-# How much of a line is shown, from a little before where it differs.
+# Characters of a differing line that are shown, and how many of them before the difference.
 _SHOWN, _BEFORE = 80, 20
 
 
 def compare_directory(graph: Graph, directory: Path, batch: Values | None = None) -> dict[str, Any]:
-    """Return whether a plan directory, which can be read, has the model and the weights of a fresh capture.
+    """Compare the model and the weights of a readable plan directory with those of a fresh capture.
 
-    `equal`; `first_difference` (text, empty when equal); `operators` and `weights` (how many there are); `rewritten`:
-    how many operators the plan computes in other steps. Then both models are run in float64, without dropout, on the
-    saved weights and a `batch` (default: that of the capture), and all their common tensors and gradients compared.
+    Returns `equal`; `first_difference` (text, empty when equal); `operators` and `weights` (their numbers);
+    `rewritten`: the number of operators that the plan decomposes. If it is not 0, both models run in float64, without
+    dropout, on the saved weights and a `batch` (default: that of the capture), and all common tensors and gradients are
+    compared.
     """
     saved, captured = parse_model(read_text(directory, MODEL_FILE)), graph.captured
     drawn = initial_values(saved, captured.values, read_plan(directory, manifest=False)["seed"])
@@ -52,12 +53,12 @@ def compare_directory(graph: Graph, directory: Path, batch: Values | None = None
 
 
 def _plain(model: Model) -> Model:
-    """Return a model as it was captured, where nothing but its operators' parts was transformed."""
+    """Return a model without recomputed ops, further iterations and source lines, as capture has it."""
     return without_sources(without_twins(once(model)))
 
 
 def _of_texts(mine: Model, theirs: Model) -> Iterator[str]:
-    """Yield the lines of a captured model that a saved one has otherwise. A plan may have other operators for some."""
+    """Yield the differences between the texts of two models; operators that a plan rewrote are not compared."""
     is_rewritten = not {op.name for op in mine.ops} <= {op.name for op in theirs.ops}
     if is_rewritten:
         theirs = replace(theirs, factors={name: f for name, f in theirs.factors.items() if name in mine.factors})
@@ -73,13 +74,13 @@ def _of_texts(mine: Model, theirs: Model) -> Iterator[str]:
 
 
 def _lines(model: Model) -> Mapping[str, str]:
-    """Return the text of a model by what each line is about."""
+    """Return the lines of a model's text, by the kind and name at the start of each."""
     head, *lines = print_model(model).splitlines()
     return {"the first line": head, **{" ".join(line.split(" ", 2)[:2]): line for line in lines}}
 
 
 def _of_files(model: Model, directory: Path, weights: Values) -> Iterator[str]:
-    """Yield copies of files and weights that are not those of this process."""
+    """Yield the saved files and weights that differ from those of this process."""
     for name, source in copies(own_operators(model))[1].items():
         if read_file(directory, name) != source:
             yield f"{name} is another file than the one that registers an operator here"
@@ -106,10 +107,10 @@ def _of_weight(name: str, found: Tensor, own: Tensor) -> Iterator[str]:
 
 
 def _of_numbers(mine: Model, theirs: Model, values: Values) -> Iterator[str]:
-    """Yield the tensors, in the order of execution, that two models make otherwise of the same values."""
+    """Yield the tensors, in execution order, that differ between two models run on the same values."""
     known = {name: retyped(x, torch.float64) for name, x in values.items()}
     order = [*known, *(o.tensor for op in theirs.forward_ops for o in op.outputs)]
-    # Paths of modules are comments in what is run.
+    # Module paths are only comments in emitted code.
     bare = (replace(model, ops=tuple(replace(op, module="") for op in model.ops)) for model in (theirs, mine))
     steps = (model_step(retype_model(model, "float64", dropout=False), known) for model in bare)
     for what, have, want in zip(("", "the gradient of "), *steps, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors of a plan beside those of one device, step by step and iteration by iteration."""
+"""Comparison of a plan's tensors with those of one device, step by step and iteration by iteration."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Allowed = Callable[[str, str], float]
 
 @dataclass(slots=True)
 class Errors:
-    """The largest errors of all steps, where the largest is, and the first that is too large, in words; the error that
-    is largest beside what is allowed there, and that.
+    """The errors of all steps: the `largest` of each kind, the `worst` tensor, the text of the `first` error above its
+    limit, and the error `nearest` to its limit, with that limit.
     """
 
     largest: dict[str, float] = field(
@@ -71,20 +71,20 @@ class Errors:
 class Comparison:
     """A comparison of the steps of a plan one by one, each from the weights that the plan has before it.
 
-    A gradient that is truly zero is noise, of which Adam makes steps of any size. So the update of each slice is
-    compared with the update by torch's own optimizer with the gradient that the plan has there.
+    A gradient whose true value is zero is noise, and Adam turns noise into steps of any size. So the update of each
+    slice is compared with that of torch's own optimizer on the plan's gradient of the slice.
     """
 
     def __init__(self, exact: Compiled, values: Values, allowed: Allowed = lambda kind, tensor: TOLERANCE) -> None:
         self.exact, self.model, self.allowed = exact, exact.graph.model, allowed
-        # Whole tensors, into which the weights of each step are written.
+        # Whole tensors; the weights after each step are written into them.
         self.known = {name: value.clone(memory_format=torch.contiguous_format) for name, value in values.items()}
         self.errors = Errors()
         self.steps = 0
         self.groups = {op.inputs[0].tensor: op.group for op in self.model.ops if not (op.is_forward or op.is_write)}
-        self.twins = [self._twin(device.weights) for device in exact.program.devices]
+        self.trained = [self._trained_slices(device.weights) for device in exact.program.devices]
 
-    def _twin(self, weights: Sequence[Weight]) -> tuple[dict[str, Tensor], torch.optim.Optimizer | None]:
+    def _trained_slices(self, weights: Sequence[Weight]) -> tuple[dict[str, Tensor], torch.optim.Optimizer | None]:
         """Return slices of a device's trained weights, and torch's optimizer over them."""
         optimizer = self.model.optimizer
         members: list[list[Tensor]] = [[] for _ in optimizer.groups]
@@ -100,7 +100,7 @@ class Comparison:
         return take(whole[weight.tensor], slots_of(self.model, weight.tensor), weight.box)
 
     def add(self, results: Sequence[Result], expected: Reference, noise: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Compare the next step, and take over the weights after it. `noise`: see `noise_of`."""
+        """Compare the next step, then keep its weights for the step after it. `noise`: see `noise_of`."""
         self.steps += 1
         here = "" if self.steps == 1 else f" in step {self.steps}"
         loss = torch.zeros(()) if expected.loss is None else expected.loss
@@ -148,13 +148,13 @@ class Comparison:
 
     def _weights(self, results: Sequence[Result], expected: Reference, here: str) -> None:
         rest = {**self.known, **expected.buffers}
-        # What is truly zero is noise, which is measured by what the same module has.
+        # A true zero is noise: errors are relative to the largest tensor of the same module.
         near: dict[str, float] = defaultdict(float)
         for name, value in rest.items():
             home = name.rpartition(".")[0]
             near[home] = max(near[home], FLOOR * largest(value))
         placed = set()
-        for rank, (slices, optimizer) in enumerate(self.twins):
+        for rank, (slices, optimizer) in enumerate(self.trained):
             for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
                 if name in slices:
                     slices[name].data = self._slice(self.known, weight).clone()
@@ -190,7 +190,7 @@ class Comparison:
 
 
 def floor_of(gradients: Iterable[Tensor]) -> float:
-    """Return what the errors of gradients that are truly zero are measured against."""
+    """Return the least size to which errors of gradients are relative: some gradients are truly zero."""
     return FLOOR * max(map(largest, gradients), default=1.0)
 
 
@@ -221,14 +221,14 @@ def _state_error(have: Values, want: Mapping[str, object]) -> float:
     return max((relative_error(have[name], x, x) for name, x in tensors.items()), default=0.0)
 
 
-# Of a weight or buffer: its gradient, its value, and the optimizer's state of it.
+# The gradient, the value and the optimizer's state of a weight or buffer.
 Kept = tuple[Tensor | None, Tensor, dict[str, Tensor]]
 
 
 def run_iterations(step: Step, batch: Mapping[str, Tensor]) -> list[Result]:
     """Return the state of a rank after each iteration of one step, all of them on one batch."""
     kept, rank = _Kept(step.state, step.iterations), step.state
-    rank.update, rank.write = kept.told(rank.update), kept.told(rank.write)  # type: ignore[method-assign]
+    rank.update, rank.write = kept.keeping(rank.update), kept.keeping(rank.write)  # type: ignore[method-assign]
     try:
         losses = step([batch] * step.iterations)
     finally:
@@ -256,8 +256,8 @@ class _Kept:
         tensors = {key: x for key, x in state.items() if isinstance(x, Tensor)}
         return copy.deepcopy((self.rank.gradients.get(name), weight.detach(), tensors))
 
-    def told(self, change: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that changes weights and then keeps copies of them."""
+    def keeping(self, change: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that calls `change` and then keeps copies of the changed weights."""
 
         def changing(pairs: Pairs, *more: Any, **options: Any) -> None:
             change(pairs, *more, **options)

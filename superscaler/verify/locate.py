@@ -29,7 +29,7 @@ from superscaler.schedule.dependencies import Node
 from superscaler.schedule.segments import Segment
 
 TOLERANCE = 1e-9
-# Some true gradients are zero (the bias of a key projection); their noise is measured against the largest of its kind.
+# Some true gradients are zero (bias of a key projection): errors are relative to at least FLOOR x the largest gradient.
 FLOOR = 1e-3
 
 Values = Mapping[str, Tensor]
@@ -118,7 +118,7 @@ def _record(
 
     def run(step: Step) -> None:
         def watch(kind: str, name: str, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
-            # Weights and sums change in place later.
+            # Copies, because weights and sums later change in place.
             copies = [None if x is None else x.detach().clone() for x in given]
             events[step.rank, name, kind] = Event(copies, [x.clone() for x in made])
 
@@ -150,13 +150,13 @@ class _Search:
         self.edges, self.model = exact.whole_schedule.edges, exact.graph.model
         self.unread = unread_twins(self.model)
         self.floor = {"F": 0.0, "B": FLOOR * max((float(g.abs().max()) for g in gradients.values()), default=0.0)}
-        # Parts of a value that wait for the others: by tensor, by row.
+        # Partial values seen so far, by tensor and row.
         self.parts: dict[str, dict[int, Tensor]] = {}
 
     def differences(self) -> Iterator[str]:
         for node in self.exact.whole_schedule.order:
             segment = self.exact.whole_schedule.segments[node.number] if node.is_run else None
-            # On one device there is only the first iteration.
+            # The step on one device has only the first iteration.
             if segment is None or node.kind not in ("F", segment.taking) or segment.ops[0].iteration:
                 continue
             is_forward = node.kind == "F"
@@ -168,11 +168,11 @@ class _Search:
         at = segment.keys.index(node.key)
         for alias, given in zip(segment.aliases, event.given, strict=True):
             box = alias.box(at)
-            # What is shared out has a part of the value here, which only their sum shows.
+            # A partial input has only some addends here; only the sum of all parts can be compared.
             error = 0.0 if given is None or alias.shares is not None else self._error("F", alias.tensor, box, given)
             if not error <= TOLERANCE:
                 op, _ = alias.uses[0]
-                yield f"{_shown(alias.tensor, box, node)} arrives {_off(error)} at {_told(op)}"
+                yield f"{_shown(alias.tensor, box, node)} arrives {_off(error)} at {_op_text(op)}"
         for output, made in zip(segment.outputs, event.made, strict=True):
             row = int(segment.row_of[output.op.name][at])
             wrong = self._output(output.op, output.slot, row, made)
@@ -186,7 +186,7 @@ class _Search:
         whole = all(rows.box(row)[i] == (0, op.indices[i].size) for i in op.summed(operand))
         if whole and not rows.shares[row]:
             error = self._error("F", operand.tensor, box, made)
-            return "" if error <= TOLERANCE else f"{Mask(operand.tensor, box)} is made {_off(error)} by {_told(op)}"
+            return "" if error <= TOLERANCE else f"{Mask(operand.tensor, box)} is made {_off(error)} by {_op_text(op)}"
         parts = self.parts.setdefault(operand.tensor, {})
         parts[row] = made
         branch = self.edges.whole(self.edges.held(op, j))
@@ -200,7 +200,7 @@ class _Search:
             here.copy_(here.maximum(part) if tensor.largest else here + part)
         everything: Box = tuple((0, e) for e in tensor.extents)
         error = self._error("F", operand.tensor, everything, total.reshape(tensor.shape))
-        text = f"{Mask(operand.tensor, everything)} is made {_off(error)} by {_told(op)}"
+        text = f"{Mask(operand.tensor, everything)} is made {_off(error)} by {_op_text(op)}"
         return "" if error <= TOLERANCE else f"{text}, in {len(branch)} parts, the last"
 
     def _inner(self, node: Node, segment: Segment, event: Event) -> str:
@@ -215,7 +215,7 @@ class _Search:
         at = segment.keys.index(node.key)
         for (op, j), tensor in zip(every, made, strict=True):
             row = int(segment.row_of[op.name][at]) if op.name in segment.row_of else -1
-            wrong = self._output(op, j, row, tensor) if row >= 0 else f"{_told(op)} runs where it does not belong"
+            wrong = self._output(op, j, row, tensor) if row >= 0 else f"{_op_text(op)} runs where it does not belong"
             if wrong:
                 return f"{wrong} on {_where(node)}"
         return ""
@@ -223,7 +223,7 @@ class _Search:
     def _backward(self, node: Node, segment: Segment, event: Event) -> Iterator[str]:
         at = segment.keys.index(node.key)
         saved = [output for output in segment.outputs if output.has_gradient]
-        # What is read in the segment too has only a part of its gradient from outside.
+        # An output that the segment itself reads gets only a part of its gradient from outside.
         skipped = {operand.tensor for op in segment.ops for operand in op.inputs}
         for output, given in zip(saved, event.given, strict=True):
             row = int(segment.row_of[output.op.name][at])
@@ -237,7 +237,7 @@ class _Search:
             error = self._error("B", output.tensor, box, have)
             if not error <= TOLERANCE:
                 arrives = f"the gradient of {_shown(output.tensor, box, node)} arrives {_off(error)}"
-                yield f"{arrives} at the backward of {_told(output.op)}"
+                yield f"{arrives} at the backward of {_op_text(output.op)}"
 
     def _take(self, whole: Tensor, tensor: str, box: Box) -> Tensor:
         return take(whole, slots_of(self.model, tensor), box)
@@ -269,7 +269,7 @@ def _off(error: float) -> str:
     return "wrong in shape" if error == float("inf") else f"off by {error:.2g}"
 
 
-def _told(op: Op) -> str:
+def _op_text(op: Op) -> str:
     return f"{op.name} ({op.module})" if op.module else op.name
 
 

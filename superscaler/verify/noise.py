@@ -1,4 +1,4 @@
-"""How large the rounding of what is truly zero is: of a loss as the divergence of two equal distributions."""
+"""The rounding error of true zeros, as that of a loss that is the divergence of two equal distributions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from superscaler.frontend.oracle import Reference
 from superscaler.verify.compare import largest
 from superscaler.verify.locate import TOLERANCE, Values
 
-# What is smaller may be a true zero. Then it is computed for weights that differ by so much, and a plan may differ by
-# so many times what these make of it.
+# A value below _TINY may be a true zero. Then the step is repeated with weights changed by _CHANGE (relative), and a
+# plan may differ by _TIMES the resulting change.
 _TINY, _CHANGE, _TIMES = 1e-9, 1e-12, 100
 
 
 def noise_of(run: Callable[[Values], Reference], known: Values, expected: Reference) -> tuple[float, float]:
-    """Return the least sizes to which errors of a loss and of gradients are relative where these are next to nothing.
+    """Return the least sizes to which errors of the loss and of gradients are relative; 0 unless these are tiny.
 
-    For weights that differ in their last digits the rounding of a zero is another number, and what is only small is
-    nearly the same: so a small loss is compared as any other.
+    Weights that differ in their last digits change the rounding of a true zero entirely, but hardly change a value that
+    is only small: so a small loss is compared like any other.
     """
     is_tiny = [expected.loss is not None and size < _TINY for size in _sizes(expected)]
     if not any(is_tiny):
@@ -36,7 +36,7 @@ def noise_of(run: Callable[[Values], Reference], known: Values, expected: Refere
 
 
 def _sizes(one: Reference, other: Reference | None = None) -> tuple[float, float]:
-    """Return the sizes of a loss and of the largest gradient, or of their differences from those of another step."""
+    """Return the sizes of the loss and of the largest gradient, or of their differences from another step."""
     gradients = {name: g for name, g in one.gradients.items() if g is not None}
     loss = torch.zeros(()) if one.loss is None else one.loss
     if other is not None:

@@ -1,4 +1,4 @@
-"""What gives the steps that those of a plan are compared with: the module, its export, or the graph on one device."""
+"""The oracles of a plan's steps: the user's module, its exported program, or the graph on one device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from superscaler.runtime import functional
 from superscaler.verify.eager import Eager
 from superscaler.verify.locate import Values, model_step
 
-# Gives a step (weights before it, number) of a model on one device.
+# Runs a step of a model on one device: (weights before it, step number) -> results.
 Oracle = Callable[[Values, int], Reference]
 
 
 def oracles_of(plan: Compiled, inputs: Values, dtype: torch.dtype | None) -> dict[str, Callable[[], Oracle]]:
-    """Return what makes the oracles of a plan, by name: in float64, or (None) in its own dtypes."""
+    """Return functions that make the oracles of a plan, by name: in float64, or (`dtype` None) in its own dtypes."""
     captured = plan.graph.captured
 
     def eager() -> Oracle:
@@ -33,7 +33,7 @@ def oracles_of(plan: Compiled, inputs: Values, dtype: torch.dtype | None) -> dic
 
 
 def graph_step(exact: Compiled, inputs: Values) -> Oracle:
-    """Return what gives a step of the graph on one device."""
+    """Return the oracle that runs the graph on one device."""
     model = once(exact.graph.model)
 
     def step(known: Values, number: int) -> Reference:
@@ -48,8 +48,8 @@ def graph_step(exact: Compiled, inputs: Values) -> Oracle:
 
 
 def recurrence(oracle: Oracle, model: Model, known: Values, number: int) -> Reference:
-    """Return a step whose gradients are those of the oldest versions of weights that a plan has; each version becomes
-    the next younger one.
+    """Return a step whose gradients are those at the oldest versions of weights in a plan. After the step, each version
+    has the value of the next younger one.
     """
     versions = model.versions
     step = oracle({**known, **{weight: known[version] for version, weight in versions.items()}}, number)
@@ -59,7 +59,7 @@ def recurrence(oracle: Oracle, model: Model, known: Values, number: int) -> Refe
 
 
 def draw_of(step: int) -> Draw:
-    """Return what gives the random numbers of an operator in a step of a plan."""
+    """Return the function that draws the random numbers of an operator in a step of a plan."""
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         return functional.draw(0, step, draw_number(name), [(0, size) for size in shape], shape, "cpu")

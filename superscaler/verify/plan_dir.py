@@ -1,4 +1,4 @@
-"""A plan directory as it stands: its program is certified, and code and data are what follows from the program."""
+"""Checks of a plan directory: its program is certified, and its code and data are those of the program."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from superscaler.store.plan import AGAIN, check_files, read_header, read_plan, r
 
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
-    """Certify what a plan directory holds, and that its code and plan.json are what its program says; with `manifest`
-    also that every file has the hash that compile wrote down.
+    """Certify the program in a plan directory, and check that its code and plan.json are those of the program; with
+    `manifest` also that each file has the hash in plan.json.
 
-    Raises ScheduleError for a program that does not hold, InputError for a directory that cannot be read, or whose
-    files say different things.
+    Raises ScheduleError for a program that a check refuses, InputError for a directory that cannot be read or whose
+    files disagree.
     """
     plan, damage = read_plan(directory, manifest=False), _damage(directory)
     with _naming(directory / MODEL_FILE, damage):
@@ -45,7 +45,7 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     for name, text in files.items():
         _compare(directory / name, read_text(directory, name), text)
     wanted = json.loads(json.dumps(described(program, emitted, plan["cluster"], plan["seed"])))
-    # Of operators the program knows the names; who registers them is in the process that compiled it.
+    # The program has the names of operators, but not the files that register them.
     wanted["operators"] = {target: plan["operators"].get(target) for target in sorted(own_operators(model))}
     found = {key: value for key, value in plan.items() if key != "manifest"}
     difference = next(_differences(found, wanted), None)

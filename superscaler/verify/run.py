@@ -31,9 +31,9 @@ from superscaler.verify.retype import FLOATS, retype
 from superscaler.verify.small import shrink
 from superscaler.verify.trained import near, quiet
 
-# A plan above any of these is verified at a small shape, unless it is asked for as it is.
+# A plan above any of these limits is verified at a small shape, unless shapes="model".
 MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
-# How many steps are compared: two, and so many more as a plan reads weights of updates ago.
+# Compared steps; a plan that reads weights of n updates ago takes n more.
 STEPS = 2
 _SMALL = "it has the shapes of the capture; verify a small model with the same plan to compare it too"
 _LIMITED = "it drops no choices of experts; without a capacity the plan is compared with it"
@@ -42,29 +42,29 @@ _LIMITED = "it drops no choices of experts; without a capacity the plan is compa
 def verify(
     compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto"
 ) -> dict[str, Any]:
-    """Run two steps of the plan, or n + 2 of one that reads weights of n updates ago, and of the user's module in
-    float64, dropout off, and compare; then so in the dtypes that are trained, where errors may be as large as those of
-    the module's own steps when their sums are taken in other parts (see `superscaler.verify.trained`).
+    """Compare two steps of the plan with the user's module, without dropout: in float64, then in the trained dtypes.
+
+    A plan that reads weights of n updates ago takes n + 2 steps. In the trained dtypes, errors may be as large as those
+    of the module's own steps when its sums are split (see `superscaler.verify.trained`). Each step starts from the
+    plan's current weights. The update of each slice is compared with that of torch's optimizer on the plan's gradient.
 
     `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. `shapes`: "model" runs
-    the plan as it is against a copy of the module, run by torch, or, where there can be none (`note` says why), against
-    the exported program; "small" runs it on few elements and places of the mesh (see `shrink`) against the graph on one
-    device, whatever its size; "auto" is small for what is too large to run here. The checks are done on the plan as it
-    is, always. Each step starts from the weights that the plan has then; the update of each slice is compared with what
-    torch's optimizer makes of the gradient there.
+    the plan at its own shapes against a copy of the module, or against the exported program if no copy can run (`note`
+    gives the reason). "small" runs it on few elements and places of the mesh (see `shrink`) against the graph on one
+    device. "auto" is "small" for a plan that is too large to run here. The checks of the program always see the whole
+    plan.
 
-    Returns equal (in both), trained_dtype, trained_error (the largest beside what is allowed there), trained_allowed
-    (that), and of the steps in float64: loss_error (relative), gradient_error (largest over pTensors and replicas,
-    relative with a floor), parameter_error (weights, buffers and optimizer state), output_error (what the step returns
-    beside its loss; `trains` and `outputs` tell which of these there are), worst_tensor, first_difference (text: the
-    first check that does not hold, or the first tensor in execution order that is not the model's, or what capture got
-    wrong; empty when equal), conservation (the certificate of the whole program, see `verify.certificate`),
+    Returns equal (in both), trained_dtype, trained_error (the error nearest to its limit), trained_allowed (that
+    limit), and for the steps in float64: loss_error (relative), gradient_error (largest over pTensors and replicas,
+    relative with a floor), parameter_error (weights, buffers and optimizer state), output_error (outputs other than the
+    loss; `trains`: whether there is a loss; `outputs`: the others' names), worst_tensor, first_difference (text: the
+    first check that fails, or the first tensor in execution order that differs from the model's, or a fault of capture;
+    empty when equal), conservation (the certificate of the whole program, see `verify.certificate`),
     deadlock_free, reference ("eager", "export" or "graph"), module_compared (whether that is the user's module, run by
-    torch), note (why not), bytes_moved (what all ranks put on links in a step), bytes_planned (what the plan said;
-    equal), stale (how many updates ago weights are read: [0] where they are as in the model, [0, 1, 3] where some are
-    those of 1 or 3 ago: then with the recurrence of these on one device), shapes, dropped (how many choices of experts
-    have no row in the first step, of how many: then the step with their capacity on one device is compared), and shrunk
-    (what ran smaller: before and after, by factor).
+    torch), note (why not), bytes_moved (measured on links in a step, all ranks), bytes_planned (of the plan;
+    equal), stale (ages of weights that are read, in updates: [0] as in the model; for [0, 1, 3] the reference is the
+    recurrence with these ages on one device), shapes, dropped (choices of experts without a row in the first step, and
+    all choices; the reference has the same capacity), and shrunk (sizes before and after, by factor).
     Raises InputError for a plan that cannot run smaller but must.
     """
     if shapes not in ("auto", "model", "small"):
@@ -85,31 +85,31 @@ def verify(
     found = _certificate(exact, backend, 60.0, values, inputs, {"graph": lambda: graph_step(exact, inputs)})
     first = next((text for text in refused.values() if text), "") or found["first_difference"]
     whole = {name: not text and found[name] for name, text in refused.items()}
-    told = {"equal": found["equal"] and not first, "first_difference": first, "shapes": "small", "shrunk": small.shrunk}
-    told["note"] = _SMALL
-    return _as_trained({**found, **whole, **told}, own, backend, small.values, small.batch)
+    found |= {**whole, "equal": found["equal"] and not first, "first_difference": first}
+    found |= {"shapes": "small", "shrunk": small.shrunk, "note": _SMALL}
+    return _as_trained(found, own, backend, small.values, small.batch)
 
 
 def _as_trained(found: dict[str, Any], plan: Compiled, backend: str, values: Values, inputs: Values) -> dict[str, Any]:
-    """Return what was found in float64, with the steps in the plan's own dtypes if it was equal."""
+    """Return the results in float64, extended by those of steps in the plan's own dtypes if the plan was equal."""
     tensors = plan.graph.model.tensors.values()
     dtypes = sorted({t.dtype for t in tensors if t.kind == "parameter" and getattr(torch, t.dtype).is_floating_point})
-    told = {"trained_dtype": ", ".join(dtypes), "trained_error": float("inf"), "trained_allowed": 0.0}
+    trained = {"trained_dtype": ", ".join(dtypes), "trained_error": float("inf"), "trained_allowed": 0.0}
     if not found["equal"]:
-        return {**found, **told}
+        return {**found, **trained}
     if not any(t.dtype in FLOATS for t in tensors):
-        # They are those in float64.
+        # All tensors are float64 or integers already.
         error = max(found[kind] for kind in Errors().largest)
-        return {**found, **told, "trained_error": error, "trained_allowed": TOLERANCE}
+        return {**found, **trained, "trained_error": error, "trained_allowed": TOLERANCE}
     try:
         own = quiet(plan)
         results = _BACKENDS[backend](own, values, inputs, 60.0)
         errors = near(own, values, results, oracles_of(own, inputs, None)[found["reference"]]())
     except (RuntimeFailure, Unlike) as why:
         errors = Errors(first=str(why), nearest=(float("inf"), 0.0))
-    first = f"in {told['trained_dtype']}, {errors.first}" if errors.first else ""
-    told |= dict(zip(("trained_error", "trained_allowed"), errors.nearest, strict=True))
-    return {**found, **told, "equal": errors.is_equal, "first_difference": first}
+    first = f"in {trained['trained_dtype']}, {errors.first}" if errors.first else ""
+    trained |= dict(zip(("trained_error", "trained_allowed"), errors.nearest, strict=True))
+    return {**found, **trained, "equal": errors.is_equal, "first_difference": first}
 
 
 def _is_large(compiled: Compiled) -> bool:
@@ -123,7 +123,7 @@ def _is_large(compiled: Compiled) -> bool:
 def certify(
     exact: Compiled, backend: str = "threads", batch: Values | None = None, timeout: float = 60.0
 ) -> dict[str, Any]:
-    """Do what `verify` does with a plan that is in float64 already. `timeout`: of a message, in seconds.
+    """Verify a plan that is already in float64. `timeout`: of a message, in seconds.
 
     A plan that a check refuses is not run: its errors are infinite.
     """
@@ -161,8 +161,9 @@ def _certificate(
     inputs: Values,
     oracles: Mapping[str, Callable[[], Oracle]],
 ) -> dict[str, Any]:
-    """Check the program, run it, and compare it with the first oracle that there is; with the next one, where it
-    differs, to see whether the plan or the captured graph is at fault.
+    """Check the program, run it, and compare it with the first available oracle.
+
+    If it differs, it is compared with the next one too, to find whether the plan or the captured graph is at fault.
     """
     if backend not in _BACKENDS:
         raise InputError(unknown("backend", backend, _BACKENDS))
@@ -298,7 +299,7 @@ def _read(file: Path, moved: int) -> Result:
 
 
 def _plain(values: Values) -> dict[str, Tensor]:
-    # Files of safetensors hold no views.
+    # safetensors stores no views.
     return {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in values.items()}
 
 

@@ -26,9 +26,9 @@ from superscaler.runtime.executor import take
 from superscaler.schedule.fold import leaves, restrict
 from superscaler.verify.locate import callables
 
-# How many places along a fold axis (one more than are compiled, so that one is told by the others), and microbatches.
+# Places along a fold axis (one more than are compiled, so that one is extrapolated), and microbatches.
 PLACES, MICROBATCHES = 3, 4
-# More devices than this do not run as threads of one process in reasonable time.
+# More devices than this take too long as threads of one process.
 MOST_DEVICES = 128
 Shape = tuple[int, ...]
 
@@ -87,7 +87,7 @@ def _drop_microbatches(graph: Graph) -> None:
     for name, grid in graph.grids.items():
         own = [k for k, axis in enumerate(grid.axes) if axis.is_microbatch]
         for at in own[:1]:
-            # Those inside of these stay.
+            # Inner microbatch axes keep their size.
             limit = MICROBATCHES * prod(len(grid.axes[k].sizes) for k in own[1:])
             axis = replace(grid.axes[at], sizes=grid.axes[at].sizes[:MICROBATCHES])
             devices = grid.devices.take(range(len(axis.sizes)), at)
@@ -134,7 +134,7 @@ def _sizes(whole: Graph, graph: Graph) -> dict[str, int]:
     while True:
         sizes = {}
         for n, (name, factor) in enumerate(whole.factors.items()):
-            # Different leaves, so that what is mixed up differs.
+            # Distinct leaf sizes, so that swapped factors are found.
             leaf = next((k for k in (2 + n % 2, 2) if k * parts[name] <= factor.size), 1)
             sizes[name] = factor.size if name in pinned else derived.get(name, leaf * parts[name])
         for name in must & set(pinned):
@@ -142,7 +142,7 @@ def _sizes(whole: Graph, graph: Graph) -> dict[str, int]:
                 f"the plan cannot be verified at a small shape: factor {name} of {whole.factors[name].size} is cut, "
                 f"but cannot shrink, since {pinned[name]}."
             )
-        # What an op makes of smaller operands may have a size of its own, as what a pad makes.
+        # The size of a result may not scale with the operands, as that of a pad.
         free = {name for name in sizes if parts[name] == 1 and name not in pinned and name not in derived}
         new, failing = _probe(whole.model, sizes, free)
         derived |= new

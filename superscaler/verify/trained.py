@@ -1,7 +1,7 @@
-"""Steps in the dtypes that are trained: a plan may leave eager ones as far as these leave each other by rounding.
+"""Steps in the trained dtypes: a plan may differ from eager steps as much as these differ by rounding.
 
-A plan takes sums in other parts than torch, and other kernels. What that makes of a gradient is measured: the eager
-step once more, its products and sums in parts, its other operators that add in float64, rounded up or down by chance.
+A plan splits sums differently from torch, and uses other kernels. The effect is measured by repeated eager steps: with
+products and sums in parts, and with other adding operators computed in float64 and rounded up or down at random.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from superscaler.verify.locate import Values
 from superscaler.verify.oracles import Oracle, recurrence
 from superscaler.verify.retype import retype
 
-# In how many parts sums are taken; and in how many more, where that is not enough to judge a plan by.
+# Numbers of parts of sums; MORE are tried if a plan exceeds the errors found with PARTS.
 PARTS, MORE = (2,), (3, 4, 5, 6, 7, 8)
-# How much larger than the largest of a few rounding errors another one may be.
+# Factor by which an error may exceed the largest of a few measured rounding errors.
 SPREAD = 4.0
 
 aten = torch.ops.aten
 
 
 class InParts(TorchDispatchMode):
-    """Rounds as another order of computing does."""
+    """A mode that rounds as another order of computation would."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ class InParts(TorchDispatchMode):
         return made
 
     def _rounded(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return what an operator that adds makes in float64, rounded to the dtypes that it has."""
+        """Return the results of an operator that adds, computed in float64, then rounded to its own dtypes."""
         plain = func(*args, **kwargs)
         tags = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
         if func.is_view or func._schema.is_mutable or tags & set(func.tags):
@@ -72,12 +72,12 @@ class InParts(TorchDispatchMode):
         try:
             wide = func(*given[0], **given[1])
         except (RuntimeError, NotImplementedError):
-            # It has no float64.
+            # The operator is not implemented for float64.
             return plain
         return pytree.tree_map(self._as, wide, plain)
 
     def _as(self, x: Any, plain: Any) -> Any:
-        """Return a number of a dtype next to a wide one: that itself, where it is of the dtype."""
+        """Return wide numbers rounded at random to a neighbour in the dtype of `plain`; representable ones stay."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         chance = torch.rand(x.shape, generator=self.chance, dtype=x.dtype).to(x.device) - 0.5
@@ -85,45 +85,45 @@ class InParts(TorchDispatchMode):
 
 
 class Noise:
-    """How far steps are from each other that differ by rounding, by tensor, relative as errors are."""
+    """The relative differences between steps that differ by rounding only, by tensor."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.usual = model, 0.0
         self.found: dict[tuple[str, str], float] = defaultdict(float)
 
     def measure(self, plain: Reference, step: Callable[[], Reference], parts: Iterable[int]) -> None:
-        """Take a step again for each number of parts."""
+        """Repeat a step for each number of parts, and keep the largest differences."""
         first = dict(self._tensors(plain))
         least = floor_of(x for (kind, _), x in first.items() if kind == "gradient_error")
         for count in parts:
             with InParts(count):
-                again = step()
-            for key, value in self._tensors(again):
+                repeated = step()
+            for key, value in self._tensors(repeated):
                 floor = least if key[0] == "gradient_error" else 0.0
                 error = relative_error(value, first[key], first[key], floor)
-                # Halves may overflow in one order only; that allows a plan nothing.
+                # float16 may overflow in one order of addition only; that allows a plan no error.
                 self.found[key] = max(self.found[key], error if isfinite(error) else 0.0)
         self.usual = median([x for (kind, _), x in self.found.items() if kind == "gradient_error"] or [0.0])
 
     def allowed(self, kind: str, tensor: str) -> float:
-        """Return the error that a tensor may have. Of one gradient all rounding may cancel by chance, not of most."""
+        """Return the error that a tensor may have: at least the median, as its own rounding may cancel by chance."""
         if (kind, tensor) not in self.found:
-            # An update has no sums: it is what torch's optimizer makes of the gradient.
+            # An update has no sums: torch's optimizer computes it from the plan's gradient.
             return ROUNDING
         dtype = getattr(torch, self.model.tensors[tensor].dtype)
-        # Rounding may choose another one of two equal scores; float64 tells what is chosen.
+        # Rounding may change an integer, as the choice between equal scores; only the steps in float64 compare these.
         digits = torch.finfo(dtype).eps if dtype.is_floating_point else inf
         return SPREAD * max(self.found[kind, tensor], self.usual, digits)
 
     def _tensors(self, step: Reference) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Yield what rounding changes, by the kind of its error and its name."""
+        """Yield the tensors that rounding changes, by kind of error and name."""
         of = {"gradient_error": step.gradients, "output_error": step.outputs, "parameter_error": step.buffers}
         found = {"loss_error": {self.model.loss: step.loss}, **of}
         yield from (((kind, n), x) for kind, some in found.items() for n, x in some.items() if x is not None)
 
 
 def quiet(plan: Compiled) -> Compiled:
-    """Return a plan without dropout and loss scale, which eager steps do not have either."""
+    """Return a plan without dropout and loss scale, as the eager steps are."""
     graph = retype(plan.graph, None, dropout=False)
     made = plan if graph.model.ops == plan.graph.model.ops else finish(graph, plan.cluster)
     if not (scaler := dict(graph.model.optimizer.scaler)):
@@ -133,7 +133,7 @@ def quiet(plan: Compiled) -> Compiled:
 
 
 def near(own: Compiled, values: Values, results: Sequence[Sequence[Result]], oracle: Oracle) -> Errors:
-    """Return the errors of steps beside those that eager steps from the same weights have among each other."""
+    """Return the errors of steps, with those among eager steps from the same weights as limits."""
     for parts in (PARTS, PARTS + MORE):
         noise = Noise(own.graph.model)
         comparison = Comparison(own, values, noise.allowed)

@@ -70,7 +70,7 @@ def copy_of(code: Code, out: Value, source: Value) -> Combine:
 FIRST, SECOND = named("layers_0_weight"), named("layers_0_weight_p1")
 
 
-@hole("early", "loads layers.1.weight again, which is updated by now", is_right=True)
+@hole("early", "loads layers.1.weight after its update", is_right=True)
 def weight_loaded_again_after_its_update(program: Program) -> Program:
     code = codes(program)
     again = code[0][at(code[0], Load, tensor="layers.1.weight")]

@@ -54,5 +54,5 @@ def test_a_value_in_the_wrong_memory_is_named(change: Callable[[Device], Device]
     check_program(program)
     assert {w.name for w in device.weights if w.trained} <= on_host(program, device)
     wrong = Program(program.model, program.functions, (change(device),), program.notes)
-    with pytest.raises(ScheduleError, match=f"{told}.* reads what is in the other memory"):
+    with pytest.raises(ScheduleError, match=f"{told}.* reads a value in the other memory"):
         check_program(wrong)
