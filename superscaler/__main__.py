@@ -18,7 +18,7 @@ def _main() -> None:
     from superscaler.cli.main import main
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that has no "é" is no reason to fail, and a stream that cannot be set up anew is none, either.
+        # A terminal without "é" is no reason to fail, and neither is a stream that cannot be reconfigured.
         with suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
     main()

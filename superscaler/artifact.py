@@ -37,7 +37,7 @@ from superscaler.store.plan import (
     read_text,
     weight_hashes,
 )
-from superscaler.store.staging import settle, staged, sync_all
+from superscaler.store.staging import recover, staged, sync_all
 
 RUN = '''"""Train with this plan on {world} devices; superscaler launch torchrun says how. Written by superscaler."""
 
@@ -198,7 +198,7 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     hashes = {name: disk.digest(data) for name, data in files.items()}
     kept = {**manifest(compiled, values), "data": disk.hash_without(data, "manifest"), "files": hashes}
     with writing(directory, "choose another directory", (SafetensorError,)):
-        settle(directory)
+        recover(directory)
         if _is_there(directory, kept):
             return False
         _refuse_theirs(directory, {*files, disk.WEIGHTS_FILE, disk.PLAN_FILE}, older)
@@ -254,7 +254,7 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
     otherwise.
     """
     try:
-        settle(directory)
+        recover(directory)
         plan = read_plan(directory)
         if plan["seed"] != seed or not origin(graph, cluster, values).items() <= plan["manifest"].items():
             return None

@@ -56,7 +56,7 @@ def _summary(name: str, found: dict[str, Any]) -> str:
         f"{sum(found['ops'].values())} forward ops, {found['mirrors']} mirrors, {found['updates']} updates; in the "
         f"forward of a step {found['flops']:.4g} FLOPs, and {_bytes(found['activation_bytes'])} of activations that "
         "mirrors read"
-        + _told(found)
+        + _outputs(found)
         + (
             f"\nregions that the model checkpoints, computed again unless a plan saves them: {regions}"
             if regions
@@ -65,7 +65,7 @@ def _summary(name: str, found: dict[str, Any]) -> str:
     )
 
 
-def _told(found: dict[str, Any]) -> str:
+def _outputs(found: dict[str, Any]) -> str:
     """Return the outputs of a step in words, if there are more than a loss."""
     shown = [f"{name} {tuple(shape)} {dtype}" for name, (shape, dtype) in found["outputs"].items()]
     means = "" if found["trains"] else "inference: no gradient is computed, nothing is updated; "

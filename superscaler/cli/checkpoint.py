@@ -23,17 +23,17 @@ def inspect(printer: Printer, checkpoint: Checkpoint) -> None:
     from superscaler.store.convert import inspect as look
 
     printer.result = found = look(checkpoint)
-    printer.show(_told(found))
+    printer.show(_contents(found))
 
 
-def _told(found: Any) -> str:
+def _contents(found: Any) -> str:
     tensors, shards, trained = found["tensors"], found["shards"], found["training"] or {}
     optimizer = found["optimizer"]
     states = sorted({state for tensor in tensors.values() for state in tensor["states"]})
     lines = [
         f"{found['path']}: step {found['step']}, {len(tensors)} tensors in {len(shards)} shards of "
         f"{sum(shard['bytes'] for shard in shards.values()):,} bytes, all as they were saved",
-        f"model {trained.get('model') or 'not told'}; saved by {found['world'] or 'no'} devices",
+        f"model {trained.get('model') or 'not recorded'}; saved by {found['world'] or 'no'} devices",
         f"optimizer {optimizer['name']}, lr {', '.join(map(str, optimizer['lr']))}; {' '.join(states) or 'no state'}"
         if optimizer
         else "weights only",
@@ -68,7 +68,7 @@ def export(
     else:
         from superscaler.models import build
 
-        # Weights need memory, also those that were captured without.
+        # Weights need memory, also if they were captured without.
         spec = (model or _trained(checkpoint)).replace("device=meta", "device=cpu")
         files = export_model(checkpoint, build(spec).module, out)
     printer.show(f"{out}: {', '.join(files)}")

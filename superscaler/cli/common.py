@@ -80,11 +80,11 @@ def table(
     return made
 
 
-def option(name: str, told: str, metavar: str | None = None) -> Any:
-    return typer.Option(name, metavar=metavar, help=told)
+def option(name: str, text: str, metavar: str | None = None) -> Any:
+    return typer.Option(name, metavar=metavar, help=text)
 
 
-# The optimizer that trains nothing.
+# The optimizer of a model that is not trained.
 _NONE = "none"
 
 
@@ -213,7 +213,7 @@ def command(function: Callable[..., bool | None]) -> Callable[..., None]:
         if is_good is False:
             raise typer.Exit(1)
 
-    # What typer reads, and lists in this order: what must be given, then what is the command's own.
+    # Typer reads this signature and lists its options in order: required ones, then those of the command.
     ordered = sorted((*own, *asked), key=lambda p: p.default is not Parameter.empty)
     options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in ordered]
     run.__name__, run.__doc__ = function.__name__, function.__doc__

@@ -41,7 +41,7 @@ def compile(printer: Printer, request: PlanRequest, out: Out = None, seed: Seed 
 
     graph, built = request.capture()
     summary, counts, seconds, is_new = compile_to(graph, sprogram, devices, out, seed)
-    printer.show(summary, told(seconds, counts), *saved(out, devices, is_new))
+    printer.show(summary, _totals(seconds, counts), *saved(out, devices, is_new))
     printer.result = {
         "model": built.name,
         "plan": request.plan,
@@ -57,7 +57,7 @@ def check_out(out: Path | None) -> None:
     """Raise InputError early, before the work, if the directory holds something else than a plan, or cannot be made."""
     if out is None:
         return
-    # The nearest folder above that is there: the rest will be made in it.
+    # The nearest existing folder above: the rest will be made in it.
     above = next((p for p in (out, *out.parents) if os.path.lexists(p)), Path())
     if not os.path.isdir(above):
         raise InputError(f"--out {out}: {above} is {_kind(above)}; choose a directory.")
@@ -72,11 +72,11 @@ def _kind(path: Path) -> str:
 
 
 def saved(out: Path | None, cluster: Cluster, is_new: bool) -> list[str]:
-    told = f"written to {out}" if is_new else f"unchanged: {out} holds this plan already"
-    return [] if out is None else [f"{told}; {how_to_start(cluster, out / RUN_FILE)}"]
+    text = f"written to {out}" if is_new else f"unchanged: {out} holds this plan already"
+    return [] if out is None else [f"{text}; {how_to_start(cluster, out / RUN_FILE)}"]
 
 
-def told(seconds: dict[str, float], counts: dict[str, int]) -> str:
+def _totals(seconds: dict[str, float], counts: dict[str, int]) -> str:
     """Return the counts and the seconds per phase, in two lines."""
     numbers: dict[str, Any] = {name.replace("_", " "): f"{count:,}" for name, count in counts.items()}
     first = ", ".join(f"{value} {name}" for name, value in numbers.items())

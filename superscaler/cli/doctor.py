@@ -148,9 +148,9 @@ def _cores() -> Check:
 
 
 def _memory() -> Check:
-    """Look at what a new process may take without swapping, where the system tells."""
-    told = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", told.read_text()) if told.is_file() else None
+    """Look at what a new process may take without swapping, where the system reports it."""
+    file = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.is_file() else None
     if found is None:
         return Check("memory", True, "unknown on this system")
     free = int(found[1]) * 1024

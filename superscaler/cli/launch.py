@@ -63,7 +63,7 @@ def _read(plan: Path, options: list[str] | None, restarts: int) -> start.Start:
 
 
 def _print(printer: Printer, text: str) -> None:
-    # Not as for people, whose lines may be wrapped or have signs in the place of words.
+    # Unchanged text: lines for people may be wrapped, and their words replaced by signs.
     if not printer.as_json:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         try:

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with the exit code of the command, or of its error."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        # Without one, libraries abort.
+        # Libraries abort without a current directory.
         os.getcwd()
         app(args=given, prog_name="superscaler")
     except PlanError as error:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             text = text.replace(argument, printable(argument)) if "\n" in argument else text
         _fail(printable(text, but="\n"), error.exit_code)
     except OSError as error:
-        # What a user names is checked where it is used: what is left is where to write, or where we are.
+        # Files that a user names are checked where they are used. Left: standard output, and the current directory.
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.ENOENT):
             raise
         sys.stdout = io.StringIO()
@@ -76,6 +76,6 @@ def _fail(text: str, code: int) -> NoReturn:
     try:
         print(f"error: {text}", file=sys.stderr)
     except OSError:
-        # Python writes again, what is left, and then ends with a code of its own.
+        # At exit Python writes the rest once more, and would then end with a code of its own.
         sys.stderr = io.StringIO()
     sys.exit(code)

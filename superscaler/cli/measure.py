@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from superscaler.cluster.fit import Sample
 
 _ENDINGS = (".yaml", ".yml")
-# Without --cluster: more than this take long on a CPU and tell little more.
+# Processes without --cluster: more take long on a CPU and add little.
 _USUAL = 4
 _MOST = 64
 _NUMBERS = ("bytes", "measured us", "fitted us", "error")

@@ -17,8 +17,8 @@ from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.errors import InputError
 
 
-def _path(name: str, metavar: str, told: str) -> Any:
-    return typer.Option(name, metavar=metavar, parser=partial(_named, name), help=told)
+def _path(name: str, metavar: str, text: str) -> Any:
+    return typer.Option(name, metavar=metavar, parser=partial(_named, name), help=text)
 
 
 def _named(name: str, text: str) -> Path:
@@ -36,7 +36,7 @@ def train(
     clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None,
     check_finite: Annotated[
         bool,
-        typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; tell which operator it was."),
+        typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; name the operator."),
     ] = False,
     data: Annotated[
         Path | None, option("--data", "Text to learn, byte by byte; default: Python's own.", "FILE")
@@ -78,7 +78,7 @@ def train(
     if not compiled.trains:
         why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
         raise InputError(f"{request.model} {why}, so there is nothing to train; compile it, and call its step.")
-    # The directory that was asked for, or one that is removed afterwards.
+    # The directory of --out, or one that is removed afterwards.
     with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
         compiled.save(folder, seed)
         world = compiled.compiled.program.world
@@ -86,7 +86,7 @@ def train(
             Path(folder), world=world, steps=steps, data=data, clip=clip, check_finite=check_finite, seed=seed,
             keeping=keeping,
         )  # fmt: skip
-    printer.show(_told(result), *([ending(result)] if "saved" in result else []))
+    printer.show(_summary(result), *([ending(result)] if "saved" in result else []))
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
     return not result.get("failed_saves")
 
@@ -106,7 +106,7 @@ def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path
         raise InputError(f"--data {data} is not a file; give a text, or leave it out.")
 
 
-def _told(result: Mapping[str, Any]) -> str:
+def _summary(result: Mapping[str, Any]) -> str:
     losses = result["losses"]
     return (
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps on {result['world']} devices; "

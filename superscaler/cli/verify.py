@@ -49,8 +49,8 @@ def _certificate(result: Mapping[str, Any]) -> str:
     verdict = stale or "equal to one device" if result["equal"] else f"NOT equal: {result['first_difference']}"
     lost, of = result["dropped"]
     verdict += f", whose capacity of experts drops {lost} of {of} choices" if of and result["equal"] else ""
-    told = [*(_ERRORS if result["trains"] else ()), *(["output_error"] if result["outputs"] else ())]
-    errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in told)
+    names = [*(_ERRORS if result["trains"] else ()), *(["output_error"] if result["outputs"] else ())]
+    errors = "".join(f"\n  {name.replace('_', ' ')}: {result[name]:.3g}" for name in names)
     checks = "".join(f"\n  {name.replace('_', ' ')}: {'yes' if result[name] else 'NO'}" for name in _CHECKS)
     where = ", at small shapes: " + _shrunk(result["shrunk"]) if result["shrunk"] else ""
     partly = "" if result["module_compared"] else "the module itself was not compared: "
@@ -65,7 +65,7 @@ def _shrunk(sizes: Mapping[str, tuple[int, int]]) -> str:
     return ", ".join(dict.fromkeys(f"{collapse(name)} {before} -> {after}" for name, (before, after) in sizes.items()))
 
 
-# What ran and was compared, by what it was compared with.
+# reference -> the runs that were compared
 _RUNS = {
     "eager": "two steps in float64 against the module itself, dropout off",
     "export": "two steps in float64 against the export of the module only, dropout off",

@@ -51,8 +51,8 @@ class Communicator(ABC):
     broadcast, or of an operation whose result only another rank gets, after `flush`; the input of `send` at once,
     unless it is `owned`. In a group of one rank the result may be the input.
 
-    `moved`: bytes of the plan that this rank put on links since the start. `apart`: bytes of reductions outside the
-    plan (loss, gradient norm, finite check). Errors start with `prefix`.
+    `moved`: bytes of the plan that this rank put on links since the start. `bytes_outside_plan`: those of
+    reductions of the loss, the gradient norm and the finite check. Errors start with `prefix`.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Communicator(ABC):
     device: torch.device
     prefix = ""
     moved = 0
-    apart = 0
+    bytes_outside_plan = 0
 
     def set_if_unset(self, name: str, value: str) -> str:
         """Return the first value set under this name since the launch, also by a rank before its restart; set it to
@@ -87,7 +87,7 @@ class Communicator(ABC):
         if not sizes:
             return self._gather(self._enter("all_gather", group, x.shape, x.dtype), group, x, dim)
         x = padded(x, dim, max(sizes))
-        # Stacked, so that they are copied once.
+        # Stacked, so that one copy moves all.
         work = self._gather(self._enter("all_gather", group, x.shape, x.dtype), group, x[None], 0)
         return Later(lambda: trimmed(work.wait(), dim, sizes))
 
@@ -171,7 +171,7 @@ class Communicator(ABC):
     def close(self) -> None:
         """Flush, wait for all ranks to do so, and leave. The communicator cannot be used afterwards."""
 
-    # How the operations are done in groups of two ranks or more; `what` is told in errors.
+    # The operations in groups of two ranks or more; `what` names the operation in errors.
 
     @abstractmethod
     def _reduce(self, what: str, group: Group, x: Tensor, owned: bool, largest: bool) -> Handle: ...
@@ -209,7 +209,7 @@ class Communicator(ABC):
         what = f"{self.prefix}{operation} of {tuple(shape)} {dtype} over ranks {group}"
         mine = share(operation, prod(shape) * dtype.itemsize, len(group), position(self.rank, group, what))
         self.moved += mine * planned
-        self.apart += mine * (not planned)
+        self.bytes_outside_plan += mine * (not planned)
         return what
 
     def _meet(self, operation: str, peer: int) -> str:

@@ -40,31 +40,31 @@ def connect(timeout: float = 1800.0) -> DistributedCommunicator:
         torch.cuda.set_device(device)
     store, start = None, ""
     if not dist.is_initialized():
-        told = launched()
-        store, start = meet(told)
+        launch = launched()
+        store, start = meet(launch)
         backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        given: dict[str, Any] = {"store": PrefixStore(start, store), "rank": told.rank, "world_size": told.world}
-        with _network(told, f"{backend.upper()}_SOCKET_IFNAME"):
+        given: dict[str, Any] = {"store": PrefixStore(start, store), "rank": launch.rank, "world_size": launch.world}
+        with _network(launch, f"{backend.upper()}_SOCKET_IFNAME"):
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=bound, **given)
     return DistributedCommunicator(device, start, store)
 
 
 @contextmanager
-def _network(told: Launched, variable: str) -> Iterator[None]:
+def _network(launch: Launched, variable: str) -> Iterator[None]:
     """Let gloo connect over the interface that leads to the other ranks, unless the user chose one; later groups do the
     same.
 
     A single rank makes no groups, and its process may belong to a user who starts others: it leaves no trace.
     """
-    name = interface(told) if variable.startswith("GLOO") and variable not in os.environ else None
+    name = interface(launch) if variable.startswith("GLOO") and variable not in os.environ else None
     if name:
         os.environ[variable] = name
     try:
         yield
     except RuntimeError as error:
-        _fail(f"rank {told.rank}: connecting with {variable}={os.environ.get(variable, '')}", error)
+        _fail(f"rank {launch.rank}: connecting with {variable}={os.environ.get(variable, '')}", error)
     finally:
-        if name and told.world == 1:
+        if name and launch.world == 1:
             del os.environ[variable]
 
 
@@ -108,7 +108,7 @@ class _Operation:
 
 def _fail(what: str, error: RuntimeError) -> NoReturn:
     """Raise an error of torch.distributed, as PeerLost where it blames another rank; gloo says so only in its text."""
-    # After its first sentence gloo guesses.
+    # The sentences of gloo after the first one are guesses.
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
     if isinstance(error, dist.DistError) or "gloo/transport" in reason or "onnection" in reason:
         raise PeerLost(f"{what} failed, because another rank ended or does not answer: {reason}") from error
@@ -163,7 +163,7 @@ class _Sends:
             except RuntimeFailure as error:
                 self._error = self._error or error
             finally:
-                # Before the buffer counts as sent, so that it is not held while this waits for the next one.
+                # Freed before the next wait, so that a sent buffer is not held meanwhile.
                 del operation
                 self._queue.task_done()
         self._queue.task_done()
@@ -174,7 +174,7 @@ class _Sends:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    # A contiguous tensor of one element may have any strides, with which it cannot be seen as bytes.
+    # A contiguous tensor of one element may have any strides, and some cannot be viewed as bytes.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
@@ -195,7 +195,7 @@ class DistributedCommunicator(c.Communicator):
         self._together: list[tuple[dist.P2POp, _Operation]] | None = None
 
     def set_if_unset(self, name: str, value: str) -> str:
-        # Where nothing is, the empty text is expected.
+        # compare_set expects the empty text for a missing key.
         return value if self._store is None else self._store.compare_set(f"first {name}", "", value).decode()
 
     def prepare(self, groups: Sequence[Group]) -> None:
@@ -228,14 +228,14 @@ class DistributedCommunicator(c.Communicator):
         )  # fmt: skip
 
     def _scatter(self, what: str, group: Group, chunks: Sequence[Tensor]) -> Handle:
-        # gloo's own reduce_scatter is its slowest collective: moving the chunks and adding here is twice as fast.
+        # The reduce_scatter of gloo is its slowest collective: exchanging the chunks and adding them is twice as fast.
         if self._is_gloo:
             return super()._scatter(what, group, chunks)
         outgoing, chunk = c.from_plan_order(chunks, group), torch.empty_like(chunks[0])
         return self._start(what, group, _reduce_scatter, lambda: chunk, chunk.view(-1), outgoing.view(-1))
 
     def _sum_to(self, what: str, group: Group, x: Tensor, root: int, owned: bool) -> Handle:
-        # It is done in place, on other ranks too.
+        # gloo reduces in place, on all ranks.
         buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
         operation = self._begin(what, group, dist.reduce, buffer, group[root])
         return self._given(operation, group[root]).giving(lambda: buffer)
@@ -255,7 +255,7 @@ class DistributedCommunicator(c.Communicator):
     def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Handle:
         operation = self._begin(what, group, dist.broadcast, _bytes(buffer), source)
         if source == self.rank:
-            # The source has what it sends, and need not wait for it.
+            # The source holds the result already, and need not wait.
             self._sends.add(operation)
         return operation.giving(lambda: buffer)
 
@@ -305,7 +305,7 @@ class DistributedCommunicator(c.Communicator):
     def close(self) -> None:
         if dist.is_initialized():
             self._sends.close()
-            # No rank may take its connections down while another still reads from them.
+            # No rank may close its connections while another still reads from them.
             self.barrier()
             self._groups.clear()
             dist.destroy_process_group()

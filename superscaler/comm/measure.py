@@ -14,16 +14,16 @@ from superscaler.comm.communicator import Group
 from superscaler.comm.distributed import DistributedCommunicator, connect
 from superscaler.errors import RuntimeFailure
 
-# Bytes of a device's source; what is moved in all is some times more.
+# Bytes of the source of each device; a collective moves a multiple of them.
 _SIZES = {"cpu": (2**10, 2**13, 2**16, 2**19, 2**22), "cuda": (2**12, 2**16, 2**20, 2**23, 2**26)}
-# The first ones make connections and buffers.
+# The first runs make connections and buffers.
 _WARM, _REPEATS = 3, 21
 
 
 def probe(backend: str) -> None:
     """Sum numbers over all ranks with gloo or nccl. Raises RuntimeFailure if that does not work."""
     if backend == "gloo":
-        # It sees no GPU.
+        # This rank sees no GPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     communicator = _connect()
     everyone = tuple(range(communicator.world))
@@ -46,7 +46,7 @@ def measure() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for size in _SIZES[communicator.device.type]:
         x = torch.ones(size // 4, device=communicator.device)
-        # Chunks are equal; numbers of processes that do not divide the size leave a remainder out.
+        # Chunks are equal; a remainder that the number of processes does not divide is left out.
         even = x[: len(x) // len(everyone) * len(everyone)]
         for kind, (group, run, source) in _runs(communicator, everyone, x, even).items():
             seconds = _time(communicator, run)
@@ -65,7 +65,7 @@ def _connect() -> DistributedCommunicator:
 def _runs(
     c: DistributedCommunicator, everyone: Group, x: Tensor, even: Tensor
 ) -> dict[str, tuple[Group, Callable[[], Any], Tensor]]:
-    # By name, of which the first word is the kind.
+    # By name; the first word of a name is the kind.
     return {
         "all_reduce": (everyone, lambda: c.all_reduce(x, everyone, owned=True).wait(), x),
         "all_gather": (everyone, lambda: c.all_gather(x, everyone, 0).wait(), x),

@@ -16,9 +16,9 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 
 from superscaler.errors import InputError, RuntimeFailure
 
-# Seconds that ranks wait for each other, whose imports may be slow, and for the store of torchrun, which is there.
+# Seconds that ranks wait for each other (imports may be slow), and for the store of torchrun, which runs already.
 _MEET, _REACH, _POLL = 300.0, 30.0, 0.02
-# Linux: the ioctl that tells the address of an interface. An address that nobody has: the way there leads outside.
+# Linux: the ioctl that returns the address of an interface. An unassigned address: its route leads outside.
 _SIOCGIFADDR, _ELSEWHERE = 0x8915, "192.0.2.1"
 
 
@@ -60,49 +60,50 @@ def _number(name: str, low: int, high: int | None = None) -> int:
     return int(text)
 
 
-def meet(told: Launched) -> tuple[Store, str]:
+def meet(launch: Launched) -> tuple[Store, str]:
     """Return the store that all ranks share, and a name of this start that no start before had.
 
     torchrun keeps one store over the restarts of its ranks, with all their entries. Raises RuntimeFailure for a store
     that cannot be reached, and for missing ranks.
     """
-    store = HashStore() if not told.host else _store(told)
+    store = HashStore() if not launch.host else _store(launch)
     own = uuid4().hex
     try:
-        if told.rank == 0:
-            _welcome(store, told, own)
+        if launch.rank == 0:
+            _welcome(store, launch, own)
             return store, own
-        store.set(f"rank{told.rank}", own)
+        store.set(f"rank{launch.rank}", own)
         start = store.get(f"welcome {own}").decode()
-        store.set(f"{start} rank{told.rank}", "here")
+        store.set(f"{start} rank{launch.rank}", "here")
     except dist.DistError:
         raise RuntimeFailure(
-            f"rank {told.rank} on {socket.gethostname()} waited {_MEET:.0f} s for rank 0, which did not come; "
+            f"rank {launch.rank} on {socket.gethostname()} waited {_MEET:.0f} s for rank 0, which did not come; "
             "see what it says on its server."
         ) from None
     return store, start
 
 
-def _store(told: Launched) -> Store:
-    # Without torchrun's, rank 0 keeps one.
+def _store(launch: Launched) -> Store:
+    # Rank 0 keeps the store if torchrun does not.
     is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_ours, limit = not is_there and told.rank == 0, timedelta(seconds=_REACH if is_there else _MEET)
+    is_ours, limit = not is_there and launch.rank == 0, timedelta(seconds=_REACH if is_there else _MEET)
     try:
-        store = TCPStore(told.host, told.port, is_master=is_ours, timeout=limit)
+        store = TCPStore(launch.host, launch.port, is_master=is_ours, timeout=limit)
     except dist.DistError as error:
         raise RuntimeFailure(
-            f"rank {told.rank} on {socket.gethostname()} cannot reach {told.host}:{told.port}, the store of this "
-            f"launch ({str(error).splitlines()[0].rstrip('.')}); if {told.host} is no name here of the server that has "
-            "it, start torchrun on every server with --local-addr ADDRESS, its own, by which the others reach it."
+            f"rank {launch.rank} on {socket.gethostname()} cannot reach {launch.host}:{launch.port}, the store of this "
+            f"launch ({str(error).splitlines()[0].rstrip('.')}); if {launch.host} is no name here of the server "
+            "that has it, start torchrun on every server with --local-addr ADDRESS, its own, by which the others reach "
+            "it."
         ) from None
     store.set_timeout(timedelta(seconds=_MEET))
     return store
 
 
-def _welcome(store: Store, told: Launched, start: str) -> None:
+def _welcome(store: Store, launch: Launched, start: str) -> None:
     """Give every arriving rank the name of this start, until all have it. Entries of ended ranks do no harm."""
     deadline = time.monotonic() + _MEET
-    left = list(range(1, told.world))
+    left = list(range(1, launch.world))
     while left:
         for rank in left:
             if store.check([f"rank{rank}"]):
@@ -111,20 +112,20 @@ def _welcome(store: Store, told: Launched, start: str) -> None:
         if left and time.monotonic() > deadline:
             missing = ", ".join(map(str, left[:8])) + (", ..." if len(left) > 8 else "")
             raise RuntimeFailure(
-                f"{len(left)} of {told.world} ranks did not come within {_MEET:.0f} s: {missing}; see what they say "
-                f"on their servers. All must reach {told.host}:{told.port}."
+                f"{len(left)} of {launch.world} ranks did not come within {_MEET:.0f} s: {missing}; see what they say "
+                f"on their servers. All must reach {launch.host}:{launch.port}."
             )
         time.sleep(_POLL)
 
 
-def interface(told: Launched) -> str | None:
+def interface(launch: Launched) -> str | None:
     """Return the network interface by which this rank reaches the others, None if it is unknown.
 
     It is the interface that leads to the store: the loopback for ranks of one server. Where several servers call the
     first one by a name that is its own loopback there, it is the interface that leads outside.
     """
-    address = _source(told.host)
-    if told.servers > 1 and (address is None or address.startswith("127.")):
+    address = _source(launch.host)
+    if launch.servers > 1 and (address is None or address.startswith("127.")):
         address = _source(_ELSEWHERE)
     return None if address is None else _interface_of(address)
 

@@ -39,7 +39,7 @@ def run_ranks(world: int, function: Callable[[ThreadCommunicator], T], timeout: 
             results[rank] = function(ThreadCommunicator(hub, rank))
             hub.end(rank, None)
         except BaseException as error:
-            # It goes no further here: the calling thread raises it again.
+            # It ends in this thread: the calling thread raises it.
             hub.end(rank, error)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)]

@@ -14,9 +14,9 @@ from superscaler.cluster.links import LOCAL
 from superscaler.errors import InputError, printable
 
 _PORT = "29500"
-# Where the containers of a pod find what its claim holds.
+# The path at which the containers of a pod mount their claim.
 _MOUNT = "/shared"
-# What a scheduler takes for each option, and an example.
+# option -> the pattern that a scheduler takes, a description and an example
 _FORMS = {
     "time": (r"\d+(:\d\d?){0,2}|\d+-\d\d?(:\d\d?){0,2}|infinite|UNLIMITED", "limit of a job", "1-12:00:00"),
     "partition": (r"\w[\w.+-]*(,\w[\w.+-]*)*", "list of partitions", "long or long,short"),
@@ -40,13 +40,13 @@ class Start:
     @property
     def sizes(self) -> list[str]:
         """The options of torchrun that say how many ranks there are on this server, and how often they may start."""
-        again = ["--max-restarts", str(self.restarts)] if self.restarts else []
-        return ["--nproc-per-node", str(self.cluster.devices_per_server), *again]
+        restarts = ["--max-restarts", str(self.restarts)] if self.restarts else []
+        return ["--nproc-per-node", str(self.cluster.devices_per_server), *restarts]
 
     @property
     def about(self) -> str:
         servers, devices = self.cluster.servers, self.cluster.devices_per_server
-        # A comment is a line.
+        # Printable, because a comment ends with its line.
         return f"{printable(str(self.program.parent))} on {servers} x {devices} devices ({self.cluster.name})"
 
 

@@ -26,7 +26,7 @@ from superscaler.errors import InputError, RuntimeFailure
 from superscaler.interrupt import LAUNCHER
 from superscaler.timing import cores
 
-# Lines of a failed rank's standard error that are shown, of the ranks that do not write to the terminal.
+# Shown lines of a failed rank's standard error, for ranks that do not write to the terminal.
 _TAIL = 40
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def _end_line() -> None:
         print(file=sys.stderr)
 
 
-# How a rank says that it lost a peer: later, and while they connect.
+# Errors of a rank that lost a peer: later, and while they connect.
 _LOST = ("PeerLost:", "RuntimeError: Gloo connectFullMesh failed")
 
 
@@ -128,7 +128,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
         failure = failures[rank]
         text = _exception(failure)
         is_ended = not text and failure.exitcode == -signal.SIGTERM
-        # Who says why comes before who was killed: by a rank that found it stopped, maybe.
+        # A rank with a reason comes before a killed rank, which another rank may have killed because it was stopped.
         return 3 if is_ended else 2 if text.startswith(_LOST) else int(not text), failure.timestamp
 
     rank = min(failures, key=order)
@@ -146,7 +146,7 @@ def _describe(rank: int, failure: ProcessFailure, world: int, tail: str, folder:
     text = _exception(failure)
     if failure.exitcode < 0 and not text:
         how = f"was killed by {failure.signal_name()}"
-        # What its watch wrote, a moment before.
+        # Written by its watch, a moment before.
         at = folder / f"at{rank}"
         how += f" at {at.read_text()}" if at.is_file() else ""
         how += " (the system does this when memory runs out)" if failure.exitcode == -signal.SIGKILL else ""
@@ -182,6 +182,6 @@ def _agent_environment(threads: int) -> Iterator[None]:
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
         for number, handler in handlers.items():
-            # Unchanged where this is not the main thread, which alone may set one; None was not set by Python.
+            # Only the main thread may set handlers; elsewhere nothing changed. None: not set by Python.
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)

@@ -68,7 +68,7 @@ def _after_linger(function: Callable[[], None], is_said: bool) -> None:
     try:
         function()
     except PeerLost as error:
-        # At once: a launcher that loses the others too ends this process.
+        # Written first: a launcher that also loses the others ends this process.
         if not is_said:
             print(f"error: {error}", file=sys.__stderr__, flush=True)
         time.sleep(_LINGER)

@@ -27,10 +27,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from superscaler.comm import communicator, distributed
 from superscaler.errors import RuntimeFailure
 
-# Seconds between two looks; without a word from a rank until it is lost; that an instruction may take at least, in the
-# first step, and as a multiple of the longest one before.
+# Seconds between two looks; without a sign of a rank until it counts as lost; that an instruction may take at least,
+# and in the first step. Later limits are a multiple of the longest instruction before.
 LOOK, SILENCE, LEAST, FIRST, TIMES = 1.0, 15.0, 20.0, 600.0, 20.0
-# In these files a rank waits for others.
+# A rank in one of these files waits for others.
 _WAITS = (communicator.__file__, distributed.__file__)
 
 Progress = tuple[int, int]
@@ -71,9 +71,9 @@ class Watch:
         self._thread, self._parent = threading.get_ident(), os.getppid()
         self._spot, self._longest = Spot(since=time.monotonic()), 0.0
         self._next, self._word, self._heard = (rank + 1) % world, b"", 0.0
-        # Looks since the store last answered: a process that was stopped itself has not looked.
+        # Looks since the store last answered. A stopped process does not look, so it counts none.
         self._silent = 0
-        # The launcher's folder, for where this rank was if it is killed.
+        # The launcher's folder, for the place where this rank was when it was killed.
         self.log: Path | None = None
         self._end = threading.Event()
 
@@ -82,14 +82,14 @@ class Watch:
         self._store.set(f"watch{self._rank}", "closed")
 
     def start(self) -> None:
-        # A store whose server is lost answers nothing, not even that.
+        # A store whose server is lost does not even answer that.
         for function in (self._run, self._talk):
             threading.Thread(target=function, name="watch", daemon=True).start()
 
     def _run(self) -> None:
         while not self._end.wait(LOOK):
             if os.getppid() != self._parent:
-                # Nobody is left to tell.
+                # No rank is left to notify.
                 os._exit(1)
             self._look()
             if self.log is not None:
@@ -113,7 +113,7 @@ class Watch:
                 self._store.set(f"watch{self._rank}", json.dumps(word))
                 self._listen()
             except RuntimeError:
-                # The launcher, which keeps the store, is ending.
+                # The launcher keeps the store, and it is ending.
                 continue
             self._silent = 0
 
@@ -176,7 +176,7 @@ def _fail(text: str, other: int | None = None) -> NoReturn:
     try:
         raise RuntimeFailure(text)
     except RuntimeFailure as error:
-        # While it is handled: of others torchrun shows nothing.
+        # Recorded while it is handled: torchrun shows nothing of an exception that is not.
         get_error_handler().record_exception(error)
         if other is not None:
             with suppress(OSError):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from superscaler.errors import InputError, unknown
 from superscaler.models.families import FAMILIES
-from superscaler.specs.options import read_pairs, settle
+from superscaler.specs.options import options_of, read_pairs
 from superscaler.specs.reads import Reads, watched
 from superscaler.specs.user_file import from_file
 
@@ -61,7 +61,7 @@ def build(spec: str) -> BuiltModel:
     if name not in FAMILIES:
         raise InputError(f"{unknown('model', name, FAMILIES)} Or give a file: path/to/file.py:function.")
     family = FAMILIES[name]
-    options = settle(spec, read_pairs(spec, rest), family.sizes, family.default)
+    options = options_of(spec, read_pairs(spec, rest), family.sizes, family.default)
     try:
         # Weights are drawn on the device that was asked for, and the caller's generator stays as it was.
         with torch.random.fork_rng(devices=[]), torch.device(options["device"]):

@@ -41,20 +41,20 @@ class Rank:
     seed: int = 0
     scaler: Scaler | None = None
     steps: int = 0
-    # How many segments ran, forward or backward.
+    # The number of segments that ran, forward or backward.
     works: int = 0
-    # How many iterations a step is.
+    # The number of iterations in a step.
     iterations: int = 1
     batch: Mapping[str, Tensor] = field(default_factory=dict)
     clip: float | None = None
     last_norm: float | None = None
     keep_gradients: bool = False
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    # What the last step gave, by name.
+    # The outputs of the last step, by name.
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    # What `update` and `write` are to do once the step is known to be finite; None: at once.
+    # Calls of `update` and `write` that wait until the step is known to be finite; None: nothing waits.
     held: list[tuple[Callable[[Pairs], None], Pairs]] | None = None
-    # Is told what each segment is given and makes: kind (F, B), tag, inputs, outputs.
+    # Called for each segment that ran, with its kind (F, B), tag, inputs and outputs.
     watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
 
     def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -110,7 +110,7 @@ class Rank:
             self._dropped[tag] = dropped
         if "1" in grads:
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            # Where gradients come in, without the outputs: these may be freed before.
+            # Gradients enter at these edges. The outputs are not kept: they may be freed before.
             edges = [get_gradient_edge(outputs[k]) if outputs[k].requires_grad else None for k in saved]
             self._tapes[tag] = (edges, wanted)
         return self._done("F", tag, inputs, tuple(o.detach() for o in outputs))
@@ -238,7 +238,7 @@ class Rank:
 
     def send(self, x: Tensor, message: int) -> None:
         peer, tag = self.tables["messages"][message]
-        # Emitted code never changes a tensor in place once it was sent, and updates of weights wait for what is sent.
+        # Emitted code never changes a sent tensor in place, and updates of weights wait for sends.
         self.communicator.send(x, peer, tag, owned=True)
 
     def recv(self, message: int, shape: Sequence[int], dtype: str) -> Handle:
@@ -406,7 +406,7 @@ def _optimizer(
             members[entry["group"]].append(weights[entry["name"]])
     pairs = [(params, dict(options)) for params, options in zip(members, groups, strict=True) if params]
     for params, options in pairs:
-        # One pass over memory, where the user leaves to torch how, and torch has it right.
+        # The fused kernel passes over memory once. It is used if the user left the choice to torch and it is exact.
         is_chosen = options.get("fused") is not None or any(
             map(options.get, ("foreach", "differentiable", "capturable"))
         )

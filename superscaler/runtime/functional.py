@@ -101,7 +101,7 @@ def uniform(random: Tensor, dtype: torch.dtype) -> Tensor:
 
 def normal(random: Tensor, dtype: torch.dtype) -> Tensor:
     """Return standard normal numbers made of as many numbers in [0, 1), by the inverse of the distribution."""
-    # Halfway between the multiples of 2**-24 that `draw` gives, so that neither 0 nor 1 occurs.
+    # Halfway between the multiples of 2**-24 that `draw` returns, so that neither 0 nor 1 occurs.
     return torch.special.ndtri(random.double() + 2.0**-25).to(dtype)
 
 
@@ -236,7 +236,7 @@ def _block(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sees: str
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    # So small that it changes no sum, and a sum of two such is finite.
+    # Too small to change any sum, and the sum of two is finite.
     least = torch.finfo(wide).min / 4
     if sees == "none":
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], least, dtype=wide)
@@ -263,7 +263,7 @@ def attention_merge(first: Tensor, first_total: Tensor, second: Tensor, second_t
 
 def histc(x: Tensor, bins: int, low: float, high: float) -> Tensor:
     """Return the number of elements in each of `bins` equal intervals from low to high, in the dtype of x (any)."""
-    # CPUs count floating-point numbers only.
+    # On CPUs, torch counts floating-point numbers only.
     counted = x if x.is_floating_point() or x.device.type != "cpu" else x.float()
     return torch.histc(counted, bins, low, high).to(x.dtype)
 
@@ -350,7 +350,7 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores.softmax(-1)
     scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    # A softmax over nothing is 0/0, and its gradient not a number even where it is replaced afterwards.
+    # A softmax over nothing is 0/0, and its gradient is nan even if the result is replaced afterwards.
     is_empty = (scores == -math.inf).all(-1, keepdim=True)
     return scores.masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A vector of any kernel and some more, with rates at which an update is seen.
+# More elements than the vector of any kernel, and a rate at which an update is visible.
 _SHAPE, _RATE = (3, 43), 0.05
-# Of the largest element: the same digits in another order, in float32.
+# Relative to the largest element: the same float32 operations in another order.
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
 def is_plain(name: str, options: Mapping[str, Any], weights: Iterable[Tensor]) -> bool:
-    """Tell whether fused updates of all weights are the plain ones, to the last digits of float32."""
-    told = json.dumps({**options, "lr": _RATE}, sort_keys=True)
+    """Return whether fused updates of all weights equal the plain ones, to the last digits of float32."""
+    text = json.dumps({**options, "lr": _RATE}, sort_keys=True)
     kinds = {(x.dtype, x.device, x.is_contiguous()) for x in weights}
-    return all(_agrees(name, told, *kind) for kind in kinds)
+    return all(_agrees(name, text, *kind) for kind in kinds)
 
 
 @cache
@@ -30,7 +30,7 @@ def _agrees(name: str, options: str, dtype: torch.dtype, device: torch.device, i
     try:
         fused, plain = (_updated(name, {**given, "fused": k}, dtype, device, is_contiguous) for k in (True, None))
     except (RuntimeError, TypeError):
-        # There is no such kernel.
+        # Torch has no such kernel.
         return False
     return all(float((a - b).abs().max()) <= ROUNDING * float(b.abs().max()) for a, b in zip(fused, plain, strict=True))
 

@@ -27,7 +27,7 @@ from superscaler.runtime.statements import PARSING, Line, lines_of, names_in
 from superscaler.store.files import MODEL_FILE, PROGRAM_FILE
 from superscaler.store.save import TrainingStep, share
 
-# What sends values to other ranks or starts a sum with them, and what ends a step.
+# Calls that send values to other ranks or sum over ranks, calls that copy, and calls that end a step.
 _COPIES = ("to_host", "to_device")
 _STARTS = (
     "all_reduce",
@@ -65,15 +65,15 @@ def run(step: TrainingStep, function: FunctionType) -> Tensor:
         return loss
     rank.steps -= 1
     origin = StraightCode(step, function).origin()
-    told = f"step {rank.steps + 1} is not finite ({wrong})"
+    message = f"step {rank.steps + 1} is not finite ({wrong})"
     for kind in KINDS:
-        mine = _told(origin) if origin is not None and origin.kind == kind else ""
+        mine = _text(origin) if origin is not None and origin.kind == kind else ""
         if first := share(communicator, mine):
             kind_of_error = RuntimeFailure if first == mine else PeerLost
-            raise kind_of_error(f"{told}, which comes from {first}. No weight was changed by it.")
+            raise kind_of_error(f"{message}, which comes from {first}. No weight was changed by it.")
     if not loss.isfinite():
-        raise RuntimeFailure(f"{told}: all its parts are finite, and their sum is too large for {loss.dtype}.")
-    raise RuntimeFailure(f"{told}, but was finite when it was run again: it does not compute the same twice.")
+        raise RuntimeFailure(f"{message}: all its parts are finite, and their sum is too large for {loss.dtype}.")
+    raise RuntimeFailure(f"{message}, but was finite when it was run again: it does not compute the same twice.")
 
 
 def _wrong(gradients: Sequence[tuple[str, Tensor]]) -> list[str]:
@@ -88,7 +88,7 @@ def _name(step: TrainingStep, weight: str) -> str:
     return str(step.plan["tensors"].get(tensor, {"name": tensor})["name"])
 
 
-def _told(origin: Origin) -> str:
+def _text(origin: Origin) -> str:
     return origin.text + (f"; {origin.turned}" if origin.turned else "")
 
 
@@ -100,7 +100,7 @@ class StraightCode(Origins):
         self.step, self.lines, self.where = step, lines_of(function), f"on rank {step.rank}"
         self.left: list[Origin] = []
         self.segments: dict[str, Segment] = {}
-        # The lines that started what is waited for.
+        # The line that started each operation, by the name of its handle.
         self.started: dict[str, Line] = {}
         self._functions: dict[str, Function] | None = None
 
@@ -162,27 +162,29 @@ class StraightCode(Origins):
             inner = [found for found, is_wanted in zip(inner, wanted, strict=True) if is_wanted == "1"]
         for name, found in zip(line.writes, inner, strict=True):
             value = self.values[name]
-            told = partial(self.made, line, value)
-            self.mark(name, value, [found] if found else [], line, FORWARD if method == "forward" else BACKWARD, told)
+            describe = partial(self.made, line, value)
+            self.mark(
+                name, value, [found] if found else [], line, FORWARD if method == "forward" else BACKWARD, describe
+            )
 
     def _plain(self, line: Line, method: str, arguments: list[Any]) -> None:
         work = next((self.started[name] for name in line.reads if name in self.started), None)
         for name in line.writes:
-            value, kind, told = self.values[name], BACKWARD, partial(self.made, line, self.values[name])
+            value, kind, describe = self.values[name], BACKWARD, partial(self.made, line, self.values[name])
             if method == "weight":
-                kind, told = GIVEN, partial(self._weight, arguments[0].value, value)
+                kind, describe = GIVEN, partial(self._weight, arguments[0].value, value)
             elif method == "input":
-                kind, told = GIVEN, partial(self._input, arguments[0].value, value)
+                kind, describe = GIVEN, partial(self._input, arguments[0].value, value)
             elif work is not None:
-                kind, told = SUM, partial(self._sum, work, value)
-            self.mark(name, value, self.read(line.reads), work or line, kind, told)
+                kind, describe = SUM, partial(self._sum, work, value)
+            self.mark(name, value, self.read(line.reads), work or line, kind, describe)
 
     def made(self, line: Line, value: Tensor) -> str:
         return f"{line} {self.where}, which made {counted(value)} of finite ones"
 
     def _weight(self, name: str, value: Tensor) -> str:
-        told = f"weight {_name(self.step, name)} {self.where}, which has {counted(value)} before the step"
-        return f"{told}: it was loaded so, or an update before made it so"
+        text = f"weight {_name(self.step, name)} {self.where}, which has {counted(value)} before the step"
+        return f"{text}: it was loaded so, or an update before made it so"
 
     def _input(self, number: int, value: Tensor) -> str:
         return f"input {self.step.state.tables['inputs'][number][0]} {self.where}, which has {counted(value)}"

@@ -15,8 +15,8 @@ from superscaler.ir.model import Op
 from superscaler.ir.program import Task
 from superscaler.runtime.statements import Line, lines_of, names_in, ops_of
 
-# What an origin is, the first to be told first. What is given may be meant, as a mask is; and a sum over ranks is the
-# origin only where no rank has another one.
+# The kinds of origins; the first found of these is reported. A given value may be infinite on purpose, as a mask is. A
+# sum over ranks is the origin only if no rank has another one.
 FORWARD, BACKWARD, GIVEN, SUM = KINDS = ("forward", "backward", "given", "sum")
 
 
@@ -51,18 +51,18 @@ def counted(x: Tensor) -> str:
     """
     kinds = {"nan": x.isnan(), "inf": x.isposinf(), "-inf": x.isneginf()}
     found = {name: int(flags.sum()) for name, flags in kinds.items()}
-    told = ", ".join(f"{number:,} {name}" for name, number in found.items() if number)
-    return f"{sum(found.values()):,} of {x.numel():,} elements not finite ({told})"
+    counts = ", ".join(f"{number:,} {name}" for name, number in found.items() if number)
+    return f"{sum(found.values()):,} of {x.numel():,} elements not finite ({counts})"
 
 
 def ranges_of(values: Mapping[str, Any]) -> str:
     """Return the least and largest element of the first floating-point values, in words."""
-    told = [
+    ranges = [
         f"{name} from {x.min().item():.4g} to {x.max().item():.4g}"
         for name, x in values.items()
         if isinstance(x, Tensor) and x.is_floating_point() and x.numel()
     ]
-    return ", ".join(told[:3])
+    return ", ".join(ranges[:3])
 
 
 class Origins:
@@ -75,21 +75,21 @@ class Origins:
         return [self.bad[name] for name in names if name in self.bad]
 
     def mark(
-        self, name: str, value: Any, read: Sequence[Bad], where: object, kind: str, told: Callable[[], str]
+        self, name: str, value: Any, read: Sequence[Bad], where: object, kind: str, describe: Callable[[], str]
     ) -> None:
         """Record whether a value is finite. `where` made it of others, of which those in `read` are not finite; without
-        any of these, it is an origin of this kind, described by `told`.
+        any of these, it is an origin of this kind, described by `describe`.
         """
         self.bad.pop(name, None)
         if not is_bad(value):
             return
         has_nan = bool(value.isnan().any())
-        # Of nan comes nan, whatever else is infinite there.
+        # A nan comes from a nan, if any was read.
         nans = [bad.origin for bad in read if bad.has_nan and has_nan]
         if read:
             found = min(nans or [bad.origin for bad in read], key=lambda origin: (origin.kind == GIVEN, origin.number))
         else:
-            found = Origin(kind, next(self.numbers), told())
+            found = Origin(kind, next(self.numbers), describe())
         if read and has_nan and not nans:
             found = replace(found, turned=f"{where} made nan of that")
         self.bad[name] = Bad(found, has_nan)
@@ -114,7 +114,7 @@ class Segment(Origins):
         self.lines: list[Line] = []
         self.ops: dict[str, Op] = {}
         self.tape: list[tuple[Line, dict[str, Tensor], dict[str, Tensor]]] = []
-        # The line that runs the mirror, and what it is given per result; then what is wrong with what that makes.
+        # The line that runs the mirror; the gradient given to it, per result; the faults of the gradients it makes.
         self.call: Line | None = None
         self.given: list[tuple[int, Tensor, list[Bad]]] = []
         self.mirrored: list[Bad | None] | None = None
@@ -146,8 +146,8 @@ class Segment(Origins):
             self.tape.append((line, leaves, outputs))
             for name, x in outputs.items():
                 self.values[name] = x.detach().requires_grad_(x.requires_grad)
-                told = partial(self._made, line, "the forward of ", x, leaves)
-                self.mark(name, x, self.read(line.reads), self._called(line), FORWARD, told)
+                describe = partial(self._made, line, "the forward of ", x, leaves)
+                self.mark(name, x, self.read(line.reads), self._called(line), FORWARD, describe)
 
     def take(self, call: Line, given: Sequence[ast.expr]) -> None:
         """Record the gradients given to the mirror, from the line that runs it or its first half."""
@@ -183,15 +183,19 @@ class Segment(Origins):
         return [found.bad.get(name) for name in self._wanted()]
 
     def _add(
-        self, found: Origins, name: str, value: Tensor, read: Sequence[Bad], line: Line, told: Callable[[], str]
+        self, found: Origins, name: str, value: Tensor, read: Sequence[Bad], line: Line, describe: Callable[[], str]
     ) -> None:
         """Add to the gradient of a name."""
         before = found.read([name])
-        found.mark(name, value, read, f"the backward of {self._called(line)}", BACKWARD, told)
+        found.mark(name, value, read, f"the backward of {self._called(line)}", BACKWARD, describe)
         if name in found.values:
             value = found.values[name] + value
-            told = partial(self._made, line, f"the sum of the gradients of {name}, after the backward of ", value, {})
-            found.mark(name, value, before + found.read([name]), f"the sum of the gradients of {name}", BACKWARD, told)
+            describe = partial(
+                self._made, line, f"the sum of the gradients of {name}, after the backward of ", value, {}
+            )
+            found.mark(
+                name, value, before + found.read([name]), f"the sum of the gradients of {name}", BACKWARD, describe
+            )
         found.values[name] = value
 
     def _called(self, line: Line) -> str:

@@ -69,11 +69,11 @@ class Copies:
         with torch.cuda.stream(stream):
             made.copy_(x.detach(), non_blocking=True)
             done = stream.record_event()
-        # The memory of the device is not given to others before the copy is done; of pinned memory torch knows.
+        # The device's memory is not reused before the copy is done. Torch itself protects pinned memory.
         (x if to_host else made).record_stream(stream)
 
         def wait() -> Tensor:
-            # The CPU reads what is on the host, the device's own stream what is on the device.
+            # The CPU reads tensors on the host; the device's own stream reads tensors on the device.
             done.synchronize() if to_host else torch.cuda.current_stream(self.device).wait_event(done)
             return made
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-# Where gradients come in, with these.
+# Edges at which gradients enter, and these gradients.
 Given = Sequence[tuple[GradientEdge, Tensor]]
-# Nodes, each after all that it leads to: to which gradient of which nodes.
+# Nodes, each after its next nodes: node -> pairs (next node, index of the gradient there).
 Nodes = Mapping[Node, Sequence[tuple[Node, int]]]
 
 
@@ -119,7 +119,7 @@ def _saved(nodes: Iterable[Node]) -> list[Tensor]:
         for name in _names(type(node)):
             some = getattr(node, name)
             for one in some if isinstance(some, tuple) else (some,):
-                # Not numbers, nor what a user's own hooks hold.
+                # Neither numbers nor the state of a user's own hooks.
                 if isinstance(one.data, Tensor) and one.data.dim() and one.unpack_hook is None:
                     one.register_hooks(pack, found.__getitem__)
     return found

@@ -75,7 +75,7 @@ class _Unrolled(ast.NodeTransformer):
     """A rewriter of loop statements for one repetition: each element of a dict becomes a name of its own."""
 
     def __init__(self) -> None:
-        # The variable of the loop, and per dict the elements that are there.
+        # The variable of the loop; per dict, its present elements.
         self.names: dict[str, int] = {}
         self.dicts: dict[str, list[str]] = {}
 
@@ -128,7 +128,7 @@ class _Unrolled(ast.NodeTransformer):
         return None
 
 
-# Where a name of any microbatch has the number of one.
+# The suffix of a name of any microbatch, which takes the number of one.
 _MICROBATCH = re.compile(r"_m(?=(_p\d+)?(_s\d+)?(_work)?(__\d+)?$)")
 
 

@@ -23,7 +23,7 @@ from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.results import put_together
 from superscaler.runtime.scaler import Scaler
 from superscaler.store.files import RUN_FILE, named_path
-from superscaler.store.open_plan import open_plan, tell_versions
+from superscaler.store.open_plan import open_plan, warn_versions
 from superscaler.store.operators import import_operators
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
@@ -51,7 +51,7 @@ class Step:
         fixed: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.plan = plan
-        # What the module has and no device: parameters that nothing reads, buffers that the plan has as constants.
+        # Tensors of the module that no device holds: unread parameters, and buffers that are constants in the plan.
         self.fixed = dict(fixed or {})
         self.state = rank
         self.rank = rank.communicator.rank
@@ -61,13 +61,13 @@ class Step:
         }
         self.bounds: dict[str, int] = dict(plan["bounds"])
         self.watch: Watch | None = None
-        # Where the plan was loaded from.
+        # The directory from which the plan was loaded.
         self.directory: Path | None = None
         self.trains = bool(plan["loss_dtype"])
         self.iterations: int = plan.get("iterations", 1)
         self._form = json.loads(plan.get("result") or "null")
         self._function = programs[plan["programs"][self.rank]].step
-        # Of all parameter groups, those without a weight here too: what is equal or not must be so on all ranks.
+        # All parameter groups, also those without a weight on this rank: all ranks must agree whether they are equal.
         self._lr = [float(group["lr"]) for group in plan["optimizer"]["groups"]]
 
     def __call__(
@@ -89,7 +89,7 @@ class Step:
         if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and clip > 0):
             raise InputError(f"clip cannot be {clip!r}; it is the largest norm of the gradients, a number above 0.")
         self.state.batch, self.state.clip = batch, clip
-        # What autocast casts is in the plan.
+        # The casts of autocast are in the plan.
         with torch.autocast(self.state.device.type, enabled=False):
             loss: Tensor = finite.run(self, self._function) if check_finite else self._function(self.state)
         return loss
@@ -240,9 +240,9 @@ def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:
         check_batch(given, plan)
         return cast(Mapping[str, Tensor], given)
     if not isinstance(given, Sequence) or len(given) != count:
-        told = f"{len(given)} batches" if isinstance(given, Sequence) else type(given).__name__
+        found = f"{len(given)} batches" if isinstance(given, Sequence) else type(given).__name__
         raise InputError(
-            f"this plan runs {count} iterations at once: a step takes a list of {count} batches, not {told}."
+            f"this plan runs {count} iterations at once: a step takes a list of {count} batches, not {found}."
         )
     for batch in given:
         check_batch(batch, plan)
@@ -274,10 +274,10 @@ def check_batch(batch: Mapping[str, Tensor], plan: Mapping[str, Any]) -> None:
 
 
 def _check_rows(name: str, values: Tensor, plan: Mapping[str, Any]) -> None:
-    # Values on a GPU are not read: that would wait for it.
+    # Values on a GPU are not read, because that would wait for the GPU.
     if name not in plan["limits"] or values.is_cuda:
         return
-    # Labels that do not count may be any number, as 255 of pixels without a class.
+    # Ignored labels may be any number, for example 255 for pixels without a class.
     values = values[values != plan["ignored"][name]] if name in plan["ignored"] else values
     if not values.numel():
         return
@@ -345,12 +345,12 @@ def load(directory: str | Path, manifest: bool = True) -> Step:
     plan, world = saved.plan, world_size()
     if world != plan["world"]:
         run = "1 process runs" if world == 1 else f"{world} processes run"
-        told = how_to_start(Cluster.parse(plan["cluster"]), path / RUN_FILE)
-        raise InputError(f"{path} is a plan for {plan['world']} devices, but {run} it; {told}")
+        hint = how_to_start(Cluster.parse(plan["cluster"]), path / RUN_FILE)
+        raise InputError(f"{path} is a plan for {plan['world']} devices, but {run} it; {hint}")
     import_operators(plan["operators"], saved.operators, path, manifest)
     communicator = connect()
     if communicator.rank == 0:
-        tell_versions(saved)
+        warn_versions(saved)
     weights, fixed = saved.weights(communicator.rank)
     with saved.building():
         step = build_step(plan, modules(saved.code, f"{path}/"), weights, communicator, fixed)

@@ -13,14 +13,14 @@ from superscaler.errors import InputError, brief, unknown
 Options = Mapping[str, Any]
 
 DEVICES = ("cpu", "meta")
-# What the command line says -> what torch calls it.
+# the name on the command line -> the name in torch
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 AUTOCASTS = {"bf16": "bfloat16", "fp16": "float16"}
-# What every named model understands beside its own keys.
+# Options of every named model, beside its own.
 _COMMON = {"seed": 0, "device": "cpu"}
-# Other integers are sizes, of which at least one is needed.
+# Integers that may be 0. The others are sizes, at least 1.
 _FROM_ZERO = ("seed",)
-# Each layer is a module: more take minutes to make.
+# Each layer is a module: more would take minutes to build.
 _MOST_LAYERS = 10_000
 _TYPES = {
     "int": "a whole number, as 4",
@@ -52,7 +52,7 @@ def read_value(spec: str, key: str, text: str, annotation: Any) -> Any:
 
     Raises InputError that says both.
     """
-    # It takes a while to import, and options are in every command.
+    # Imported late: it is slow to import, and every command has options.
     from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
     name = str(getattr(annotation, "__name__", annotation))
@@ -62,8 +62,8 @@ def read_value(spec: str, key: str, text: str, annotation: Any) -> Any:
     try:
         return TypeAdapter(annotation).validate_strings(text)
     except ValidationError:
-        told = " or ".join(_TYPES[word] for word in words if word in _TYPES) or name
-        raise InputError(f"'{brief(spec)}': {key} is '{brief(text)}', but it must be {told}.") from None
+        kinds = " or ".join(_TYPES[word] for word in words if word in _TYPES) or name
+        raise InputError(f"'{brief(spec)}': {key} is '{brief(text)}', but it must be {kinds}.") from None
     except PydanticUserError:
         return _by_looks(text)
 
@@ -75,7 +75,7 @@ def _by_looks(text: str) -> Any:
         return text
 
 
-def settle(spec: str, given: Mapping[str, str], sizes: Mapping[str, Options], default: str) -> Options:
+def options_of(spec: str, given: Mapping[str, str], sizes: Mapping[str, Options], default: str) -> Options:
     """Return the options of the size that was asked for, with those that were given in place of its own.
 
     A model of one size only, called "", has no key `size`.
@@ -125,8 +125,8 @@ def for_function(spec: str, text: str, function: Callable[..., Any], skip: int =
     options: dict[str, Any] = {}
     for key, value in read_pairs(spec, text).items():
         if key not in named and not takes_any:
-            told = unknown("key", key, named) if named else f"unknown key '{key}'; the function takes no keys."
-            raise InputError(f"'{spec}': {told}")
+            message = unknown("key", key, named) if named else f"unknown key '{key}'; the function takes no keys."
+            raise InputError(f"'{spec}': {message}")
         options[key] = read_value(spec, key, value, _type_of(named[key])) if key in named else _by_looks(value)
     missing = [k for k, p in named.items() if p.default is p.empty and k not in options]
     if missing:

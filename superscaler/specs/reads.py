@@ -18,7 +18,7 @@ from typing import Any
 
 from superscaler.specs.user_file import is_installed
 
-# Events of Python's audit hooks by which code learns what is in no file that it opens.
+# Events of Python's audit hooks by which code reads the system, not a file.
 _UNKNOWN = {
     **dict.fromkeys(("os.listdir", "os.scandir", "glob.glob", "pathlib.Path.glob"), "lists a folder"),
     **dict.fromkeys(("socket.connect", "socket.getaddrinfo", "urllib.Request"), "reads the network"),
@@ -27,7 +27,7 @@ _UNKNOWN = {
 _CLOCK = re.compile(
     rb"\btime\.(time|time_ns|localtime|gmtime|ctime|strftime)\b|\bdate(time)?\.(now|utcnow|today)\b|from time import"
 )
-# The bytes of a larger file are not read again: it is known by its size and time.
+# A larger file is identified by its size and time, without its bytes.
 _LARGE = 1 << 26
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
@@ -50,8 +50,8 @@ class Reads:
             self.own.add((what, content))
 
 
-# Python calls an audit hook for as long as it runs. What was read for a module that is imported is not read again for
-# the next model that needs it: so all that was read is kept.
+# An audit hook stays until Python ends. The files of an imported module are not read anew for the next model that
+# needs it, so all reads are kept.
 _ACTIVE: list[Reads] = []
 _ALL = Reads()
 
@@ -97,7 +97,7 @@ def _listen() -> None:
 def _hear(event: str, args: tuple[Any, ...]) -> None:
     if not _ACTIVE or (event != "open" and event not in _UNKNOWN):
         return
-    # What is read here is nobody's.
+    # Reads of this function itself do not count.
     active = _ACTIVE[:]
     _ACTIVE.clear()
     try:
@@ -132,7 +132,7 @@ def _opened(reads: Reads, is_own: bool, path: Any, mode: Any, flags: int) -> Non
 
 
 def _is_own(frame: FrameType | None) -> bool:
-    """Tell whether code of the user reads, itself or through a library: not one that it imports, or that runs it."""
+    """Return whether the user's code reads, itself or through a library that it called. Imports do not count."""
     while frame is not None:
         file = frame.f_code.co_filename
         if any(part in file for part in _FRAMEWORK):

@@ -32,5 +32,5 @@ class Registered:
         return f"{self.file or self.module or 'line'}:{self.line}"
 
 
-# Filled by superscaler.register, by the target of calls; torch keeps its operators per process too.
+# By the target of calls; superscaler.register fills it. Torch keeps its operators per process too.
 REGISTERED: dict[str, Registered] = {}

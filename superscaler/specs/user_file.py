@@ -102,18 +102,18 @@ def root_of(module: str, file: Path) -> Path | None:
 
 @contextmanager
 def running(file: Path, trouble: str) -> Iterator[None]:
-    """Run code of the user's file, whose folder can be imported from, as when Python runs the file; see `telling`."""
+    """Run code of the user's file, whose folder can be imported from, as when Python runs the file; see `locating`."""
     folder = str(file.resolve().parent)
     sys.path.insert(0, folder)
     try:
-        with telling(file, trouble):
+        with locating(file, trouble):
             yield
     finally:
         sys.path.remove(folder)
 
 
 @contextmanager
-def telling(file: Path, trouble: str) -> Iterator[None]:
+def locating(file: Path, trouble: str) -> Iterator[None]:
     """Make what code of a file raises an InputError that says `trouble` and the line of the file; a PlanError stays."""
     try:
         yield
@@ -125,8 +125,8 @@ def telling(file: Path, trouble: str) -> Iterator[None]:
         code = brief(repr(error.code))
         raise InputError(f"{_place(file, error)} {trouble}: it ends the process with sys.exit({code}).") from None
     except BaseException as error:
-        # Anything may come out of code that is not ours, and its author needs the line, not our frames.
-        raise InputError(f"{_place(file, error)} {trouble}: {_said(error)}") from error
+        # The user's code may raise anything, and its author needs the line, not the frames of this library.
+        raise InputError(f"{_place(file, error)} {trouble}: {_message(error)}") from error
 
 
 def _place(file: Path, error: BaseException) -> str:
@@ -139,6 +139,6 @@ def _place(file: Path, error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})" if frames else str(file)
 
 
-def _said(error: BaseException) -> str:
-    told = brief(traceback.format_exception_only(error)[-1]) or type(error).__name__
-    return told.rstrip(".") + "."
+def _message(error: BaseException) -> str:
+    text = brief(traceback.format_exception_only(error)[-1]) or type(error).__name__
+    return text.rstrip(".") + "."

@@ -18,7 +18,7 @@ from superscaler.store.files import ASIDE, write_file
 
 BYTES, ENTRIES = 2 * 10**9, 64
 _HOUR = 3600
-# An entry starts with the sha256 of what follows.
+# An entry starts with the sha256 of its data.
 _DIGEST = 32
 # platform -> the environment variable that has the folder for caches, and the folder below home without it
 _FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
@@ -84,7 +84,7 @@ def _shrink(home: Path) -> None:
     total, count = 0, 0
     for used, size, file in _entries(home):
         if file.suffix == ASIDE:
-            # A process that was killed leaves its file.
+            # A killed process leaves its file.
             is_old = time.time() - used > _HOUR
         else:
             total, count = total + size, count + 1

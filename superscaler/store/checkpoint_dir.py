@@ -16,9 +16,9 @@ from superscaler.specs.file_errors import cause, writing
 from superscaler.store.files import ASIDE
 from superscaler.store.tensors import FOLDER, MANIFEST_FILE, POINTER_FILE, checkpoints
 
-# All ranks of a run have a lock on this file; the system takes it back from a process that ends, however it does.
+# All ranks of a run lock this file. The system releases the lock of a process that ends, for whatever cause.
 LOCK_FILE = ".lock"
-# What a checkpoint has before it is whole.
+# The files of an unfinished checkpoint.
 _PARTS = re.compile(rf"rank-\d{{5,}}\.(safetensors|json)|\.(rank-\d{{5,}}|manifest)\.\w+\.\w+{re.escape(ASIDE)}")
 
 

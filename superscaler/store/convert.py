@@ -24,9 +24,9 @@ from superscaler.store.save import publish
 from superscaler.store.tensors import ANOTHER, WHOLE_FILE, TensorReader, open_checkpoint, open_stored
 from superscaler.store.weights import load_weights, named
 
-# What torch.distributed.checkpoint writes beside its shards.
+# The file that torch.distributed.checkpoint writes beside its shards.
 DISTRIBUTED_FILE = ".metadata"
-# How it calls the tensors of a model, and the optimizer's states of these.
+# Its prefixes for tensors of a model, and for their optimizer states.
 _MODEL, _STATE = "model.", "optimizer.state."
 _TRUST = (
     "its metadata is a pickle, and reading a pickle runs whatever code is in it; if you trust who wrote it, say --trust"

@@ -18,7 +18,7 @@ MODEL_FILE, PROGRAM_FILE, RUN_FILE = "model.txt", "program.txt", "run.py"
 WEIGHTS_FILE = "initial.safetensors"
 # The folder of copies of the users' files that register operators.
 OPERATORS = "operators"
-# What a file is called until it is whole.
+# The suffix of a file that is not whole yet.
 ASIDE = ".tmp"
 
 

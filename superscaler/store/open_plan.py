@@ -19,9 +19,9 @@ import superscaler
 from superscaler.errors import InputError, unknown
 from superscaler.specs.file_errors import reading
 from superscaler.specs.options import OPTIMIZERS
-from superscaler.specs.user_file import telling
+from superscaler.specs.user_file import locating
 from superscaler.store.files import OPERATORS, PLAN_FILE, WEIGHTS_FILE
-from superscaler.store.plan import AGAIN, check_weights, read_file, read_plan, read_text, require_file
+from superscaler.store.plan import REWRITE, check_weights, read_file, read_plan, read_text, require_file
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Saved:
 
     def building(self) -> AbstractContextManager[None]:
         """Name the file in errors of code and tables that a user may have edited."""
-        return nullcontext() if self.is_checked else telling(self.path / PLAN_FILE, "cannot be run")
+        return nullcontext() if self.is_checked else locating(self.path / PLAN_FILE, "cannot be run")
 
     def weights(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the whole tensors of which a rank has slices, and on rank 0 those of which no device has any."""
@@ -48,7 +48,7 @@ class Saved:
         require_file(file)
         if self.is_checked:
             check_weights(self.path, self.plan["manifest"], placed[rank].union(fixed))
-        with reading(file, AGAIN, (SafetensorError,)), safe_open(file, framework="pt") as stored:
+        with reading(file, REWRITE, (SafetensorError,)), safe_open(file, framework="pt") as stored:
             found = {name: stored.get_tensor(name) for name in sorted(placed[rank])}
             left = {name: stored.get_tensor(name) for name in fixed}
         for name, value in found.items():
@@ -64,7 +64,7 @@ def open_plan(path: Path, manifest: bool) -> Saved:
     code = {name: read_text(path, name, kept) for name in names}
     operators = {n: read_file(path, n, kept) for n in plan["manifest"]["files"] if n.startswith(f"{OPERATORS}/")}
     for name in plan["manifest"]["files"] if manifest else ():
-        # What no rank needs, too: a directory is whole, or it is not run.
+        # Also files that no rank needs: an incomplete directory is not run.
         read_file(path, name, kept)
     _check_torch(path / PLAN_FILE, plan)
     return Saved(path, plan, code, operators, manifest)
@@ -72,17 +72,17 @@ def open_plan(path: Path, manifest: bool) -> Saved:
 
 def _check_tensor(file: Path, name: str, value: Tensor, plan: Mapping[str, Any]) -> None:
     dtype = str(value.dtype).removeprefix("torch.")
-    told = plan["tensors"].get(name, {"dtype": dtype})["dtype"]
-    found, wanted = f"{dtype} {tuple(value.shape)}", f"{told} {tuple(map(prod, plan['slots'].get(name, ())))}"
+    planned = plan["tensors"].get(name, {"dtype": dtype})["dtype"]
+    found, wanted = f"{dtype} {tuple(value.shape)}", f"{planned} {tuple(map(prod, plan['slots'].get(name, ())))}"
     if found != wanted:
-        raise InputError(f"{file} has {name} as {found}, but the plan as {wanted}; {AGAIN}.")
+        raise InputError(f"{file} has {name} as {found}, but the plan as {wanted}; {REWRITE}.")
 
 
 def _check_torch(file: Path, plan: Mapping[str, Any]) -> None:
     """Raise InputError for a dtype, an optimizer or an option that torch lacks."""
     dtypes = [plan["loss_dtype"] or "float32", *(dtype for _, dtype in plan["inputs"].values())]
     if odd := [name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)]:
-        raise InputError(f"{file} has the dtype '{odd[0]}', which torch {torch.__version__} has not; {AGAIN}.")
+        raise InputError(f"{file} has the dtype '{odd[0]}', which torch {torch.__version__} has not; {REWRITE}.")
     name = plan["optimizer"]["name"]
     if not name:
         return
@@ -94,9 +94,11 @@ def _check_torch(file: Path, plan: Mapping[str, Any]) -> None:
             raise InputError(f"{file}: {unknown(f'option of torch.optim.{name}', option, known)}")
 
 
-def tell_versions(saved: Saved) -> None:
+def warn_versions(saved: Saved) -> None:
     """Warn if another torch, or another superscaler, compiled a plan: its numbers may differ in the last bits."""
     versions = {"torch": torch.__version__, "superscaler": superscaler.__version__}
     kept = saved.plan["manifest"]
-    if told := [f"{name} {kept[name]}, not {now}" for name, now in versions.items() if kept[name] != now]:
-        warnings.warn(f"{saved.path} was compiled by {' and '.join(told)}; {AGAIN} where that matters.", stacklevel=3)
+    if changed := [f"{name} {kept[name]}, not {now}" for name, now in versions.items() if kept[name] != now]:
+        warnings.warn(
+            f"{saved.path} was compiled by {' and '.join(changed)}; {REWRITE} where that matters.", stacklevel=3
+        )

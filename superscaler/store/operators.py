@@ -15,7 +15,7 @@ import torch
 
 from superscaler.errors import InputError
 from superscaler.specs.registered import REGISTERED
-from superscaler.specs.user_file import telling
+from superscaler.specs.user_file import locating
 from superscaler.store.files import OPERATORS, digest
 
 
@@ -60,7 +60,7 @@ def _import(target: str, home: Mapping[str, str] | None, copies: _Copies, plan: 
             "superscaler.register and compile the plan again, or import what defines it before the plan is loaded."
         )
     file = plan / home["file"] if home["file"] else Path(home["module"])
-    with telling(file, "cannot be imported"):
+    with locating(file, "cannot be imported"):
         if home["module"]:
             importlib.import_module(home["module"])
         else:
@@ -106,7 +106,7 @@ class _Copies(MetaPathFinder):
     def import_rest(self) -> None:
         """Import the modules that functions may import when they are called."""
         for module, name in self.files.items():
-            with telling(self.plan / name, "cannot be imported"):
+            with locating(self.plan / name, "cannot be imported"):
                 importlib.import_module(module)
 
     def check(self) -> None:

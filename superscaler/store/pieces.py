@@ -89,12 +89,12 @@ def _indices(found: Sequence[tuple[int, int]]) -> np.ndarray:
     return np.concatenate([np.arange(a, b) for a, b in found]) if found else np.zeros(0, dtype=np.int64)
 
 
-# As the format calls them (github.com/huggingface/safetensors).
+# Names of dtypes in the format (github.com/huggingface/safetensors).
 NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()} | {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-# Bytes after which nothing is done for so many times as long as they took: training has the cores then.
+# After each so many bytes the writer rests, this many times as long as they took: training has the cores then.
 _PIECE, _REST = 1 << 22, 40
 
 
@@ -103,7 +103,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], hurry: Event) -> st
 
     Raises TypeError for a dtype that the format lacks, and OSError.
     """
-    # As the library does, so that each tensor starts at a multiple of its element's size.
+    # In the library's order: each tensor starts at a multiple of its element's size.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     header, end = {}, 0
     for name, tensor in ordered.items():

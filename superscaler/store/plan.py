@@ -30,11 +30,11 @@ from superscaler.store.files import (
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-# Of the plan directory; a plan of another one is not read.
+# The version of plan directories; a plan of another version is not read.
 VERSION = 2
-# A new plan until it is whole, inside of the directory where its files then go.
+# The folder of a new plan until it is whole, inside the directory that then gets its files.
 NEW = ".superscaler-new"
-AGAIN = "write it again with superscaler compile --out"
+REWRITE = "write it again with superscaler compile --out"
 _OURS = re.compile(
     rf"(program_\d+|segments)\.py|{OPERATORS}/.+\.py|"
     + "|".join(map(re.escape, (RUN_FILE, MODEL_FILE, PROGRAM_FILE, JOURNAL_FILE, EXPLAIN_FILE)))
@@ -46,17 +46,17 @@ def read_plan(directory: Path, manifest: bool = True) -> dict[str, Any]:
     from superscaler.store.plan_head import PlanFile
 
     file = directory / PLAN_FILE
-    with reading(file, AGAIN):
+    with reading(file, REWRITE):
         is_there = file.exists()
     if not is_there:
-        raise InputError(f"{directory} is not a plan directory (it has no {PLAN_FILE}); {AGAIN}.")
+        raise InputError(f"{directory} is not a plan directory (it has no {PLAN_FILE}); {REWRITE}.")
     text = _bytes(file)
     plan: dict[str, Any] = _object(file, text)
     check_version(file, plan, VERSION)
     check_types(file, PlanFile, text)
     if not len(plan["devices"]) == len(plan["programs"]) == plan["world"] > 0:
         counts = f"{len(plan['devices'])} devices, {len(plan['programs'])} programs and a world of {plan['world']}"
-        raise InputError(f"{file} is damaged (it has {counts}); {AGAIN}.")
+        raise InputError(f"{file} is damaged (it has {counts}); {REWRITE}.")
     kept = plan["manifest"]
     if manifest and (hash_without(plan, "manifest") != kept["data"] or hash_without(kept, "self") != kept["self"]):
         _differs(file)
@@ -72,7 +72,7 @@ def read_file(directory: Path, name: str, kept: Mapping[str, Any] | None = None)
 
 
 def read_text(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> str:
-    with reading(directory / name, AGAIN):
+    with reading(directory / name, REWRITE):
         return read_file(directory, name, kept).decode()
 
 
@@ -107,7 +107,7 @@ def weight_hashes(file: Path, names: Iterable[str] | None = None) -> tuple[str, 
 
     header, found = read_header(file)
     wanted, base = found if names is None else names, 8 + len(header)
-    with reading(file, AGAIN), file.open("rb") as stream:
+    with reading(file, REWRITE), file.open("rb") as stream:
         ends = {name: found[name]["data_offsets"] for name in wanted}
         hashes = {name: _part(stream, base + start, end - start) for name, (start, end) in ends.items()}
     return digest(len(header).to_bytes(8, "little") + header), hashes
@@ -116,7 +116,7 @@ def weight_hashes(file: Path, names: Iterable[str] | None = None) -> tuple[str, 
 def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
     """Return the header of a safetensors file, as bytes and as data. Raises InputError for a file of another size."""
     require_file(file)
-    with reading(file, AGAIN), file.open("rb") as stream:
+    with reading(file, REWRITE), file.open("rb") as stream:
         # The largest header that safetensors allows.
         header = stream.read(min(int.from_bytes(stream.read(8), "little"), 10**8))
         found: dict[str, Any] = json.loads(header)
@@ -168,7 +168,7 @@ def listed(folder: Path) -> frozenset[str]:
 def check_version(file: Path, found: Mapping[str, Any], version: int) -> None:
     if found.get("version") != version:
         theirs = str(found.get("version"))[:20]
-        raise InputError(f"{file} is of version {theirs}, but this superscaler reads version {version}; {AGAIN}.")
+        raise InputError(f"{file} is of version {theirs}, but this superscaler reads version {version}; {REWRITE}.")
 
 
 def check_types(file: Path, types: type[BaseModel], text: bytes) -> None:
@@ -181,34 +181,36 @@ def check_types(file: Path, types: type[BaseModel], text: bytes) -> None:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ", ".join(map(str, first["loc"]))[:120] or "the whole"
         message = first["msg"][0].lower() + first["msg"][1:]
-        raise InputError(f"{file} is damaged ({where} is {str(first['input'])[:40]!r}: {message}); {AGAIN}.") from None
+        raise InputError(
+            f"{file} is damaged ({where} is {str(first['input'])[:40]!r}: {message}); {REWRITE}."
+        ) from None
 
 
 def _object(file: Path, text: bytes) -> dict[str, Any]:
     def no_number(name: str) -> NoReturn:
         raise ValueError(f"{name} is no number")
 
-    with reading(file, AGAIN):
+    with reading(file, REWRITE):
         found = json.loads(text, parse_constant=no_number)
     if not isinstance(found, dict):
-        raise InputError(f"{file} is damaged (it holds a {type(found).__name__}, not an object); {AGAIN}.")
+        raise InputError(f"{file} is damaged (it holds a {type(found).__name__}, not an object); {REWRITE}.")
     return found
 
 
 def _bytes(file: Path) -> bytes:
     require_file(file)
-    with reading(file, AGAIN):
+    with reading(file, REWRITE):
         return file.read_bytes()
 
 
 def require_file(file: Path) -> None:
     """Raise InputError for a file that is missing, and for what is no file: reading a pipe would wait for ever."""
-    with reading(file, AGAIN):
+    with reading(file, REWRITE):
         if not file.is_file():
             found = "a folder" if file.is_dir() else "not a file" if file.exists() else "missing"
-            raise InputError(f"{file} is {found}; {AGAIN}.")
+            raise InputError(f"{file} is {found}; {REWRITE}.")
 
 
 def _differs(file: Path) -> NoReturn:
     mine = "; what was edited on purpose runs by ss.load(DIR, manifest=False)" if file.suffix == ".py" else ""
-    raise InputError(f"{file} is not what compile wrote there; {AGAIN}{mine}.")
+    raise InputError(f"{file} is not what compile wrote there; {REWRITE}{mine}.")

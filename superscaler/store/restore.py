@@ -99,7 +99,7 @@ def _check_states(step: TrainingStep, stored: TensorReader) -> None:
         for name in _called(step, located(step.plan, entry)[0]) if entry["trained"] else []:
             kept, wanted = stored.tensors.get(name), made[entry["group"]] if entry["trained"] else set()
             found = {*kept.states, *(() if kept.steps is None else ("step",))} if kept is not None else set()
-            # None before the first step that was not skipped.
+            # Is None before the first step that was not skipped.
             if found not in (set(), wanted):
                 raise InputError(
                     f"{stored.directory} has {', '.join(sorted(found))} of {name}, but the optimizer "
@@ -143,7 +143,7 @@ def _read(step: TrainingStep, stored: TensorReader) -> dict[str, Tensor]:
         if tensor is None:
             continue
         local, (name, ranges) = step.state.weights[entry["name"]], located(step.plan, entry)
-        # A checkpoint without this older version of a weight has the newest one, which older ones then were.
+        # A checkpoint without this older version has the newest one, to which the older ones were equal.
         name = name if name in stored.tensors else newest(name)
         value = read_named(stored, _called(step, name), tuple(tensor["shape"]), local.dtype, ranges)
         if value is not None:

@@ -30,7 +30,7 @@ from superscaler.store.tensors import MANIFEST_FILE, POINTER_FILE
 
 # Seconds between two looks for the shards of other ranks.
 _POLL = 0.02
-# Seconds until a network disk shows on all servers what is new on one, at most.
+# Most seconds until a network disk shows on all servers a new file of one.
 _SHOWN = 60.0
 
 
@@ -76,7 +76,7 @@ class _Save:
     error: str = ""
     is_written: threading.Event = field(default_factory=threading.Event)
     is_given_up: threading.Event = field(default_factory=threading.Event)
-    # Somebody waits for it.
+    # Set when a caller waits for the save.
     hurry: threading.Event = field(default_factory=threading.Event)
 
 
@@ -84,7 +84,7 @@ class Saver:
     """A writer of a rank's state into a folder of checkpoints, in the background, one save at a time.
 
     All ranks call each method. `keep`: how many whole checkpoints stay (default: all). `failures`: the reason of each
-    failed save; `tell` is called with it on rank 0. `last`: the last whole checkpoint of this object.
+    failed save; `on_failure` is called with it on rank 0. `last`: the last whole checkpoint of this object.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Saver:
         step: TrainingStep,
         directory: str | Path,
         keep: int | None = None,
-        tell: Callable[[str], None] | None = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
         if not str(directory):
             raise InputError("checkpoints need the name of a folder, not an empty one; '.' is the current one.")
@@ -103,13 +103,13 @@ class Saver:
         self.keep = keep
         self.failures: list[str] = []
         self.last: Path | None = None
-        self._tell = tell
+        self._on_failure = on_failure
         self._owners = owners(step.plan)
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
         self._lock: int | None = None
         self._is_open = False
-        # What the last save wrote: memory that the next one copies into.
+        # The copies of the last save: the next one copies into their memory.
         self._copies: dict[str, Tensor] = {}
 
     @property
@@ -151,7 +151,7 @@ class Saver:
         self._is_open = True
 
     def _hold(self, is_first: bool) -> str:
-        """Lock the folder; return what went wrong."""
+        """Lock the folder; return the error in words, empty if none."""
         deadline = time.monotonic() + (0.0 if is_first else _SHOWN)
         while True:
             try:
@@ -169,7 +169,7 @@ class Saver:
         if self._lock is not None:
             os.close(self._lock)
         self._lock, self._is_open = None, False
-        # A next save of this run looks whether another one holds the folder.
+        # The next save of this run checks whether another run holds the folder.
         self.step.state.communicator.barrier()
 
     def finish(self) -> None:
@@ -196,13 +196,13 @@ class Saver:
     def _fail(self, steps: int, error: str) -> None:
         text = f"the checkpoint of step {steps} was not saved: {error}; the checkpoints before it are as they were."
         self.failures.append(text)
-        if self._tell is not None and self.step.rank == 0:
-            self._tell(text)
+        if self._on_failure is not None and self.step.rank == 0:
+            self._on_failure(text)
 
     def _write(self, save: _Save) -> None:
         """Write the shard of this rank; on rank 0 then the manifest, once all shards are there."""
         file = save.folder / shard_name(self.step.rank)
-        # Whatever it was: a save that fails does not end the training.
+        # Any error: a failed save does not end the training.
         try:
             if save.tensors:
                 _write_shard(file, save.tensors, save.entries, save.hurry)
@@ -218,7 +218,7 @@ class Saver:
         ranks = [rank for rank, own in enumerate(self._owners) if own or (rank == 0 and self.step.fixed)]
         if _all_written(save, ranks):
             _commit(save.folder, save.head, ranks)
-            # It is saved, whatever becomes of older ones.
+            # The new one is saved, even if older ones cannot be removed.
             with suppress(OSError):
                 prune(self.directory, self.keep)
 
@@ -292,8 +292,8 @@ def shard_name(rank: int) -> str:
 def _write_shard(file: Path, tensors: dict[str, Tensor], entries: list[dict[str, Any]], hurry: threading.Event) -> None:
     """Write a shard, then its table of contents and its checksum, each aside and then moved."""
     with replacing(file) as aside:
-        told = {"sha256": write_tensors(aside, tensors, hurry), "bytes": aside.stat().st_size}
-    write_file(file.with_suffix(".json"), json.dumps({**told, "entries": entries}))
+        written = {"sha256": write_tensors(aside, tensors, hurry), "bytes": aside.stat().st_size}
+    write_file(file.with_suffix(".json"), json.dumps({**written, "entries": entries}))
 
 
 def _all_written(save: _Save, ranks: list[int]) -> bool:
@@ -320,13 +320,13 @@ def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[
     tensors: dict[str, Any] = {}
     for shard, part in parts.items():
         for entry in part["entries"]:
-            told = {key: entry[key] for key in ("shape", "dtype", "states", "steps")}
-            pieces = tensors.setdefault(entry["name"], {**told, "pieces": []})["pieces"]
+            kept = {key: entry[key] for key in ("shape", "dtype", "states", "steps")}
+            pieces = tensors.setdefault(entry["name"], {**kept, "pieces": []})["pieces"]
             pieces.append({"shard": shard, "key": entry["key"], "ranges": entry["ranges"]})
     shards = {shard: {key: part[key] for key in ("bytes", "sha256")} for shard, part in parts.items()}
     made = {**head, "shards": shards, "tensors": tensors}
     first = json.dumps({**head, "shards": shards, "sha256": hash_without(made, "sha256")}, indent=1).removesuffix("\n}")
-    # A line a tensor.
+    # One line per tensor.
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
     write_file(folder / MANIFEST_FILE, f'{first},\n "tensors": {{\n{lines}\n }}\n}}\n')
     sync(folder.parent)

@@ -21,7 +21,7 @@ def staged(directory: Path) -> Iterator[Path]:
     """Give a folder to write a whole plan into, plan.json last; its files then take the places of those of the older
     plan. After an error the older plan is as it was.
     """
-    settle(directory)
+    recover(directory)
     folder = directory / NEW
     folder.mkdir()
     try:
@@ -29,7 +29,7 @@ def staged(directory: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    settle(directory)
+    recover(directory)
 
 
 def sync_all(folder: Path) -> None:
@@ -38,8 +38,8 @@ def sync_all(folder: Path) -> None:
         sync(path)
 
 
-def settle(directory: Path) -> None:
-    """Move a plan that is whole aside into its place, and remove one that is not. May be done again at any point."""
+def recover(directory: Path) -> None:
+    """Move a whole plan that is aside into its place; remove an unfinished one. May be repeated from any point."""
     folder = directory / NEW
     if (folder / PLAN_FILE).is_file():
         _move(folder, directory)
@@ -57,11 +57,11 @@ def _move(folder: Path, directory: Path) -> None:
     for name in older - names:
         (directory / name).unlink(missing_ok=True)
         for parent in Path(name).parents[:-1]:
-            # Those that hold something else stay.
+            # Folders with other files stay.
             with suppress(OSError):
                 (directory / parent).rmdir()
     for place in {(directory / name).parent for name in names}:
         sync(place)
-    # What says that the plan is whole.
+    # Last: this file shows that the plan is whole.
     os.replace(folder / PLAN_FILE, directory / PLAN_FILE)
     sync(directory)

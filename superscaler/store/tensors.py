@@ -28,7 +28,7 @@ MANIFEST_FILE, POINTER_FILE = "manifest.json", "latest"
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # The remedy for damage.
 ANOTHER = "take another checkpoint or file"
-# Of the name of a checkpoint.
+# Bytes of the longest name of a checkpoint.
 _LONGEST = 200
 FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
 
@@ -89,7 +89,7 @@ class TensorReader:
                 continue
             found = self._slice(piece, f"/{state}" if state else "", [here for here, _ in common], entry.dtype)
             if tuple(found.shape) == sizes(ranges):
-                # It has all of them, in their order.
+                # The slice is the whole result, in order.
                 return found
             out = torch.zeros(sizes(ranges), dtype=found.dtype) if out is None else out
             out[tuple(torch.from_numpy(i) for i in np.ix_(*(there for _, there in common)))] = found
@@ -150,7 +150,7 @@ def is_there(path: Path) -> bool:
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     with _reading(file):
-        # A pipe is never opened: that would wait for a writer.
+        # Opening a pipe would wait for a writer.
         if not stat.S_ISREG(file.stat().st_mode):
             raise InputError(f"{file} is no file; give a safetensors file, or a folder with some.")
         with safe_open(file, framework="pt") as stored:
@@ -179,7 +179,7 @@ def open_stored(path: str | Path) -> TensorReader:
     }
     for name, read in kinds.items():
         with reading(path, ANOTHER):
-            # Not a pipe, which nobody writes.
+            # Reading a pipe would wait for a writer.
             is_file = (path / name).is_file()
         if is_file:
             return read(path)

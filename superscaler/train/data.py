@@ -18,9 +18,9 @@ from superscaler.specs.file_errors import reading
 Batch = dict[str, Tensor]
 Shapes = Mapping[str, tuple[Sequence[int], str]]
 
-# Bytes of the default text: enough that a small model does not learn it by heart, read in a tenth of a second.
+# Bytes of the default text: too many for a small model to memorize, read in a tenth of a second.
 _DEFAULT_BYTES = 4_000_000
-# Integers below this are right for any number of classes or tokens that is worth training.
+# Integers below this are valid for any number of classes or tokens that is worth training.
 _UNKNOWN_BOUND = 2
 
 
@@ -92,7 +92,7 @@ def library_text(limit: int = _DEFAULT_BYTES) -> bytes:
 def _sources(root: Path) -> Iterator[Path]:
     """Yield the .py files: those of a folder by name, then those of its folders."""
     for folder, folders, files in os.walk(root):
-        # What is installed into it, and the tests, which not every system has, are left out.
+        # Installed packages are left out, and the tests, which not every system has.
         folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests"})
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 

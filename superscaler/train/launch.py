@@ -46,8 +46,8 @@ class Keeping:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if value is not None:
-                told = str(value.resolve()) if isinstance(value, Path) else str(value)
-                found += [f"--{entry.name.replace('_', '-')}", told]
+                text = str(value.resolve()) if isinstance(value, Path) else str(value)
+                found += [f"--{entry.name.replace('_', '-')}", text]
         return found
 
 
@@ -91,8 +91,8 @@ def train(
         if not entries:
             raise RuntimeFailure(f"{program} ended without an error, but wrote no metrics; compile the plan again.")
         outcome = metrics.with_name(OUTCOME_FILE)
-        told = json.loads(outcome.read_text()) if outcome.is_file() else {}
-        return _summary([json.loads(line) for line in entries], world) | told
+        ending = json.loads(outcome.read_text()) if outcome.is_file() else {}
+        return _summary([json.loads(line) for line in entries], world) | ending
 
 
 def _summary(entries: list[dict[str, Any]], world: int) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
                 break
         if saver is not None:
             saver.finish()
-    # Not after an error: closing waits for the other ranks.
+    # Not closed after an error: closing waits for the other ranks.
     step.close()
     if saver is not None and step.rank == 0:
         report(saver, why, start, options.launched)
@@ -185,7 +185,7 @@ class Metrics:
             if written < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            # No half of a line stays, where that is a file.
+            # No partial line stays, if the path is a regular file.
             with suppress(OSError):
                 os.truncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
             self._left_out += 1
@@ -221,7 +221,7 @@ class Reporter:
         )
         if self._is_finite and not math.isfinite(loss):
             self._is_finite = False
-            warn(f"the loss of step {number + 1} is {loss}; --check-finite tells which operator made it so.")
+            warn(f"the loss of step {number + 1} is {loss}; --check-finite names the operator that made it so.")
         self._show(text if norm is None else f"{text}  norm {norm:.3f}", is_last=number + 1 == self._steps)
 
     def _show(self, text: str, *, is_last: bool) -> None:

@@ -20,14 +20,14 @@ from superscaler.store.restore import restore
 from superscaler.store.save import Saver, share
 from superscaler.store.tensors import POINTER_FILE, is_there, open_checkpoint
 
-# Files in the folder of the launcher: that training is to stop, and how it ended.
+# Files in the folder of the launcher: a request to stop, and the outcome of training.
 STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
 # What training does when a checkpoint cannot be saved.
 CONTINUE, STOP = ON_FAILED_SAVE = ("continue", "stop")
 
 
 def path(text: str) -> Path:
-    # To Python an empty path is the current folder, to a shell a variable that is not set.
+    # An empty path is the current folder to Python, and an unset variable to a shell.
     if not text:
         raise argparse.ArgumentTypeError("it is empty; '.' is the current folder")
     return Path(text)
@@ -88,13 +88,13 @@ def continued(step: Step, options: argparse.Namespace, folder: Path) -> argparse
     if step.rank == 0:
         latest = (file.read_text(errors="replace") if file.is_file() else "") or "nothing"
         if communicator.set_if_unset("latest", latest) != latest:
-            found = "again"
+            found = "restart"
             say(f"note: a rank has failed; training goes on from {folder / latest.strip()}")
         elif is_first(options.save, options.resume):
             found = "first"
-    # On a disk that ranks share, not all may see a new file at the same time.
+    # Ranks may see a new file on a shared disk at different times.
     found = share(communicator, found)
-    if found == "again":
+    if found == "restart":
         return argparse.Namespace(**{**vars(options), "resume": folder, "weights": None})
     return argparse.Namespace(**{**vars(options), "resume": None}) if found == "first" else options
 
@@ -215,9 +215,9 @@ def report(saver: Saver, why: str, start: int, launched: Path | None) -> None:
 def ending(outcome: dict[str, Any]) -> str:
     """Return, in words, where a run was saved, and how to resume it if it was stopped."""
     saved = Path(outcome["saved"]) if outcome["saved"] else None
-    told = f"saved in {saved}" if saved else "nothing was saved"
+    text = f"saved in {saved}" if saved else "nothing was saved"
     if outcome["stopped"]:
         hint = f"; go on with --resume {saved.parent}" if saved else ""
-        told = f"stopped by {outcome['stopped']} after step {outcome['steps']}; {told}{hint}"
+        text = f"stopped by {outcome['stopped']} after step {outcome['steps']}; {text}{hint}"
     failed = len(outcome["failed_saves"])
-    return f"{told}; {failed} {'checkpoint was' if failed == 1 else 'checkpoints were'} not saved" if failed else told
+    return f"{text}; {failed} {'checkpoint was' if failed == 1 else 'checkpoints were'} not saved" if failed else text

@@ -20,7 +20,7 @@ from superscaler.report.facts import own_operators
 from superscaler.specs.file_errors import reading
 from superscaler.store.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE
 from superscaler.store.manifest import DTYPES
-from superscaler.store.plan import AGAIN, check_files, read_header, read_plan, read_text
+from superscaler.store.plan import REWRITE, check_files, read_header, read_plan, read_text
 
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _damage(directory: Path) -> InputError | None:
 @contextmanager
 def _naming(what: object, damage: InputError | None) -> Iterator[None]:
     """Name the file in a PlanError. Any other error shows damage too, where hashes already show it."""
-    with reading(what, AGAIN, (Exception,) if damage is not None else ()):
+    with reading(what, REWRITE, (Exception,) if damage is not None else ()):
         try:
             yield
         except PlanError as error:
@@ -104,7 +104,7 @@ def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
 def _check_weights(file: Path, program: Program) -> None:
     """Check that every weight at rest is in the file, whole and of its dtype."""
     header = read_header(file)[1]
-    with reading(file, AGAIN):
+    with reading(file, REWRITE):
         found = {name: (tuple(entry["shape"]), DTYPES.get(entry["dtype"])) for name, entry in header.items()}
     for name in sorted({w.tensor for device, _ in program.distinct for w in device.weights}):
         tensor = program.model.tensors[name]

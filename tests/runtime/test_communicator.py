@@ -156,9 +156,9 @@ def check_counts(comm: Communicator, group: Group) -> None:
         if (work := call()) is not None:
             work.wait()
         assert comm.moved - before == expected
-    before, apart = comm.moved, comm.apart
+    before, outside = comm.moved, comm.bytes_outside_plan
     comm.all_reduce(x, group, planned=False).wait()
-    assert (comm.moved, comm.apart) == (before, apart + 2 * (p - 1) * size // p)
+    assert (comm.moved, comm.bytes_outside_plan) == (before, outside + 2 * (p - 1) * size // p)
 
 
 def check_messages(comm: Communicator) -> None:

@@ -475,7 +475,7 @@ def test_a_save_that_fails_leaves_the_others_as_they_were(
     told: list[str] = []
 
     def work(step: Step) -> list[str]:
-        saver = Saver(step, tmp_path, tell=told.append)
+        saver = Saver(step, tmp_path, on_failure=told.append)
         for number in range(3):
             train(step, "mixed", range(number, number + 1))
             saver.save()

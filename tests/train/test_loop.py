@@ -98,7 +98,7 @@ def test_the_first_loss_that_is_not_finite_is_told(capsys: pytest.CaptureFixture
     train(["--steps", "3"], Broken(TEXT))
     told = capsys.readouterr().err
     assert told.count("warning") == 1
-    assert "warning: the loss of step 2 is inf; --check-finite tells which operator made it so." in told
+    assert "warning: the loss of step 2 is inf; --check-finite names the operator that made it so." in told
 
 
 def test_ranks_see_the_same_batches_and_only_rank_0_speaks(capsys: pytest.CaptureFixture[str]) -> None:
