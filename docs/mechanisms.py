@@ -77,7 +77,7 @@ HEAD = """# Mechanisms
 
 Written by `python docs/mechanisms.py`: the mechanisms of the paper's table of support, and some more, as plans of the
 library. A model counts as equal where `verify` found one step of the plan (two devices) equal to the unmodified module
-on one, in float64 within 1e-9. Those in italics are what the paper could not do.
+on one, in float64 within 1e-9. Mechanisms in italics were out of reach for the paper.
 
 | mechanism | plan | lines | equal | refused |
 |---|---|---|---|---|
@@ -136,7 +136,7 @@ def page(results: Mapping[str, Mapping[str, str]]) -> str:
             else f"| {mechanism} | | | not yet | |"
         )
     products = [f"| `{plan}` | {results['gpt2'][plan]} | {results['llama'][plan]} |" for plan in PRODUCTS]
-    tail = "\n## Products\n\nOn 4 devices, those of three plans on 8.\n\n| plan | gpt2 | llama |\n|---|---|---|\n"
+    tail = "\n## Products\n\nTwo plans on 4 devices, three on 8.\n\n| plan | gpt2 | llama |\n|---|---|---|\n"
     return HEAD + "\n".join(rows) + "\n" + tail + "\n".join(products) + "\n"
 
 

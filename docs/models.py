@@ -21,9 +21,9 @@ HEAD = """# Models
 
 Written by `python docs/models.py`: one training step of each model, unmodified, on four devices (`local:4`) in float64
 against the module itself on one. The error is the largest of the loss, all gradients, weights and optimizer state. An
-operator without a rule is replicated and placed, but never cut. What a model wraps in `torch.utils.checkpoint` itself
-(`model.gradient_checkpointing_enable()`, as it is called on models of transformers) is
-[computed again](tour.md#computing-again-instead-of-keeping) under every plan.
+operator without a rule is replicated and placed, but never cut. Regions that a model itself wraps in
+`torch.utils.checkpoint` (after `model.gradient_checkpointing_enable()` of transformers) are
+[recomputed](tour.md#computing-again-instead-of-keeping) under every plan.
 
 | model | plan | operators | without a rule | factors | equal | largest error |
 |---|---|---|---|---|---|---|
@@ -35,14 +35,14 @@ FAMILIES = """
 Written by `python benchmarks/families.py`: families of the library, unmodified, tiny, random weights, AdamW.
 Two steps in float64 of each plan (on two devices, `single` on one; `1F1B` with two microbatches) are compared with two
 steps of the module itself, run eagerly by torch. A number is the largest error of losses, gradients, weights, buffers
-and optimizer state. What is refused is told below with the line of the library that is the cause.
+and optimizer state. Below, each refusal has its reason, with the line of the library that is the cause.
 
 """
 TRAINED = """
 Written by `python benchmarks/eager_steps.py`: three steps of AdamW in float32 and float64, dropout off. A number is
-how far the weights of a plan (or a loss) are from those of torch's own eager training, relative to how far these went;
-`order` is that of eager training on the rows of each batch in another order; `inside` is the narrowest dtype that a
-module computes in.
+the distance of the weights of a plan (or of its loss) from those of torch's own eager training, relative to the
+distance that training moved them. `order` is the same number for eager training with the rows of each batch in another
+order; `inside` is the narrowest dtype that a module computes in.
 
 """
 
