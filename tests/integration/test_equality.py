@@ -41,7 +41,7 @@ class Ran(NamedTuple):
 
     losses: list[float]
     moved: int
-    apart: int
+    outside: int
 
 
 def plan_of(model: str, spec: str, world: int) -> Plan:
@@ -98,7 +98,7 @@ def train(plan: Plan, steps: int, batches: list[Mapping[str, Tensor]], clip: flo
     def run(communicator):  # type: ignore[no-untyped-def]
         step = build_step(described, code, values, communicator)
         found = [float(step(batches[k % len(batches)], clip)) for k in range(steps)]
-        return Ran(found, step.bytes_moved, communicator.apart)
+        return Ran(found, step.bytes_moved, communicator.bytes_outside_plan)
 
     return run_ranks(plan.compiled.program.world, run, timeout=120)
 
@@ -192,7 +192,7 @@ def test_the_ranks_move_the_bytes_that_the_plan_says(spec: str, world: int) -> N
     batch = graph_of(model).captured.batch
     ran = train(plan, 3, [batch], clip=0.5)
     assert sum(rank.moved for rank in ran) == 3 * plan.counts["bytes_moved"] > 0
-    assert sum(rank.apart for rank in ran) == 3 * 2 * (world - 1) * (4 + 8)
+    assert sum(rank.outside for rank in ran) == 3 * 2 * (world - 1) * (4 + 8)
 
 
 @pytest.mark.parametrize(("layers", "world"), [(2, 4), (3, 2)])
