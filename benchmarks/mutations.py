@@ -91,7 +91,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("weights come a segment later", "before = bisect_left(own, at) - 1 - ahead",
      "before = bisect_left(own, at) - ahead",
      "integration/test_overlap plans/test_zero"),
-    ("replicas are not sent apart", "(_send_apart, _split, _read_others)", "(_split, _read_others)",
+    ("replicas are not sent apart", "(_send_separately, _split, _read_others)", "(_split, _read_others)",
      "schedule/test_relaxations"),
     ("pieces of a gradient end early", "bounds = [extents[slot] * k // count for k in range(count + 1)]",
      "bounds = [extents[slot] * k // (count + 1) for k in range(count + 1)]", "plans/test_bytescheduler"),

@@ -125,7 +125,7 @@ def _parts(graph: Graph, item: Op | Parts) -> Parts:
 
 
 def _pieces(graph: Graph, item: Op | Parts) -> Sequence[Parts]:
-    """Return handles that can each be cut at once: several for an op that was cut irregularly."""
+    """Return handles that can each be cut in one call: several for an op that was cut irregularly."""
     if isinstance(item, Parts):
         return [item]
     found = leaves(graph, item)
@@ -285,7 +285,7 @@ def op_order(
     pairs = list(product(_groups(graph, before, where), _groups(graph, after, where)))
     members = (name for pair in pairs if turns for group in pair for name, _ in group.members)
     if update := next((name for name in members if not graph.op(name).is_forward), ""):
-        raise InputError(f"op_order at {where}: {update} takes no turns, but runs at once; order it before or after.")
+        raise InputError(f"op_order at {where}: {update} takes no turns, but runs as one; order it before or after.")
     graph.orders += [Order(first, second, where, turns) for first, second in pairs]
 
 

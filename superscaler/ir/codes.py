@@ -110,7 +110,7 @@ def cohorts(program: Program) -> list[Cohort]:
     """Return the cohorts of a program, each device in one."""
     devices = program.devices
     if not isinstance(devices, Folded):
-        return _alike(devices)
+        return _refined(devices)
     fold, found = devices.fold, list[Cohort]()
     for base, own in enumerate(fold.devices):
         places = np.indices(own.shape).reshape(own.ndim, -1).T
@@ -134,7 +134,7 @@ def _check_alike(samples: Sequence[Device]) -> None:
             )
 
 
-def _alike(devices: Sequence[Device]) -> list[Cohort]:
+def _refined(devices: Sequence[Device]) -> list[Cohort]:
     """Refine the classes of devices with equal code until the members and peers of each are of equal classes."""
     number: dict[Hashable, int] = {}
     messages = [_messages(device) for device in devices]

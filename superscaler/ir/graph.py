@@ -297,7 +297,7 @@ class Graph:
         self.journal.append(Entry("send_gradients_last", "", "", caller()))
 
     def send_in_pieces(self, update: Op | str, count: int) -> None:
-        """Send the gradient of an update in `count` pieces along a dim, each by itself.
+        """Send the gradient of an update in `count` pieces along a dim, each separately.
 
         `update`: the op, or the name of its weight. Piece k is `select(ops=[update], microbatch=k, kind="C")`.
         """

@@ -1,8 +1,8 @@
 """Grids of parts: the cuts and places of an op, kept as axes and arrays, never as objects.
 
 A `Grid` nests its axes from outer to inner. A split axis cuts an index of the op into `sizes`; a replica axis repeats
-everything below it. A cell that was transformed apart from its neighbours holds a child grid, so the parts of an op are
-the leaves of a small tree, and the regular case is one array of devices.
+everything below it. A cell that was transformed separately holds a child grid, so the parts of an op are the leaves of
+a small tree, and the regular case is one array of devices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOSTS = 1 << 20
 class Axis:
     """One level of a grid: `index` is cut into `sizes`, or (index None) everything is replicated `len(sizes)` times.
 
-    `value`, a set of inputs: the replicas share out the addends of these inputs; each reads some of them, and their
+    `partial_inputs`: the replicas share out the addends of these inputs; each reads some of them, and their
     results add up to the value. `name`: the mesh axis along which `op_assign` places the parts, in order or at the
     places `at` (one: all). Axes that differ in name or `at` only are equal, because the devices of placed parts are
     known.
@@ -45,7 +45,7 @@ class Axis:
     sizes: tuple[int, ...]
     mirror: Mirror = "copy"
     is_microbatch: bool = False
-    value: tuple[int, ...] = ()
+    partial_inputs: tuple[int, ...] = ()
     name: str = field(default="", compare=False, repr=False)
     at: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
@@ -121,7 +121,10 @@ class Grid:
             chosen = slice(whole.start, whole.stop) if list(some) == list(whole) else list(some)
             devices = devices[(*(slice(None),) * at, chosen)]
         pairs = zip(self.axes, kept, strict=True)
-        axes = (Axis(a.index, tuple(a.sizes[k] for k in some), a.mirror, a.is_microbatch, a.value) for a, some in pairs)
+        axes = (
+            Axis(a.index, tuple(a.sizes[k] for k in some), a.mirror, a.is_microbatch, a.partial_inputs)
+            for a, some in pairs
+        )
         children: dict[int, Grid] = {}
         if self.children:
             cells = np.arange(self.devices.size).reshape(self.devices.shape)[np.ix_(*kept)].reshape(-1)
@@ -160,7 +163,9 @@ def read_by(grid: Grid, slots: Sequence[int | None]) -> Grid:
     on their devices.
     """
     slot_of, devices = {index: slot for slot, index in enumerate(slots) if index is not None}, grid.devices
-    own = [replace(a, index=slot_of[a.index], value=()) if a.index in slot_of else _replicas(a) for a in grid.axes]
+    own = [
+        replace(a, index=slot_of[a.index], partial_inputs=()) if a.index in slot_of else _replicas(a) for a in grid.axes
+    ]
     if grid.children:
         children = {cell: read_by(child, slots) for cell, child in grid.children.items()}
         return Grid(tuple(own), devices, children)
@@ -256,14 +261,14 @@ class Rows:
 class Tree:
     """The nesting of the rows: a leaf holds `row`; a split's children tile it, a replica's children repeat it.
 
-    The children of a `value` node add up to it; for the gradients of those inputs they are replicas.
+    The children of a node with `partial_inputs` add up to it; for the gradients of those inputs they are replicas.
     """
 
     row: int = -1
     is_replica: bool = False
     mirror: Mirror = "copy"
     children: tuple[Tree, ...] = ()
-    value: tuple[int, ...] = ()
+    partial_inputs: tuple[int, ...] = ()
 
 
 def expand(op: Op, grid: Grid) -> Rows:
@@ -315,14 +320,14 @@ def following(op: Op, index: Index, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:
 def _shares(grid: Grid) -> list[tuple[Share, ...]]:
     """Return the value axes of this grid for each cell, ignoring children."""
     shape = tuple(len(a.sizes) for a in grid.axes)
-    axes = [(at, axis) for at, axis in enumerate(grid.axes) if axis.value]
+    axes = [(at, axis) for at, axis in enumerate(grid.axes) if axis.partial_inputs]
     if not axes:
         return [()] * prod(shape)
-    return [tuple((axis.value, cell[at], len(axis.sizes)) for at, axis in axes) for cell in np.ndindex(*shape)]
+    return [tuple((axis.partial_inputs, cell[at], len(axis.sizes)) for at, axis in axes) for cell in np.ndindex(*shape)]
 
 
 def _routes(grid: Grid) -> bool:
-    here = any(a.index is None and not a.value and a.mirror == "route" for a in grid.axes)
+    here = any(a.index is None and not a.partial_inputs and a.mirror == "route" for a in grid.axes)
     return here or any(_routes(child) for child in grid.children.values())
 
 
@@ -335,7 +340,7 @@ def flat_cells(grid: Grid, box: Sequence[tuple[int, int]], micro: int) -> tuple[
     microbatch = np.full(cells, micro, dtype=np.int64)
     branch = np.zeros(cells, dtype=np.int64)
     for axis, coordinate in zip(grid.axes, where, strict=True):
-        if axis.index is None and not axis.value:
+        if axis.index is None and not axis.partial_inputs:
             branch = branch * len(axis.sizes) + coordinate
         elif axis.index is not None:
             ends = np.cumsum(axis.sizes)
@@ -373,5 +378,5 @@ def _tree(grid: Grid, rows: Iterator[int], level: int = 0, cell: int = 0) -> Tre
     axis = grid.axes[level]
     width = len(axis.sizes)
     children = tuple(_tree(grid, rows, level + 1, cell * width + k) for k in range(width))
-    is_replica = axis.index is None and not axis.value
-    return Tree(is_replica=is_replica, mirror=axis.mirror, children=children, value=axis.value)
+    is_replica = axis.index is None and not axis.partial_inputs
+    return Tree(is_replica=is_replica, mirror=axis.mirror, children=children, partial_inputs=axis.partial_inputs)

@@ -75,7 +75,7 @@ def layout_of(grid: Grid, operand: Operand, output: bool, is_gradient: bool = Fa
         if axis.is_microbatch:
             devices = devices.take([0], axis=at)
         is_cut = axis.index is not None and axis.index in operand.slots
-        is_value = output and (axis.index is not None or bool(axis.value))
+        is_value = output and (axis.index is not None or bool(axis.partial_inputs))
         is_value |= is_gradient and axis.mirror == "route"
         places[2 + operand.slots.index(axis.index) if is_cut else int(is_value)].append(at)
     order = [at for group in places for at in group]

@@ -121,7 +121,7 @@ class Op:
     constants only; its mirror routes when it is replicated. `group`: the optimizer's parameter group. `of`: the op of
     which a backward op is the mirror.
 
-    `linear`: the sets of inputs through which partial values may pass: all at once in a sum, one at a time in a
+    `linear`: the sets of inputs through which partial values may pass: all together in a sum, one at a time in a
     product. `passes`: for a factor, the set of inputs whose value is a sum over that factor; cutting an op without the
     factor splits that value.
 

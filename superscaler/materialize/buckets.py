@@ -11,7 +11,7 @@ from superscaler.materialize.steps import Collective
 from superscaler.schedule.segments import SEGMENT_BYTES
 from superscaler.schedule.transfers import Transfer
 
-# As large as torch DDP's default bucket: several are in flight at once, and each is far above the latency.
+# As large as torch DDP's default bucket: several are in flight together, and each is far above the latency.
 BUCKET_BYTES = 25 * 2**20
 # The collectives that the runtime can bucket.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")

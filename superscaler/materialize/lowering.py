@@ -32,8 +32,8 @@ def cheapest(forms: Sequence[Lowered], context: Context, itemsize: int) -> Lower
 
 
 def seconds(lowered: Lowered, context: Context, itemsize: int) -> float:
-    """Return the seconds of all rounds in turn. Steps of one kind in a round run at once; latencies that buckets share
-    are left out.
+    """Return the seconds of all rounds in turn. Steps of one kind in a round run simultaneously. Latencies that buckets
+    share are left out.
     """
     costs, total = priced(context.costs), 0.0
     everything = [step for steps in lowered.rounds for step in steps if not isinstance(step, Cut | Join)]

@@ -38,7 +38,7 @@ class Writer:
         self.works: dict[tuple[int, int, int], Value] = {}
         self._lowered: dict[int, Lowered] = {}
         # Lowered transfers by form: those of the layers of a model are often equal.
-        self._alike: dict[Hashable, Lowered] = {}
+        self._by_form: dict[Hashable, Lowered] = {}
         # Reduce-scatters in flight, by group. Their inputs stay alive until the wait; `on_arrival(number)` is called
         # then.
         self.on_arrival: Callable[[int], None] = lambda number: None
@@ -62,9 +62,9 @@ class Writer:
             ends = (tuple((end.device, end.box) for end in some) for some in (transfer.pieces, transfer.readers))
             key = (*ends, transfer.links, transfer.classes, transfer.is_to_updates, self.context.dtype(transfer))
             key = *key, self.context.tensors[transfer.tensor].largest
-            if key not in self._alike:
-                self._alike[key] = lower(transfer, self.context)
-            self._lowered[number] = self._alike[key]
+            if key not in self._by_form:
+                self._by_form[key] = lower(transfer, self.context)
+            self._lowered[number] = self._by_form[key]
         return self._lowered[number]
 
     def start(self, run: Sequence[Node]) -> None:

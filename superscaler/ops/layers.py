@@ -44,8 +44,8 @@ def _windows(large: Shape, small: Shape, kernel: Any, stride: Any, padding: Any,
     """Return the dims of a space, of its windows, and of a window. Windows that touch and do not overlap can be cut."""
     words = []
     given = (_each(value, len(small)) for value in (kernel, stride or kernel, padding, dilation))
-    for d, (n, o, k, step, added, apart) in enumerate(zip(large, small, *given, strict=True)):
-        is_disjoint = k == step and n == o * k and added in (0, "valid", "same") and 1 in (apart, k)
+    for d, (n, o, k, step, added, dilated) in enumerate(zip(large, small, *given, strict=True)):
+        is_disjoint = k == step and n == o * k and added in (0, "valid", "same") and 1 in (dilated, k)
         words.append((f"(y{d} k{d}^)", f"y{d}", f"k{d}^") if is_disjoint else ("_", "_", "_"))
     return list(map(list, zip(*words, strict=True)))
 

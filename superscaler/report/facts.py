@@ -456,4 +456,4 @@ def _axes(op: Op, grid: Grid, block: str) -> tuple[Axis, ...]:
 def _how(axis: Cut) -> str:
     if axis.is_microbatch:
         return "microbatches"
-    return "split" if axis.index is not None else "value" if axis.value else "copies"
+    return "split" if axis.index is not None else "value" if axis.partial_inputs else "copies"

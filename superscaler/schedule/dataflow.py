@@ -233,8 +233,8 @@ class Dataflow:
             labels = tuple(rows.addends(j if op.is_mirror else None))
             if routed:
                 # Routing replicas differ in the addends that they serve.
-                apart = range(len(rows)) if not rows.regular else [0] * len(rows)
-                labels = tuple(zip(labels, self.served(op), apart, strict=True))
+                numbers = range(len(rows)) if not rows.regular else [0] * len(rows)
+                labels = tuple(zip(labels, self.served(op), numbers, strict=True))
             self._labels[key] = self._interned.setdefault(labels, labels)
         return self._labels[key]
 
@@ -266,7 +266,7 @@ class Dataflow:
                             first[source].add(addend)
                     seen.add(addend)
         if rows.regular and rows.has_shares:
-            first = _alike(rows, first)
+            first = _equalized(rows, first)
         elif rows.regular and _equal_or_disjoint(rows.addends(), served):
             first = served
         found = self._served[mirror.name] = list(map(frozenset, first))
@@ -318,7 +318,7 @@ class Dataflow:
         return all(served[m] == {(j, n, own[r])} for r, m in enumerate(same))
 
 
-def _alike(rows: Rows, first: list[set[Hashable]]) -> list[set[Hashable]]:
+def _equalized(rows: Rows, first: list[set[Hashable]]) -> list[set[Hashable]]:
     """Return the served addends such that all parts of a value, replica by replica, serve the same ones."""
     owner: dict[Hashable, Hashable] = {}
     for box, branch_, addends in zip(rows.boxes, rows.branch.tolist(), first, strict=True):

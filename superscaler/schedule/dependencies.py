@@ -29,8 +29,8 @@ class Node(NamedTuple):
     """A unit of work: F, B, I or W of a segment instance, U (the update of a part of an optimizer op, by its home
     number), or C (transfer `number`).
 
-    `link` is the message of a transfer whose messages run apart; -1 is the whole transfer. O is the hub of an op_order,
-    or the hub before a turn on a device.
+    `link` is the message of a transfer whose messages run separately; -1 is the whole transfer. O is the hub of an
+    op_order, or the hub before a turn on a device.
     """
 
     kind: str

@@ -268,7 +268,7 @@ def _distance(held: Produced, rows: Sequence[int], device: int) -> tuple[float, 
 
 def _is_sum(tree: Tree, held: Produced) -> bool:
     """Return whether all branches below a node count, not just one."""
-    shared = held.all_routes and held.operand in tree.value
+    shared = held.all_routes and held.operand in tree.partial_inputs
     counted = tree.is_replica and (held.all_replicas or (held.all_routes and tree.mirror == "route"))
     return counted or not (tree.is_replica or shared)
 

@@ -19,7 +19,7 @@ from superscaler.schedule.segments import Segment, find_segments
 from superscaler.schedule.transfers import Place, find_transfers
 
 # Constraints that may be given up where no order exists, the cheapest for a step first.
-APART = "copies of a tensor are sent separately"
+SEPARATE = "copies of a tensor are sent separately"
 SPLIT = "segments are split"
 OTHERS = "other copies than the nearest are read"
 
@@ -57,7 +57,7 @@ class _Attempt:
     def nodes(self) -> DependencyGraph:
         segments = find_segments(self.edges, self.taken.get(SPLIT, frozenset()))
         return DependencyGraph(
-            Schedule(self.edges, segments, find_transfers(self.edges, segments, APART not in self.taken))
+            Schedule(self.edges, segments, find_transfers(self.edges, segments, SEPARATE not in self.taken))
         )
 
     @cached_property
@@ -78,13 +78,13 @@ class _Attempt:
         return [self.nodes.schedule.segments[n.number] for n in self.cycle if n.is_run]
 
 
-def _send_apart(attempt: _Attempt) -> _Attempt | None:
+def _send_separately(attempt: _Attempt) -> _Attempt | None:
     """Relax: send replicas one by one, so that no reader waits for replicas that it does not read."""
     transfers, edges = attempt.nodes.schedule.transfers, attempt.edges
     left = {n.number for n in {*attempt.nodes.names}.difference(attempt.order) if n.kind == "C"}
     tensors = {transfers[number].tensor for number in left if transfers[number].classes}
     ops = frozenset(edges.makers[t][0][0].name for t in tensors)
-    return replace(attempt, taken={**attempt.taken, APART: ops}) if ops else None
+    return replace(attempt, taken={**attempt.taken, SEPARATE: ops}) if ops else None
 
 
 def _split(attempt: _Attempt) -> _Attempt | None:
@@ -103,7 +103,7 @@ def _read_others(attempt: _Attempt) -> _Attempt | None:
     return _Attempt(Dataflow(edges.graph, edges.fold, find_turns(edges)), {OTHERS: ops})
 
 
-RELAXATIONS: Sequence[Callable[[_Attempt], _Attempt | None]] = (_send_apart, _split, _read_others)
+RELAXATIONS: Sequence[Callable[[_Attempt], _Attempt | None]] = (_send_separately, _split, _read_others)
 
 
 def check_assigned(graph: Graph) -> None:

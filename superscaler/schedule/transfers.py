@@ -124,7 +124,7 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
         taken = [_side(edges, outputs, port) for port in edges.readers.get(tensor, ())]
         is_free = tensor in unread
         is_late = tensor in edges.homes or edges.makers[tensor][0][0].is_copy
-        for readers, microbatch in _apart(reads.get(tensor, []), is_late, tensor in edges.homes):
+        for readers, microbatch in _by_region(reads.get(tensor, []), is_late, tensor in edges.homes):
             taken = [*(_alias(edges, *read, microbatch) for read in readers), *taken]
             found += _move(edges, tensor, FORWARD, [made], taken, joins, is_free=is_free) if taken else []
             taken = []
@@ -134,16 +134,18 @@ def find_transfers(edges: Dataflow, segments: Sequence[Segment], joins: bool = T
         gradient = addends.pop(model.gradient(tensor), [])
         for port in edges.readers.get(model.gradient(tensor), ()) if gradient else ():
             parts = [_gradient(edges, some) for some in _merge(edges, gradient)]
-            apart = edges.graph.reduced.get(port[0].name, 0)
-            moved = _move(edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins, apart)
+            microbatches = edges.graph.reduced.get(port[0].name, 0)
+            moved = _move(
+                edges, model.origin(tensor), BACKWARD, parts, [_side(edges, outputs, port)], joins, microbatches
+            )
             count = edges.graph.pieces.get(port[0].name, 0)
             found += _in_pieces(moved, edges.extents[tensor], count) if count and edges.extents[tensor] else moved
     return found
 
 
-def _apart(readers: Reads, is_late: bool, is_at_rest: bool) -> list[tuple[Reads, int | None]]:
-    """Return groups of readers of a resident weight or a copy: recomputed regions apart; for regathered weights each
-    microbatch apart, because each gathers the weight once more.
+def _by_region(readers: Reads, is_late: bool, is_at_rest: bool) -> list[tuple[Reads, int | None]]:
+    """Return groups of readers of a resident weight or a copy: one per recomputed region, and for regathered weights
+    one per microbatch, because each gathers the weight once more.
     """
     found: dict[str, Reads] = {}
     for read in readers:
@@ -174,12 +176,12 @@ def _move(
     made: Sequence[Side],
     read: Sequence[Side],
     joins: bool,
-    apart: int = 0,
+    microbatches: int = 0,
     is_free: bool = False,
 ) -> list[Transfer]:
     """Return the transfers of a tensor from its makers, one addend each, to all readers.
 
-    `apart`: number of microbatches that move one by one. `is_free`: any replica may serve, so a device reads the
+    `microbatches`: number of microbatches that move one by one. `is_free`: any replica may serve, so a device reads the
     addends that it made.
     """
     columns = zip(*(side.boxes.columns() for side in read), strict=True)
@@ -193,7 +195,7 @@ def _move(
             pairs += ([at[source] for source in joined[row]] for row in reader.rows)
         assert isinstance(side.boxes, Produced)
         pairs = _own(side.boxes, wanted, pairs) if is_free else pairs
-        for some in _by_microbatch(side.boxes, pairs, tensor, apart) if apart else (pairs,):
+        for some in _by_microbatch(side.boxes, pairs, tensor, microbatches) if microbatches else (pairs,):
             found += _group(tensor, kind, side.boxes, side.places, wanted, users, some, joins)
     return found
 
@@ -318,15 +320,15 @@ def _group(
     links = [(p, r) for p, s in enumerate(by_piece.values()) for r in readers_of[s[0]]]
     found = [Transfer(tensor, kind, *part) for part in _components(pieces, readers, links)]
     if not joins or held.tree is not None or len(found) < 2:
-        return [part for transfer in found for part in _apart_by_pieces(transfer)]
+        return [part for transfer in found for part in _by_pieces(transfer)]
     labels: dict[Hashable, int] = {}
     held_by = (tuple(held.labels[row] for row in some) for some in by_piece.values())
     numbers = (labels.setdefault((p.box, some), len(labels)) for p, some in zip(pieces, held_by, strict=True))
     found = _joined(found, dict(zip(map(id, pieces), numbers, strict=True)))
-    return [part for transfer in found for part in _apart_by_pieces(transfer)]
+    return [part for transfer in found for part in _by_pieces(transfer)]
 
 
-def _apart_by_pieces(transfer: Transfer) -> list[Transfer]:
+def _by_pieces(transfer: Transfer) -> list[Transfer]:
     """Split a transfer that is not joint, so that its parts may be collectives: readers on several devices of the same
     pieces, or one reader among their holders. Readers of values on their own device come first.
     """

@@ -105,7 +105,7 @@ class Split(_ShortRepr):
             return Axis(index, self._sizes(op, sizes[index], op.indices[index].factor), name=self.axis, at=self.at)
         passed = (group for factor in self.factors for f, group in op.passes if is_named(f, factor))
         if (value := next(passed, None)) is not None:
-            return Axis(None, (1,) * count, value=value, name=self.axis, at=self.at)
+            return Axis(None, (1,) * count, partial_inputs=value, name=self.axis, at=self.at)
         if self.required:
             why = why_whole(op, self.factors)
             raise TransformError(f"{self._call} is required, but {op.name} ({op.target}) {why}.")
@@ -173,7 +173,7 @@ class ValueSplit(_ShortRepr):
                 f"ValueSplit({self.parts}, operand={self.operand}): {op.name} ({op.target}) is not linear in that "
                 f"input; it is in {', '.join(map(str, op.linear)) or 'none'}."
             )
-        return Axis(None, (1,) * self.parts, value=group, name=self.axis)
+        return Axis(None, (1,) * self.parts, partial_inputs=group, name=self.axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     sizes = _sizes(graph, op, parts)
     made = {some: _axis(op, algorithm, some, where) for some in sizes}
     axis = made[sizes[0]]
-    is_copied = factor and axis.index is None and not axis.value
+    is_copied = factor and axis.index is None and not axis.partial_inputs
     note = f" (replicated: it {why_whole(op, factors)})" if is_copied else ""
     graph.journal.append(Entry("op_trans", op.name, f"{algorithm}{note}", where))
     if axis.is_microbatch and not op.is_forward:
@@ -297,8 +297,9 @@ def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
         return f"has an {unknown('mirror', str(axis.mirror), ['copy', 'route'])}"
     if axis.index is None:
         linear = ", ".join(map(str, op.linear)) or "none"
-        is_shared = axis.value and axis.value not in op.linear
-        return f"shares out the addends of inputs {axis.value}; the op is linear in: {linear}." if is_shared else ""
+        if axis.partial_inputs and axis.partial_inputs not in op.linear:
+            return f"shares out the addends of inputs {axis.partial_inputs}; the op is linear in: {linear}."
+        return ""
     if not isinstance(axis.index, Integral) or not 0 <= axis.index < len(op.indices):
         return f"cuts index {axis.index!r}, but the op has {len(op.indices)}, numbered from 0; give one of these."
     index, extent = op.indices[axis.index], sizes[axis.index]
@@ -307,8 +308,8 @@ def _wrong(op: Op, axis: Axis, sizes: tuple[int, ...]) -> str:
         return f"{cuts}, which the op needs whole; cut another one, or replicate it (index None)."
     if index.follows:
         return f"{cuts}, which follows index {index.follows[0]}; cut that one."
-    if axis.value:
-        return f"{cuts} and shares out the addends of inputs {axis.value}; do one after the other."
+    if axis.partial_inputs:
+        return f"{cuts} and shares out the addends of inputs {axis.partial_inputs}; do one after the other."
     if sum(axis.sizes) != extent:
         return f"{cuts} into {axis.sizes}, {sum(axis.sizes)} elements, but the part has {extent}; cover {extent}."
     return ""

@@ -319,7 +319,10 @@ def _cut_alike(grid: Grid, old: Op, op: Op) -> Grid:
     """Return the grid of an op that is cut on the same factors as another one, and replicated where it lacks them."""
     at = [None if a.index is None else op.find(old.indices[a.index].factor) for a in grid.axes]
     pairs = zip(grid.axes, at, strict=True)
-    axes = (replace(a, index=i, sizes=a.sizes if i is not None else (1,) * len(a.sizes), value=()) for a, i in pairs)
+    axes = (
+        replace(a, index=i, sizes=a.sizes if i is not None else (1,) * len(a.sizes), partial_inputs=())
+        for a, i in pairs
+    )
     children = {cell: _cut_alike(child, old, op) for cell, child in grid.children.items()}
     return Grid(tuple(axes), grid.devices, children, grid.replaced_at)
 

@@ -176,7 +176,7 @@ def random_grid(op: Op, draw: random.Random, devices: int, depth: int, extents: 
         cuttable = [i for i, index in enumerate(op.indices) if index.mark != "frozen" and local[i] > 1]
         uneven = any(len(set(a.sizes)) > 1 for a in axes)
         if op.linear and draw.random() < 0.35:
-            axes.append(Axis(None, (1,) * draw.choice([2, 3]), value=draw.choice(op.linear)))
+            axes.append(Axis(None, (1,) * draw.choice([2, 3]), partial_inputs=draw.choice(op.linear)))
         elif cuttable and draw.random() < 0.65 and not uneven:
             i = draw.choice(cuttable)
             first = draw.randint(1, local[i] - 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import ScheduleError
 from superscaler.schedule import order
-from superscaler.schedule.order import APART, OTHERS, SPLIT
+from superscaler.schedule.order import OTHERS, SEPARATE, SPLIT
 
 
 class Crossed(nn.Module):
@@ -77,7 +77,7 @@ def others(graph: ss.Graph, cluster: ss.Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("sprogram", "name", "relax"),
-    [(split, SPLIT, order._split), (apart, APART, order._send_apart), (others, OTHERS, order._read_others)],
+    [(split, SPLIT, order._split), (apart, SEPARATE, order._send_separately), (others, OTHERS, order._read_others)],
 )
 def test_what_is_given_up_is_needed_and_told(
     sprogram: Callable[..., None], name: str, relax: Callable[..., object], monkeypatch: pytest.MonkeyPatch

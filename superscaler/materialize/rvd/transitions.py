@@ -78,7 +78,7 @@ class Costs(Protocol):
     """Closed formulas of a cluster. Hashable; the order of groups, and of members of a collective, changes nothing."""
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: int) -> float:
-        """Return the time in which all groups at once run a collective, `size` the bytes of each device's source.
+        """Return the time in which all groups together run a collective, `size` the bytes of each device's source.
 
         In messages the groups are (sender, receiver) pairs and `size` the bytes of the largest message; in broadcast
         they are (sender, receivers...). More groups never take less time. Messages take no less time when they are
