@@ -23,6 +23,7 @@ from superscaler.report import words as explain
 from superscaler.report.facts import account, manifest, summary
 from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
+from superscaler.specs.arguments import checked
 from superscaler.store.files import named_path
 from superscaler.timing import timed
 from superscaler.verify import verify
@@ -93,6 +94,7 @@ class Plan:
         """Draw the exchanges that take several steps into an SVG file. Raises InputError for a plan without them."""
         save(self._account, named_path("draw", path))
 
+    @checked
     def diff(self, other: Plan) -> str:
         """Return the differences between this plan and another, empty if they are equal."""
         return "\n".join(explain.difference(self._account, other._account))

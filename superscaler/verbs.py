@@ -18,6 +18,7 @@ from superscaler.ir.actions import Action, Row, parse_schedule, timetable
 from superscaler.ir.graph import Block, Entry, Flat, Graph, Group, Groups, Order, Parts, caller
 from superscaler.ir.grid import HOSTS, Ints
 from superscaler.ir.model import Op, PTensor
+from superscaler.specs.arguments import checked
 from superscaler.transform.attention_blocks import AttentionBlocks
 from superscaler.transform.cut import Algorithm, Microbatch, Replicate, Shard, Split, Stage, ValueSplit, cut
 from superscaler.transform.experts import Dispatch
@@ -197,6 +198,7 @@ def _to_hosts(graph: Graph, target: Target, device: str, where: str) -> None:
         graph.journal.append(Entry("op_assign", op.name, "to the hosts", where))
 
 
+@checked
 def place(
     graph: Graph,
     parameter: str | PTensor,
@@ -221,8 +223,8 @@ def place(
         parts = reduce(partial(op_trans, graph), algorithms, graph.parts(update))
     op_assign(graph, parts, devices)
     if ahead is not None:
-        if not isinstance(ahead, int | np.integer) or ahead < 0:
-            raise InputError(f"place at {where}: ahead={ahead!r} is no number of segments; give 0, 1, 2, ...")
+        if ahead < 0:
+            raise InputError(f"place at {where}: ahead={ahead} is no number of segments; give 0, 1, 2, ...")
         graph.ahead[update.inputs[0].tensor] = int(ahead)
         graph.journal.append(Entry("place", update.name, f"ahead={ahead}", where))
     return parts
@@ -289,6 +291,7 @@ def op_order(
     graph.orders += [Order(first, second, where, turns) for first, second in pairs]
 
 
+@checked
 def order(
     graph: Graph, rows: Iterable[Iterable[Target | Group | Groups | Action | Pair]], stages: Sequence[Sequence[Op]] = ()
 ) -> None:

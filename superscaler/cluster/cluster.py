@@ -13,6 +13,7 @@ from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Links
 from superscaler.cluster.mesh import Mesh
 from superscaler.cluster.seconds import Wiring, least, lines
 from superscaler.errors import InputError, unknown
+from superscaler.specs.arguments import checked
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SHAPE = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
@@ -109,6 +110,7 @@ class Cluster:
         return cls(name, devices, devices_per_server, links, device_kind or PRESETS.get(kind))
 
     @classmethod
+    @checked
     def parse(cls, spec: str) -> Cluster:
         """Return the cluster that `local:4`, `v100:4x8`, a YAML file or one line of YAML describes.
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from math import prod
-from numbers import Integral
 from typing import Any, overload
 
 import numpy as np
@@ -18,6 +17,7 @@ from superscaler.errors import InputError, TransformError, unknown
 from superscaler.ir.grid import UNASSIGNED, Grid, Ints, Rows, cuts_of, expand, read_by
 from superscaler.ir.model import Factor, Model, Op, first, later, renamed
 from superscaler.ir.unroll import unrolled
+from superscaler.specs.arguments import checked
 
 _BLOCK = re.compile(r"^(.*?\.)?\d+(?=\.|$)")
 # The most pieces of one gradient.
@@ -25,6 +25,8 @@ MOST_PIECES = 2**16
 # The kinds of work that `select` accepts.
 KINDS = ("F", "B", "I", "W", "R", "C")
 Address = tuple[tuple[int, int], ...]
+# The modules between a verb and the line of the plan that calls it.
+_OWN = (__name__, checked.__module__, "superscaler.verbs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ class Graph:
             raise InputError(unknown("op", name, self._by_name))
         return self._by_name[name]
 
+    @checked
     def rename_factor(self, old: str, new: str) -> None:
         """Rename factor `old` to `new`. Raises InputError for an unknown or a taken name."""
         if old not in self.model.factors:
@@ -296,13 +299,14 @@ class Graph:
         self.overlaps = False
         self.journal.append(Entry("send_gradients_last", "", "", caller()))
 
+    @checked
     def send_in_pieces(self, update: Op | str, count: int) -> None:
         """Send the gradient of an update in `count` pieces along a dim, each separately.
 
         `update`: the op, or the name of its weight. Piece k is `select(ops=[update], microbatch=k, kind="C")`.
         """
         op = self._update(update)
-        if not isinstance(count, Integral) or not 1 <= count <= MOST_PIECES:
+        if not 1 <= count <= MOST_PIECES:
             raise InputError(f"send_in_pieces at {caller()}: {op.name} in {count!r} pieces; choose 1 to {MOST_PIECES}.")
         self.pieces[op.name] = int(count)
         self.journal.append(Entry("send_in_pieces", op.name, str(count), caller()))
@@ -368,6 +372,7 @@ class Graph:
                 except InputError as error:
                     raise InputError(f"op_order at {where}: {error}") from None
 
+    @checked
     def parts(self, op: Op) -> Parts:
         """Return the parts of an op that was not cut irregularly, as one grid."""
         op = self.op(op.name)
@@ -375,6 +380,7 @@ class Graph:
         shape = [len(a.sizes) for a in grid.axes]
         return Parts(op, grid, (), np.arange(prod(shape)).reshape(shape), len(shape))
 
+    @checked
     def follow(self, update: Op | str) -> Parts:
         """Cut an optimizer op, given itself or the name of its weight, in the same way as the readers of the weight cut
         it.
@@ -403,6 +409,7 @@ class Graph:
     def rows(self, op: Op) -> Rows:
         return expand(op, self.grids[op.name])
 
+    @checked
     def select(
         self,
         module: str | None = None,
@@ -419,8 +426,6 @@ class Graph:
         where = f"select at {caller()}"
         if kind not in KINDS:
             raise InputError(f"{where}: {unknown('kind of work', kind, KINDS)}")
-        if microbatch is not None and not isinstance(microbatch, Integral):
-            raise InputError(f"{where}: microbatch {microbatch!r} is no number; give 0 for the first, or None for all.")
         chosen = self.forward_ops if ops is None else tuple(ops)
         if module is not None:
             chosen = tuple(o for o in chosen if o.module == module or o.module.startswith(module + "."))
@@ -448,7 +453,7 @@ class Graph:
 def caller() -> str:
     """Return file:line of the first frame outside of this module and the verbs: the line of the plan."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "superscaler.verbs"):
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _OWN:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -16,13 +16,12 @@ from superscaler.specs.user_file import from_file
 from superscaler.verbs import Cluster, Graph
 
 SProgram = Callable[[Graph, Cluster], None]
-HELPERS = ("along", "chains", "lay", "pieces", "schedules", "shared", "tables")
 _FACTOR = re.compile(r"(?P<name>[^:]+(?:\.py:\w+)?):(?P<size>\d+)(?:,(?P<keys>.*))?")
 
 
 def names() -> list[str]:
     """Return the names of the plans of the library."""
-    return sorted({m.name for m in pkgutil.iter_modules(__path__)}.difference(HELPERS).union(RULES))
+    return sorted({m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg}.union(RULES))
 
 
 def resolve(spec: str) -> SProgram:

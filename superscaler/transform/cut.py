@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
 from math import prod
 from numbers import Integral, Real
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from superscaler.errors import InputError, TransformError, divisors, unknown
 from superscaler.ir.graph import Entry, Graph, Parts
 from superscaler.ir.grid import Axis, Grid, Mirror, covers
 from superscaler.ir.model import MARKS, Op, is_named
+from superscaler.specs.arguments import fits
 from superscaler.transform.losses import Decompose
 
 
@@ -40,6 +41,8 @@ class _ShortRepr:
 
 # The most parts of one op: more than any cluster has devices or any step microbatches.
 MOST_PARTS = 2**24
+# The sequences among the arguments of `Split`; each size is checked with the op.
+_SEQUENCES = {"sizes": Sequence[Any], "at": Sequence[int]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +105,11 @@ class Split(_ShortRepr):
         found = [index for factor in self.factors if (index := op.find(factor)) is not None]
         if found:
             index = next((i for i in found if sizes[i] % count == 0), found[0])
-            return Axis(index, self._sizes(op, sizes[index], op.indices[index].factor), name=self.axis, at=self.at)
+            own = self._sizes(op, sizes[index], op.indices[index].factor)
+            return Axis(index, own, name=self.axis, at=tuple(self.at))
         passed = (group for factor in self.factors for f, group in op.passes if is_named(f, factor))
         if (value := next(passed, None)) is not None:
-            return Axis(None, (1,) * count, partial_inputs=value, name=self.axis, at=self.at)
+            return Axis(None, (1,) * count, partial_inputs=value, name=self.axis, at=tuple(self.at))
         if self.required:
             why = why_whole(op, self.factors)
             raise TransformError(f"{self._call} is required, but {op.name} ({op.target}) {why}.")
@@ -236,6 +240,7 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
     # A batch of one has no factor; one part is the whole.
     for name in factors if getattr(algorithm, "parts", 0) != 1 else ():
         _check_factor(graph, name, where)
+    _check_types(algorithm, where)
     sizes = _sizes(graph, op, parts)
     made = {some: _axis(op, algorithm, some, where) for some in sizes}
     axis = made[sizes[0]]
@@ -255,6 +260,16 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
         f"op_trans at {where} cuts {chosen} of the {count} parts of {op.name}, or cuts them differently; "
         "transform these one by one: op_trans(graph, list(parts), ...)."
     )
+
+
+def _check_types(algorithm: Algorithm, where: str) -> None:
+    """Raise InputError for a `Split` by something else than sequences of sizes and of places."""
+    for name, kind in _SEQUENCES.items() if isinstance(algorithm, Split) else ():
+        if not fits(value := getattr(algorithm, name), kind):
+            raise InputError(
+                f"op_trans at {where}: {name} of Split is {value!r} of type {type(value).__name__}; give a tuple, as "
+                "(2, 2)."
+            )
 
 
 def _check_factor(graph: Graph, name: str, where: str) -> None:

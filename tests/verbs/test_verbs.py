@@ -215,7 +215,7 @@ def test_a_work_of_a_stage_that_is_not_there_is_refused() -> None:
         ({"kind": "I"}, "I selects ops whose backward is split"),
         ({"kind": "Z"}, "unknown kind of work 'Z'"),
         ({"module": "block.0"}, "unknown module 'block.0'"),
-        ({"microbatch": "first"}, "microbatch 'first' is no number"),
+        ({"microbatch": "first"}, "microbatch is 'first' of type str; give int"),
         ({"ops": ()}, "it matches no op"),
     ],
 )

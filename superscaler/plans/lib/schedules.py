@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 
 from superscaler.plans.lib.tables import Table, fill, finish
+from superscaler.specs.arguments import checked
 from superscaler.verbs import Action, InputError, parse_schedule, unknown
 
 # Forwards of a table: 1,024 devices with as many microbatches.
@@ -60,6 +61,7 @@ def breadth_first(devices: int, microbatches: int, chunks: int = 2) -> Table:
     return [[*f, *b] for f, b in zip(forward, backward, strict=True)]
 
 
+@checked
 def schedule_1f1b(devices: int, microbatches: int) -> Table:
     """One forward, one backward in turn, after a warm-up that fills the pipeline (Narayanan et al., 2019)."""
     _check_counts(devices=devices, microbatches=microbatches)

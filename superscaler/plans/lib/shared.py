@@ -11,6 +11,7 @@ from math import gcd, prod
 import numpy as np
 
 from superscaler.errors import divisors
+from superscaler.specs.arguments import checked
 from superscaler.verbs import Block, Decompose, Graph, InputError, Op, Replicate, Split, op_trans
 
 
@@ -130,6 +131,7 @@ def joined(ops: Iterable[Op]) -> list[list[Op]]:
     return list(found.values())
 
 
+@checked
 def decompose_losses(graph: Graph, parts: int) -> None:
     """Put steps in the place of losses over the classes that `tensor_splits` cuts a head on, where nothing else needs
     these whole: then it cuts what is between head and loss, too, and what looks up the head's weight.
@@ -140,6 +142,7 @@ def decompose_losses(graph: Graph, parts: int) -> None:
             op_trans(graph, whole, Decompose())
 
 
+@checked
 def tensor_splits(
     graph: Graph, parts: int, axis: str = "", in_blocks: bool = True, lookups: bool = False
 ) -> dict[str, list[Split | Replicate]]:
@@ -303,6 +306,7 @@ def _own_factor(graph: Graph, weights: set[str], op: Op, parts: int, lookups: bo
     return next((i.factor for i in own if i.mark == mark and i.size % parts == 0), None)
 
 
+@checked
 def stages(graph: Graph, count: int, blocks: str = "", ops: Sequence[Op] = ()) -> list[list[Op]]:
     """Return the forward ops, or these ones, in `count` contiguous stages whose largest FLOPs is as small as possible.
 
