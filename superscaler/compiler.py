@@ -35,14 +35,14 @@ SProgram = Callable[[Graph, Cluster], Any]
 class Compiled:
     """The result of compiling. `seconds`: by phase, with their sum as `total`.
 
-    For a folded plan, `schedule` covers the sampled places only; `close` is the fold before any axis was given up. For
-    a plan with loops, `schedule` covers the first microbatches only.
+    For a folded plan, `schedule` covers the sampled places only; `full_fold` is the fold before any axis was given up.
+    For a plan with loops, `schedule` covers the first microbatches only.
     """
 
     graph: Graph
     cluster: Cluster
     schedule: Schedule
-    close: Fold | None
+    full_fold: Fold | None
     program: Program
     emitted: Emitted
     seconds: Mapping[str, float]
@@ -56,7 +56,7 @@ class Compiled:
     def whole_schedule(self) -> Schedule:
         """Return the schedule of all parts on all devices, at a cost that grows with their number."""
         rolls = any(isinstance(device.instructions, Rolled) for device, _ in self.program.distinct)
-        return complete(self.graph, self.close) if rolls or self.fold is not None else self.schedule
+        return complete(self.graph, self.full_fold) if rolls or self.fold is not None else self.schedule
 
     @cached_property
     def moves(self) -> list[TransferRow]:
@@ -144,37 +144,41 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
     phases = {**(seconds or {}), "schedule": 0.0, "materialize": 0.0, "emit": 0.0}
     with without_garbage_collection():
         with timed(phases, "schedule"):
-            close = find_fold(planned)
+            full_fold = find_fold(planned)
             steady = find_steady(planned)
-        schedule, program = _compiled(planned, cluster, close, steady, phases)
+        schedule, program = _compiled(planned, cluster, full_fold, steady, phases)
         with timed(phases, "emit"):
             emitted = emit(program)
     phases["total"] = sum(phases.values())
-    return Compiled(planned, cluster, schedule, close, program, emitted, phases)
+    return Compiled(planned, cluster, schedule, full_fold, program, emitted, phases)
 
 
 def _compiled(
-    planned: Graph, cluster: Cluster, close: Fold | None, steady: SteadyState | None, phases: dict[str, float]
+    planned: Graph, cluster: Cluster, full_fold: Fold | None, steady: SteadyState | None, phases: dict[str, float]
 ) -> tuple[Schedule, Program]:
     """Compile the first microbatches if they determine all; compile all if they do not, or if the plan does not
     hold.
     """
     if steady is not None:
         with contextlib.suppress(Aperiodic, PlanError):
-            return _folded(planned, cluster, close, phases, steady)
-    return _folded(planned, cluster, close, phases)
+            return _folded(planned, cluster, full_fold, phases, steady)
+    return _folded(planned, cluster, full_fold, phases)
 
 
 def _folded(
-    planned: Graph, cluster: Cluster, close: Fold | None, phases: dict[str, float], steady: SteadyState | None = None
+    planned: Graph,
+    cluster: Cluster,
+    full_fold: Fold | None,
+    phases: dict[str, float],
+    steady: SteadyState | None = None,
 ) -> tuple[Schedule, Program]:
     """Compile the sampled places of each fold axis; all places of an axis that proves not to fold."""
-    fold, kept = close, planned if steady is None else first_microbatches(planned, steady)
+    fold, kept = full_fold, planned if steady is None else first_microbatches(planned, steady)
     while True:
         fold = None if fold is None or max(fold.widths, default=0) <= KEPT else fold
         try:
             with timed(phases, "schedule"):
-                schedule = complete(kept if fold is None else restrict(kept, fold), close)
+                schedule = complete(kept if fold is None else restrict(kept, fold), full_fold)
             with timed(phases, "materialize"):
                 return schedule, materialize(schedule, len(cluster.devices), cluster, fold, steady)
         except Unfoldable as error:

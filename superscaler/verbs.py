@@ -277,8 +277,8 @@ def op_order(
     """Make everything in `before` happen before everything in `after`, on every device: ops, parts, groups of
     `graph.select`, or several of these, `a | b`.
 
-    With `turns` the two alternate instead: as much of `before` as computes without communication inside it, then so
-    much of `after`, and so on. Communication of one travels while the other computes.
+    With `turns` the two alternate instead: a run of `before` without communication inside it, then a run of `after`,
+    and so on. One communicates while the other computes.
 
     Updates (optimizer ops) run at the end of a step, or where they are ordered before other work: after all reads of
     their weight on their device, and after its gradient is complete.

@@ -157,7 +157,7 @@ class _Writer:
         tensor = self.tensors[operand.tensor]
         return tensor.local_shape(extents(ranges(operand, tensor, self.boxes[op.name])))
 
-    # A matrix product and the bias added to it become one call again.
+    # A matrix product and the bias added to it become one call.
 
     def _fusable(self) -> dict[str, Op]:
         """Return the products whose only reader adds a one-dimensional weight, by the name of that addition."""

@@ -276,8 +276,8 @@ class Graph:
         ->  y = f(x, w); w+1 = update(w, d(w)); y+1 = f(x+1, w+1); w = update(w+1, d(w+1))
 
         Ops of iteration k have `op.iteration` k, the same factors, and the parts, places and orders made so far.
-        Updates of one weight stay where the first is. A step then takes a list of as many batches, and returns their
-        losses. Raises TransformError for a model that cannot be unrolled.
+        Updates of one weight stay where the first is. A step then takes a list with one batch per iteration, and
+        returns their losses. Raises TransformError for a model that cannot be unrolled.
         """
         where = caller()
         try:

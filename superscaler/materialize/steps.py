@@ -22,7 +22,7 @@ from superscaler.schedule.transfers import BACKWARD, Transfer
 class Context:
     """Tensors, costs and folds that a lowering depends on.
 
-    `from_weights`: tensors that depend on weights only. `close`: the fold before any axis was given up. `fold`: the
+    `from_weights`: tensors that depend on weights only. `full_fold`: the fold before any axis was given up. `fold`: the
     fold of the plan; transfers show its sampled places. `overlaps`: gradients are sent while others are computed.
     `steady`: transfers show the first microbatches, and values and messages are named by them. `turns`: for updates, by
     home number and piece, the orders of communication that they are in. `paths`: a cache of searched paths.
@@ -31,7 +31,7 @@ class Context:
     tensors: Mapping[str, PTensor]
     from_weights: frozenset[str]
     costs: Costs
-    close: Fold | None = None
+    full_fold: Fold | None = None
     fold: Fold | None = None
     overlaps: bool = True
     steady: SteadyState | None = None

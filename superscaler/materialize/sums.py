@@ -130,7 +130,7 @@ class _Steps:
         self.rounds: list[list[Step]] = []
 
     def _near(self, a: int, b: int) -> int:
-        return self.context.close.closeness(a, b) if self.context.close else 0
+        return self.context.full_fold.closeness(a, b) if self.context.full_fold else 0
 
     def extended(self, boxes: dict[int, Box]) -> dict[int, Box]:
         return self.context.fold.extend(boxes) if self.context.fold else boxes

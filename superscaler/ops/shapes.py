@@ -97,7 +97,7 @@ def _gated(site: Site) -> Sized:
 
 
 def _packed(site: Site, dim: int, count: int) -> Sized:
-    """Return the notation where a dim of the operand is `count` times that of the results."""
+    """Return the notation where a dim of the operand has `count` times the size of that dim in the results."""
     names = site.letters
     packed = [*names[:dim], f"(t^ {names[dim]})", *names[dim + 1 :]]
     return site.alike(" ".join(packed), " ".join(names)), {"t": count, names[dim]: site.outs[0][dim]}

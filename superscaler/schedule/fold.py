@@ -74,7 +74,7 @@ class _Line:
 
     @staticmethod
     def trace(slim: Sequence[Ints], rank: int, axis: int, width: int, world: int) -> _Line | None:
-        """Follow an axis of the seed through the other grids: in grids with as many axes it is the axis of the same
+        """Follow an axis of the seed through the other grids: grids with equally many axes have it under the same
         number.
         """
         label, home = (np.full(world, -1, dtype=np.int64) for _ in range(2))

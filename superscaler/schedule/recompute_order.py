@@ -62,7 +62,7 @@ class RecomputeOrder:
 
     @cached_property
     def waits(self) -> Mapping[RegionRun, Sequence[Work]]:
-        """Return the backwards that each region run waits for: those of the last op that reads a result of the region.
+        """Return the backwards that each region run waits for, all of the last op that reads a result of the region.
 
         An op behind the whole region never waits for it, whatever else is recomputed.
         """

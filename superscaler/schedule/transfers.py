@@ -265,7 +265,7 @@ def _alias(
 
 
 def _merge(edges: Dataflow, readers: Reads) -> list[Reads]:
-    """Group aliases whose gradients are alike on all keys: these are summed before they travel."""
+    """Group aliases whose gradients are alike on all keys; the gradients of a group are summed before they travel."""
     found: dict[Hashable, Reads] = {}
     for segment, number, alias in readers:
         tree = None if alias.rows.regular else id(alias.rows)

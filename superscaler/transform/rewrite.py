@@ -84,7 +84,8 @@ class Stale:
             raise TransformError(f"Stale({self.updates!r}) is no number of updates; give 1 or more, or leave it out.")
         if self.updates > MOST_VERSIONS:
             raise TransformError(
-                f"Stale({self.updates}) keeps as many older versions of each weight; choose at most {MOST_VERSIONS}."
+                f"Stale({self.updates}) keeps {self.updates} older versions of each weight; "
+                f"choose at most {MOST_VERSIONS}."
             )
         if model.iterations > 1:
             raise TransformError("Stale of a graph with several iterations; unroll it, or let weights be older.")

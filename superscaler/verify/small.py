@@ -50,7 +50,7 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
     Raises InputError where an op that cannot run smaller forbids it.
     """
     whole = compiled.graph
-    graph = whole.copy() if compiled.close is None else restrict(whole, compiled.close, PLACES)
+    graph = whole.copy() if compiled.full_fold is None else restrict(whole, compiled.full_fold, PLACES)
     _drop_microbatches(graph)
     sizes = _sizes(whole, graph)
     model = _resized(graph.model, sizes)

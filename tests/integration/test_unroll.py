@@ -197,7 +197,7 @@ def twice(graph: ss.Graph) -> None:
     ("before", "iterations", "told"),
     [
         (None, 1, "1 is no number of iterations; give 2 or more"),
-        (None, 10**9, "1000000000 iterations are as many copies of the model; choose at most 1024"),
+        (None, 10**9, "1000000000 iterations make 1000000000 copies of the model; choose at most 1024"),
         (None, 2.0, "2.0 is no number of iterations"),
         (twice, 2, "2 iterations already"),
         (stale, 2, "weights are read as they were updates ago"),
