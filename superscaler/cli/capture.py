@@ -1,4 +1,4 @@
-"""`superscaler capture`: what is in a model."""
+"""`superscaler capture`: the contents of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`superscaler checkpoint`: what is in one, and checkpoints from and to other programs."""
+"""`superscaler checkpoint`: the contents of a checkpoint, and its import and export."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def export(
     out: Out,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", help="What was trained; default: the model of the library that train wrote down."
-        ),
+        typer.Option(metavar="MODEL", help="The trained model; default: the model of the library in the checkpoint."),
     ] = None,
     form: Annotated[str, typer.Option("--format", help="safetensors (as Hugging Face's), or distributed.")] = FORMATS[
         0
@@ -83,7 +81,7 @@ def _trained(checkpoint: Path) -> str:
     name = (manifest["training"] or {}).get("model")
     if not name or name.partition(":")[0].endswith(".py"):
         known = f"; {name} was trained" if name else ""
-        raise InputError(f"{checkpoint}: say with --model what to export{known}.")
+        raise InputError(f"{checkpoint}: name the model to export with --model{known}.")
     return str(name)
 
 

@@ -169,11 +169,11 @@ class PlanRequest(ModelRequest):
     ]
     cluster: Annotated[str, option("--cluster", "local:4, v100:4x8 (servers x devices), or a YAML file", "CLUSTER")]
     no_overlap: Annotated[
-        bool, option("--no-overlap", "Send gradients of weights after the backward of a device, not meanwhile.")
+        bool, option("--no-overlap", "Send gradients of weights after the backward of a device, not during it.")
     ] = False
 
     def read(self) -> tuple[Callable[[Graph, Cluster], Any], Cluster]:
-        """Return the sProgram and the cluster: what can be checked before the model is built."""
+        """Return the sProgram and the cluster, which are checked before the model is built."""
         from superscaler.cluster import Cluster
         from superscaler.plans import resolve
 

@@ -1,4 +1,4 @@
-"""`superscaler doctor`: what works on this machine."""
+"""`superscaler doctor`: checks of this machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def doctor(
 
 
 def examine() -> Iterator[Check]:
-    """Yield the checks; what depends on torch only if it is there."""
+    """Yield the checks; those that need torch only if it is installed."""
     yield _python()
     torch = _torch()
     yield torch
@@ -117,7 +117,7 @@ def _cuda() -> Iterator[Check]:
 
 
 def _probe(backend: str, world: int, check: Check) -> Check:
-    """Run an all_reduce on `world` processes; return the check when it works, else with what went wrong."""
+    """Run an all_reduce on `world` processes; return the check, with the error if it fails."""
     from superscaler.comm.measure import probe
     from superscaler.launch.launch import call
 
@@ -148,7 +148,7 @@ def _cores() -> Check:
 
 
 def _memory() -> Check:
-    """Look at what a new process may take without swapping, where the system reports it."""
+    """Return the check of the memory that a new process can use without swapping."""
     file = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text()) if file.is_file() else None
     if found is None:

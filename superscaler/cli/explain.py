@@ -1,4 +1,4 @@
-"""`superscaler explain` and `superscaler diff`: what plan directories hold, in words."""
+"""`superscaler explain` and `superscaler diff`: the contents of plan directories, in words."""
 
 from __future__ import annotations
 

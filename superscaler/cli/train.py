@@ -92,7 +92,7 @@ def train(
 
 
 def check(request: PlanRequest, clip: float | None, data: Path | None, out: Path | None) -> None:
-    """Raise InputError for what is wrong before anything is built."""
+    """Raise InputError for wrong options, before anything is built."""
     check_out(out)
     _, cluster = request.read()
     if not cluster.is_local:

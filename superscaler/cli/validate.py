@@ -17,7 +17,7 @@ from superscaler.errors import InputError
 class Request(PlanRequest):
     """A plan to compile, or a directory that has one."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL | DIR", help="A model, or a plan directory as it stands.")]
+    model: Annotated[str, typer.Argument(metavar="MODEL | DIR", help="A model, or a plan directory.")]
     directory: Annotated[str, typer.Argument(metavar="[DIR]", help="A plan directory that may be of the model.")] = ""
     plan: Annotated[str, option("--plan", "The plan of a model: see compile.", "PLAN")] = ""
     cluster: Annotated[str, option("--cluster", "The cluster of a model: see compile.", "CLUSTER")] = ""
@@ -28,7 +28,7 @@ def validate(
     printer: Printer,
     request: Request,
     no_manifest: Annotated[
-        bool, option("--no-manifest", "Of a directory: leave its hashes out, ask the certificate alone.")
+        bool, option("--no-manifest", "For a directory: skip its hashes, check the certificate only.")
     ] = False,
 ) -> bool:
     """Certify the program of a plan: every read finds its elements with their whole value, no device waits forever.

@@ -1,4 +1,4 @@
-"""`superscaler verify`: whether a plan computes what the model computes."""
+"""`superscaler verify`: whether a plan computes the same as the model."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ class Later:
 class Communicator(ABC):
     """Asynchronous messages between `world` ranks. Every rank of a group calls the same operations in the same order.
 
-    No operation changes its input. The input of a collective may be written again after `wait`; the input of a
-    broadcast, or of an operation whose result only another rank gets, after `flush`; the input of `send` at once,
-    unless it is `owned`. In a group of one rank the result may be the input.
+    No operation changes its input. The input of a collective may be overwritten after `wait`; the input of a
+    broadcast, or of an operation whose result only another rank gets, after `flush`; the input of `send` after the
+    call, unless it is `owned`. In a group of one rank the result may be the input.
 
     `moved`: bytes of the plan that this rank put on links since the start. `bytes_outside_plan`: those of
     reductions of the loss, the gradient norm and the finite check. Errors start with `prefix`.
@@ -222,7 +222,7 @@ class Communicator(ABC):
 def share(kind: str, size: int, p: int, k: int) -> int:
     """Return the bytes that the k-th of `p` ranks puts on links in a collective with sources of `size` bytes.
 
-    Ranks have equal shares up to rounding; together these are what `links` gives.
+    Ranks have equal shares up to rounding; their sum is the result of `links`.
 
     >>> [share("all_reduce", 5, 4, k) for k in range(4)]
     [7, 8, 7, 8]

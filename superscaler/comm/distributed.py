@@ -116,7 +116,7 @@ def _fail(what: str, error: RuntimeError) -> NoReturn:
 
 
 class _Sends:
-    """The started sends, whose buffers are freed as they end. Handles of NCCL can be polled; a thread waits for gloo's.
+    """The started sends; a buffer is freed when its send ends. A thread waits for gloo's handles; NCCL's can be polled.
 
     An error of a send is raised at the next send, or at the next `flush`.
     """

@@ -82,7 +82,7 @@ def _runs(
 
 
 def _swap(c: DistributedCommunicator, x: Tensor) -> None:
-    """Send both ways at once, as exchanges do: processes on one machine share a link."""
+    """Send both ways simultaneously, as exchanges do: processes on one machine share a link."""
     if c.rank < 2:
         with c.together():
             c.send(x, 1 - c.rank, 0, owned=True)

@@ -1,7 +1,7 @@
 """The communicator inside one process: a thread a rank, mailboxes for messages. Sums are added in group order.
 
 It is stricter than `torch.distributed`: tags, shapes and operations that do not match on both sides are errors, and
-ranks that all wait for each other are reported at once instead of hanging.
+a deadlock of all ranks is reported immediately instead of hanging.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def how_to_start(cluster: Cluster, program: Path) -> str:
 
 
 def slurm(start: Start, time: str | None = None, partition: str | None = None) -> str:
-    """Return a script for sbatch. Raises InputError for what is no time or partition."""
+    """Return a script for sbatch. Raises InputError for an invalid time or partition."""
     _check(time=time, partition=partition)
     gpus = None if start.cluster.kind == LOCAL else start.cluster.devices_per_server
     settings = {
@@ -109,7 +109,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
 def kubernetes(start: Start, image: str, claim: str) -> str:
     """Return an Indexed Job with a pod a server, and the headless Service by which pods find each other, as YAML.
 
-    The claim is mounted in all pods, and has the plan's folder at its top. Raises InputError for what is no image or
+    The claim is mounted in all pods, and has the plan's folder at its top. Raises InputError for an invalid image or
     claim.
     """
     _check(image=image, claim=claim)

@@ -76,8 +76,8 @@ def _after_linger(function: Callable[[], None], is_said: bool) -> None:
 
 
 def _end(is_said: bool, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End the process at once: destroying process groups whose peers are gone may abort or hang."""
-    # torch.distributed wraps this hook and holds back what goes to sys.stderr until it returns.
+    """End the process without cleanup: destroying process groups of lost peers may abort or hang."""
+    # torch.distributed wraps this hook and holds back writes to sys.stderr until it returns.
     terminal = sys.__stderr__
     if not isinstance(error, PlanError):
         traceback.print_exception(kind, error, trace, file=terminal)

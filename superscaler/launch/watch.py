@@ -170,8 +170,8 @@ def watch(rank: int, world: int, folder: str, progress: Callable[[], Progress], 
 
 
 def _fail(text: str, other: int | None = None) -> NoReturn:
-    """End the process, whose own thread cannot, and a stopped one, which does not hear SIGTERM; report to the
-    launcher.
+    """Report a failure to the launcher and end this process, whose own thread cannot; also kill the process `other`: a
+    stopped one does not receive SIGTERM.
     """
     try:
         raise RuntimeFailure(text)

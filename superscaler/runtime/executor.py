@@ -133,7 +133,7 @@ class Rank:
     def backward(
         self, tag: str, gradients: Sequence[Tensor | None], wide: str = "", again: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of a segment's aliases, given those of its saved outputs (None: nobody read them).
+        """Return the gradients of a segment's aliases, given those of its saved outputs (None: not read).
 
         Gradients with a 1 in `wide` are float32, because they are added up before their use. `again`: the weights that
         the forward did not keep.
@@ -154,7 +154,7 @@ class Rank:
         return self._done("B", tag, gradients, _filled(aliases, found, wanted))
 
     def backward_weight(self, tag: str, wanted: str, wide: str = "") -> tuple[Tensor, ...]:
-        """Return the gradients of a segment's aliases with a 1 in `wanted`, none of which `backward_input` returned."""
+        """Return the gradients of a segment's aliases with a 1 in `wanted`, without those of `backward_input`."""
         aliases, rest = self._rests.pop(tag)
         return _filled(aliases, halves.second_half(rest), wanted, wide)
 

@@ -379,7 +379,7 @@ def _linear_index(box: Sequence[tuple[int, int]], extents: Sequence[int], device
 
 
 def _key(seed: int, step: int, op: int) -> int:
-    """Return 64 bits that mix the three numbers, each of which may be any integer."""
+    """Return 64 bits that mix the three numbers, which may be any integers."""
     key = 0
     for word in (seed, step, op):
         key = (key + word + 1) * _GAMMA % _WORD

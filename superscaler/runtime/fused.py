@@ -25,7 +25,7 @@ def is_plain(name: str, options: Mapping[str, Any], weights: Iterable[Tensor]) -
 
 @cache
 def _agrees(name: str, options: str, dtype: torch.dtype, device: torch.device, is_contiguous: bool) -> bool:
-    """Compare two updates of a weight. Torch 2.13 leaves vectors of halves as they were (SGD, CPU)."""
+    """Compare two updates of a weight. Torch 2.13 does not update vectors of half precision (SGD, CPU)."""
     given = json.loads(options)
     try:
         fused, plain = (_updated(name, {**given, "fused": k}, dtype, device, is_contiguous) for k in (True, None))

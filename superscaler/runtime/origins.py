@@ -77,8 +77,8 @@ class Origins:
     def mark(
         self, name: str, value: Any, read: Sequence[Bad], where: object, kind: str, describe: Callable[[], str]
     ) -> None:
-        """Record whether a value is finite. `where` made it of others, of which those in `read` are not finite; without
-        any of these, it is an origin of this kind, described by `describe`.
+        """Record whether a value that `where` made is finite. `read`: its inputs that are not finite. Without any, the
+        value is an origin of this kind, and `describe` returns its text.
         """
         self.bad.pop(name, None)
         if not is_bad(value):

@@ -51,7 +51,7 @@ def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 class Copies:
-    """The copies of a rank, each direction on a stream of its own. On a CPU they are made at once."""
+    """The copies of a rank, each direction on a stream of its own. On a CPU they are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,7 +59,7 @@ class Copies:
         self.streams = {to_host: torch.cuda.Stream(device) for to_host in (True, False)} if is_cuda else {}
 
     def start(self, x: Tensor, to_host: bool) -> Handle:
-        """Start a copy to the host or to the device; `x` may be freed at once."""
+        """Start a copy to the host or to the device; `x` may be freed after the call."""
         if not self.streams:
             made = x.detach().clone()
             return Later(lambda: made)

@@ -130,13 +130,13 @@ class Step:
         state = self.state
         is_whole = isinstance(saved, Mapping) and {"weights", "optimizer", "steps"} <= saved.keys()
         if not is_whole or not isinstance(saved["steps"], int) or (saved["optimizer"] is None) != (not state.optimizer):
-            raise InputError("load_state_dict takes what state_dict of the same rank of the same plan returned.")
+            raise InputError("load_state_dict takes a result of state_dict on the same rank of the same plan.")
         theirs, ours = ({n: tuple(w.shape) for n, w in x.items()} for x in (saved["weights"], state.weights))
         if theirs != ours:
             name = next(n for n in (*ours, *theirs) if ours.get(n) != theirs.get(n))
             raise InputError(
                 f"weight {name} has shape {theirs.get(name)} in this state and {ours.get(name)} on rank {self.rank}; "
-                "load what the same rank of the same plan saved."
+                "load the state that the same rank of the same plan saved."
             )
         for name, weight in state.weights.items():
             weight.detach().copy_(saved["weights"][name])

@@ -48,9 +48,9 @@ def read_pairs(spec: str, text: str) -> dict[str, str]:
 
 
 def read_value(spec: str, key: str, text: str, annotation: Any) -> Any:
-    """Return the value of a key as the type that is expected; as it looks, where that is no type that text can have.
+    """Return the value of a key as its expected type. For a type that text cannot have, guess from the text.
 
-    Raises InputError that says both.
+    Raises InputError that names the text and the type.
     """
     # Imported late: it is slow to import, and every command has options.
     from pydantic import PydanticUserError, TypeAdapter, ValidationError

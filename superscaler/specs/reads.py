@@ -1,4 +1,4 @@
-"""What code reads beside code, as files and variables of the environment: two runs that read the same make the same."""
+"""Reads of the user's code beside its modules: files and environment variables. Equal reads make equal results."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _FRAMEWORK = (os.sep + "torch" + os.sep, "importlib", _OURS)
 
 @dataclass(slots=True)
 class Reads:
-    """What was read, as it was then: (file or variable, content); `own` of it by the user's code, as by a library that
-    this calls. `unknown` says what was read that cannot be compared.
+    """Reads with their contents at that time: (file or variable, content). `own`: those by the user's code, or by
+    a library that it called. `unknown`: a read that cannot be compared, in words.
     """
 
     found: set[tuple[str, str]] = field(default_factory=set)
@@ -58,7 +58,7 @@ _ALL = Reads()
 
 @contextmanager
 def watched(is_import: bool = True) -> Iterator[Reads]:
-    """Note what is read inside; where modules are imported, with what was in earlier ones, but for `own`."""
+    """Note all reads inside. With `is_import`, `found` also has the reads of earlier imports."""
     _listen()
     reads = Reads(_ALL.found, unknown=_ALL.unknown) if is_import else Reads()
     variables, modules = type(os.environ), dict(sys.modules)

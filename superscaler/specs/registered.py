@@ -12,9 +12,9 @@ from typing import Any
 class Registered:
     """The notation that a user gave an operator, the sizes of letters that stand in products only, and where it is.
 
-    `module` is empty for a file that is run but not imported by name, `file` for what was typed in; `source` is what
-    the file held when the operator was registered. `code` is that of a function. `check` tries the operator with other
-    values of plain arguments, and with the sizes of a call; `checked` are the calls for which it was.
+    `module` is empty for a file that is run but not imported by name, `file` for code that was typed in; `source`: the
+    bytes of the file when the operator was registered. `code` is that of a function. `check` tries the operator with
+    other values of plain arguments, and with the sizes of a call; `checked` are the calls for which it was.
     """
 
     notation: str

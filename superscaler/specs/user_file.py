@@ -1,4 +1,4 @@
-"""Code of the user's own files: loading it, running it, and saying where in it something went wrong."""
+"""Code of the user's own files: loading it, running it, and finding the line of an error."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def running(file: Path, trouble: str) -> Iterator[None]:
 
 @contextmanager
 def locating(file: Path, trouble: str) -> Iterator[None]:
-    """Make what code of a file raises an InputError that says `trouble` and the line of the file; a PlanError stays."""
+    """Turn an error of a file's code into an InputError with `trouble` and the line; a PlanError stays."""
     try:
         yield
     except PlanError:

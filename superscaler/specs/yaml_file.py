@@ -15,7 +15,7 @@ _KINDS = {int: "an integer", str: "a name", list: "a list"}
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that is given twice, of which YAML's own loader takes the last."""
+    """A loader that refuses a key given twice; YAML's own loader takes the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]

@@ -24,8 +24,8 @@ _PARTS = re.compile(rf"rank-\d{{5,}}\.(safetensors|json)|\.(rank-\d{{5,}}|manife
 
 def lock(directory: Path, is_first: bool) -> int:
     """Hold a folder of checkpoints for a run, until the file that is returned is closed or the process ends. The first
-    rank makes the folder, writes there which process holds it, and removes what killed runs left. Raises OSError, and
-    InputError where another run holds the folder.
+    rank makes the folder, writes there which process holds it, and removes leftovers of killed runs. Raises OSError,
+    and InputError where another run holds the folder.
     """
     if is_first:
         directory.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ def export_distributed(path: Path, out: Path) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the library's remark that there is one process, which is intended."""
+    """Suppress the library's warning about a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

@@ -23,7 +23,7 @@ ASIDE = ".tmp"
 
 
 def named_path(verb: str, name: object) -> Path:
-    """Return the path that a caller names. Raises InputError for what is no name of a file."""
+    """Return the path that a caller names. Raises InputError for an invalid name."""
     if not isinstance(name, str | Path) or not str(name) or "\0" in str(name):
         raise InputError(f"{verb} needs the name of a file or directory, not {name!r}; '.' is the current directory.")
     return Path(name)
@@ -43,13 +43,13 @@ def digest(text: str | bytes) -> str:
 
 
 def hash_without(found: Mapping[str, Any], key: str) -> str:
-    """Return the hash of what a JSON object holds but for one entry, which may have the hash itself."""
+    """Return the hash of a JSON object without one entry, which may hold the hash itself."""
     return digest(json.dumps({k: v for k, v in found.items() if k != key}, sort_keys=True))
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Give a name beside a file to write to; what was written is made to last, and then takes the place of the file.
+    """Give a name beside a file to write to; the written file is synced to disk and then replaces the file.
 
     Whatever ends the process, the file is the old one or the new one, whole. After an error it is the old one.
     """
@@ -70,7 +70,7 @@ def write_file(file: Path, data: str | bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until what was written to a file, or into a folder, is on the disk."""
+    """Wait until all writes to a file, or into a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from superscaler.store.files import hash_without
 
 FORMAT, VERSION = "superscaler checkpoint", 1
-# How safetensors calls the dtypes, and what an element of each weighs.
+# Name of a dtype in safetensors -> name in torch.
 DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"},
     **{f"I{n}": f"int{n}" for n in (8, 16, 32, 64)},

@@ -41,7 +41,7 @@ class Saved:
         return nullcontext() if self.is_checked else locating(self.path / PLAN_FILE, "cannot be run")
 
     def weights(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the whole tensors of which a rank has slices, and on rank 0 those of which no device has any."""
+        """Return the whole tensors of a rank's weights, and on rank 0 also those that no device holds."""
         file, kept = self.path / WEIGHTS_FILE, self.plan["manifest"]["tensors"]
         placed = [{w["tensor"] for w in device["weights"]} for device in self.plan["devices"]]
         fixed = sorted(kept.keys() - set[str]().union(*placed)) if rank == 0 else []

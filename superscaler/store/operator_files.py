@@ -1,4 +1,4 @@
-"""Copies of the users' files that register operators, and of what these import, for plan directories."""
+"""Copies, for plan directories, of the users' files that register operators, and of the modules that these import."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def copies(targets: Iterable[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def _home(rule: Registered, files: dict[str, bytes]) -> dict[str, str]:
-    """Add the copies that an operator needs; return which file registers it, of which module."""
+    """Add the copies that an operator needs; return the file and module that register it."""
     name = ""
     if not rule.module and rule.file:
         path = Path(rule.file).name

@@ -1,5 +1,5 @@
-"""Plan directories, read without running anything of them. Any difference from what compile wrote is an InputError with
-the file.
+"""Plan directories, read without running any of their code. Any difference from the files that compile wrote is an
+InputError with the file.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_plan(directory: Path, manifest: bool = True) -> dict[str, Any]:
 
 
 def read_file(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> bytes:
-    """Return a file of a plan directory; with a manifest, only what this one has the hash of."""
+    """Return a file of a plan directory; with a manifest, its hash is checked."""
     data = _bytes(directory / name)
     if kept is not None and digest(data) != kept["files"].get(name):
         _differs(directory / name)
@@ -152,7 +152,7 @@ def plan_files(directory: Path) -> frozenset[str]:
 
 
 def listed(folder: Path) -> frozenset[str]:
-    """Return the names of all files of a plan, of whatever version, of which plan.json is in a folder."""
+    """Return the names of all files of the plan of any version whose plan.json is in a folder."""
     try:
         names = json.loads((folder / PLAN_FILE).read_bytes())["manifest"]["files"].keys()
         if not {EXPLAIN_FILE, RUN_FILE} <= names or not all(_OURS.fullmatch(n) and is_inside(n) for n in names):
@@ -204,7 +204,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def require_file(file: Path) -> None:
-    """Raise InputError for a file that is missing, and for what is no file: reading a pipe would wait for ever."""
+    """Raise InputError for a missing file, and for a folder or pipe: reading a pipe would wait for ever."""
     with reading(file, REWRITE):
         if not file.is_file():
             found = "a folder" if file.is_dir() else "not a file" if file.exists() else "missing"

@@ -54,7 +54,7 @@ class Entry:
 
 
 def newest(name: str) -> str:
-    """Return the weight of which a tensor is an older version, or the tensor itself.
+    """Return the name of a tensor without the number of an older version.
 
     >>> newest("head.weight~2"), newest("head.weight")
     ('head.weight', 'head.weight')

@@ -171,7 +171,7 @@ def peak_memory() -> int:
 
 
 class Metrics:
-    """Writes a file with one JSON object a line. What cannot be written, on a full disk, is left out, and said."""
+    """A file with one JSON object per line. A line that a full disk cannot take is left out with a warning."""
 
     def __init__(self, path: Path, start: int) -> None:
         self._path, self._left_out = path, 0

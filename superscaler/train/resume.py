@@ -22,7 +22,7 @@ from superscaler.store.tensors import POINTER_FILE, is_there, open_checkpoint
 
 # Files in the folder of the launcher: a request to stop, and the outcome of training.
 STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
-# What training does when a checkpoint cannot be saved.
+# The choices for training after a failed save.
 CONTINUE, STOP = ON_FAILED_SAVE = ("continue", "stop")
 
 

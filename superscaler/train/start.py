@@ -1,4 +1,4 @@
-"""The start of a rank: what the `run.py` of a plan directory calls before torch is imported, which takes seconds."""
+"""The start of a rank. The `run.py` of a plan directory calls it before the import of torch, which takes seconds."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_inspect_export_and_import(stopped: Path, tmp_path: Path, capfd: pytest.
     both = [train(capfd, *TWO, "--steps", "1", "--weights", str(p)) for p in (stopped, tmp_path / "again")]
     assert both[0]["losses"] == both[1]["losses"]
     assert run("checkpoint", "export", str(tmp_path / "again"), "--out", str(tmp_path / "no")) == 2
-    assert "say with --model what to export" in capfd.readouterr().err
+    assert "name the model to export with --model" in capfd.readouterr().err
     assert run("checkpoint", "export", str(stopped), "--out", str(tmp_path / "no"), "--model", "mlp") == 2
     assert "one of the model's own" in capfd.readouterr().err
     smaller = MODEL.replace("layers=2", "layers=1")

@@ -104,9 +104,9 @@ CALLS: dict[str, tuple[Callable[[Context], Any], str]] = {
     "clip bool": (lambda c: c.step(batch(), clip=True), "clip cannot be True"),
     "rate nan": (lambda c: setattr(c.step, "lr", float("nan")), "step.lr cannot be nan"),
     "rates too many": (lambda c: setattr(c.step, "lr", [1, 2]), "2 learning rates .* has 1 parameter groups"),
-    "an empty state": (lambda c: c.step.load_state_dict({}), "takes what state_dict .* returned"),
-    "no state": (lambda c: c.step.load_state_dict(None), "takes what state_dict .* returned"),
-    "steps of text": (lambda c: c.step.load_state_dict({**c.step.state_dict(), "steps": "1"}), "takes what state_dict"),
+    "an empty state": (lambda c: c.step.load_state_dict({}), "takes a result of"),
+    "no state": (lambda c: c.step.load_state_dict(None), "takes a result of"),
+    "steps of text": (lambda c: c.step.load_state_dict({**c.step.state_dict(), "steps": "1"}), "takes a result of"),
     "a state without weights": (
         lambda c: c.step.load_state_dict({**c.step.state_dict(), "weights": {}}), "weight .* has shape None in this"),
     "compile a module": (lambda c: ss.compile(Net(), "single", "local:1"), "graph that ss.capture returns, not Net"),

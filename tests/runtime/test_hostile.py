@@ -549,7 +549,9 @@ def test_what_a_checkpoint_says_was_trained_is_not_run(
     shutil.copytree(original, kept)
     for model in ("evil.py:f", str(place / "evil.py"), "evil.py"):
         put("training", {"seed": 0, "data": None, "model": model})(kept)
-        assert "say with --model what to export" in command(capsys, "export", str(kept), "--out", str(place / "out"))
+        assert "name the model to export with --model" in command(
+            capsys, "export", str(kept), "--out", str(place / "out")
+        )
     assert not (place / "executed").exists()
 
 
