@@ -9,6 +9,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from superscaler.artifact import described, texts
 from superscaler.certify.certificate import CHECKS
 from superscaler.emit.device import emit
@@ -20,7 +22,7 @@ from superscaler.report.facts import own_operators
 from superscaler.specs.file_errors import reading
 from superscaler.store.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE
 from superscaler.store.manifest import DTYPES
-from superscaler.store.plan import REWRITE, check_files, read_header, read_plan, read_text
+from superscaler.store.plan import REWRITE, check_files, read_plan, read_text, require_file
 
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
@@ -103,10 +105,12 @@ def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
 
 def _check_weights(file: Path, program: Program) -> None:
     """Check that every weight at rest is in the file, whole and of its dtype."""
-    header = read_header(file)[1]
-    with reading(file, REWRITE):
-        found = {name: (tuple(entry["shape"]), DTYPES.get(entry["dtype"])) for name, entry in header.items()}
-    for name in sorted({w.tensor for device, _ in program.distinct for w in device.weights}):
+    require_file(file)
+    needed = {w.tensor for device, _ in program.distinct for w in device.weights}
+    with reading(file, REWRITE, (SafetensorError,)), safe_open(file, framework="pt") as stored:
+        kept = {name: stored.get_slice(name) for name in needed.intersection(stored.keys())}
+        found = {name: (tuple(piece.get_shape()), DTYPES.get(piece.get_dtype())) for name, piece in kept.items()}
+    for name in sorted(needed):
         tensor = program.model.tensors[name]
         if found.get(name) != (tensor.shape, tensor.dtype):
             raise InputError(f"{file} has {name} as {found.get(name)}, but it is {tensor.dtype} {tensor.shape}.")
