@@ -92,12 +92,12 @@ def reads(model: Model) -> dict[str, Any]:
     }
 
 
-# The ops that select by an integer input, their second, and the dim of their first operand that they select along.
+# Ops that select by an integer input (their second operand) -> the dim of the first operand that they select along.
 _SELECTING = {n: dim for n, row in ROWS.items() for _, dim, role in row.roles if role in ("vocabulary", "classes")}
 _ROWS = {n: dim for n, dim in _SELECTING.items() if "embedding" in n}
-# Losses and counts that leave some labels out, and which argument says these.
+# Losses and counts that ignore a label -> position of the argument that names it.
 _IGNORED = {"ss.count_labels": 1, **aten(4, "cross_entropy_loss nll_loss_nd")}
-# What leaves the values of its operand as they are, but for some that a label does not count.
+# Ops that keep the values of their operand; padding may add values that no label counts.
 _MOVES = {n for n, row in ROWS.items() if row.is_view} | aten(True, "clone _to_copy constant_pad_nd").keys()
 
 
@@ -271,6 +271,6 @@ def _is_there(directory: Path, kept: Mapping[str, Any]) -> bool:
         check_files(directory, found)
     except InputError:
         return False
-    # The journal says where the plan was written, which may have moved.
+    # The journal has the place of the plan's source lines, which may have moved.
     theirs, ours = ({**m, "files": {**m["files"], disk.JOURNAL_FILE: ""}} for m in (found["manifest"], kept))
     return bool(ours.items() <= theirs.items())

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import NoReturn
 
-# The environment of a rank has here the number of the process that launched it.
+# The environment variable with the process number of a rank's launcher.
 LAUNCHER = "SUPERSCALER_LAUNCHER"
 _CODE, _LINE = 130, b"interrupted\n"
-# Seconds between two looks for the parent of a rank.
+# Seconds between two checks of a rank's parent.
 _LOOK = 1.0
-# Of Linux: the signal that a process gets when its parent ends.
+# Linux: option that sets the signal for a process whose parent ends.
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,10 +33,10 @@ def _end(line: bytes = _LINE) -> NoReturn:
 
 
 def run(work: Callable[[], object]) -> None:
-    """Call a function, as the whole work of this process. Ctrl-C ends it at once in an import, which cannot be undone;
-    elsewhere the function cleans up first, unless there is a second Ctrl-C.
+    """Call a function as the whole work of this process. During an import, which cannot be undone, Ctrl-C ends it
+    immediately; elsewhere the function cleans up first, unless a second Ctrl-C comes.
     """
-    # The first file that is opened must not be what is printed to, where a shell closed that.
+    # A shell may have closed stdout: the first opened file must not take its number.
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(file)
@@ -49,15 +49,15 @@ def run(work: Callable[[], object]) -> None:
         came.append(number)
         raise KeyboardInterrupt
 
-    # A job in the background of a shell ignores it, and so do we.
+    # A background job of a shell ignores SIGINT, and stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, stop)
-        # Python drops what is raised in a finalizer.
+        # Python drops exceptions that are raised in a finalizer.
         sys.unraisablehook = lambda found: _end() if came else hook(found)
     try:
         work()
     except BaseException as error:
-        # Code of others may have made another error of it.
+        # Other code may have turned KeyboardInterrupt into another error.
         if came or isinstance(error, KeyboardInterrupt):
             _end()
         raise
@@ -70,8 +70,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def begin_rank() -> None:
-    """Let this process, a rank, end by Ctrl-C also while it waits in C, and end with torchrun's agent if that is its
-    parent. To be called in the main thread; a second call does nothing.
+    """Make this rank end by Ctrl-C also while it waits in C, and with torchrun's agent if that is its parent. To be
+    called in the main thread; a second call does nothing.
     """
     if signal.getsignal(signal.SIGINT) is _interrupted:
         return
@@ -81,7 +81,7 @@ def begin_rank() -> None:
     parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     launcher = int(os.environ.get(LAUNCHER) or 0) or parent
     if LAUNCHER in os.environ:
-        # Not that of the processes which this one starts.
+        # Processes that this one starts have another launcher.
         os.environ[LAUNCHER] = ""
     if parent is not None:
         _end_with_parent()
@@ -92,7 +92,7 @@ def begin_rank() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """End this rank; one of all ranks says so, unless a launcher does."""
+    """End this rank. Rank 0 prints a line, unless a launcher does."""
     _end(b"" if LAUNCHER in os.environ or os.environ.get("RANK", "0") != "0" else _LINE)
 
 
@@ -115,10 +115,10 @@ def _is_running(process: int) -> bool:
 
 
 def _wait(pipe: int, parent: int | None, launcher: int | None) -> None:
-    """End the rank when its parent or its launcher has ended, or when Python wrote into a pipe that SIGINT came."""
+    """End the rank when its parent or its launcher has ended, or when Python reports SIGINT through the pipe."""
     import select
 
-    # They may have ended before this process could ask for a signal; a program between both may have started it.
+    # Both may have ended before this process asked for the signal; another program may be between them and it.
     while parent is None or launcher is None or (os.getppid() == parent and _is_running(launcher)):
         if select.select([pipe], [], [], _LOOK)[0] and signal.SIGINT in os.read(pipe, 64):
             _interrupted(signal.SIGINT, None)

@@ -28,7 +28,7 @@ from superscaler.store.files import named_path
 from superscaler.timing import timed
 from superscaler.verify import verify
 
-# An optimizer that was not spoken of.
+# The default of `optimizer`: none was given, not even None.
 _UNSAID: Any = object()
 
 
@@ -158,7 +158,7 @@ def capture(
     if optimizer is _UNSAID:
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             raise InputError(
-                "capture needs the optimizer of the training step, of which there is no default; "
+                "capture needs the optimizer of the training step, which has no default; "
                 "pass optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3), or an SGD or Adam, or optimizer=None "
                 "for inference: no gradients, no updates, and the step returns what the module returns."
             )

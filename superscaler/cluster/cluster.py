@@ -17,7 +17,7 @@ from superscaler.specs.arguments import checked
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SHAPE = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
-# More than any machine has; a device is an object, so a slip of the finger must not fill the memory.
+# More devices than any machine has: each is an object, so a typing error must not fill the memory.
 _MOST = 1_000_000
 _FORMS = "write local:N, PRESET:SERVERSxDEVICES (as v100:4x8), or the path of a YAML file"
 
@@ -45,7 +45,7 @@ class Cluster:
     devices: tuple[Device, ...] = field(hash=False)
     devices_per_server: int
     links: Links
-    # What is known about the devices; nothing about local ones, unless a file says it.
+    # Facts about the devices; None for local devices without a file.
     device_kind: DeviceKind | None
 
     @classmethod
@@ -178,7 +178,7 @@ class Cluster:
 
     @property
     def _wiring(self) -> Wiring:
-        # gloo knows no hierarchy.
+        # gloo has no hierarchical collectives.
         return Wiring(self.links, self.devices_per_server, len(self.devices), rings=self.kind == LOCAL)
 
     def __str__(self) -> str:
@@ -202,7 +202,7 @@ def _from_file(path: Path) -> Cluster:
     return _from_yaml(text, str(path))
 
 
-# YAML and its checks are needed by those only who write one.
+# Imported late: only cluster files need YAML and its checks.
 def _from_yaml(text: str, where: str) -> Cluster:
     from superscaler.cluster.file import read
 

@@ -75,24 +75,24 @@ class ClusterFile(_Checked):
         return _links(LINKS[self.preset], self.links), self._device(where)
 
     def _device(self, where: str) -> DeviceKind | None:
-        known, told = PRESETS.get(self.preset), self.device
-        if told.memory is None and told.flops is None:
+        known, given = PRESETS.get(self.preset), self.device
+        if given.memory is None and given.flops is None:
             return known
-        if known is None and (told.memory is None or told.flops is None):
-            missing = "memory" if told.memory is None else "flops"
+        if known is None and (given.memory is None or given.flops is None):
+            missing = "memory" if given.memory is None else "flops"
             raise InputError(f"{where}: nothing is known about {LOCAL} devices; add device.{missing} too.")
-        memory = known.memory if told.memory is None and known else int(told.memory or 0)
-        return DeviceKind(self.preset, memory, {**(known.flops if known else {}), **(told.flops or {})})
+        memory = known.memory if given.memory is None and known else int(given.memory or 0)
+        return DeviceKind(self.preset, memory, {**(known.flops if known else {}), **(given.flops or {})})
 
 
-def _links(known: Links, told: LinksFile) -> Links:
+def _links(known: Links, given: LinksFile) -> Links:
     changes: dict[str, Link] = {}
     for name in (f.name for f in fields(Links) if f.name != "nics"):
-        link = getattr(told, name).model_dump(exclude_none=True)
+        link = getattr(given, name).model_dump(exclude_none=True)
         if name == "pair":
-            link = {**told.intra.model_dump(exclude_none=True), **link}
+            link = {**given.intra.model_dump(exclude_none=True), **link}
         changes[name] = replace(getattr(known, name), **link)
-    return Links(**changes, nics=told.nics if "nics" in told.model_fields_set else known.nics)
+    return Links(**changes, nics=given.nics if "nics" in given.model_fields_set else known.nics)
 
 
 def read(text: str, where: str) -> ClusterFile:
@@ -104,17 +104,17 @@ def read(text: str, where: str) -> ClusterFile:
     try:
         return ClusterFile.model_validate(content)
     except ValidationError as error:
-        # A key that is not known explains why another is missing.
+        # An unknown key comes first: it may be the misspelled missing one.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] not in _STRANGE)
-        raise InputError(f"{where}: {_told(problems[0])}") from None
+        raise InputError(f"{where}: {_message(problems[0])}") from None
 
 
 def write(preset: str, links: Links, device: DeviceKind | None) -> str:
     """Return the keys `links` and `device` that make the preset's numbers these; nothing for those that are equal."""
     known = asdict(LINKS[preset])
-    # A pair that is not told would follow intra.
-    told: dict[str, Any] = {k: v for k, v in asdict(links).items() if v != known[k] or k == "pair"}
-    tree: dict[str, Any] = {"links": told} if links != LINKS[preset] else {}
+    # `pair` is always written: a file without it gives it the numbers of `intra`.
+    changed: dict[str, Any] = {k: v for k, v in asdict(links).items() if v != known[k] or k == "pair"}
+    tree: dict[str, Any] = {"links": changed} if links != LINKS[preset] else {}
     if device is not None and device != PRESETS.get(preset):
         tree["device"] = {"memory": device.memory, "flops": dict(device.flops)}
     text: str = yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=10**9)
@@ -128,7 +128,7 @@ _MODELS: Mapping[str, type[_Checked]] = {
 }  # fmt: skip
 
 
-def _told(problem: Any) -> str:
+def _message(problem: Any) -> str:
     path = [str(key) for key in problem["loc"]]
     if problem["type"] in _STRANGE:
         model = _MODELS.get(".".join(path[:-1]), ClusterFile)

@@ -26,7 +26,7 @@ class Sample:
 
     @property
     def link(self) -> str:
-        """The class of link that it tells about: a send to oneself is a copy inside the device."""
+        """The class of link that was measured. A send to oneself is a copy inside the device."""
         if self.kind != "send":
             return "intra"
         return "pair" if len(set(self.group)) > 1 else "device"
@@ -42,7 +42,7 @@ def fit(samples: Iterable[Sample], known: Links) -> Links:
 
 
 def _fit(name: str, samples: Sequence[Sample]) -> Link:
-    # Seconds are steps * alpha + bytes / bandwidth, and the formulas themselves tell steps and bytes.
+    # Seconds are steps * alpha + bytes / bandwidth; the cluster's own formulas give steps and bytes.
     steps, moved = (
         np.array([_predict(name, link, s) for s in samples]) for link in (Link(1.0, math.inf), Link(0.0, 1.0))
     )
@@ -52,7 +52,7 @@ def _fit(name: str, samples: Sequence[Sample]) -> Link:
     if alpha < 0:
         alpha, per_byte = 0.0, _alone(rows[:, 1])
     elif per_byte <= 0:
-        # Sizes that cost nothing beside the latency: the fastest that was seen is all that is known.
+        # These sizes cost nothing beside the latency: the bandwidth is at least the fastest measured one.
         alpha, per_byte = _alone(rows[:, 0]), float(np.min(seconds / moved))
     return Link(_rounded(alpha), _rounded(1 / per_byte))
 

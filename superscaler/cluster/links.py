@@ -50,7 +50,7 @@ class DeviceKind:
     flops: Mapping[str, float] = field(hash=False)
 
 
-# Processes on the machine at hand, on whatever device torch finds there: nothing is known about it beforehand.
+# Processes on this machine, on any device that torch finds: nothing is known about these beforehand.
 LOCAL = "local"
 GB = 10**9
 

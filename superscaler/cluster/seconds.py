@@ -55,7 +55,7 @@ COLLECTIVES: Mapping[str, Kind] = {
     "broadcast": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
     "reduce": Kind(1, lambda _: 1, lambda *_: 1, lambda *_: 1),
 }
-# Between a device and its host, of which both have the number of the device.
+# Copies between a device and its host; both ends have the number of the device.
 COPIES = ("to_host", "to_device")
 _PAIRS = ("send", "permute", "move", "messages", *COPIES)
 # (sender, receiver, share of the source) of each message: from the first to the others, or from all to the last.
@@ -143,7 +143,7 @@ def _busy(wiring: Wiring, kind: str, groups: Groups) -> Groups:
             raise InputError(f"{kind}: there is no device {strange[0]} among the {wiring.count} of the cluster.")
         if kind in _PAIRS and len(group) != 2:
             raise InputError(f"{kind}: {group} has {len(group)} devices; write pairs (sender, receiver).")
-    # A reduce is a broadcast backwards.
+    # A reduce is a reversed broadcast.
     ordered = (group[::-1] if kind == "reduce" else group for group in groups)
     return () if kind in LOCAL_KINDS else tuple(group for group in ordered if len(group) > 1)
 
@@ -209,7 +209,7 @@ def _shares(wiring: Wiring, members: _Members) -> dict[int, dict[int, float]]:
 def _timed(
     wiring: Wiring, shares: list[dict[int, dict[int, float]]], uses: list[_Use]
 ) -> tuple[tuple[float, float], ...]:
-    """Return the lines of the groups, of which none is below another. A NIC serves all groups."""
+    """Return the cost lines of the groups that no other line dominates. A NIC serves all groups."""
     loads: dict[tuple[str, int], float] = defaultdict(float)
     touched: list[list[tuple[str, int]]] = []
     for nics, use in zip(shares, uses, strict=True):

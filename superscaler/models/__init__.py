@@ -63,15 +63,15 @@ def build(spec: str) -> BuiltModel:
     family = FAMILIES[name]
     options = options_of(spec, read_pairs(spec, rest), family.sizes, family.default)
     try:
-        # Weights are drawn on the device that was asked for, and the caller's generator stays as it was.
+        # Weights are drawn on the requested device; the caller's generator is left unchanged.
         with torch.random.fork_rng(devices=[]), torch.device(options["device"]):
             torch.manual_seed(options["seed"])
             module = family.build(name, options).train()
         example = {name: x.to(options["device"]) for name, x in family.make_batch(options, 0).items()}
     except RuntimeError as error:
-        # The options were checked: what is left is the size of the memory, or of a 64-bit number.
-        told = str(error).splitlines()[0].rstrip(".")
-        raise InputError(f"'{spec}' is too large for this machine: {told}; choose smaller sizes.") from error
+        # The options are checked already: only memory, or a size beyond 64 bits, can fail here.
+        message = str(error).splitlines()[0].rstrip(".")
+        raise InputError(f"'{spec}' is too large for this machine: {message}; choose smaller sizes.") from error
     return BuiltModel(spec, module, (), example, partial(family.make_batch, options))
 
 
@@ -80,8 +80,8 @@ def _from_file(spec: str) -> BuiltModel:
     with watched() as reads:
         where, made = ":".join(spec.split(":")[:2]), from_file(spec, "model")()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        told = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
-        raise InputError(f"{where} returned {told}; return {_SHAPE}.")
+        result = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise InputError(f"{where} returned {result}; return {_SHAPE}.")
     module, args, kwargs = made if len(made) == 3 else (*made, {})
     for name, value, kind in (("module", module, nn.Module), ("args", args, (tuple, list)), ("kwargs", kwargs, dict)):
         if not isinstance(value, kind):

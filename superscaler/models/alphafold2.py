@@ -33,7 +33,7 @@ _SIZES = {
     "2.4b": {"layers": 96, **_LARGE},
     "3.2b": {"layers": 128, **_LARGE},
 }
-# 20 amino acids, unknown, gap, and the mask; bins of distances; residues further apart than this look alike.
+# 20 amino acids, unknown, gap, and the mask; bins of distances; residues further apart than this share one bin.
 _TOKENS, _BINS, _FAR = 23, 64, 32
 _MASK = _TOKENS - 1
 
@@ -204,7 +204,7 @@ def build(name: str, options: Options) -> nn.Module:
 
 
 def make_batch(options: Options, step: int) -> dict[str, Tensor]:
-    """Return random tokens, of which each chain masks more than the one before and knows fewer distances."""
+    """Return random tokens. Each chain masks more of them than the chain before, and knows fewer distances."""
     draw = family.generator(options["seed"], step)
     chains, sequences, residues = options["batch"], options["sequences"], options["residues"]
     count = torch.arange(1, chains + 1, device="cpu")

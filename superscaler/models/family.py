@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from superscaler.specs.options import Options
 
-# What cross entropy leaves out, in torch and in Hugging Face models.
+# The label that cross entropy ignores, in torch and in Hugging Face models.
 IGNORED = -100
 
 
@@ -26,12 +26,12 @@ class Family:
 
 def generator(seed: int, step: int) -> torch.Generator:
     """Return a generator of its own for each seed and step."""
-    # Large odd factors keep the streams of neighbouring seeds and steps apart.
+    # Large odd factors give neighbouring seeds and steps different streams.
     return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + 1) % 2**63)
 
 
 def tokens(seed: int, step: int, batch: int, sequences: tuple[int, int], vocabulary: int) -> dict[str, Tensor]:
-    """Return `input_ids` and `labels`, int64 of shapes (batch, sequence), drawn apart; they share no memory.
+    """Return `input_ids` and `labels`, int64 of shapes (batch, sequence), drawn independently; they share no memory.
 
     Row r leaves out its first labels, none in row 0 and up to three quarters of them in the last one, so that a mean
     of the means of two halves is not the mean of the whole.

@@ -55,7 +55,7 @@ def _from_config(config: str, model: str, values: Values) -> nn.Module:
     with _quiet():
         module: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**values))
     if model.endswith(("ForCausalLM", "LMHeadModel")):
-        # Not every class of the library names its loss; it would say in the first step that it takes this one.
+        # Not every class of the library names its loss; without a name it warns in the first step.
         module.loss_type = "ForCausalLM"  # type: ignore[assignment]
     return module
 

@@ -20,7 +20,7 @@ class MLP(nn.Module):
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of `x` (batch, inputs) for `labels` (batch,), of which -100 is left out."""
+        """Return the loss of `x` (batch, inputs) for `labels` (batch,), where label -100 is ignored."""
         for layer in self.layers:
             x = F.gelu(layer(x))
         return F.cross_entropy(self.head(x), labels)

@@ -37,19 +37,19 @@ from superscaler.store.cache import sources
 from superscaler.store.files import digest
 from superscaler.store.operator_files import copies
 
-# Devices or groups that a list names; beyond, only how many there are.
+# Most devices or groups in a list; of more, only the number is printed.
 MOST = 8
-# The block of what is outside of all modules.
+# The name of the block for ops outside all modules.
 _NONE = "the model"
 
 
 def account(compiled: Compiled) -> dict[str, Any]:
     """Return explain.json, which `superscaler.report.explain` puts into words. Equal blocks share one entry."""
-    told = _Blocks(compiled)
+    every = _Blocks(compiled)
     model = without_twins(compiled.graph.model)
     found, optimizer = describe(model), model.optimizer
-    alike = group(map(told.describe, told.ops), lambda block: replace(block, names=()))
-    blocks = [replace(one, names=tuple(b.names[0] for b in blocks)) for one, blocks in alike.items()]
+    equal = group(map(every.describe, every.ops), lambda block: replace(block, names=()))
+    blocks = [replace(one, names=tuple(b.names[0] for b in blocks)) for one, blocks in equal.items()]
     return {
         "version": VERSION,
         "world": compiled.program.world,
@@ -61,13 +61,13 @@ def account(compiled: Compiled) -> dict[str, Any]:
             "options": [dict(options) for options in optimizer.groups],
         },
         "blocks": adapter().dump_python(blocks, mode="json", exclude_defaults=True),
-        "schedule": told.schedule(),
+        "schedule": every.schedule(),
         "relaxations": [{"name": r.name, "ops": list(r.ops)} for r in compiled.schedule.relaxations],
         "orders": list(map(str, compiled.graph.orders)),
         "summary": summary(compiled),
         "counts": compiled.counts,
         "totals": _totals(compiled.moves),
-        "paths": [told.path(path) for path in paths(compiled.program)],
+        "paths": [every.path(path) for path in paths(compiled.program)],
         "bytes_moved": compiled.program.bytes_moved,
     }
 
@@ -148,13 +148,13 @@ def summary(compiled: Compiled) -> str:
         kinds.update(COPIES[not i.to_host] for i in code if isinstance(i, Copy))
         runs = Counter(_letter(compiled.program, i) for i in code if isinstance(i, Forward | Backward))
         work = ", ".join(f"{runs[kind]} {kind}" for kind in "FRBIW" if runs[kind] or kind in "FB")
-        told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
+        sent = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()) if count) or "no communication"
         functions = (compiled.program.functions[i.function] for i in code if isinstance(i, Forward))
         modules = list(dict.fromkeys(f.module for f in functions if f.module))
         shown = f"{modules[0]} .. {modules[-1]}" if len(modules) > 1 else "".join(modules)
         order = _microbatches(compiled, code, stages)
         devices = ", ".join(map(str, ranks[:16])) + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")
-        lines.append(f"  {name}: devices {devices}: {work}; {told}; {shown}")
+        lines.append(f"  {name}: devices {devices}: {work}; {sent}; {shown}")
         lines += [f"    {order}"] if order else []
     return "\n".join(lines)
 
@@ -173,7 +173,7 @@ def _microbatches(compiled: Compiled, code: Sequence[Instruction], stages: Mappi
     With stages in an order, they have numbers: 2F0 2F1 2B0 ...
     """
     program, segments = compiled.program, compiled.schedule.segments
-    # Forwards of no stage that neither keep anything nor are computed again prepare data, whenever it suits.
+    # Forwards outside stages that keep nothing and are not recomputed only prepare data: they are left out.
     numbered = []
     for i in (i for i in code if isinstance(i, Forward | Backward) and i.task.microbatch >= 0):
         ops = segments[i.task.segment].ops
@@ -211,11 +211,11 @@ def ranges(devices: Iterable[int]) -> str:
     return ", ".join(words)
 
 
-def _told(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, ...]:
+def _groups_text(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, ...]:
     """Return groups of devices in words; many groups are summarized."""
     if len(groups) > MOST:
         return (f"{len(groups)} groups in {ranges(d for group in groups for d in group)}",)
-    # How many of a group give, where others get.
+    # The number of senders, which are first in a group; -1: all but the last.
     at = {"send": 1, "broadcast": 1, "reduce": -1, "rd_gather": -1}.get(kind)
     return tuple(f"{ranges(group[:at])} -> {ranges(group[at:])}" if at else ranges(group) for group in groups)
 
@@ -244,14 +244,14 @@ def _sums(
     for together, some in group(moves, lambda move: move.together).items():
         count, size = (sum(getattr(move, what) for move in some) for what in ("count", "bytes"))
         own = list(dict.fromkeys(group for move in some for group in everywhere[move.group]))
-        is_apart = len({d for group in own for d in group}) == sum(map(len, own))
-        waves = [own] if is_apart else [[group] for group in own]
+        are_disjoint = len({d for group in own for d in group}) == sum(map(len, own))
+        waves = [own] if are_disjoint else [[group] for group in own]
         for what, formula in (("seconds", cluster.seconds), ("bound", cluster.bound)):
             each = sum(formula(some[0].kind, wave, size / count * together) for wave in waves) / together
             seconds[what] += count / len(own) * each
     rounded = {what: float(f"{value:.3g}") for what, value in seconds.items()}
     groups = [group[:1] for group in groups] if moves[0].way == "copies" else groups
-    return {"groups": _told(groups, moves[0].kind), **_add(moves), **rounded}
+    return {"groups": _groups_text(groups, moves[0].kind), **_add(moves), **rounded}
 
 
 def _direction(move: TransferRow | Path) -> str:
@@ -283,7 +283,7 @@ class _Blocks:
         self.ops: dict[str, list[Op]] = {}
         for op in self.model.forward_ops:
             self.ops.setdefault(_block(op), []).append(op)
-        # Weights belong to what reads them first, constants of several blocks to none, activations to what makes them.
+        # A weight belongs to its first reader, a constant of several blocks to none, an activation to its producer.
         self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in self.uses.items() if found}
         self.home |= {name: _block(op) for name, (op, _) in self.producers.items()}
         written = {
@@ -316,10 +316,10 @@ class _Blocks:
 
         asked = Counter(f"{e.verb} {within(e.detail)}" for e in self.journal.get(name, ()))
         splits, weights, devices = tuple(self._splits(name)), tuple(self._weights(name)), ranges(self.devices(name))
-        again = sum(bool(op.origin) for op in self.ops[name])
+        recomputed = sum(bool(op.origin) for op in self.ops[name])
         halves = [self.halves.get(op.name, 0) for op in self.ops[name]]
-        told = asked, again, halves.count(2), halves.count(1)
-        return Block((name,), len(self.ops[name]) - again, devices, splits, weights, self._moves(name), *told)
+        counts = asked, recomputed, halves.count(2), halves.count(1)
+        return Block((name,), len(self.ops[name]) - recomputed, devices, splits, weights, self._moves(name), *counts)
 
     def devices(self, name: str) -> set[int]:
         return {d % HOSTS for op in self.ops[name] for d in self.graph.grids[op.name].used()}
@@ -331,7 +331,7 @@ class _Blocks:
             for device in self.devices(name):
                 run.setdefault(device, []).append(name)
         programs, devices = self.compiled.emitted.programs, self.compiled.program.devices
-        # Of devices that run one program, any tells its order.
+        # Devices with one program have one order: any of them is a sample.
         first = dict(zip(programs, count()))
         stages = _stages(self.graph)
         order = {name: _microbatches(self.compiled, devices[k].instructions, stages) for name, k in first.items()}
@@ -343,7 +343,7 @@ class _Blocks:
             grid = self.graph.grids[op.name]
             return _axes(op, grid, name), ranges(grid.used())
 
-        # Most twins have the parts of their ops.
+        # Most recomputed ops have the parts of their originals.
         grids = self.graph.grids
         shown = (op for op in self.ops[name] if not op.origin or grids[op.name] is not grids[op.origin])
         for (axes, devices), some in group(shown, key).items():
@@ -355,7 +355,7 @@ class _Blocks:
             elements = [prod(extents(box)) for box in places]
             is_even = len(set(elements)) == 1 or len(places) > MOST
             percent = () if is_even else tuple(round(100 * n / prod(spec.shape)) for n in elements)
-            return Weights(spec.kind, tensor in self.trained, len(places), _told(list(places.values())), percent)
+            return Weights(spec.kind, tensor in self.trained, len(places), _groups_text(list(places.values())), percent)
 
         for row, tensors in group((t for t in self.places if self.home[t] == name), key).items():
             widths = {t: width(self.model.tensors[t].dtype) for t in tensors}
@@ -375,7 +375,7 @@ class _Blocks:
             layouts = self._layouts(move.tensor, move.is_backward)
             return replace(row, kind=move.kind, tensor=self._tensor(move.tensor, name), layouts=layouts)
 
-        # How many stay on a device depends on where segments end, in which equal blocks may differ.
+        # The number of local copies depends on the ends of segments, in which equal blocks may differ.
         found = (
             row if row.way == "local" else replace(row, **_sums(moves, self.groups, self.compiled.cluster))
             for row, moves in group(self.moves.get(name, ()), key).items()
@@ -395,7 +395,7 @@ class _Blocks:
         return self.layouts[tensor, is_backward]
 
     def _counts(self, op: Op, operand: Operand, is_made: bool, is_gradient: bool) -> str:
-        # An update has no mirror that could route: each of its copies reads the whole gradient.
+        # An update has no mirror that could route gradients: each of its copies reads the whole gradient.
         layout = layout_of(self.graph.grids[op.name], operand, is_made, is_gradient and op.is_forward)
         return "irregular" if layout is None else layout.counts
 
@@ -445,7 +445,7 @@ def _axes(op: Op, grid: Grid, block: str) -> tuple[Axis, ...]:
         groups = [sorted(set(grid.once.take(k, axis=level).reshape(-1).tolist())) for k in places]
         factor = "" if axis.index is None else _short(block, op.indices[axis.index].factor)
         sizes = axis.sizes if len(set(axis.sizes)) > 1 else ()
-        devices = _told(groups) if len(set(map(tuple, groups))) > 1 else ()
+        devices = _groups_text(groups) if len(set(map(tuple, groups))) > 1 else ()
         found.append(Axis(_how(axis), len(axis.sizes), factor, sizes, devices))
     if grid.children:
         inner = [_axes(op, child, block) for child in grid.children.values()]

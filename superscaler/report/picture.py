@@ -35,7 +35,7 @@ def draw(found: Mapping[str, Any]) -> str:
     if not found["paths"]:
         raise InputError(
             "this plan has nothing to draw: a single collective, or messages, do each of its exchanges; "
-            "superscaler explain DIR tells which."
+            "superscaler explain DIR lists them."
         )
     body, width, y = [_text(MARGIN, MARGIN + LINE, LEGEND)], len(LEGEND) * 6, MARGIN + 2 * LINE
     for path in found["paths"]:
@@ -81,12 +81,12 @@ def _title(path: Mapping[str, Any]) -> str:
 def _arrow(step: Mapping[str, Any], x: int, y: int) -> list[str]:
     groups = " | ".join(", ".join(map(str, group)) for group in step["groups"])
     count, middle, anchor = len(step["groups"]), x + ARROW // 2, 'text-anchor="middle"'
-    told = f"{count} group{'s' if count > 1 else ''}, {size(step['moved'])}"
+    caption = f"{count} group{'s' if count > 1 else ''}, {size(step['moved'])}"
     return [
         f"<g><title>{escape(step['kind'])} over {groups}</title>",
         f'<line x1="{x + 10}" y1="{y}" x2="{x + ARROW - 10}" y2="{y}" stroke="black" marker-end="url(#tip)"/>',
         _text(middle, y - 8, step["kind"], anchor),
-        _text(middle, y + LINE, told, anchor),
+        _text(middle, y + LINE, caption, anchor),
         _text(middle, y + 2 * LINE, duration(step["seconds"]), anchor),
         "</g>",
     ]
@@ -100,11 +100,11 @@ def _grid(layout: Layout, x: int, top: int, height: int) -> Iterator[str]:
     for r, v, i, j in np.ndindex(blocks.shape):
         left, up = x + v * (columns * CELL + GAP) + j * CELL, y + r * (rows * CELL + GAP) + i * CELL
         fill = _color(i * columns + j, rows * columns, v, addends)
-        told = f"device {blocks[r, v, i, j]}: copy {r + 1} of {copies}, addend {v + 1} of {addends}, " + (
+        tip = f"device {blocks[r, v, i, j]}: copy {r + 1} of {copies}, addend {v + 1} of {addends}, " + (
             f"part {i * columns + j + 1} of {rows * columns}"
         )
         yield (
-            f'<g><title>{told}</title><rect x="{left}" y="{up}" width="{CELL}" height="{CELL}" fill="{fill}" '
+            f'<g><title>{tip}</title><rect x="{left}" y="{up}" width="{CELL}" height="{CELL}" fill="{fill}" '
             'stroke="black"/>'
         )
         number = f"{blocks[r, v, i, j]}{'+' if addends > 1 else ''}"

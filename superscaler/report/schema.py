@@ -11,9 +11,9 @@ from pydantic import Field, TypeAdapter
 
 from superscaler.store.plan_head import Checked, Option
 
-# Another one is not read.
+# The version of explain.json; other versions are refused.
 VERSION = 4
-# Of any size: FLOPs of a step of a large model have over 63 bits.
+# An unbounded integer: FLOPs of a large model exceed 63 bits.
 Count = Annotated[int, Field(ge=0)]
 Direction = Literal["forward", "backward"]
 

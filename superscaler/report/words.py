@@ -15,7 +15,7 @@ from superscaler.store.files import EXPLAIN_FILE
 from superscaler.store.plan import check_files, read_json, read_plan
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
-# What the manifest of plan.json holds.
+# Keys of the manifest of plan.json.
 _HASHES = ("model", "plan", "cluster", "operators", "weights", "sources", "code", "data")
 _VERSIONS = ("superscaler", "torch", "python")
 
@@ -87,12 +87,12 @@ def duration(seconds: float) -> str:
 
 def _block(block: Block) -> Iterator[str]:
     yield from _held(block)
-    for (direction, kind, groups, reason), rows in _alike(block, "reason").items():
+    for (direction, kind, groups, reason), rows in _communication(block, "reason").items():
         yield f"{direction}: {kind} over {groups}, {_links(rows)}: {reason}"
         what = "gradients" if direction == "backward" else "values"
         for layouts in dict.fromkeys(row.layouts for row in rows):
-            told = ", ".join(f"{row.tensor} {_weight(row)}" for row in rows if row.layouts == layouts)
-            yield f"  {layouts}: {what} of {told}"
+            tensors = ", ".join(f"{row.tensor} {_weight(row)}" for row in rows if row.layouts == layouts)
+            yield f"  {layouts}: {what} of {tensors}"
     local = [(row.direction, row.reason) for row in block.moves if row.way == "local"]
     yield from (f"{direction}, nothing to send: {reason}" for direction, reason in local)
 
@@ -103,7 +103,7 @@ def _held(block: Block) -> Iterator[str]:
         if len(rows) == 1:
             yield f"{_on(devices)}: {_axes(rows[0].axes, 'whole')}: {_ops(rows[0])}"
             continue
-        # What all have in common is told once.
+        # Axes that all rows have in common are printed once.
         levels = takewhile(
             lambda axes: all(axis == axes[0] for axis in axes), zip(*(r.axes for r in rows), strict=False)
         )
@@ -115,8 +115,8 @@ def _held(block: Block) -> Iterator[str]:
     if block.split:
         yield f"backward of {block.split} op{'s' * (block.split > 1)} split into I and W"
     if block.unsplit:
-        told = "gradients of activations only, or of weights only"
-        yield f"backward of {block.unsplit} op{'s' * (block.unsplit > 1)} not split, as it gives {told}"
+        kinds = "gradients of activations only, or of weights only"
+        yield f"backward of {block.unsplit} op{'s' * (block.unsplit > 1)} not split, as it gives {kinds}"
     yield from map(_weights, block.weights)
 
 
@@ -128,7 +128,7 @@ def _groups(groups: Sequence[str]) -> str:
     return " | ".join(groups if len(groups) <= 4 else (*groups[:2], "...", groups[-1]))
 
 
-def _alike(block: Block, *more: str) -> dict[tuple[str, ...], list[Sent]]:
+def _communication(block: Block, *more: str) -> dict[tuple[str, ...], list[Sent]]:
     """Return the communication of a block by direction, kind, groups, and the columns `more`."""
     rows = (row for row in block.moves if row.way != "local")
     return group(rows, lambda row: (row.direction, row.kind, _groups(row.groups), *(getattr(row, m) for m in more)))
@@ -162,8 +162,8 @@ def _axis(axis: Axis) -> str:
     sizes = " of sizes " + ", ".join(map(str, axis.sizes)) if axis.sizes else ""
     if axis.how == "microbatches":
         what["microbatches"] = f"{axis.parts} microbatches" + (f" of {axis.factor}" if axis.factor else "")
-    told = what.get(axis.how) or f"{axis.factor} into {axis.parts}{sizes}"
-    return told + (f" ({_groups(axis.devices)})" if axis.devices else "")
+    text = what.get(axis.how) or f"{axis.factor} into {axis.parts}{sizes}"
+    return text + (f" ({_groups(axis.devices)})" if axis.devices else "")
 
 
 def _ops(row: Split) -> str:
@@ -224,8 +224,8 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     lines = [*_heads(a, b), *_blocks(a, b), *_changes("op_order", a["orders"], b["orders"])]
     lines += _changes("order", list(_schedule(a)), list(_schedule(b)))
     lines += _changes("in total per step", list(_totals(a)), list(_totals(b)))
-    told = any(lines)
-    if a["manifest"]["plan"] != b["manifest"]["plan"] and not told:
+    differs = any(lines)
+    if a["manifest"]["plan"] != b["manifest"]["plan"] and not differs:
         lines.append("plan: the same words, but other parts, devices or orders in them")
     if a["manifest"].get("code") != b["manifest"].get("code") and not lines:
         lines.append("code: equal plans, but other emitted code")
@@ -238,8 +238,8 @@ def _heads(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     if a["manifest"]["model"] != b["manifest"]["model"]:
         first, second = (_numbers(x["model"]) for x in (a, b))
         keys = [k for k in {**first, **second} if first.get(k) != second.get(k)]
-        told = [f"{k} {first.get(k, 'none')} -> {second.get(k, 'none')}" for k in keys]
-        yield "model: " + (", ".join(told) or "another graph of the same size")
+        changes = [f"{k} {first.get(k, 'none')} -> {second.get(k, 'none')}" for k in keys]
+        yield "model: " + (", ".join(changes) or "another graph of the same size")
     elif a["manifest"]["weights"] != b["manifest"]["weights"]:
         yield "weights: the same model with other initial values"
     for key in ("cluster", "seed"):
@@ -261,8 +261,10 @@ def _numbers(model: Mapping[str, Any]) -> dict[str, str]:
 def _blocks(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Yield the blocks that differ, those with equal differences together."""
     sides = [{name: block for block in adapter().validate_python(x["blocks"]) for name in block.names} for x in (a, b)]
-    told = {n: tuple(_block_changes(*(side.get(n) for side in sides))) for n in (*sides[0], *sides[1])}
-    yield from ("\n".join([heading(names), *lines]) for lines, names in group(told, told.__getitem__).items() if lines)
+    changes = {n: tuple(_block_changes(*(side.get(n) for side in sides))) for n in (*sides[0], *sides[1])}
+    yield from (
+        "\n".join([heading(names), *lines]) for lines, names in group(changes, changes.__getitem__).items() if lines
+    )
 
 
 def _block_changes(a: Block | None, b: Block | None) -> Iterator[str]:
@@ -278,7 +280,7 @@ def _block_changes(a: Block | None, b: Block | None) -> Iterator[str]:
 
 
 def _sent(block: Block) -> Iterator[str]:
-    for (direction, kind, groups), rows in _alike(block).items():
+    for (direction, kind, groups), rows in _communication(block).items():
         yield f"{direction}: {kind} of {len(rows)} tensor{'s' if len(rows) > 1 else ''} over {groups}, {_links(rows)}"
 
 
@@ -290,6 +292,6 @@ def _lines(a: Iterable[str], b: Iterable[str]) -> Iterator[str]:
 
 
 def _changes(title: str, a: Sequence[str], b: Sequence[str]) -> Iterator[str]:
-    told = list(_lines(a, b)) or (["  the same lines in another order"] if a != b else [])
-    if told:
-        yield "\n".join([title, *told])
+    lines = list(_lines(a, b)) or (["  the same lines in another order"] if a != b else [])
+    if lines:
+        yield "\n".join([title, *lines])

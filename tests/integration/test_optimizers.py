@@ -105,7 +105,7 @@ def test_weights_are_those_of_eager_training_in_their_own_dtype(
 
 def test_a_step_without_an_optimizer_is_refused() -> None:
     module = nn.Linear(4, 4)
-    with pytest.raises(InputError, match=r"of which there is no default; pass optimizer=torch.optim.AdamW"):
+    with pytest.raises(InputError, match=r"which has no default; pass optimizer=torch.optim.AdamW"):
         capture(module, (torch.ones(2, 4),))
 
 
