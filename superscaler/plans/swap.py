@@ -23,7 +23,7 @@ def swap(graph: Graph, n: int, axis: str, what: str = "activations", microbatche
         raise InputError(f"swap:what={what}: choose {', '.join(WHAT)}.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     for layer in layers(graph) if what != "optimizer" else ():
-        is_first = not _reads_activations(graph, layer.ops)
+        is_first = not reads_activations(graph, layer.ops)
         again = op_trans(graph, layer.ops, Recompute())
         if not is_first:
             op_assign(graph, op_trans(graph, again, Insert()), "host")
@@ -33,8 +33,8 @@ def swap(graph: Graph, n: int, axis: str, what: str = "activations", microbatche
         op_assign(graph, [op for op in graph.ops if not (op.is_forward or op.is_write)], "host")
 
 
-def _reads_activations(graph: Graph, ops: Sequence[Op]) -> bool:
-    """Tell whether ops read activations from outside, as all layers do but one that is given data alone."""
+def reads_activations(graph: Graph, ops: Sequence[Op]) -> bool:
+    """Return whether ops read activations from outside; a first layer may read data alone."""
     makers, inside = graph.model.producers(), {op.name for op in ops}
     read = (makers[o.tensor][0] for op in ops for o in op.inputs if o.tensor in makers)
     return any(maker.name not in inside and not maker.from_data for maker in read)

@@ -229,7 +229,8 @@ class DependencyGraph:
         if order.turns and {n.device for n in before}.isdisjoint(n.device for n in after):
             raise ScheduleError(f"op_order at {order.where}: {order}, but no device has both; leave turns=True out.")
         moved = (n for n in (*before, *after) if n.kind != "C" or not self.schedule.transfers[n.number].is_local)
-        if order.before.kind == order.after.kind == "C" and next(moved, None) is None:
+        # An empty piece of a gradient has no communication, and its order no effect.
+        if before and after and order.before.kind == order.after.kind == "C" and next(moved, None) is None:
             raise ScheduleError(
                 f"op_order at {order.where}: {order}, but neither travels between devices; leave it out."
             )

@@ -105,7 +105,7 @@ class Comparison:
         here = "" if self.steps == 1 else f" in step {self.steps}"
         loss = torch.zeros(()) if expected.loss is None else expected.loss
         for result in results:
-            error = float((result.loss - loss).abs() / loss.abs().clamp_min(max(noise[0], 1e-30)))
+            error = relative_error(result.loss.detach(), loss.detach(), loss, max(noise[0], 1e-30))
             text = f"{self.model.loss}, the loss{here or ' of the step'},"
             self._add("loss_error", error, self.model.loss, self.model.loss, text)
         self._gradients(results, expected, here, noise[1])

@@ -22,6 +22,7 @@ from superscaler.frontend.oracle import retyped
 from superscaler.ir.program import Copy, Free, Value
 from superscaler.plan import Plan
 from superscaler.plans import resolve
+from superscaler.plans.swap import reads_activations
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import on_threads
@@ -40,8 +41,10 @@ def swapped(plan: SProgram) -> SProgram:
     def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
         plan(graph, cluster)
         for block in graph.blocks:
+            is_first = not reads_activations(graph, block.ops)
             again = ss.op_trans(graph, graph.select(module=block.path), ss.Recompute())
-            ss.op_assign(graph, ss.op_trans(graph, again, ss.Insert()), "host")
+            if not is_first:
+                ss.op_assign(graph, ss.op_trans(graph, again, ss.Insert()), "host")
 
     return sprogram
 

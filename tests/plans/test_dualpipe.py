@@ -79,9 +79,12 @@ def exposed(plan: str, seconds: float) -> float:
 
 
 def test_the_time_of_what_moves_is_hidden_but_at_the_ends() -> None:
-    """Each of 6 microbatches goes 10 times to experts or back on a device; alone 2 or 3 are on their way in and out."""
-    assert exposed("dualpipe_v", 1.0) >= 50
-    assert exposed("dualpipe", 1.0) <= 24
+    """Each of 6 microbatches goes 10 times to experts or back on a device; alone 2 or 3 are on their way in and out.
+
+    Dispatch and collection are in one segment with the layer around them, so that weight halves hide some of it anyway.
+    """
+    assert exposed("dualpipe_v", 1.0) >= 30
+    assert exposed("dualpipe", 1.0) <= 20
     # More than what computes meanwhile takes cannot be hidden whole.
     assert exposed("dualpipe", 3.0) > 3 * exposed("dualpipe", 1.0)
 

@@ -138,8 +138,6 @@ def by_batch(graph: Graph, cluster: Cluster, update: Callable[[Op, int], Algorit
     ("update", "goal"),
     [
         (lambda op, n: Replicate(n), "R(4)V(1)D(1,1)"),
-        (lambda op, n: Replicate(n, "copy"), "R(4)V(1)D(1,1)"),
-        (lambda op, n: Replicate(n, "route"), "R(4)V(1)D(1,1)"),
         (lambda op, n: Split(op.indices[0].factor, n), "R(1)V(1)D(4,1)"),
     ],
 )

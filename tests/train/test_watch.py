@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 RUN = """
 import os, sys, time
 from pathlib import Path
-from superscaler.runtime import executor, watch
+from superscaler.launch import watch
+from superscaler.runtime import executor
 from superscaler.runtime.step import load
 from superscaler.train.loop import main
 
