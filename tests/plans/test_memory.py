@@ -14,7 +14,7 @@ from superscaler.ir.program import Backward, Forward
 from superscaler.plan import Plan
 from superscaler.plans import resolve
 from tests.graphs import graph_of
-from tests.plans.test_chains import peak
+from tests.plans.test_checkpoint_chain import peak
 from tests.sweeps import few, slow
 
 
