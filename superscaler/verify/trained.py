@@ -28,8 +28,8 @@ from superscaler.verify.locate import Values
 from superscaler.verify.oracles import Oracle, recurrence
 from superscaler.verify.retype import retype
 
-# Numbers of parts of sums; MORE are tried if a plan exceeds the errors found with PARTS.
-PARTS, MORE = (2,), (3, 4, 5, 6, 7, 8)
+# Numbers of parts of sums, a sample of eager rounding each; further samples are taken if a plan exceeds those before.
+SAMPLES = (range(2, 3), range(2, 9), range(2, 33))
 # Factor by which an error may exceed the largest of a few measured rounding errors.
 SPREAD = 4.0
 
@@ -134,7 +134,7 @@ def quiet(plan: Compiled) -> Compiled:
 
 def near(own: Compiled, values: Values, results: Sequence[Sequence[Result]], oracle: Oracle) -> Errors:
     """Return the errors of steps, with those among eager steps from the same weights as limits."""
-    for parts in (PARTS, PARTS + MORE):
+    for parts in SAMPLES:
         noise = Noise(own.graph.model)
         comparison = Comparison(own, values, noise.allowed)
         for number, found in enumerate(zip(*results, strict=True)):
