@@ -134,7 +134,7 @@ def ignored(model: Model) -> dict[str, int]:
 
 def _sources(model: Model, name: str, moves: Container[str] | None) -> Iterator[str]:
     """Yield the inputs from whose values those of a tensor come, by `moves` only, if given."""
-    producers, left = model.producers(), [name]
+    producers, left = model.producers, [name]
     while left:
         name = left.pop()
         made = producers[name][0] if name in producers else None

@@ -41,7 +41,7 @@ def check_program(program: Program) -> None:
 
 def _check_twins(model: Model) -> None:
     """Check that each recomputed op equals its original and has its mirror, and that no op has two of them."""
-    ops, seen, makers, versions = {op.name: op for op in model.ops}, set[str](), model.producers(), model.versions
+    ops, seen, makers, versions = {op.name: op for op in model.ops}, set[str](), model.producers, model.versions
 
     def plain(side: Sequence[Operand]) -> tuple[Operand, ...]:
         return tuple(o if o.tensor in versions else replace(o, tensor=model.origin(o.tensor)) for o in side)

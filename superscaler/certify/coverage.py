@@ -45,16 +45,12 @@ class Kinds:
         return {op.name: op for op in self.model.ops}
 
     @cached_property
-    def producers(self) -> Mapping[str, tuple[Op, int]]:
-        return self.model.producers()
-
-    @cached_property
     def uses(self) -> Mapping[str, Sequence[tuple[Op, int]]]:
         """Return, for each tensor with a gradient, the uses over which the gradient is summed, uses of its recomputed
         value included.
         """
         found: dict[str, list[tuple[Op, int]]] = {}
-        for name, uses in self.model.uses().items():
+        for name, uses in self.model.uses.items():
             own = found.setdefault(self.model.origin(name), [])
             own += [(op, k) for op, k in uses if op.has_mirror and self.model.tensors[name].requires_grad]
         return found
@@ -72,7 +68,7 @@ class Kinds:
 
     def _find_heads(self, tensor: str, is_gradient: bool) -> Iterator[Chain]:
         if not is_gradient:
-            made = self.producers.get(tensor)
+            made = self.model.producers.get(tensor)
             yield ("rest",) if made is None else ("made", made[0].name, ())
             return
         yield from (("use", op.name, k, (), ()) for op, k in self.uses.get(tensor, ()))
@@ -97,7 +93,7 @@ class Kinds:
         if chain[0] == "use":
             own, inner = op.inputs[chain[2]], [("o", *chain[3]), *inner] if chain[3] else inner
         else:
-            own = op.outputs[self.producers[tensor][1]]
+            own = op.outputs[self.model.producers[tensor][1]]
         yield from (((op.name, i), op.indices[i].size) for i in op.summed(own))
         for side, number, sub in inner:
             other = (op.outputs if side == "o" else op.inputs)[number]
@@ -114,7 +110,7 @@ class Kinds:
         if not chains or set(chains) <= set(self.heads(tensor, is_gradient)):
             return self.heads(tensor, is_gradient)
         if not is_gradient:
-            op, _ = self.producers[tensor]
+            op, _ = self.model.producers[tensor]
             return tuple(("made", op.name, sides) for sides in self._sides(op, chains))
         found = [SEED] if tensor in self.model.losses else []
         for op, k in self.uses[tensor]:

@@ -25,7 +25,16 @@ from torch.overrides import TorchFunctionMode
 from superscaler.errors import CaptureError, brief
 from superscaler.frontend.capture_cache import values_of
 from superscaler.frontend.checkpoints import marked
-from superscaler.frontend.oracle import packed, reference_step
+from superscaler.frontend.oracle import (
+    Reference,
+    dense,
+    gaps,
+    is_same,
+    largest,
+    largest_gap,
+    packed,
+    reference_step,
+)
 from superscaler.frontend.refusals import forward_line
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.frontend.trace import source_of
@@ -53,13 +62,11 @@ _STATE = (
 )
 # The kind of tensor that differs first -> likely causes.
 _CAUSES = {
-    "the loss": _STATE,
-    "the output": _STATE,
-    "the gradient": "gradients are made by other means than the operators of the forward, or " + _STATE,
-    "the buffer": "it is changed by other means than torch's operators, or " + _STATE,
+    "loss": _STATE,
+    "output": _STATE,
+    "gradient": "gradients are made by other means than the operators of the forward, or " + _STATE,
+    "buffer": "it is changed by other means than torch's operators, or " + _STATE,
 }
-
-
 # The start of the line for a module that is not compared.
 SKIPPED = "not compared with the module"
 
@@ -123,29 +130,23 @@ def _compared(captured: Captured, optimizer: torch.optim.Optimizer | None) -> fl
     return largest
 
 
-def _seeded(seed: int, run: Callable[[], dict[tuple[str, str], Tensor]]) -> Found:
+def _seeded(seed: int, run: Callable[[], Reference]) -> Found:
     torch.manual_seed(seed)
-    return Found(run(), _states())
+    found = run().tensors()
+    states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+    return Found(found, [torch.get_rng_state(), *states])
 
 
-def _states() -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
-
-
-def _graph_step(captured: Captured, values: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+def _graph_step(captured: Captured, values: Mapping[str, Tensor]) -> Reference:
     try:
         made = reference_step(captured, captured.batch, values)
     except (IndexError, RuntimeError) as error:
         if not _BEYOND.search(str(error)):
             raise
         raise CaptureError(_beyond(captured, error)) from None
-    found = {} if made.loss is None else {("the loss", ""): made.loss}
-    found |= {("the output", name): x for name, x in made.outputs.items()}
-    model = captured.model
-    whole = {n: _dense(g, values[n]) for n, g in made.gradients.items()}
-    pieces = {n: torch.zeros_like(values[n]) for n in model.segments} | whole
-    found |= {("the gradient", name): g for name, g in {**whole, **packed(model, pieces)}.items()}
-    return found | {("the buffer", name): x for name, x in made.buffers.items()}
+    gradients = {n: dense(g, values[n]) for n, g in made.gradients.items()}
+    pieces = {n: torch.zeros_like(values[n]) for n in captured.model.segments} | gradients
+    return made._replace(gradients={**gradients, **packed(captured.model, pieces)})
 
 
 def _beyond(captured: Captured, error: Exception) -> str:
@@ -167,9 +168,7 @@ def _beyond(captured: Captured, error: Exception) -> str:
     )
 
 
-def _eager_step(
-    captured: Captured, module: nn.Module, args: Any, kwargs: Any, original: set[int]
-) -> dict[tuple[str, str], Tensor]:
+def _eager_step(captured: Captured, module: nn.Module, args: Any, kwargs: Any, original: set[int]) -> Reference:
     """Run a step of the copy, up to the update of its weights."""
     call, name = captured.call, type(module).__name__
     kind, dtype = call.autocast or (next((p.device.type for p in module.parameters()), "cpu"), None)
@@ -189,15 +188,12 @@ def _eager_step(
     except Exception as error:
         # A module's code may raise any exception.
         raise Unchecked(f"it does not run ({type(error).__name__}: {brief(error)})") from error
-    found = {} if loss is None else {("the loss", ""): loss.detach()}
-    if captured.model.result:
-        found |= {("the output", n): x.detach() for n, x in form_and_tensors(output, name, loss)[1].items()}
-    found |= {("the gradient", n): _dense(p.grad, p.detach()) for n, p in module.named_parameters()}
-    return found | {("the buffer", n): b.detach().clone() for n, b in module.named_buffers()}
-
-
-def _dense(gradient: Tensor | None, of: Tensor) -> Tensor:
-    return torch.zeros_like(of) if gradient is None else gradient.to_dense() if gradient.is_sparse else gradient
+    outputs = form_and_tensors(output, name, loss)[1] if captured.model.result else {}
+    gradients: dict[str, Tensor | None] = {n: dense(p.grad, p.detach()) for n, p in module.named_parameters()}
+    buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+    return Reference(
+        None if loss is None else loss.detach(), gradients, buffers, {n: x.detach() for n, x in outputs.items()}
+    )
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
@@ -215,33 +211,32 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 def _difference(captured: Captured, graph: Found, eager: Found, values: dict[str, Tensor], step: int) -> float:
     """Return the largest relative difference of one step. Raises CaptureError where one is too large."""
     close = _CLOSE[_lowest(captured)]
-    expected = {**{("the buffer", n): values[n] for n in values}, **graph.tensors}
+    expected = {**{("buffer", n): values[n] for n in values}, **graph.tensors}
     pairs = {key: (have, eager.tensors[key]) for key, have in expected.items() if key in eager.tensors}
-    gradients = [_largest(g) for (kind, _), g in graph.tensors.items() if kind == "the gradient"]
-    floor = _FLOOR * max(gradients, default=0.0)
-    sizes = {key: max(_largest(want), floor if key[0] == "the gradient" else 0.0) for key, (_, want) in pairs.items()}
-    gaps = {key: _gap(*pair) for key, pair in pairs.items()}
-    far = [key for key, gap in gaps.items() if not gap <= close * sizes[key]]
+    floor = _FLOOR * max((largest(g) for (kind, _), g in graph.tensors.items() if kind == "gradient"), default=0.0)
+    sizes = {key: max(largest(want), floor * (key[0] == "gradient")) for key, (_, want) in pairs.items()}
+    found = {key: largest_gap(*pair) for key, pair in pairs.items()}
+    far = [key for key, gap in found.items() if gap > close * sizes[key]]
     noise = _noise(captured, graph, values, step) if far else {}
-    far = [key for key in far if not gaps[key] <= close * sizes[key] + _NOISE * noise.get(key, 0.0)]
+    far = [key for key in far if found[key] > close * sizes[key] + _NOISE * noise.get(key, 0.0)]
     if far and any(not torch.equal(a, b) for a, b in zip(graph.draws, eager.draws, strict=True)):
         raise Unchecked("its random numbers do not come in the order of the captured ones")
     if far:
         order = [key for kind in _CAUSES for key in far if key[0] == kind]
         raise CaptureError(_message(captured, order[0], *pairs[order[0]], step))
-    return max((gap / max(sizes[key], 1e-30) for key, gap in gaps.items() if sizes[key]), default=0.0)
+    return max((gap / max(sizes[key], 1e-30) for key, gap in found.items() if sizes[key]), default=0.0)
 
 
 def _message(captured: Captured, key: tuple[str, str], graph: Tensor, eager: Tensor, step: int) -> str:
     (kind, name), at, numbers = key, "", "has another shape"
     if graph.shape == eager.shape:
-        gaps = _gaps(graph, eager)
-        index = tuple(int(i) for i in torch.unravel_index(gaps.argmax(), gaps.shape)) if gaps.dim() else ()
+        gap = gaps(graph, eager)
+        index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)) if gap.dim() else ()
         at = str(list(index)) if index else ""
         numbers = f"is {eager[index].item():.7g} in the module and {graph[index].item():.7g} in the captured graph"
     return (
         f"{forward_line(captured.call.module)} does in step {step} what the captured graph does not: "
-        f"{' '.join(filter(None, (kind, name.removeprefix('return.'))))}{at} {numbers}. Likely {_CAUSES[kind]}. "
+        f"the {' '.join(filter(None, (kind, name.removeprefix('return.'))))}{at} {numbers}. Likely {_CAUSES[kind]}. "
         "check=False (--no-check) captures it as it is."
     )
 
@@ -258,7 +253,7 @@ def _noise(captured: Captured, graph: Found, values: dict[str, Tensor], step: in
     for _ in range(2):
         near = {name: moved(x) for name, x in values.items()}
         others = _seeded(step, partial(_graph_step, captured, near)).tensors
-        found = {key: max(gap, _gap(others[key], graph.tensors[key])) for key, gap in found.items()}
+        found = {key: max(gap, largest_gap(others[key], graph.tensors[key])) for key, gap in found.items()}
     return found
 
 
@@ -267,26 +262,6 @@ def _lowest(captured: Captured) -> torch.dtype:
     values = (node.meta.get("val") for node in captured.exported.graph.nodes)
     dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype in _CLOSE}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-
-
-def _gap(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two tensors; infinite if their shapes differ."""
-    if one.shape != other.shape:
-        return float("inf")
-    return float(_gaps(one, other).max()) if one.numel() else 0.0
-
-
-def _gaps(one: Tensor, other: Tensor) -> Tensor:
-    return torch.where(_is_same(one, other), 0.0, (one.double() - other.double()).abs()).nan_to_num(torch.inf)
-
-
-def _is_same(one: Tensor, other: Tensor) -> Tensor:
-    return (one == other) | ((one != one) & (other != other))
-
-
-def _largest(x: Tensor) -> float:
-    """Return the largest finite element, by size."""
-    return float(x.double().abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
 
 
 @contextmanager
@@ -306,7 +281,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
                 numpy.random.set_state(states[1])
             with torch.no_grad():
                 for buffer, value in buffers:
-                    if not _is_same(buffer, value).all():
+                    if not is_same(buffer, value).all():
                         buffer.copy_(value)
 
 

@@ -14,6 +14,8 @@ from torch.fx import Node
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils.checkpoint import CheckpointFunction
 
+from superscaler.replaced import replaced
+
 _MARK = "checkpoint"
 
 
@@ -54,11 +56,6 @@ def marked() -> Iterator[None]:
         finally:
             end(region)
 
-    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = begin, end  # type: ignore[method-assign]
-    CheckpointFunction.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
+    hooks = (saved_tensors_hooks, "__enter__", begin), (saved_tensors_hooks, "__exit__", end)
+    with replaced(*hooks, (CheckpointFunction, "apply", classmethod(apply))), mark:
         yield
-    finally:
-        saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave  # type: ignore[method-assign]
-        del CheckpointFunction.apply
-        mark.close()

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.refusals import blocked, forward_line, is_model, line_of, user_line
+from superscaler.replaced import replaced
 
 _STANDARD = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, str)
@@ -48,7 +49,8 @@ class StateWasSet(Exception):
 def refuse_hooks(module: nn.Module) -> None:
     """Raise CaptureError where a hook changes gradients: mirrors differentiate the captured operators alone."""
     found = {f"parameter {n}": (p._backward_hooks, p._post_accumulate_grad_hooks) for n, p in module.named_parameters()}
-    found |= {f"module {n or type(m).__name__}": _backward_hooks(m) for n, m in module.named_modules()}
+    modules = module.named_modules()
+    found |= {f"module {n or type(m).__name__}": (m._backward_hooks, m._backward_pre_hooks) for n, m in modules}
     found["all modules"] = (_global_backward_hooks, _global_backward_pre_hooks)
     hooked = [(name, hook) for name, tables in found.items() for table in tables for hook in (table or {}).values()]
     if hooked:
@@ -58,10 +60,6 @@ def refuse_hooks(module: nn.Module) -> None:
             f"{len(hooked)} gradient hooks would be lost, the first that of {name}{f' ({where})' if where else ''}; "
             "remove them for capture, and write what they do as an operator of the forward."
         )
-
-
-def _backward_hooks(module: nn.Module) -> tuple[Any, ...]:
-    return module._backward_hooks, module._backward_pre_hooks
 
 
 def refuse_shared(module: nn.Module, trained: Mapping[str, Any]) -> None:
@@ -240,15 +238,9 @@ def _recorded() -> Iterator[dict[tuple[int, str], str]]:
     original = nn.Module.__setattr__
 
     def record(self: nn.Module, name: str, value: Any) -> None:
-        places[id(self), name] = _line(sys._getframe(1))
+        frame = sys._getframe(1)
+        places[id(self), name] = user_line(f'File "{frame.f_code.co_filename}", line {frame.f_lineno}')
         original(self, name, value)
 
-    nn.Module.__setattr__ = record  # type: ignore[method-assign, assignment]
-    try:
+    with replaced((nn.Module, "__setattr__", record)):
         yield places
-    finally:
-        nn.Module.__setattr__ = original  # type: ignore[method-assign]
-
-
-def _line(frame: FrameType) -> str:
-    return user_line(f'File "{frame.f_code.co_filename}", line {frame.f_lineno}')

@@ -26,6 +26,7 @@ from superscaler.frontend.effects import StateWasSet, call, refuse_hooks
 from superscaler.frontend.refusals import Lost, explain, forward_line
 from superscaler.frontend.results import returned
 from superscaler.frontend.rewrites import custom_ops as experts
+from superscaler.replaced import replaced
 
 # Synonyms of operators that have a rule, and composites that torch decomposes into such operators.
 _COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hinge_embedding_loss kl_div less less_equal
@@ -57,8 +58,9 @@ def export(
     refuse_hooks(module)
     with (
         _only_wanted(module, autocast, is_trained, is_kept, forms), experts.chosen(module), checkpoints.marked(),
-        _unchecked(), warnings.catch_warnings(),
+        replaced((Distribution, "_validate_args", False)), warnings.catch_warnings(),
     ):  # fmt: skip
+        # Validity of a distribution's arguments is no part of a graph.
         warnings.simplefilter("ignore")
         try:
             exported = _exported(module, args, dict(kwargs))
@@ -198,17 +200,6 @@ def _as_it_is(module: nn.Module, kind: type[nn.Module], forward: Any) -> Iterato
         yield
     finally:
         put(*before)
-
-
-@contextmanager
-def _unchecked() -> Iterator[None]:
-    """Skip the argument checks of torch's distributions: validity is no part of a graph."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 class _Explicit(TorchFunctionMode):

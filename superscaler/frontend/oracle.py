@@ -51,6 +51,40 @@ class Reference(NamedTuple):
     buffers: dict[str, Tensor]
     outputs: Mapping[str, Tensor] = {}
 
+    def tensors(self) -> dict[tuple[str, str], Tensor]:
+        """Return the tensors of the step by their kinds and names."""
+        kinds = {"output": self.outputs, "gradient": self.gradients, "buffer": self.buffers}
+        found = {("loss", ""): self.loss, **{(kind, n): x for kind, some in kinds.items() for n, x in some.items()}}
+        return {key: x for key, x in found.items() if x is not None}
+
+
+def dense(gradient: Tensor | None, of: Tensor) -> Tensor:
+    """Return the gradient of a tensor: zeros if there is none, with all elements if it is sparse."""
+    return torch.zeros_like(of) if gradient is None else gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def largest(x: Tensor) -> float:
+    """Return the largest finite element, by size."""
+    return float(x.detach().double().abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
+
+
+def is_same(one: Tensor, other: Tensor) -> Tensor:
+    """Return for each element whether it is equal in both; nan equals nan."""
+    return (one == other) | ((one != one) & (other != other))
+
+
+def gaps(one: Tensor, other: Tensor) -> Tensor:
+    """Return the difference of each element, infinite between nan and a number."""
+    gap = (one.double() - other.double()).abs().nan_to_num(torch.inf, torch.inf)
+    return torch.where(is_same(one, other), 0.0, gap)
+
+
+def largest_gap(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two tensors; infinite if their shapes differ."""
+    if one.shape != other.shape:
+        return float("inf")
+    return float(gaps(one, other).max()) if one.numel() else 0.0
+
 
 def reference_step(
     captured: Captured,

@@ -8,8 +8,8 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from superscaler.errors import CaptureError
 from superscaler.frontend.trace import FRAME, source_of
 from superscaler.frontend.users.derivatives import is_derivative
+from superscaler.replaced import replaced
 from superscaler.specs.registered import REGISTERED
 
 _PYTHON = sysconfig.get_paths()["stdlib"]
@@ -125,80 +126,44 @@ def is_model(file: str, own: bool = False) -> bool:
     )
 
 
-_HOOK = "registers a gradient hook, which the captured step would not run; write it as an operator of the forward"
-_SEED = (
-    "sets the state of torch's random numbers, but a captured step draws its own; seed them before the step, or pass "
-    "the numbers in as an input"
-)
-_SEEDS = ("manual_seed", "seed", "set_rng_state")
-# Calls whose effect export drops: (owner, name, effect and replacement).
-_LOST: tuple[tuple[Any, str, str], ...] = (
-    (
-        torch.autograd,
-        "_engine_run_backward",
-        "computes gradients inside the forward; return the loss only, and leave the backward to the captured step",
-    ),
-    (Tensor, "register_hook", _HOOK),
-    (Tensor, "register_post_accumulate_grad_hook", _HOOK),
-    *((owner, name, _SEED) for owner in (torch, torch.random, torch.cuda) for name in _SEEDS),
-    (torch.random, "fork_rng", _SEED),
-    (
-        saved_tensors_hooks,
-        "__init__",
-        "sets hooks on the tensors that backward reads, which the captured step would not run; take them out, and use "
-        "torch.utils.checkpoint where they are for memory",
-    ),
-    (
-        torch.autograd.Function,
-        "apply",
-        "uses {}, whose own backward is not its derivative and would not run; write it in differentiable operators, as "
-        "x + (f(x) - x).detach() for a gradient straight through, or make it an operator by superscaler.register",
-    ),
-)
+def _refusing(text: str) -> Callable[[Any], Any]:
+    """Return a function that replaces any call by a refusal."""
 
-
-@contextmanager
-def blocked() -> Iterator[None]:
-    saved = [(owner, name, owner.__dict__[name]) for owner, name, _ in _LOST]
-    try:
-        for (owner, name, text), (_, _, original) in zip(_LOST, saved, strict=True):
-            setattr(owner, name, _REFUSING.get(name, _refusing)(original, text))
-        yield
-    finally:
-        for owner, name, original in saved:
-            setattr(owner, name, original)
-
-
-def _refusing(_: Any, text: str) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
         raise Lost(text)
 
-    return refuse
+    return lambda original: refuse
 
 
-def _refusing_to_users(original: Any, text: str) -> Any:
+def _refusing_to_users(original: Any) -> Any:
     """torch keeps the state of random numbers around what it traces."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if not is_model(caller := sys._getframe(1).f_code.co_filename) or caller.startswith(_TORCH):
             return original(*args, **kwargs)
-        raise Lost(text)
+        raise Lost(
+            "sets the state of torch's random numbers, but a captured step draws its own; seed them before the step, "
+            "or pass the numbers in as an input"
+        )
 
     return refuse
 
 
-def _refusing_hooks(original: Any, text: str) -> Any:
+def _refusing_hooks(original: Any) -> Any:
     """torch's own hooks, of checkpoints and for memory, change no gradient."""
 
     def init(self: saved_tensors_hooks, *args: Any) -> None:
         if type(self) is saved_tensors_hooks or not type(self).__module__.startswith("torch."):
-            raise Lost(text)
+            raise Lost(
+                "sets hooks on the tensors that backward reads, which the captured step would not run; take them out, "
+                "and use torch.utils.checkpoint where they are for memory"
+            )
         original(self, *args)
 
     return init
 
 
-def _refusing_apply(original: Any, text: str) -> Any:
+def _refusing_apply(original: Any) -> Any:
     """torch's own functions do what their operators do, and a registered operator runs as it is written.
 
     Of any other one the forward is captured, if its own backward is the derivative of that.
@@ -212,17 +177,37 @@ def _refusing_apply(original: Any, text: str) -> Any:
         if key not in known:
             known[key] = not kwargs and is_derivative(partial(original.__func__, cls), partial(_forward, cls), args)
         if not known[key]:
-            raise Lost(text.format(cls.__qualname__))
+            raise Lost(
+                f"uses {cls.__qualname__}, whose own backward is not its derivative and would not run; write it in "
+                "differentiable operators, as x + (f(x) - x).detach() for a gradient straight through, or make it an "
+                "operator by superscaler.register"
+            )
         return _forward(cls, *args)
 
     return classmethod(apply)
 
 
-_REFUSING = {
-    **dict.fromkeys((*_SEEDS, "fork_rng"), _refusing_to_users),
-    "apply": _refusing_apply,
-    "__init__": _refusing_hooks,
-}
+_GRADIENTS = "computes gradients inside the forward; return the loss only, and leave the backward to the captured step"
+_HOOK = "registers a gradient hook, which the captured step would not run; write it as an operator of the forward"
+# Calls whose effect export drops: the owner, the name, and what makes the refusing function of the original one.
+_LOST: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (torch.autograd, "_engine_run_backward", _refusing(_GRADIENTS)),
+    (Tensor, "register_hook", _refusing(_HOOK)),
+    (Tensor, "register_post_accumulate_grad_hook", _refusing(_HOOK)),
+    *(
+        (owner, name, _refusing_to_users)
+        for owner in (torch, torch.random, torch.cuda)
+        for name in ("manual_seed", "seed", "set_rng_state")
+    ),
+    (torch.random, "fork_rng", _refusing_to_users),
+    (saved_tensors_hooks, "__init__", _refusing_hooks),
+    (Function, "apply", _refusing_apply),
+)
+
+
+def blocked() -> AbstractContextManager[None]:
+    """Refuse these calls in the block."""
+    return replaced(*((owner, name, refusing(vars(owner)[name])) for owner, name, refusing in _LOST))
 
 
 class _Context(SimpleNamespace):
@@ -237,9 +222,7 @@ def _forward(cls: type[Function], *args: Any) -> Any:
     return cls.forward(*args) if is_split else cls.forward(_Context(needs_input_grad=[True] * len(args)), *args)
 
 
-def _in_operator(frame: FrameType | None) -> bool:
+def _in_operator(frame: FrameType) -> bool:
     """Return whether a frame runs inside a registered function."""
     codes = {rule.code for rule in REGISTERED.values()}
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame is not None
+    return any(inner.f_code in codes for inner, _ in traceback.walk_stack(frame))

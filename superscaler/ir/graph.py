@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from math import prod
@@ -211,7 +211,6 @@ class Graph:
         self.pieces: dict[str, int] = {}
         # Ops whose parts go to the hosts of the devices on which they would be.
         self.hosted: set[str] = set()
-        self._uses: dict[str, list[tuple[Op, int]]] | None = None
         # Whether gradients of weights are sent while others are computed.
         self.overlaps = True
         self.rewrite(model)
@@ -318,13 +317,6 @@ class Graph:
             raise InputError(unknown("trained parameter", name, self.updates))
         return self.updates[name]
 
-    @property
-    def uses(self) -> Mapping[str, list[tuple[Op, int]]]:
-        """Return, for each pTensor, the forward ops that read it, each with the number of the input, in order."""
-        if self._uses is None:
-            self._uses = self.model.uses()
-        return self._uses
-
     def rewrite(self, model: Model) -> None:
         """Replace the model by one with other ops; new ones have no parts yet.
 
@@ -334,7 +326,6 @@ class Graph:
         self.twins = {op.origin: op for op in model.ops if op.origin}
         self.updates = {op.inputs[0].tensor: op for op in model.ops if op.kind == "optimizer" and not op.is_write}
         self.grids = {op.name: self.grids.get(op.name) or Grid() for op in model.ops}
-        self._uses = None
         self._by_name = {op.name: op for op in model.ops}
         self._ops = tuple(op for op in model.ops if not op.origin)
         self._forward_ops = tuple(op for op in self._ops if op.is_forward)
@@ -349,7 +340,7 @@ class Graph:
                 self.grids[twin.name] = self.grids[name]
         copies = [op for op in self._forward_ops if op.is_copy and not self.grids[op.name].is_touched]
         for op in reversed(copies):
-            reader, k = self.uses[op.outputs[0].tensor][0]
+            reader, k = self.model.uses[op.outputs[0].tensor][0]
             self.grids[op.name] = read_by(self.grids[reader.name], reader.inputs[k].slots)
 
         def of_twins(group: Group) -> Group:
@@ -400,7 +391,9 @@ class Graph:
         """Cut an op that updates a weight, or sets a buffer, in the same way as its readers do."""
         name = op.inputs[0].tensor
         read = [name, *(older for older, weight in self.model.versions.items() if weight == name)]
-        found = [cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.uses[t]]
+        found = [
+            cuts_of(self.grids[reader.name], reader.inputs[k].slots) for t in read for reader, k in self.model.uses[t]
+        ]
         kept = [a for a in (found[0] if found else ()) if a.is_stage or all(a in axes for axes in found)]
         axes = [a if a.index is None else replace(a, index=op.inputs[0].slots[a.index]) for a in kept]
         self.grids[op.name] = Grid(tuple(axes), np.full([len(a.sizes) for a in axes], UNASSIGNED))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from hashlib import blake2b
 from itertools import takewhile
 from math import prod
@@ -228,7 +229,7 @@ class Optimizer:
     scaler: tuple[tuple[str, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """The captured model, which no plan changes. Ops are in execution order, the optimizer ops last.
 
@@ -250,11 +251,13 @@ class Model:
     result: str = ""
     iterations: int = 1
 
-    def producers(self) -> dict[str, tuple[Op, int]]:
+    @cached_property
+    def producers(self) -> Mapping[str, tuple[Op, int]]:
         """Return, for each activation, the op that writes it and the number of the output."""
         return {o.tensor: (op, k) for op in self.forward_ops for k, o in enumerate(op.outputs)}
 
-    def uses(self) -> dict[str, list[tuple[Op, int]]]:
+    @cached_property
+    def uses(self) -> Mapping[str, Sequence[tuple[Op, int]]]:
         """Return, for each pTensor, the forward ops that read it, each with the number of the input, in order."""
         found: dict[str, list[tuple[Op, int]]] = {name: [] for name in self.tensors}
         for op in self.forward_ops:
@@ -262,7 +265,7 @@ class Model:
                 found[operand.tensor].append((op, k))
         return found
 
-    @property
+    @cached_property
     def forward_ops(self) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.is_forward)
 
@@ -377,7 +380,7 @@ def unread_twins(model: Model) -> frozenset[str]:
     """Return the recomputed tensors whose values no gradient depends on: only sums read them, and nothing else reads
     these.
     """
-    uses, found = model.uses(), set[str]()
+    uses, found = model.uses, set[str]()
     for op in reversed(model.ops):
         for output in op.outputs if op.origin else ():
             readers = [reader for reader, _ in uses[output.tensor]]

@@ -35,6 +35,6 @@ def swap(graph: Graph, n: int, axis: str, what: str = "activations", microbatche
 
 def reads_activations(graph: Graph, ops: Sequence[Op]) -> bool:
     """Return whether ops read activations from outside; a first layer may read data alone."""
-    makers, inside = graph.model.producers(), {op.name for op in ops}
+    makers, inside = graph.model.producers, {op.name for op in ops}
     read = (makers[o.tensor][0] for op in ops for o in op.inputs if o.tensor in makers)
     return any(maker.name not in inside and not maker.from_data for maker in read)

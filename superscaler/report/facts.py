@@ -275,10 +275,10 @@ class _Blocks:
             group: fold.everywhere(group) if fold is not None and group else [group]
             for group in {move.group for move in compiled.moves}
         }
-        self.producers, self.uses = self.model.producers(), self.model.uses()
-        for op in self.model.ops:
-            if op.is_write:
-                self.uses[op.inputs[1].tensor].append((op, 1))
+        self.producers, self.uses = self.model.producers, dict(self.model.uses)
+        for op in (op for op in self.model.ops if op.is_write):
+            name = op.inputs[1].tensor
+            self.uses[name] = [*self.uses[name], (op, 1)]
         self.layouts: dict[tuple[str, bool], str] = {}
         self.ops: dict[str, list[Op]] = {}
         for op in self.model.forward_ops:

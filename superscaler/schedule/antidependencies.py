@@ -20,7 +20,7 @@ def of_weights(edges: Dataflow, segment_of: Mapping[str, Segment]) -> Iterator[D
     """Yield the dependencies between the update of a weight and its readers: reads of this iteration come before the
     update, those of later iterations after it.
     """
-    uses, nexts, known = edges.model.uses(), edges.model.nexts, dict[Hashable, list[tuple[Key, Key]]]()
+    uses, nexts, known = edges.model.uses, edges.model.nexts, dict[Hashable, list[tuple[Key, Key]]]()
     for tensor, op in edges.homes.items():
         number, older = edges.home_number[tensor], edges.home_number.get(nexts.get(tensor, ""))
         if older is not None:

@@ -174,7 +174,7 @@ def _coupled(nodes: DependencyGraph, transfer: Transfer) -> tuple[str, bool]:
     op = next(reads, ops[0])
     where = " of ".join(filter(None, (op.source, op.module)))
     text = f"{op.name} ({where})" if where else op.name
-    uses = nodes.graph.uses.get(transfer.tensor, ())
+    uses = nodes.graph.model.uses.get(transfer.tensor, ())
     is_causal = any(
         user.indices[i].until is not None for user, k in uses for i in user.inputs[k].slots if i is not None
     )

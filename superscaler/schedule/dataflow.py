@@ -48,7 +48,7 @@ class Dataflow:
         self.rows = {op.name: self._expand(op) for op in self.model.ops}
         self.mirrors = {op.name: self.model.mirror(op) for op in self.model.ops if op.has_mirror}
         self.rows |= {mirror.name: self.rows[name] for name, mirror in self.mirrors.items()}
-        self.producers = self.model.producers()
+        self.producers = self.model.producers
         self.extents = {name: tensor.extents for name, tensor in self.model.tensors.items()}
         self.makers: dict[str, list[Port]] = {tensor: [end] for tensor, end in self.producers.items()}
         self.readers: dict[str, list[Port]] = {}
@@ -61,7 +61,7 @@ class Dataflow:
                 self.makers[tensor] = [(op, 0)]
                 read = op.inputs[1].tensor if op.is_write else self.model.gradient(tensor)
                 self.readers.setdefault(read, []).append((self._update(op), 1))
-        for tensor, uses in self.model.uses().items():
+        for tensor, uses in self.model.uses.items():
             if name := self.model.gradient(tensor):
                 self.extents[name] = self.extents[tensor]
                 made = [(self.mirrors[op.name], k) for op, k in uses if op.has_mirror]

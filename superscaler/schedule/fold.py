@@ -184,7 +184,7 @@ def _ordered(graph: Graph) -> Iterator[tuple[str, tuple[Address, ...]]]:
 
 def _edges(graph: Graph) -> Iterator[tuple[Op, Operand, Op, Operand]]:
     """Yield all pairs of ops between which data flows. The home of a weight counts as its producer."""
-    producers = {name: (op, op.outputs[j]) for name, (op, j) in graph.model.producers().items()}
+    producers = {name: (op, op.outputs[j]) for name, (op, j) in graph.model.producers.items()}
     producers |= {op.inputs[0].tensor: (op, op.outputs[0]) for op in graph.model.ops if not op.is_forward}
     for op in graph.model.ops:
         for operand in op.inputs if op.is_forward else op.inputs[1:] if op.is_write else ():

@@ -20,7 +20,7 @@ def place_updates(graph: Graph, world: int) -> None:
     """Place the optimizer ops that no op_assign placed: where their weight is read, or else made. Outputs of the step
     go to all devices.
     """
-    producers, uses, nexts = graph.model.producers(), graph.model.uses(), graph.model.nexts
+    producers, uses, nexts = graph.model.producers, dict(graph.model.uses), graph.model.nexts
     for version, weight in graph.model.versions.items():
         # If all readers of a weight read an older version, the weight is where that is read.
         uses[weight] = uses[weight] or uses[version]
@@ -56,7 +56,7 @@ def check_copies(graph: Graph) -> None:
     """Raise ScheduleError for a copy of `Insert` that is where all its readers are: it changes nothing."""
     known: dict[Hashable, frozenset[Located]] = {}
     for op in (op for op in graph.forward_ops if op.is_copy):
-        readers = graph.uses[op.outputs[0].tensor]
+        readers = graph.model.uses[op.outputs[0].tensor]
         read = frozenset[Located]().union(*(_places(graph, r, r.inputs[k], known) for r, k in readers))
         names = {reader.name for reader, _ in readers} if read == _places(graph, op, op.outputs[0], known) else set()
         if entry := next((e for e in graph.journal if e.op in names and e.detail.startswith("Insert(")), None):

@@ -48,7 +48,7 @@ class _Blocks:
 
     def __init__(self, model: Model, op: Op, parts: int) -> None:
         self.op, self.parts, self.known = op, parts, dict(model.tensors)
-        self.makers = {name: maker for name, (maker, _) in model.producers().items()}
+        self.makers = {name: maker for name, (maker, _) in model.producers.items()}
         self.tensors: dict[str, PTensor] = {}
         if op.target != TARGET or any(op.args[4:5]) or dict(op.kwargs).get("dropout_p"):
             why = "has dropout on its probabilities" if "attention" in op.target else f"is {op.target}"

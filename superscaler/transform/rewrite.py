@@ -181,7 +181,7 @@ class Insert:
     tensor: str = ""
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        makers, readers = model.producers(), {op.name for op in ops if op.is_forward}
+        makers, readers = model.producers, {op.name for op in ops if op.is_forward}
         inside = {o.tensor for op in ops for o in op.outputs}
         read = dict.fromkeys(o.tensor for op in ops if op.name in readers for o in op.inputs)
         free = (t for t in read if t in makers and t not in inside and not makers[t][0].from_data)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from superscaler.artifact import initial_values
-from superscaler.frontend.oracle import retyped
+from superscaler.frontend.oracle import largest, retyped
 from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model, once, renamed, without_sources, without_twins
 from superscaler.ir.model_text import parse_model, print_model
@@ -21,7 +21,7 @@ from superscaler.report.facts import kept_values, own_operators
 from superscaler.store.files import MODEL_FILE, WEIGHTS_FILE
 from superscaler.store.operator_files import copies
 from superscaler.store.plan import read_file, read_plan, read_text
-from superscaler.verify.compare import largest, relative_error
+from superscaler.verify.compare import relative_error
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values, model_step
 from superscaler.verify.retype import retype_model
 

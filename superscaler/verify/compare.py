@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superscaler.artifact import slots_of
 from superscaler.compiler import Compiled
-from superscaler.frontend.oracle import Reference
+from superscaler.frontend.oracle import Reference, largest, largest_gap
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Give, Weight
 from superscaler.runtime.executor import Pairs, Rank, put, take
@@ -194,23 +194,9 @@ def floor_of(gradients: Iterable[Tensor]) -> float:
     return FLOOR * max(map(largest, gradients), default=1.0)
 
 
-def largest(x: Tensor) -> float:
-    """Return the largest finite element, by size."""
-    finite = x.detach().double().abs()
-    finite = finite[finite.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0
-
-
 def relative_error(have: Tensor, want: Tensor, whole: Tensor, floor: float = 0.0) -> float:
     """Return the largest difference, relative to the largest element of the whole tensor, or to `floor`."""
-    if have.shape != want.shape:
-        return float("inf")
-    if not want.numel():
-        return 0.0
-    have, want = have.double(), want.double()
-    is_same = (have == want) | (have.isnan() & want.isnan())
-    gap = float(torch.where(is_same, 0.0, (have - want).abs()).max())
-    return gap / max(largest(whole), floor, 1e-300)
+    return largest_gap(have, want) / max(largest(whole), floor, 1e-300)
 
 
 def _state_error(have: Values, want: Mapping[str, object]) -> float:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from superscaler.errors import PlanError
 from superscaler.frontend.agreement import WithoutDropout
 from superscaler.frontend.checkpoints import marked
-from superscaler.frontend.oracle import Draw, Reference, packed, retyped
+from superscaler.frontend.oracle import Draw, Reference, is_same, packed, retyped
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
@@ -103,7 +103,7 @@ class Eager:
         dense = (None if g is None else (g.to_dense() if g.is_sparse else g).cpu() for g in found)
         gradients = _segmented(self.model, dict(zip(trained, dense, strict=True)))
         after = {n: state[f"module.{n}"].detach().cpu() for n in buffers}
-        changed = {n: b for n, b in after.items() if not _is_same(fixed.get(n), b)}
+        changed = {n: b for n, b in after.items() if n not in fixed or not is_same(fixed[n].cpu(), b).all()}
         return Reference(None if loss is None else loss.detach().cpu(), gradients, changed, outputs)
 
     def _copy(self, value: Tensor) -> Tensor:
@@ -131,10 +131,6 @@ class Eager:
             torch.set_default_dtype(default)
             for module, is_training in zip(modules, training, strict=True):
                 module.training = is_training
-
-
-def _is_same(before: Tensor | None, after: Tensor) -> bool:
-    return before is not None and bool(((before.cpu() == after) | (before != before).cpu()).all())
 
 
 def _line(error: Exception) -> str:

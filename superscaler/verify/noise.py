@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from superscaler.frontend.oracle import Reference
-from superscaler.verify.compare import largest
+from superscaler.frontend.oracle import Reference, largest
 from superscaler.verify.locate import TOLERANCE, Values
 
 # A value below _TINY may be a true zero. Then the step is repeated with weights changed by _CHANGE (relative), and a

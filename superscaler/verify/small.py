@@ -157,7 +157,7 @@ def _looked_up(model: Model, values: Mapping[str, Tensor]) -> dict[str, str]:
     Safe are numbers of inputs, which are drawn below a bound, zeros and ones, and positions in a tensor with that
     factor.
     """
-    safe, producers = set(bounds(model)), model.producers()
+    safe, producers = set(bounds(model)), model.producers
     safe |= {n for n, v in values.items() if not v.is_floating_point() and v.numel() and v.min() >= 0 and v.max() < 2}
     found: dict[str, str] = {}
     for op in model.ops:

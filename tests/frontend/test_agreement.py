@@ -154,7 +154,7 @@ def test_a_difference_of_a_few_roundings_is_looked_at_again(monkeypatch: pytest.
     values = {name: value.clone() for name, value in known.values.items()}
     graph = _seeded(1, lambda: _graph_step(known, values))
     noise = agreement._noise(known, graph, values, 1)
-    key = "the gradient", "first.weight"
+    key = "gradient", "first.weight"
     for times, is_far in ((_NOISE / 2, False), (_NOISE * 2, True)):
         other = graph._replace(tensors={**graph.tensors, key: graph.tensors[key] + times * noise[key]})
         if is_far:

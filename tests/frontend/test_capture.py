@@ -75,7 +75,7 @@ def test_tied_weights_are_one_tensor(gpt2_captured: Captured) -> None:
     model = gpt2_captured.model
     assert model.aliases == {"lm_head.weight": "transformer.wte.weight"}
     assert "lm_head.weight" not in model.tensors
-    assert [op.module for op, _ in model.uses()["transformer.wte.weight"]] == ["transformer.wte", "lm_head"]
+    assert [op.module for op, _ in model.uses["transformer.wte.weight"]] == ["transformer.wte", "lm_head"]
     assert [op.name for op in model.ops].count("update.transformer.wte.weight") == 1
 
 

@@ -104,7 +104,7 @@ def test_operators_that_are_others_by_another_name() -> None:
     torch.manual_seed(0)
     captured = capture(Renamed(), (torch.randn(4, 6), torch.randn(4, dtype=torch.float64)))
     assert not captured.model.unsupported
-    assert not captured.model.uses()["like"]
+    assert not captured.model.uses["like"]
     cuts, loss = check_cuts(captured)
     assert cuts >= 20
     expected, *_ = reference_step(captured, captured.batch, captured.values, torch.float64)

@@ -255,7 +255,7 @@ def test_tied_weights_are_cut_on_another_dim_in_each_use() -> None:
     compiled = compile(graph("tied"), plan, Cluster.local(2))
     cut = {
         op.target: op.indices[axis.index].factor
-        for op, _ in compiled.compiled.graph.model.uses()["table.weight"]
+        for op, _ in compiled.compiled.graph.model.uses["table.weight"]
         for axis in compiled.compiled.graph.grids[op.name].axes
         if axis.index is not None
     }

@@ -108,7 +108,7 @@ class Needs:
 
     def __post_init__(self) -> None:
         self.rows: dict[str, Rows] = {op.name: self.graph.rows(op) for op in self.graph.ops}
-        made = self.graph.model.producers()
+        made = self.graph.model.producers
         for op in self.graph.ops:
             for key in self.rows[op.name].keys:
                 for kind in ("U",) if not op.is_forward else ("F", "B") if op.has_mirror else ("F",):

@@ -43,7 +43,7 @@ def stretches(graph: Graph) -> list[tuple[str, list[Op]]]:
 
 def made_for(graph: Graph, core: Iterable[Op], among: Collection[str]) -> list[Op]:
     """Return ops, and those `among` others whose results only these read, and so on back to what more ops read."""
-    uses, inside = graph.uses, {op.name for op in core}
+    uses, inside = graph.model.uses, {op.name for op in core}
     for op in reversed(graph.forward_ops):
         readers = [reader.name for o in op.outputs for reader, _ in uses[o.tensor]]
         if readers and inside.issuperset(readers) and not op.from_data and op.name in among:
@@ -166,7 +166,7 @@ def tensor_splits(
         own, whole = _with(graph, factor)
         is_free = not whole and not any(op.name in inside for op in own)
         splits |= {op.name: [Split(factor, parts)] for op in own if is_free or outer.get(op.name) == factor}
-    uses = graph.uses
+    uses = graph.model.uses
     for op in reversed(graph.forward_ops):
         # Casts and transposes of a weight are cut as what reads them.
         readers = [splits.get(r.name) for o in op.outputs for r, _ in uses[o.tensor]] if op.from_weights else []

@@ -1,0 +1,24 @@
+"""Attributes of objects, classes and modules, replaced within a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_MISSING = object()
+
+
+@contextmanager
+def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes (owner, name, value) in the block. Afterwards they are what they were, or deleted if only a class
+    of the owner has them.
+    """
+    before = [(owner, name, vars(owner).get(name, _MISSING)) for owner, name, _ in values]
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
