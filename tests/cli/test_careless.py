@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import subprocess
 import sys
@@ -56,49 +55,8 @@ def plans(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("crash", "plans.py:6 (in crash) failed: KeyError: 'nope'."),
-        ("leave", "plans.py:10 (in leave) failed: it ends the process with sys.exit(3)."),
-        ("narrow", "narrow(graph) takes 1 positional arguments, but a plan is given 2"),
-        ("typed:n=x", "n is 'x', but it must be a whole number, as 4."),
-        ("typed:n=1,n=2", "the key 'n' is given twice, 1 and 2"),
-        ("crsh", "unknown function 'crsh'; did you mean 'crash'?"),
-        ("", "names no function; write"),
-    ],
-)
-def test_a_bad_plan_is_one_line(plans: Path, function: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("validate", MODEL, "--plan", f"{plans}:{function}", "--cluster", "local:1") == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert len(err.splitlines()) == 1
-
-
 def test_a_plan_may_import_what_is_beside_it_and_has_typed_keys(plans: Path) -> None:
     assert run("validate", MODEL, "--plan", f"{plans}:typed:n=2,flag=yes", "--cluster", "local:1") == 0
-
-
-@pytest.mark.parametrize("text", ["def f(:\n", "raise ValueError('boom')\n", "import no_such_module\n", "a = '\0'\n"])
-@pytest.mark.parametrize("place", ["plan", "model"])
-def test_a_file_that_cannot_be_imported_is_one_line(
-    tmp_path: Path, text: str, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "broken.py"
-    file.write_text(text)
-    chosen = ["--plan", f"{file}:f", "--cluster", "local:1"] if place == "plan" else ONE
-    assert run("validate", MODEL if place == "plan" else f"{file}:f", *chosen) == 2
-    err = capsys.readouterr().err
-    assert "broken.py" in err
-    assert "cannot be imported: " in err
-    assert len(err.splitlines()) == 1
-
-
-def test_a_model_function_that_raises_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def f():\n    raise RuntimeError('no weights')\n")
-    assert run("capture", f"{file}:f") == 2
-    assert capsys.readouterr().err == f"error: {file}:2 (in f) failed: RuntimeError: no weights.\n"
 
 
 def test_a_model_that_no_memory_holds_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,18 +138,6 @@ def test_out_below_a_file_or_a_broken_link_is_refused(tmp_path: Path, capsys: py
     assert (tmp_path / "file").read_text() == "keep"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: " + "[" * 5000 + "]" * 5000, "nested too deep"), ("servers: 1\nservers: 2\n", "'servers' is given twice")],
-)
-def test_a_cluster_file_that_is_deep_or_double_is_refused(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "cluster.yaml").write_text(text)
-    assert run("validate", MODEL, "--plan", "single", "--cluster", str(tmp_path / "cluster.yaml")) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_numbers_beyond_all_reason_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compile", "mlp:layers=1000000000", *ONE) == 2
     assert "layers is 1000000000, but no more than 10000 can be built" in capsys.readouterr().err
@@ -220,15 +166,6 @@ def test_signs_in_a_name_are_shown_and_not_done(capsys: pytest.CaptureFixture[st
         err = capsys.readouterr().err
         assert "a\\nb\\x1b[1m" in err
         assert len(err.splitlines()) == 1
-
-
-def test_an_error_keeps_its_exit_code_where_standard_error_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.ENOSPC, text)
-
-    monkeypatch.setattr("sys.stderr", Full())
-    assert run("explain", "nothing") == 2
 
 
 def test_a_folder_that_is_gone_is_one_line(

@@ -64,8 +64,10 @@ EVERY: dict[str, tuple[Callable[[Path], object], str]] = {
     "a byte changed": (lambda f: f.write_bytes(f.read_bytes()[:-2] + b"~" + f.read_bytes()[-1:]), ""),
     "binary": (lambda f: f.write_bytes(bytes(range(256)) * 9), ""),
 }
+# Those with a reader of their own; of the others only the hash is looked at.
+_READ, _ANY = (PLAN, EXPLAIN, WEIGHTS, "program.txt"), ("missing", "a pipe", "a byte changed")
 for _file in FILES:
-    for _name, (_change, _told) in EVERY.items():
+    for _name, (_change, _told) in EVERY.items() if _file in _READ else ((n, EVERY[n]) for n in _ANY):
         damage(f"{_file} {_name}", lambda folder, f=_file, c=_change: c(folder / f), _told)
 
 
@@ -74,22 +76,14 @@ for _file in FILES:
 RAW: dict[str, str | bytes] = {
     "an open brace": "{",
     "a list": "[]",
-    "a number": "1",
-    "null": "null",
-    "text": '"plan"',
     "lists too deep": "[" * 100_000,
-    "objects too deep": '{"version":' * 5000 + "1" + "}" * 5000,
     "whole lists too deep": '{"version": 2, "world": ' + "[" * 5000 + "]" * 5000 + "}",
     "a number too long": '{"version": ' + "9" * 5000 + "}",
     "NaN": '{"version": NaN}',
-    "Infinity": '{"version": Infinity}',
     "a number too large": '{"version": 1e999}',
     "two objects": "{}{}",
-    "an empty object": "{}",
     "a byte order mark": "\ufeff{}",
-    "UTF-16": '{"version": 2}'.encode("utf-16"),
     "a comment": '{"version": 2 /* mine */}',
-    "single quotes": "{'version': 2}",
     "a pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x07version\x94.",
 }
 for _name, _text in RAW.items():
@@ -134,84 +128,41 @@ def put(path: str, value: Any) -> Change:
 
 
 _HASH = "0" * 64
+# Beside those of another type, all of which test_damaged.py makes.
 VALUES: list[tuple[str, Any, str]] = [
     ("version", 1, "is of version 1, but this superscaler reads version 2"),
-    ("version", 99, "is of version 99, but"),
-    ("version", "2", "is of version 2, but"),
     ("version", None, "is of version None, but"),
-    ("version", [2], "is of version [2], but"),
     ("world", 0, "a world of 0"),
     ("world", 2, "1 devices, 1 programs and a world of 2"),
-    ("world", -1, "world is '-1'"),
     ("world", 2**70, "world is '118"),
     ("world", "1", "world is '1': input should be a valid integer"),
-    ("world", 1.5, "world is '1.5'"),
-    ("world", True, "world is 'True'"),
-    ("cluster", 3, "cluster is '3'"),
-    ("seed", "0", "seed is '0': input should be a valid integer"),
     ("seed", 2**64, "seed is '18446744073709551616'"),
-    ("seed", None, "seed is 'None'"),
-    ("programs", "program_0", "programs is 'program_0'"),
     ("programs", ["../program_0"], "programs, 0 is '../program_0'"),
     ("programs", [], "0 programs"),
-    ("devices", {}, "devices is '{}'"),
-    ("devices", [None], "devices, 0 is 'None'"),
-    ("devices", [], "0 devices"),
-    ("devices/0/weights", None, "devices, 0, weights is 'None'"),
-    ("devices/0/weights/0/box", "x", "box is 'x'"),
     ("devices/0/weights/0/box", [[0]], "box, 0, 1 is "),
     ("devices/0/weights/0/box", [[-1, 2]], "box, 0, 0 is '-1'"),
-    ("devices/0/weights/0/box", [[0, "4"]], "box, 0, 1 is '4'"),
     ("devices/0/weights/0/trained", 1, "trained is '1'"),
-    ("devices/0/weights/0/group", -1, "group is '-1'"),
     ("devices/0/weights/0/more", 1, "more is '1'"),
-    ("devices/0/inputs", [["x"]], "inputs, 0, 1 is"),
-    ("devices/0/groups", [[-1]], "groups, 0, 0 is '-1'"),
-    ("devices/0/messages", [[0]], "messages, 0, 1 is"),
-    ("devices/0/boxes", [1], "boxes, 0"),
     ("devices/0/draws", [[{}]], "draws, 0, 0, op is"),
-    ("devices/0/counted", [1], "counted, 0 is '1'"),
-    ("inputs/x", "float32", "inputs, x is 'float32'"),
     ("bounds", {"x": -1}, "bounds, x is '-1'"),
-    ("limits", {"x": [0]}, "limits, x, 1 is"),
-    ("slots", [], "slots is '[]'"),
     ("slots", {"x": [[2**80]]}, "slots, x, 0, 0 is"),
     ("tensors/head.bias/kind", "neither", "kind is 'neither'"),
-    ("aliases", [], "aliases is '[]'"),
-    ("loss_dtype", 3, "loss_dtype is '3'"),
-    ("optimizer", "AdamW", "optimizer is 'AdamW'"),
-    ("optimizer/name", None, "optimizer, name is 'None'"),
-    ("optimizer/groups", {}, "optimizer, groups is '{}'"),
-    ("optimizer/groups/0/lr", {}, "optimizer, groups, 0, lr"),
-    ("optimizer/scaler", [], "optimizer, scaler is '[]'"),
-    ("operators", [], "operators is '[]'"),
-    ("operators", {"x": None}, "operators, x"),
-    ("operators", {"a.b.c": "ops.py"}, "operators, a.b.c is 'ops.py'"),
     ("operators", {"a.b.c": {"module": "os", "file": "../x.py", "sha256": _HASH}}, "operators, a.b.c, file"),
-    ("manifest", None, "manifest is 'None'"),
     ("manifest", {}, "manifest, model is"),
-    ("manifest/files", [], "manifest, files is '[]'"),
     ("manifest/files", {"../run.py": _HASH}, "manifest, files, ../run.py"),
-    ("manifest/files", {"/etc/passwd": _HASH}, "manifest, files, /etc/passwd"),
-    ("manifest/files/run.py", 3, "manifest, files, run.py is '3'"),
     ("manifest/files/run.py", _HASH, "run.py is not what compile wrote there"),
-    ("manifest/tensors", [], "manifest, tensors is '[]'"),
     ("manifest/tensors", {"nothing": _HASH}, WEIGHTS),
-    ("manifest/header", "", "manifest, header is ''"),
     ("manifest/header", _HASH, "initial.safetensors is not what compile wrote there"),
-    ("manifest/torch", 3, "manifest, torch is '3'"),
-    ("more", {}, "more is '{}'"),
 ]
 for _n, (_path, _value, _told) in enumerate(VALUES):
     damage(f"{PLAN} {_n}: {_path} {str(_value)[:40]}", put(_path, _value), _told)
-for _key in ("version", "world", "devices", "slots", "optimizer", "operators", "manifest"):
+for _key in ("version", "devices", "manifest"):
     damage(f"{PLAN} without {_key}", sealed(lambda plan, k=_key: plan.pop(k)), _key)
 
 _RUN = ("validate", "load")
 damage("an unknown dtype of the loss", put("loss_dtype", "float99"), "float99", readers=_RUN)
 damage("an unknown dtype of an input", put("inputs/x", [[4, 4], "Tensor"]), "Tensor", readers=_RUN)
 damage("an unknown optimizer", put("optimizer/name", "Adamax"), "Adamax", readers=_RUN)
-damage("an unknown option of the optimizer", put("optimizer/groups/0/speed", 1.0), "speed", readers=_RUN)
 damage("hashes of another plan", lambda f: (f / PLAN).write_text((f / PLAN).read_text().replace('"seed": 0', '"seed": 1')), "is not what compile wrote there")  # fmt: skip  # noqa: E501
 
 
@@ -230,10 +181,8 @@ def explained(turn: Callable[[dict[str, Any]], object]) -> Change:
 
 
 TOLD: list[tuple[str, Any]] = [
-    ("version", 99), ("world", "1"), ("cluster", None), ("model", []), ("blocks", {}), ("blocks", [{}]),
-    ("blocks", ["x"]), ("schedule", [{"devices": 0}]), ("relaxations", None), ("orders", [1]), ("summary", 2),
-    ("counts", {"parts": -1}), ("counts", {"parts": "1"}), ("totals", [{"way": "local"}]), ("totals", 3),
-    ("paths", [{}]), ("bytes_moved", 1.5), ("bytes_moved", float("nan")), ("more", 1),
+    ("version", 99), ("world", "1"), ("blocks", [{}]), ("schedule", [{"devices": 0}]), ("counts", {"parts": -1}),
+    ("totals", [{"way": "local"}]), ("bytes_moved", float("nan")), ("more", 1),
 ]  # fmt: skip
 for _n, (_key, _value) in enumerate(TOLD):
     damage(f"{EXPLAIN} {_n}: {_key} {_value}", explained(lambda d, k=_key, v=_value: d.update({k: v})), EXPLAIN, readers=("explain", "diff"))  # fmt: skip  # noqa: E501
@@ -286,8 +235,6 @@ damage("weights: one more", weights(lambda v: v.update(more=torch.ones(2))), WEI
 damage("weights: another dtype", weights(lambda v: v.update({"head.bias": v["head.bias"].half()})), WEIGHTS)
 damage("weights: another shape", weights(lambda v: v.update({"head.bias": v["head.bias"][None]})), WEIGHTS)
 damage("weights: a long header", _long_header, WEIGHTS)
-damage("weights: a header of text", _header(b"weights"), WEIGHTS)
 damage("weights: a deep header", _header(b"[" * 100_000), WEIGHTS)
 damage("weights: a header of other types", _header(b'{"head.bias": {"data_offsets": ["a", {}]}}'), WEIGHTS)
 damage("weights: offsets beyond the file", _header(b'{"head.bias": {"data_offsets": [0, %d]}}' % 2**80), WEIGHTS)
-damage("weights: a pickle", lambda folder: torch.save({"head.bias": torch.ones(4)}, folder / WEIGHTS), WEIGHTS)

@@ -2,7 +2,7 @@
 
     python tests/faults/kills.py [--trials 50] [--victim rank|launcher|torchrun|job] [--saving] [--seed 0] [--out FILE]
 
-Every trial trains two ranks with a checkpoint a step, kills a rank, the launcher, or all ranks of a job without one,
+Every trial trains two ranks with a checkpoint a step, kills a rank, the launcher, or all of the job,
 with SIGKILL, at any moment or while a checkpoint is written, waits until all have ended, and resumes. It fails where a
 process lives on, the culprit is not named, the checkpoint is not the newest whole one, a loss is not that of the run
 which nobody disturbed, bit for bit, or a checkpoint that is not whole is still there at the end. With `--victim
@@ -16,23 +16,25 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.train.loop import main as main_of_rank
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.quick import quick_python  # noqa: E402
+
 STEPS, WORLD, LIMIT = 60, 2, 30.0
 TRAIN = """
 import json, sys
@@ -70,64 +72,6 @@ def start(plan: Path, out: Path, **keeping: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-class Job:
-    """Ranks that are forked from this process, which starts them within a second; what `start` returns, of these."""
-
-    def __init__(self, plan: Path, out: Path, **keeping: Any) -> None:
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in keeping.items()]
-        self.out, self.metrics, port = out, out.with_suffix(".metrics"), free_port()
-        options += [f"--steps={STEPS}", f"--metrics={self.metrics}", f"--launched={out.parent}", str(plan)]
-        self.ranks = [os.fork() or self._train(rank, port, options) for rank in range(WORLD)]
-
-    @staticmethod
-    def _train(rank: int, port: int, options: list[str]) -> NoReturn:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        try:
-            torch.set_num_threads(1)
-            main_of_rank(options)
-        finally:
-            os._exit(1)
-
-    def poll(self) -> int | None:
-        return None if any(map(is_alive, self.ranks)) else 0
-
-    def kill(self) -> None:
-        for rank in self.ranks:
-            os.kill(rank, signal.SIGKILL)
-        self.wait()
-
-    def wait(self) -> None:
-        for rank in self.ranks:
-            os.waitpid(rank, 0)
-
-    def result(self) -> dict[str, Any]:
-        """Wait for the end; return what `train` would."""
-        self.wait()
-        outcome = json.loads((self.out.parent / "outcome.json").read_text())
-        return outcome | {"losses": [json.loads(line)["loss"] for line in self.metrics.read_text().splitlines()]}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
-
-
-def job_trial(plan: Path, folder: Path, whole: list[float], draw: random.Random, is_saving: bool) -> str:
-    """Kill all ranks of a job at once and let it go on, as `trial` does."""
-    saved = folder / "checkpoints"
-    job = Job(plan, folder / "out", save=saved, save_every=1, keep=3)
-    wait_for_save(saved, job, draw, is_saving)
-    job.kill()
-    step, left = last_step(saved), unfinished(saved)
-    if step < STEPS:
-        result = Job(plan, folder / "out", resume=saved, save_every=20).result()
-        check(result, step, whole, saved)
-    return f"job, goes on from step {step}{', half of one left' if left else ''}"
-
-
 def wait_for_save(saved: Path, process: Any, draw: random.Random, is_saving: bool) -> None:
     """Wait for a first checkpoint, then for a random moment, in a save if `is_saving`."""
     wait_for_checkpoint(process, saved)
@@ -135,16 +79,6 @@ def wait_for_save(saved: Path, process: Any, draw: random.Random, is_saving: boo
     while is_saving and not unfinished(saved) and process.poll() is None:
         time.sleep(0.0005)
     time.sleep(draw.uniform(0.0, 0.005))
-
-
-def last_step(saved: Path) -> int:
-    return int((saved / "latest").read_text().strip().removeprefix("step-").split(".")[0])
-
-
-def check(result: dict[str, Any], step: int, whole: list[float], saved: Path) -> None:
-    assert result["start"] == step, (result["start"], step)
-    assert result["losses"] == whole[step:], "other losses than those of the run that nobody disturbed"
-    assert not unfinished(saved), unfinished(saved)
 
 
 def losses_of(plan: Path, folder: Path) -> list[float]:
@@ -156,18 +90,15 @@ def losses_of(plan: Path, folder: Path) -> list[float]:
     return found
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """Return the processes that a process started, by number."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, rest = stat.read_text().rsplit(")", 1)
-        except OSError:
-            continue
-        state, parent = rest.split()[:2]
-        if int(parent) == launcher and state != "Z":
-            found.append(int(name.split()[0]))
-    return sorted(found)
+def ranks_of(saved: Path) -> dict[int, int]:
+    """Return the process of each rank that saves into a folder."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            variables = dict(v.split("=", 1) for v in (process / "environ").read_text().split("\0") if "=" in v)
+            if str(saved) in (process / "cmdline").read_text().split("\0") and "RANK" in variables:
+                found[int(variables["RANK"])] = int(process.name)
+    return found
 
 
 def unfinished(saved: Path) -> list[str]:
@@ -176,35 +107,35 @@ def unfinished(saved: Path) -> list[str]:
 
 
 def trial(
-    plan: Path, folder: Path, whole: list[float], victim: str, draw: random.Random, is_saving: bool = False
+    plan: Path, folder: Path, whole: list[float], draw: random.Random, victim: str, is_saving: bool = False
 ) -> str:
     """Disturb one run and let it go on. Returns what was done; raises AssertionError for what is not right."""
     saved, out = folder / "checkpoints", folder / "out.json"
     process = start(plan, out, save=saved, save_every=1, keep=3)
     wait_for_save(saved, process, draw, is_saving)
-    ranks = ranks_of(process.pid)
-    number = draw.randrange(WORLD)
-    dead = process.pid if victim == "launcher" or len(ranks) < WORLD else ranks[number]
-    killed = time.monotonic()
-    os.kill(dead, signal.SIGKILL)
+    ranks, number, killed = ranks_of(saved), draw.randrange(WORLD), time.monotonic()
+    dead = {"rank": [ranks.get(number, process.pid)], "launcher": [process.pid]}.get(
+        victim, [process.pid, *ranks.values()]
+    )
+    for one in dead:
+        os.kill(one, signal.SIGKILL)
     text = process.communicate(timeout=LIMIT)[1]
-    while any(map(is_alive, ranks)):
+    while any(map(is_alive, ranks.values())):
         assert time.monotonic() - killed < LIMIT, f"a rank lives on after {victim} was killed"
         time.sleep(0.1)
-    seconds = time.monotonic() - killed
-    if dead != process.pid and not out.is_file():
+    if process.pid not in dead and not out.is_file():
         assert f"rank {number} of {WORLD} was killed by SIGKILL" in text, text[-2000:]
-    step = last_step(saved)
-    left = unfinished(saved)
-    done = (
-        f"{victim} {number}, ended in {seconds:.1f} s, goes on from step {step}{', half of one left' if left else ''}"
-    )
+    step = int((saved / "latest").read_text().strip().removeprefix("step-").split(".")[0])
+    done = f"{victim} {number}, goes on from step {step}{', half of one left' if unfinished(saved) else ''}"
     if step == STEPS:
         return done
     out.unlink(missing_ok=True)
     text = start(plan, out, resume=saved).communicate(timeout=600)[1]
     assert out.is_file(), text[-2000:]
-    check(json.loads(out.read_text()), step, whole, saved)
+    result = json.loads(out.read_text())
+    assert result["start"] == step, (result["start"], step)
+    assert result["losses"] == whole[step:], "other losses than those of the run that nobody disturbed"
+    assert not unfinished(saved), unfinished(saved)
     return done
 
 
@@ -218,8 +149,8 @@ def restart(plan: Path, folder: Path, whole: list[float], draw: random.Random) -
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     wait_for_checkpoint(process, saved)
     time.sleep(draw.uniform(0.0, 0.5))
-    ranks, number = ranks_of(process.pid), draw.randrange(WORLD)
-    os.kill(ranks[number], signal.SIGKILL)
+    number = draw.randrange(WORLD)
+    os.kill(ranks_of(saved)[number], signal.SIGKILL)
     text = process.communicate(timeout=600)[1]
     assert process.returncode == 0, text
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -254,19 +185,17 @@ def main() -> None:
     options = parser.parse_args()
     done: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
+        sys.executable = str(quick_python(Path(folder)))
         plan = make_plan(Path(folder) / "plan")
         whole = losses_of(plan, Path(folder))
         for number in range(options.trials):
             own = Path(folder) / f"trial{number}"
             own.mkdir()
             draw = random.Random(options.seed + number)
-            kinds = {
-                "torchrun": restart,
-                "job": partial(job_trial, is_saving=options.saving),
-                "rank": partial(trial, victim="rank", is_saving=options.saving),
-                "launcher": partial(trial, victim="launcher", is_saving=options.saving),
-            }
-            told = kinds[options.victim](plan, own, whole, draw=draw)
+            if options.victim == "torchrun":
+                told = restart(plan, own, whole, draw)
+            else:
+                told = trial(plan, own, whole, draw, options.victim, options.saving)
             print(number, told, flush=True)
             done["half of one left"] += told.endswith("left")
             done["ended before"] += f"from step {STEPS}" in told

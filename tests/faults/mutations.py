@@ -13,7 +13,6 @@ from small_plans import Noise
 from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, finish
 from superscaler.emit.device import emit
-from superscaler.ir.model import Ref
 from superscaler.ir.program import (
     FIELDS,
     Accumulate,
@@ -209,25 +208,6 @@ def all_reduce_dropped_on_one_device(exact: Compiled, code: list[Code]) -> None:
     skip_collective(code[1], "linear_product_1_work")
 
 
-@mutation(TP, "gelu_1")
-def all_reduce_of_a_gradient_dropped(exact: Compiled, code: list[Code]) -> None:
-    for mine in code:
-        skip_collective(mine, "d_gelu_1_work")
-
-
-@mutation(DP, "layers.1.weight", "all_reduce of d_layers_0_weight_work")
-def tensor_of_a_bucket_dropped(exact: Compiled, code: list[Code]) -> None:
-    for mine in code:
-        n, bucket = bucket_of(mine)
-        k = bucket.sources.index(named("d_layers_1_weight"))
-        waited = at(mine, Wait, work=bucket.works[k])
-        out = mine[waited].out
-        works, sources, ways = ((*x[:k], *x[k + 1 :]) for x in (bucket.works, bucket.sources, bucket.ways))
-        mine[n] = replace(bucket, works=works, sources=sources, ways=ways)
-        del mine[waited]
-        rename(mine, out, bucket.sources[k])
-
-
 @mutation(DP, "d_layers_0_weight")
 def tensors_of_a_bucket_swapped(exact: Compiled, code: list[Code]) -> None:
     n, bucket = bucket_of(code[1])
@@ -241,11 +221,6 @@ def gradients_reduced_over_the_wrong_group(exact: Compiled, code: list[Code]) ->
         for n, i in enumerate(mine):
             if isinstance(i, Collective) and len(i.works) > 1 and i.group == (rank % 2, rank % 2 + 2):
                 mine[n] = replace(i, group=(rank // 2 * 2, rank // 2 * 2 + 1))
-
-
-@mutation(HYBRID, "all_reduce of")
-def group_that_one_device_sees_differently(exact: Compiled, code: list[Code]) -> None:
-    change(code[0], Collective, {"kind": "all_reduce"}, group=(0, 3))
 
 
 @mutation(TP, "linear_product_2")
@@ -263,19 +238,6 @@ def order_of_a_group_reversed_on_one_device(exact: Compiled, code: list[Code]) -
 def count_of_labels_not_reduced(exact: Compiled, code: list[Code]) -> None:
     for mine in code:
         skip_collective(mine, "cross_entropy_loss_count_work")
-
-
-@mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0", "linear is read as [0:4, 0:64], but it has [4:8")
-def messages_swapped(exact: Compiled, code: list[Code]) -> None:
-    first, second = at(code[0], Send, message=1), at(code[0], Send, message=2)
-    code[0][first], code[0][second] = (
-        replace(code[0][second], message=1),
-        replace(code[0][first], message=2),
-    )
-    # The later value is not there yet: its forward comes first, too.
-    code[0].insert(first + 1, code[0].pop(first))
-    send = code[0].pop(first + 1)
-    code[0].insert(at(code[0], Send, message=2), send)
 
 
 @mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0", "linear is read as [0:4, 0:64], but it has [4:8")
@@ -303,11 +265,6 @@ def receive_dropped(exact: Compiled, code: list[Code]) -> None:
     code[1].insert(wait - 1, code[1].pop(at(code[1], Recv, work=second)))
 
 
-@mutation(PIPE, "recv of d_linear")
-def receive_before_the_send_that_its_sender_waits_for(exact: Compiled, code: list[Code]) -> None:
-    code[0].insert(at(code[0], Send), code[0].pop(at(code[0], Recv)))
-
-
 # What runs, and when.
 
 
@@ -316,11 +273,6 @@ def forward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
     del code[0][at(code[0], Forward, task="s0_m2")]
     rename(code[0], named("linear_m2"), named("linear_m1"))
     drop_backward(code[0], "s0_m2")
-
-
-@mutation(PIPE, "s0_m3", "layers.0.weight")
-def backward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
-    drop_backward(code[0], "s0_m3")
 
 
 @mutation(PIPE, "s0_m1")
@@ -335,17 +287,6 @@ def gradient_of_a_microbatch_left_out(exact: Compiled, code: list[Code]) -> None
     gone = code[0].pop(n)
     assert isinstance(gone, Accumulate)
     rename(code[0], gone.out, gone.into)
-
-
-@mutation(PIPE, "layers.0.weight")
-def gradient_of_a_microbatch_accumulated_twice(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], Accumulate, value="d_layers_0_weight__5")
-    code[0].insert(n, replace(code[0][n], in_place=True))
-
-
-@mutation(TP, "linear_product_1")
-def consumer_before_its_producer(exact: Compiled, code: list[Code]) -> None:
-    code[0].insert(at(code[0], Collective), code[0].pop(at(code[0], Forward, task="s1")))
 
 
 @mutation(TP, "s3")
@@ -369,11 +310,6 @@ def op_missing_from_the_segment_of_one_device(exact: Compiled, code: list[Code])
     return with_program(exact, replace(exact.program, functions=tuple(functions)))
 
 
-@mutation(DP, "add_7[0:4, 0:32, 0:64] is made", "runs add_7 as something else", model="gpt2:size=tiny")
-def residual_of_a_block_left_out(exact: Compiled, code: list[Code]) -> Compiled:
-    return edit_op(exact, "add_7", lambda op: replace(op, args=(Ref(1), 0.0)))
-
-
 # What is computed.
 
 
@@ -388,20 +324,6 @@ def attention_with_the_wrong_scale(exact: Compiled, code: list[Code]) -> Compile
     return edit_op(exact, op.name, lambda op: replace(op, kwargs=(("scale", 0.1),)))
 
 
-@mutation(TP, "layers.0.bias", "linear")
-def bias_added_twice(exact: Compiled, code: list[Code]) -> Compiled:
-    functions = list(exact.program.functions)
-    for n, function in enumerate(functions):
-        if any(op.name == "linear_1" for op in function.ops):
-            add = next(op for op in function.ops if op.name == "linear_1")
-            k = function.ops.index(add)
-            functions[n] = replace(
-                function,
-                ops=(*function.ops[:k], replace(add, kwargs=(("alpha", 2),)), *function.ops[k + 1 :]),
-            )
-    return with_program(exact, replace(exact.program, functions=tuple(functions)))
-
-
 @mutation(TP, "layers.0.weight")
 def wrong_rows_of_a_weight_at_rest(exact: Compiled, code: list[Code]) -> Compiled:
     """Device 1 holds what device 0 holds."""
@@ -411,19 +333,9 @@ def wrong_rows_of_a_weight_at_rest(exact: Compiled, code: list[Code]) -> Compile
     return with_program(exact, replace(exact.program, devices=devices))
 
 
-@mutation(DP, "x[8:16, 0:32]", "x is read as [8:16")
-def wrong_rows_of_the_batch(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], Load, {"tensor": "x"}, box=((0, 8), (0, 32)))
-
-
 @mutation(TP, "linear_product_2")
 def wrong_box_of_a_slice(exact: Compiled, code: list[Code]) -> None:
     change(code[1], Slice, {"source": "d_linear_product_2"}, ranges=((0, 16), (0, 5)))
-
-
-@mutation(TP, "linear_product_2")
-def slice_outside_its_tensor(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], Slice, {"source": "d_linear_product_2"}, ranges=((0, 16), (4, 10)), shape=(16, 6))
 
 
 @mutation(DP, "rand_like", model="noise")
@@ -437,11 +349,6 @@ def random_numbers_of_the_wrong_part(exact: Compiled, code: list[Code]) -> Compi
 @mutation(DP, "cross_entropy_loss")
 def loss_counted_on_one_device_only(exact: Compiled, code: list[Code]) -> None:
     change(code[1], Loss, {}, counted=(False,))
-
-
-@mutation(TP, "cross_entropy_loss")
-def loss_counted_twice(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], Loss, {}, counted=(True,))
 
 
 @mutation(DP, "layers.0.weight", "cross_entropy_loss")
@@ -462,35 +369,9 @@ def without_update(code: Code, weight: str) -> None:
     code[n] = replace(update, weights=weights, gradients=gradients)
 
 
-def with_gradient(code: Code, weight: str, gradient: Value) -> None:
-    """Let a weight be updated with another gradient."""
-    n = at(code, Update)
-    update = code[n]
-    assert isinstance(update, Update)
-    k = update.weights.index(named(weight))
-    code[n] = replace(update, gradients=(*update.gradients[:k], gradient, *update.gradients[k + 1 :]))
-
-
 @mutation(DP, "layers.1.bias")
 def replica_of_a_weight_not_updated(exact: Compiled, code: list[Code]) -> None:
     without_update(code[1], "layers_1_bias")
-
-
-@mutation(TP, "head.weight")
-def weight_updated_nowhere(exact: Compiled, code: list[Code]) -> None:
-    for mine in code:
-        without_update(mine, "head_weight")
-
-
-@mutation(DP, "layers.0.bias")
-def weight_updated_with_the_gradient_of_another(exact: Compiled, code: list[Code]) -> None:
-    """layers.0.bias and layers.1.bias have one shape."""
-    with_gradient(code[0], "layers_0_bias", named("d_layers_1_bias__2"))
-
-
-@mutation(DP, "layers.1.weight")
-def local_gradient_instead_of_the_reduced_one(exact: Compiled, code: list[Code]) -> None:
-    with_gradient(code[0], "layers_1_weight", named("d_layers_1_weight"))
 
 
 def with_table(exact: Compiled, rank: int, tensor: str, **new: Any) -> Compiled:
@@ -506,26 +387,11 @@ def weight_frozen_on_one_device(exact: Compiled, code: list[Code]) -> Compiled:
     return with_table(exact, 1, "head.weight", trained=False)
 
 
-@mutation(DP, "layers.0.weight")
-def weight_in_another_optimizer_group(exact: Compiled, code: list[Code]) -> Compiled:
-    return with_table(exact, 0, "layers.0.weight", group=1)
-
-
 @mutation(TP, "layers.0.bias")
 def weight_in_another_optimizer_group_by_the_program(exact: Compiled, code: list[Code]) -> Compiled:
     first, *rest = exact.program.devices
     weights = tuple(replace(w, group=1 - w.group) if w.tensor == "layers.0.bias" else w for w in first.weights)
     return with_program(exact, replace(exact.program, devices=(replace(first, weights=weights), *rest)))
-
-
-@mutation(TP, "gelu_1")
-def stale_activation(exact: Compiled, code: list[Code]) -> None:
-    """The reader reads what is there before the layer, of the same shape."""
-    n = at(code[0], Forward, task="s2")
-    forward = code[0][n]
-    assert isinstance(forward, Forward)
-    before = next(i.out for i in code[0] if isinstance(i, Wait))
-    code[0][n] = replace(forward, inputs=(before, *forward.inputs[1:]))
 
 
 @mutation(TP, "gelu_1")
@@ -547,14 +413,6 @@ def slices_of_a_gradient_joined_before_they_are_summed(exact: Compiled, code: li
     change(code[0], Collective, {"kind": "all_gather", "sources": f"{name}__3"}, sources=(named(name),))
 
 
-@mutation(GRID, "linear")
-def message_to_the_wrong_peer(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], Send)
-    send = code[0][n]
-    assert isinstance(send, Send)
-    code[0][n] = replace(send, peer=5 - send.peer)
-
-
 # What was emitted, where the program is right.
 
 
@@ -563,13 +421,6 @@ def tags_of_messages_swapped_in_the_tables(exact: Compiled, code: list[Code]) ->
     first, second = exact.emitted.tables
     messages = [first.messages[1], first.messages[0], *first.messages[2:]]
     tables = (replace(first, messages=messages), second)
-    return replace(exact, emitted=replace(exact.emitted, tables=tables))
-
-
-@mutation(TP, "linear_product_1[0:16, 0:64]")
-def groups_of_the_tables_with_one_device_each(exact: Compiled, code: list[Code]) -> Compiled:
-    """Collectives become copies of what is there."""
-    tables = tuple(replace(t, groups=[(rank,)]) for rank, t in enumerate(exact.emitted.tables))
     return replace(exact, emitted=replace(exact.emitted, tables=tables))
 
 
