@@ -13,7 +13,7 @@ from superscaler.ir.model import Model, Op, Operand, draw_number, first
 from superscaler.ir.model_text import unique
 from superscaler.ir.program import Function, Program
 from superscaler.ops.call import Local, ranges
-from superscaler.ops.table import RANDOM, parts_of, row_of
+from superscaler.ops.table import RANDOM, biased_products, parts_of, row_of, unfused
 
 HEAD = '''"""The segments of this plan: what runs on a device between two communications. Written by superscaler."""
 
@@ -77,9 +77,8 @@ class _Writer:
         self.taken = {"torch", "F", "functional", "random", "parts", "float"}
         self.value: dict[str, str] = {}
         self.boxes = dict(zip((op.name for op in function.ops), function.boxes, strict=True))
-        self.products = self._fusable()
-        fused = {product.name for product in self.products.values()}
-        self.ops = [op for op in function.ops if op.name not in fused]
+        self.products = biased_products(function.ops, function.outputs, self.tensors)
+        self.ops = unfused(function.ops, self.products)
 
     def write(self) -> str:
         """Return the source of the function from its parameters on, without its name."""
@@ -156,20 +155,3 @@ class _Writer:
     def _local(self, op: Op, operand: Operand) -> tuple[int, ...]:
         tensor = self.tensors[operand.tensor]
         return tensor.local_shape(extents(ranges(operand, tensor, self.boxes[op.name])))
-
-    # A matrix product and the bias added to it become one call.
-
-    def _fusable(self) -> dict[str, Op]:
-        """Return the products whose only reader adds a one-dimensional weight, by the name of that addition."""
-        uses: Counter[str] = Counter(o.tensor for op in self.function.ops for o in op.inputs)
-        made = {op.outputs[0].tensor: op for op in self.function.ops if row_of(op.target).biased}
-        found = {}
-        for op in self.function.ops:
-            if op.target != "aten.add.Tensor" or op.kwargs or len(op.inputs) != 2:
-                continue
-            product, bias = made.get(op.inputs[0].tensor), self.tensors[op.inputs[1].tensor]
-            alone = product is not None and uses[op.inputs[0].tensor] == 1
-            fits = product is not None and bias.shape == self.tensors[op.outputs[0].tensor].shape[-1:]
-            if product and alone and fits and op.inputs[0].tensor not in self.function.outputs:
-                found[op.name] = product
-        return found

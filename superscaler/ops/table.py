@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from superscaler.ir.mask import Box, extents
@@ -51,3 +52,26 @@ def with_linearity(ops: Iterable[Op]) -> list[Op]:
             sums[output.tensor] = own | set(passing)
         found.append(replace(op, linear=linear, passes=passes))
     return found
+
+
+def biased_products(ops: Sequence[Op], outputs: Container[str], tensors: Mapping[str, PTensor]) -> dict[str, Op]:
+    """Return the matrix products of a segment that become one call with the addition of a bias, by the name of that
+    addition: the only reader of the product, which adds a tensor of one dim.
+    """
+    uses = Counter(o.tensor for op in ops for o in op.inputs)
+    made = {op.outputs[0].tensor: op for op in ops if row_of(op.target).biased}
+    found = {}
+    for op in ops:
+        if op.target != "aten.add.Tensor" or op.kwargs or len(op.inputs) != 2:
+            continue
+        product, bias = made.get(op.inputs[0].tensor), tensors[op.inputs[1].tensor]
+        is_alone = uses[op.inputs[0].tensor] == 1 and op.inputs[0].tensor not in outputs
+        if product and is_alone and bias.shape == tensors[op.outputs[0].tensor].shape[-1:]:
+            found[op.name] = product
+    return found
+
+
+def unfused(ops: Iterable[Op], products: Mapping[str, Op]) -> list[Op]:
+    """Return the ops of a segment that have a line of their own: all but fused products."""
+    fused = {product.name for product in products.values()}
+    return [op for op in ops if op.name not in fused]

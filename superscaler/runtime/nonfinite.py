@@ -1,46 +1,45 @@
-"""The origin of numbers that are not finite: a failed step is run again, one statement at a time.
+"""The origin of numbers that are not finite: a failed step is run again, and each call of it is watched.
 
-A value that is not finite has its origin in the values that its statement read; if these are all finite, the statement
-itself is the origin. Only values that reach the loss, a gradient or another rank are asked for their origin, so a mask
-of -inf is harmless.
+A value that is not finite has its origin in the values that its call read; if these are all finite, the call itself is
+the origin. Only values that reach the loss, a gradient or another rank are asked for their origin, so a mask of -inf is
+harmless.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import count
-from types import FunctionType
+from threading import Lock
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from superscaler.comm.communicator import PeerLost
+from superscaler.comm.communicator import Handle, PeerLost
 from superscaler.errors import RuntimeFailure
+from superscaler.ir.model import Op
 from superscaler.ir.model_text import parse_model
-from superscaler.ir.program import Forward, Function
+from superscaler.ir.program import Forward, Task
 from superscaler.ir.program_text import parse_program
-from superscaler.runtime.origins import BACKWARD, FORWARD, GIVEN, KINDS, SUM, Origin, Origins, Segment, counted, is_bad
-from superscaler.runtime.statements import PARSING, Line, lines_of, names_in
+from superscaler.ops.table import biased_products, unfused
+from superscaler.runtime.origins import BACKWARD, GIVEN, KINDS, SUM, Bad, Line, Origin, Watch, counted, tensors_in
 from superscaler.store.files import MODEL_FILE, PROGRAM_FILE
 from superscaler.store.save import TrainingStep, share
 
-# Calls that send values to other ranks or sum over ranks, calls that copy, and calls that end a step.
+# Calls that start to move values, to other ranks or to the host, and calls that end a step.
 _COPIES = ("to_host", "to_device")
-_STARTS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "reduce",
-    "rd_gather",
-    "broadcast",
-    "send",
-    "recv",
-)
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "rd_gather", "broadcast")
+_STARTS = ("send", "recv", *_COPIES, *_COLLECTIVES)
 _ENDS = ("update", "write", "loss")
+_PLAIN = ("slice", "combine")
+# Python 3.11 cannot make syntax trees in two threads at a time: it counts the depths of both together.
+_PARSING = Lock()
+
+# Where gradients enter a segment's backward, or leave it; None for a value without a gradient.
+Edges = Sequence[GradientEdge | None]
 
 
 def run(step: TrainingStep, function: FunctionType) -> Tensor:
@@ -64,7 +63,7 @@ def run(step: TrainingStep, function: FunctionType) -> Tensor:
             update(pairs)
         return loss
     rank.steps -= 1
-    origin = StraightCode(step, function).origin()
+    origin = WatchedRank(step, function).origin()
     message = f"step {rank.steps + 1} is not finite ({wrong})"
     for kind in KINDS:
         mine = _text(origin) if origin is not None and origin.kind == kind else ""
@@ -92,102 +91,191 @@ def _text(origin: Origin) -> str:
     return origin.text + (f"; {origin.turned}" if origin.turned else "")
 
 
-class StraightCode(Origins):
-    """The program of a rank, run up to its update, with the origins of all values that leave it."""
+class WatchedRank:
+    """The `rt` of emitted code that runs again: a rank whose calls are watched, and which updates nothing."""
 
     def __init__(self, step: TrainingStep, function: FunctionType) -> None:
-        super().__init__(count(), {"rt": step.state}, {})
-        self.step, self.lines, self.where = step, lines_of(function), f"on rank {step.rank}"
+        self.step, self.rank, self._program = step, step.state, function
+        modules = [function.__globals__, function.__globals__["segments"].__dict__]
+        folder = function.__code__.co_filename.removesuffix(f"{modules[0]['__name__']}.py")
+        sources = {f"{folder}{module['__name__']}.py": module["__source__"].splitlines() for module in modules}
+        self.segments = f"{folder}segments.py"
+        self.watch = Watch(sources, self._op_at, self._where())
+        # The origins of values that left the rank.
         self.left: list[Origin] = []
-        self.segments: dict[str, Segment] = {}
-        # The line that started each operation, by the name of its handle.
-        self.started: dict[str, Line] = {}
-        self._functions: dict[str, Function] | None = None
+        # By task: the edges of its saved outputs, those of its inputs that want a gradient, and its watched nodes.
+        self._tapes: dict[str, tuple[Edges, Edges, set[Node]]] = {}
+        self._tag = ""
+        self._functions: dict[str, Sequence[Op]] | None = None
 
     def origin(self) -> Origin | None:
         """Return the first origin of a value that reached the loss, a gradient or another rank."""
-        for line in self.lines:
-            self._run(line)
+        with self.watch:
+            self._program(self)
         return min(self.left, key=lambda origin: (KINDS.index(origin.kind), origin.number), default=None)
 
-    def function(self, tag: str) -> Function | None:
-        """Return the ops of a segment by the name of its task; None for a step of no plan directory."""
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.rank, name)
+        if name.removesuffix("_bucket") in _STARTS:
+            return partial(self._start, method)
+        if name in _ENDS:
+            return lambda *given, **options: self._leave(given)
+        return partial(self._plain, method) if name in _PLAIN else method
+
+    def weight(self, name: str) -> Tensor:
+        with self.watch.off():
+            x: Tensor = self.rank.weight(name)
+            self.watch.mark(x, [], "", GIVEN, lambda: self._weight(name, x))
+        return x
+
+    def input(self, number: int) -> Tensor:
+        with self.watch.off():
+            x: Tensor = self.rank.input(number)
+            self.watch.mark(x, [], "", GIVEN, lambda: self._input(number, x))
+        return x
+
+    def _plain(self, method: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        watch = self.watch
+        with watch.off():
+            read, line = watch.read(tensors_in(given)), watch.line(watch.frame())
+            made = method(*given, **options)
+            for x in tensors_in(made):
+                watch.mark(x, read, line, BACKWARD, partial(watch.made, str(line), x, {}))
+        return made
+
+    def _leave(self, given: Any) -> None:
+        self.left += [bad.origin for bad in self.watch.read(tensors_in(given))]
+
+    def _start(self, method: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """Start a communication or a copy; the values that it brings have the origins of those that it was given."""
+        watch = self.watch
+        with watch.off():
+            line = watch.line(watch.frame())
+            if method.__name__ not in _COPIES:
+                self._leave(given)
+            sources = given[0] if isinstance(given[0], tuple) else (given[0],)
+            read = [watch.read(tensors_in(source)) for source in sources]
+            works = method(*given, **options)
+        if isinstance(works, tuple):
+            return tuple(w and _Arrival(self, w, some, line) for w, some in zip(works, read, strict=True))
+        return works and _Arrival(self, works, read[0], line)
+
+    # Segments.
+
+    def forward(
+        self, tag: str, function: Callable[..., Any], inputs: Sequence[Tensor], grads: str, saved: Sequence[int],
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        watch = self.watch
+
+        def segment(*given: Any) -> Any:
+            aliases, nodes = given[: len(inputs)], set[Node]()
+            _same(watch, inputs, aliases)
+            with watch.on(nodes):
+                made.extend(function(*given))
+            ends = [get_gradient_edge(x) for x in aliases if x.requires_grad]
+            starts = [get_gradient_edge(made[k]) if made[k].requires_grad else None for k in saved]
+            self._tapes[tag] = starts, ends, nodes
+            return made
+
+        made: list[Tensor] = []
+        with self._within(tag):
+            outputs = self.rank.forward(tag, segment, inputs, grads, saved, **options)
+            _same(watch, made, outputs)
+        return outputs
+
+    def backward(self, tag: str, gradients: Sequence[Tensor | None], *options: Any, **more: Any) -> Any:
+        starts, ends, _ = self._tapes.pop(tag)
+        return self._mirror(tag, starts, gradients, ends, lambda: self.rank.backward(tag, gradients, *options, **more))
+
+    def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> Any:
+        starts, ends, _ = self._tapes[tag]
+        ends = [end for end, flag in zip(ends, wanted, strict=True) if flag == "1"]
+        return self._mirror(tag, starts, gradients, ends, lambda: self.rank.backward_input(tag, gradients, wanted))
+
+    def backward_weight(self, tag: str, wanted: str, *options: Any) -> Any:
+        _, ends, _ = self._tapes.pop(tag)
+        ends = [end for end, flag in zip(ends, wanted, strict=True) if flag == "1"]
+        return self._mirror(tag, [], [], ends, lambda: self.rank.backward_weight(tag, wanted, *options))
+
+    def _mirror(
+        self, tag: str, starts: Edges, gradients: Sequence[Tensor | None], ends: Edges, run: Callable[[], Any]
+    ) -> Any:
+        """Run a backward; its gradients have the origins that arrive at the segment's inputs."""
+        with self._within(tag):
+            line = self.watch.line(self.watch.frame())
+            self.watch.enter(starts, gradients)
+            made = run()
+            for end, x in zip(ends, made, strict=True):
+                self.watch.leave(end, x, line)
+        return made
+
+    @contextmanager
+    def _within(self, tag: str) -> Iterator[None]:
+        microbatch, before = Task.parse(tag).microbatch, self._where()
+        self._tag, self.watch.where = tag, f"{before}, microbatch {microbatch}" if microbatch >= 0 else before
+        with self.watch.off():
+            yield
+        self._tag, self.watch.where = "", before
+
+    def _where(self) -> str:
+        return f"on rank {self.step.rank}"
+
+    # Texts.
+
+    def _op_at(self, frame: FrameType) -> str | None:
+        """Return the op of a line of a segment and its module, '' if they are not known; None outside of segments."""
+        if frame.f_code.co_filename != self.segments:
+            return None
+        function = self._function(self._tag)
+        if function is None:
+            return ""
+        first = frame.f_code.co_firstlineno
+        lines = self.watch.sources[self.segments][first : frame.f_lineno]
+        number = sum(" = " in line and not line.lstrip().startswith("#") for line in lines) - 1
+        op = function[number]
+        return f"{op.name} ({op.module})" if op.module else op.name
+
+    def _function(self, tag: str) -> Sequence[Op] | None:
+        """Return the op of each line of a segment by the name of its task; None for a step of no plan directory."""
         if self._functions is None and self.step.directory is not None:
-            with PARSING:
+            with _PARSING:
                 model = parse_model((self.step.directory / MODEL_FILE).read_text())
                 program = parse_program((self.step.directory / PROGRAM_FILE).read_text(), model)
             code = program.devices[self.step.rank].instructions
-            self._functions = {str(i.task): program.functions[i.function] for i in code if isinstance(i, Forward)}
+            numbers = {str(i.task): i.function for i in code if isinstance(i, Forward)}
+            ops = [unfused(f.ops, biased_products(f.ops, f.outputs, model.tensors)) for f in program.functions]
+            self._functions = {task: ops[number] for task, number in numbers.items()}
         return (self._functions or {}).get(tag)
 
-    def _run(self, line: Line) -> None:
-        method, arguments = line.call
-        if line.inner:
-            with line.value(line.statement.items[0].context_expr, self.values):
-                for inner in line.inner:
-                    self._run(inner)
-            return
-        is_start = method.removesuffix("_bucket") in _STARTS
-        if is_start or method in _ENDS:
-            self.left += [bad.origin for bad in self.read(line.reads)]
-        if method in _ENDS:
-            return
-        if method == "forward":
-            self.segments[arguments[0].value] = Segment(self, line, arguments)
-        line.run(self.values)
-        if is_start or method in _COPIES:
-            self._start(line, arguments[0])
-        elif method in ("forward", "backward", "backward_input", "backward_weight"):
-            self._segment(line, method, arguments)
-        else:
-            self._plain(line, method, arguments)
-
-    def _start(self, line: Line, sources: ast.expr) -> None:
-        each = sources.elts if isinstance(sources, ast.Tuple) else [sources] * len(line.writes)
-        for work, source in zip(line.writes, each, strict=True):
-            self.started[work] = line
-            read = self.read(names_in(source))
-            self.bad |= {work: read[0]} if read else {}
-
-    def _segment(self, line: Line, method: str, arguments: list[Any]) -> None:
-        tag = arguments[0].value
-        segment = self.segments.pop(tag) if method in ("backward", "backward_weight") else self.segments[tag]
-        if method in ("backward", "backward_input"):
-            segment.take(line, arguments[1].elts)
-        if not any(is_bad(self.values[name]) for name in line.writes):
-            return
-        inner = segment.forward() if method == "forward" else segment.backward()
-        if method in ("backward_input", "backward_weight"):
-            wanted = arguments[2 if method == "backward_input" else 1].value
-            inner = [found for found, is_wanted in zip(inner, wanted, strict=True) if is_wanted == "1"]
-        for name, found in zip(line.writes, inner, strict=True):
-            value = self.values[name]
-            describe = partial(self.made, line, value)
-            self.mark(
-                name, value, [found] if found else [], line, FORWARD if method == "forward" else BACKWARD, describe
-            )
-
-    def _plain(self, line: Line, method: str, arguments: list[Any]) -> None:
-        work = next((self.started[name] for name in line.reads if name in self.started), None)
-        for name in line.writes:
-            value, kind, describe = self.values[name], BACKWARD, partial(self.made, line, self.values[name])
-            if method == "weight":
-                kind, describe = GIVEN, partial(self._weight, arguments[0].value, value)
-            elif method == "input":
-                kind, describe = GIVEN, partial(self._input, arguments[0].value, value)
-            elif work is not None:
-                kind, describe = SUM, partial(self._sum, work, value)
-            self.mark(name, value, self.read(line.reads), work or line, kind, describe)
-
-    def made(self, line: Line, value: Tensor) -> str:
-        return f"{line} {self.where}, which made {counted(value)} of finite ones"
-
     def _weight(self, name: str, value: Tensor) -> str:
-        text = f"weight {_name(self.step, name)} {self.where}, which has {counted(value)} before the step"
+        text = f"weight {_name(self.step, name)} {self._where()}, which has {counted(value)} before the step"
         return f"{text}: it was loaded so, or an update before made it so"
 
     def _input(self, number: int, value: Tensor) -> str:
-        return f"input {self.step.state.tables['inputs'][number][0]} {self.where}, which has {counted(value)}"
+        return f"input {self.rank.tables['inputs'][number][0]} {self._where()}, which has {counted(value)}"
 
-    def _sum(self, line: Line, value: Tensor) -> str:
-        return f"{line} {self.where}, which gave {counted(value)}: all that is summed is finite, and the sum too large"
+
+class _Arrival:
+    """The handle of a watched communication."""
+
+    def __init__(self, rank: WatchedRank, handle: Handle, read: Sequence[Bad], line: Line) -> None:
+        self.rank, self.handle, self.read, self.line = rank, handle, read, line
+
+    def wait(self) -> Tensor:
+        watch = self.rank.watch
+        with watch.off():
+            x = self.handle.wait()
+            watch.mark(x, self.read, self.line, SUM, lambda: self._text(x))
+        return x
+
+    def _text(self, x: Tensor) -> str:
+        where = f"{self.line} {self.rank.watch.where}"
+        return f"{where}, which gave {counted(x)}: all that is summed is finite, and the sum too large"
+
+
+def _same(watch: Watch, values: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
+    """Give copies the origins of their values."""
+    for x, copy in zip(values, copies, strict=True):
+        for bad in watch.read([x]):
+            watch.bad[copy] = bad

@@ -1,19 +1,25 @@
-"""Origins of values that are not finite, in straight code: the ops of a segment, forward and backward."""
+"""Origins of values that are not finite: which torch call, or which node of a backward, made them of finite ones.
+
+A watch runs emitted code as it is. It sees each call of torch in it (a `TorchFunctionMode`), and each node of the
+backward (a hook), and finds the line in the emitted file in the frames of the interpreter.
+"""
 
 from __future__ import annotations
 
-import ast
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-
-from superscaler.ir.model import Op
-from superscaler.ir.program import Task
-from superscaler.runtime.statements import Line, lines_of, names_in, ops_of
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # The kinds of origins; the first found of these is reported. A given value may be infinite on purpose, as a mask is. A
 # sum over ranks is the origin only if no rank has another one.
@@ -22,7 +28,7 @@ FORWARD, BACKWARD, GIVEN, SUM = KINDS = ("forward", "backward", "given", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The step that made non-finite numbers from finite ones, in words; `turned`: the step that made nan from
+    """The call that made non-finite numbers from finite ones, in words; `turned`: the call that made nan from
     infinity.
     """
 
@@ -33,10 +39,24 @@ class Origin:
 
 
 class Bad(NamedTuple):
-    """A value that is not finite."""
+    """The origin of a value that is not finite."""
 
     origin: Origin
     has_nan: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of an emitted file. `text`: its source. `op`: the op of a line of a segment; None outside of segments."""
+
+    file: str
+    number: int
+    text: str
+    op: str | None = None
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.number} ({self.text[:160]})"
+        return f"{self.op} at {place}" if self.op else place
 
 
 def is_bad(x: object) -> bool:
@@ -65,146 +85,161 @@ def ranges_of(values: Mapping[str, Any]) -> str:
     return ", ".join(ranges[:3])
 
 
-class Origins:
-    """The values of names in straight code, and which of them are not finite."""
+def tensors_in(*values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
-    def __init__(self, numbers: Iterator[int], values: dict[str, Any], bad: dict[str, Bad]) -> None:
-        self.numbers, self.values, self.bad = numbers, values, bad
 
-    def read(self, names: Iterable[str]) -> list[Bad]:
-        return [self.bad[name] for name in names if name in self.bad]
+class Watch(TorchFunctionMode):
+    """A mode that records the origin of each non-finite value that a torch call makes.
 
-    def mark(
-        self, name: str, value: Any, read: Sequence[Bad], where: object, kind: str, describe: Callable[[], str]
+    `sources`: the lines of each emitted file. `op_at` returns the op of the line of a segment that a frame is at, None
+    outside of segments. `where`: the rank and the microbatch, for messages.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Sequence[str]], op_at: Callable[[FrameType], str | None], where: str
     ) -> None:
-        """Record whether a value that `where` made is finite. `read`: its inputs that are not finite. Without any, the
-        value is an origin of this kind, and `describe` returns its text.
+        super().__init__()
+        self.sources, self.op_at, self.where = sources, op_at, where
+        self.bad = WeakTensorKeyDictionary()
+        # The nodes of the current segment that are watched; the origins of gradients that arrive at a node's input.
+        self.nodes = set[Node]()
+        self.arriving: dict[tuple[Node, int], list[Bad]] = {}
+        self.is_on = True
+        self._count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_on:
+            return func(*args, **kwargs)
+        inputs = tensors_in(args, kwargs)
+        read = self.read(inputs)
+        made = func(*args, **kwargs)
+        # A setter returns nothing: it changes its first argument.
+        outputs = inputs[:1] if made is None else tensors_in(made)
+        frame = self.frame()
+        line, values = self.line(frame), _values_of(frame, self.source(frame))
+        for x in outputs:
+            describe = partial(self.made, str(line) if line.op is None else f"the forward of {line}", x, values)
+            self.mark(x, read, line, BACKWARD if line.op is None else FORWARD, describe)
+        if line.op is not None:
+            self._follow(outputs, line, read, {k: v for k, v in values.items() if any(v is x for x in inputs)})
+        return made
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Record nothing inside, because emitted code makes one call of it."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+    @contextmanager
+    def on(self, nodes: set[Node]) -> Iterator[None]:
+        """Record calls again inside `off`, and add the nodes of their backwards to `nodes`."""
+        self.nodes, self.is_on = nodes, True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+    # Values.
+
+    def read(self, values: Iterable[Tensor]) -> list[Bad]:
+        return [bad for x in values if (bad := self.bad.get(x)) is not None]
+
+    def mark(self, x: Tensor, read: Sequence[Bad], where: object, kind: str, describe: Callable[[], str]) -> None:
+        """Record whether a value that `where` made is finite, as `judge` does."""
+        self.bad.pop(x, None)
+        if is_bad(x):
+            self.bad[x] = self.judge(x, read, where, kind, describe)
+
+    def judge(self, x: Tensor, read: Sequence[Bad], where: object, kind: str, describe: Callable[[], str]) -> Bad:
+        """Return the origin of a value that is not finite.
+
+        `read`: the origins of the inputs that are not finite. Without any, the value is an origin of this kind, and
+        `describe` returns its text.
         """
-        self.bad.pop(name, None)
-        if not is_bad(value):
-            return
-        has_nan = bool(value.isnan().any())
+        has_nan = bool(x.isnan().any())
         # A nan comes from a nan, if any was read.
         nans = [bad.origin for bad in read if bad.has_nan and has_nan]
         if read:
             found = min(nans or [bad.origin for bad in read], key=lambda origin: (origin.kind == GIVEN, origin.number))
         else:
-            found = Origin(kind, next(self.numbers), describe())
+            self._count += 1
+            found = Origin(kind, self._count, describe())
         if read and has_nan and not nans:
             found = replace(found, turned=f"{where} made nan of that")
-        self.bad[name] = Bad(found, has_nan)
+        return Bad(found, has_nan)
+
+    def made(self, what: str, x: Tensor, inputs: Mapping[str, Any], where: str = "") -> str:
+        ranges = ranges_of(inputs)
+        return f"{what} {where or self.where}, which made {counted(x)} of finite ones{', ' * bool(ranges)}{ranges}"
+
+    # Lines.
+
+    def frame(self) -> FrameType:
+        """Return the innermost frame of emitted code."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename not in self.sources:
+            frame = frame.f_back
+        assert frame is not None
+        return frame
+
+    def source(self, frame: FrameType) -> str:
+        return self.sources[frame.f_code.co_filename][frame.f_lineno - 1].strip()
+
+    def line(self, frame: FrameType) -> Line:
+        file = frame.f_code.co_filename.rpartition("/")[2]
+        return Line(file, frame.f_lineno, self.source(frame), self.op_at(frame))
+
+    # The backward.
+
+    def enter(self, edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
+        """Record the gradients that are given to a backward at some edges."""
+        for edge, gradient in zip(edges, gradients, strict=True):
+            if edge is not None and gradient is not None and (bad := self.bad.get(gradient)) is not None:
+                self.arriving.setdefault((edge.node, edge.output_nr), []).append(bad)
+
+    def leave(self, edge: GradientEdge | None, gradient: Tensor, line: Line) -> None:
+        """Record the gradient that a backward gives at an edge."""
+        read = self.arriving.get((edge.node, edge.output_nr), []) if edge is not None else []
+        self.mark(gradient, read, line, BACKWARD, partial(self.made, str(line), gradient, {}))
+
+    def _follow(self, outputs: Iterable[Tensor], line: Line, read: list[Bad], values: Mapping[str, Any]) -> None:
+        """Watch the nodes of the backward of a call."""
+        opened = [get_gradient_edge(x).node for x in outputs if x.requires_grad and x.grad_fn is not None]
+        names = [f"d_{name.strip()}" for name in line.text.partition(" = ")[0].split(",")]
+        values = {k: x.detach() for k, x in values.items()}
+        while opened:
+            node = opened.pop()
+            if node not in self.nodes:
+                self.nodes.add(node)
+                node.register_hook(partial(self._backward, node, line, self.where, read, names, values))
+                opened += [after for after, _ in node.next_functions if after is not None and after.next_functions]
+
+    def _backward(
+        self, node: Node, line: Line, where: str, read: list[Bad], names: Sequence[str], values: Mapping[str, Any],
+        made: Sequence[Tensor | None], given: Sequence[Tensor | None],
+    ) -> None:  # fmt: skip
+        """Record the gradients that a node made, and those given to it that are a sum of several."""
+        found = list(read)
+        for k, gradient in enumerate(given):
+            if gradient is not None and is_bad(gradient):
+                arrived = self.arriving.get((node, k), [])
+                total = f"the sum of the gradients of {names[min(k, len(names) - 1)][2:]} at {line}"
+                describe = partial(self.made, total, gradient, {}, where)
+                found.append(self.judge(gradient, arrived, total, BACKWARD, describe))
+        inputs = {**dict(zip(names, given, strict=False)), **values}
+        for (after, k), gradient in zip(node.next_functions, made, strict=True):
+            if after is not None and gradient is not None and is_bad(gradient):
+                what = f"the backward of {line}"
+                describe = partial(self.made, what, gradient, inputs, where)
+                self.arriving.setdefault((after, k), []).append(self.judge(gradient, found, what, BACKWARD, describe))
 
 
-class Segment(Origins):
-    """A segment that ran, to be run again op by op, and its mirror backwards."""
-
-    def __init__(self, program: Any, line: Line, arguments: list[Any]) -> None:
-        self.tag, self.code, inputs, self.flags, self.saved = (line.value(a, program.values) for a in arguments[:5])
-        self.parameters = self.code.__code__.co_varnames[: self.code.__code__.co_argcount]
-        values = {n: x.detach() for n, x in zip(self.parameters, inputs, strict=False)}
-        for name in self._wanted():
-            values[name].requires_grad_()
-        if len(arguments) > 5:
-            values["random"] = program.step.state.random(arguments[5].value)
-        read = [program.read(names_in(node)) for node in arguments[2].elts]
-        super().__init__(
-            program.numbers, values, {n: bad[0] for n, bad in zip(self.parameters, read, strict=False) if bad}
-        )
-        self.program = program
-        self.lines: list[Line] = []
-        self.ops: dict[str, Op] = {}
-        self.tape: list[tuple[Line, dict[str, Tensor], dict[str, Tensor]]] = []
-        # The line that runs the mirror; the gradient given to it, per result; the faults of the gradients it makes.
-        self.call: Line | None = None
-        self.given: list[tuple[int, Tensor, list[Bad]]] = []
-        self.mirrored: list[Bad | None] | None = None
-
-    def _wanted(self) -> list[str]:
-        """Return the inputs that want a gradient."""
-        return [name for name, flag in zip(self.parameters, self.flags, strict=False) if flag == "1"]
-
-    def _results(self) -> list[str]:
-        return [node.id for node in self.lines[-1].statement.value.elts]
-
-    def forward(self) -> list[Bad | None]:
-        """Run the segment, once; return the faults of its results."""
-        if not self.lines:
-            self.lines = lines_of(self.code)
-            function = self.program.function(self.tag)
-            self.ops = {} if function is None else ops_of(function, self.lines, self.parameters)
-            self._run()
-        return [self.bad.get(name) for name in self._results()]
-
-    def _run(self) -> None:
-        for line in (line for line in self.lines if line.writes):
-            leaves = {n: x for n in line.reads if isinstance(x := self.values.get(n), Tensor)}
-            leaves = {n: x.detach().requires_grad_(x.requires_grad) for n, x in leaves.items()}
-            made = {**self.values, **leaves}
-            with torch.enable_grad():
-                line.run(made)
-            outputs = {n: made[n] for n in line.writes}
-            self.tape.append((line, leaves, outputs))
-            for name, x in outputs.items():
-                self.values[name] = x.detach().requires_grad_(x.requires_grad)
-                describe = partial(self._made, line, "the forward of ", x, leaves)
-                self.mark(name, x, self.read(line.reads), self._called(line), FORWARD, describe)
-
-    def take(self, call: Line, given: Sequence[ast.expr]) -> None:
-        """Record the gradients given to the mirror, from the line that runs it or its first half."""
-        values = ((k, node, call.value(node, self.program.values)) for k, node in zip(self.saved, given, strict=True))
-        self.call = call
-        self.given = [(k, x, self.program.read(names_in(node))) for k, node, x in values if x is not None]
-
-    def backward(self) -> list[Bad | None]:
-        """Run the mirror, once; return the faults of the gradients of inputs that want one."""
-        if self.mirrored is None:
-            self.mirrored = self._mirror()
-        return self.mirrored
-
-    def _mirror(self) -> list[Bad | None]:
-        self.forward()
-        assert self.call is not None
-        found, results = Origins(self.numbers, {}, {}), self._results()
-        for k, value, read in self.given:
-            self._add(found, results[k], value, read, self.call, partial(self.program.made, self.call, value))
-        for line, leaves, outputs in reversed(self.tape):
-            pairs = [(x, found.values[n]) for n, x in outputs.items() if x.requires_grad and n in found.values]
-            wanted = {n: x for n, x in leaves.items() if x.requires_grad}
-            if not pairs:
-                continue
-            made = torch.autograd.grad(
-                [x for x, _ in pairs], [*wanted.values()], [g for _, g in pairs], allow_unused=True
-            )
-            read = found.read(outputs) + self.read(leaves)
-            inner = {**{f"d_{n}": found.values.get(n) for n in outputs}, **leaves}
-            for name, x in zip(wanted, made, strict=True):
-                if x is not None:
-                    self._add(found, name, x, read, line, partial(self._made, line, "the backward of ", x, inner))
-        return [found.bad.get(name) for name in self._wanted()]
-
-    def _add(
-        self, found: Origins, name: str, value: Tensor, read: Sequence[Bad], line: Line, describe: Callable[[], str]
-    ) -> None:
-        """Add to the gradient of a name."""
-        before = found.read([name])
-        found.mark(name, value, read, f"the backward of {self._called(line)}", BACKWARD, describe)
-        if name in found.values:
-            value = found.values[name] + value
-            describe = partial(
-                self._made, line, f"the sum of the gradients of {name}, after the backward of ", value, {}
-            )
-            found.mark(
-                name, value, before + found.read([name]), f"the sum of the gradients of {name}", BACKWARD, describe
-            )
-        found.values[name] = value
-
-    def _called(self, line: Line) -> str:
-        """Return the op of a line, its module, and the line."""
-        op = self.ops.get(line.writes[0]) if line.writes else None
-        return f"{op.name}{f' ({op.module})' if op.module else ''} at {line}" if op is not None else str(line)
-
-    def _made(self, line: Line, role: str, value: Tensor, inputs: Mapping[str, Any]) -> str:
-        microbatch = Task.parse(self.tag).microbatch
-        where = f"{self.program.where}{f', microbatch {microbatch}' if microbatch >= 0 else ''}"
-        of = f" of finite ones, {ranges}" if (ranges := ranges_of(inputs)) else ""
-        return f"{role}{self._called(line)} {where}, which made {counted(value)}{of}"
+def _values_of(frame: FrameType, text: str) -> dict[str, Any]:
+    """Return the local variables that the right side of a line names."""
+    names = re.findall(r"[^\W\d]\w*", text.partition(" = ")[2])
+    return {name: frame.f_locals[name] for name in dict.fromkeys(names) if name in frame.f_locals}

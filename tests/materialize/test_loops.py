@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ import torch
 import superscaler as ss
 from superscaler.certify.certificate import CHECKS
 from superscaler.compiler import Compiled, SProgram, compile_graph
-from superscaler.emit.device import Emitted, emit
 from superscaler.ir.codes import Loop, Rolled, Span, find_spans
 from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Graph
@@ -21,9 +17,6 @@ from superscaler.ir.program import Backward, Device, Forward, Instruction, Progr
 from superscaler.ir.program_text import parse_program, print_program
 from superscaler.models import build
 from superscaler.plans import resolve
-from superscaler.runtime.statements import lines_of
-from superscaler.runtime.step import modules
-from tests.sweeps import few
 
 
 @pytest.fixture(scope="module")
@@ -121,51 +114,6 @@ def work(i: Instruction) -> object:
 @pytest.mark.parametrize(("plan", "devices"), PLANS[:2])
 def test_a_plan_with_loops_equals_the_model(mlp: Graph, plan: str, devices: int) -> None:
     assert ss.compile(mlp, resolve(plan), ss.Cluster.local(devices)).verify()["equal"]
-
-
-@pytest.mark.parametrize(("plan", "devices"), few(PLANS, 0, 3, 4, 10))
-def test_what_is_written_of_loops_is_what_is_written_of_all(mlp: Graph, plan: str, devices: int) -> None:
-    program = compiled(mlp, plan, devices).program
-    one, other = emit(program), emit(expanded(program))
-    for rank in range(devices):
-        lines = straight(one, rank)
-        # What is made and freed in one repetition has no number there.
-        own = {name for line in lines for name in re.findall(r"\w+_m(?:_work)?\b", line)}
-
-        def plain(text: str, own: set[str] = own) -> str:
-            return re.sub(r"(\w+_m)\d+(_work)?\b", lambda m: n if (n := m[1] + (m[2] or "")) in own else m[0], text)
-
-        assert list(map(plain, lines)) == list(map(plain, straight(other, rank)))
-
-
-def straight(emitted: Emitted, rank: int) -> list[str]:
-    """Return what a device does, line by line, with the entries of its tables instead of their numbers."""
-    told, found = Told(asdict(emitted.tables[rank])), list[str]()
-    for line in lines_of(modules(emitted.files, f"{rank}/")[emitted.programs[rank]].step):
-        text = ast.unparse(told.visit(line.statement))
-        if found and text.startswith("del ") and found[-1].startswith("del "):
-            text = f"{found.pop()}, {text.removeprefix('del ')}"
-        found.append(text)
-    return found
-
-
-@dataclass
-class Told(ast.NodeTransformer):
-    tables: dict[str, list[Any]]
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        places = {"input": 0, "recv": 0, "send": 1, "slice": 2, "combine": 1, "loss": 1, "all_reduce": 1}
-        tables = {"input": "inputs", "recv": "messages", "send": "messages", "loss": "counted", "all_reduce": "groups"}
-        if name in places:
-            node.args[places[name]] = self._entry(tables.get(name, "boxes"), node.args[places[name]])
-        for keyword in node.keywords:
-            if keyword.arg in self.tables:
-                keyword.value = self._entry(keyword.arg, keyword.value)
-        return self.generic_visit(node)
-
-    def _entry(self, table: str, number: ast.expr) -> ast.expr:
-        return ast.Constant(str(self.tables[table][ast.literal_eval(number)]))
 
 
 @pytest.mark.parametrize(("plan", "devices"), PLANS)

@@ -1,0 +1,185 @@
+"""Emitted code does what the instructions of its program say: both give the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import superscaler as ss
+from superscaler.artifact import describe, initial_values
+from superscaler.comm.threads import run_ranks
+from superscaler.compiler import compile_graph
+from superscaler.emit.segments import draws_of, emit_segments
+from superscaler.ir import program as p
+from superscaler.ir.program import ONE, Instruction, Program, Value
+from superscaler.ops.table import PLACED, RANDOM, parts_of
+from superscaler.plans import resolve
+from superscaler.runtime import functional
+from superscaler.runtime.executor import Rank, take
+from superscaler.runtime.step import Step, build_step, modules
+from tests.graphs import graph_of
+
+GPT = "gpt2:size=tiny,batch=8"
+MLP = "mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64"
+PLANS = [
+    (GPT, "hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
+    (GPT, "zero:stage=3,microbatches=2", 4),
+    (GPT, "zb_h1:microbatches=8", 2),
+    (GPT, "swap:what=both,microbatches=2", 2),
+    ("llama:size=tiny,batch=4", "ring_attention", 4),
+    ("mixtral:size=tiny,batch=4", "expert_parallel:capacity=1.25", 4),
+    # Their code has loops.
+    (MLP, "pipeline_1f1b:microbatches=32", 2),
+    (MLP, "interleaved:microbatches=64,chunks=2", 4),
+    (MLP, "zbv:microbatches=32", 2),
+    (MLP, "hybrid:dp=2,tp=1,pp=2,microbatches=32", 4),
+]
+
+
+class Execution:
+    """The values of a device while its instructions run, without emitted code but for that of segments."""
+
+    def __init__(self, program: Program, rank: Rank, segments: Any, names: list[str]) -> None:
+        self.program, self.rank, self.segments, self.names = program, rank, segments, names
+        self.values: dict[Value, Any] = {ONE: rank.one}
+
+    def run(self, code: Iterable[Instruction]) -> Tensor:
+        *instructions, end = code
+        for i in instructions:
+            self.step(i)
+        assert isinstance(end, p.Loss)
+        return self._with("counted", end.counted, lambda n: self.rank.loss(self.all(end.parts), n, end.of))
+
+    def all(self, names: Iterable[Value | None]) -> list[Any]:
+        return [None if name is None else self.values[name] for name in names]
+
+    def _with(self, table: str, entry: Any, call: Callable[[int], Any]) -> Any:
+        """Call with the number of an entry of a table."""
+        self.rank.tables = {**self.rank.tables, table: [entry]}
+        return call(0)
+
+    def step(self, i: Instruction) -> None:
+        values, rt = self.values, self.rank
+        match i:
+            case p.Load():
+                is_input = self.program.model.tensors[i.tensor].kind == "input"
+                read = rt.batch[i.tensor] if is_input else rt.weight(str(i.out))
+                values[i.out] = take(read, rt.tables["slots"][i.tensor], i.box) if is_input else read
+            case p.Forward():
+                self._forward(i)
+            case p.Backward():
+                self._backward(i)
+            case p.Slice():
+                call = lambda n: rt.slice(values[i.source], i.view, n, i.shape)  # noqa: E731
+                values[i.out] = self._with("boxes", i.ranges, call)
+            case p.Combine():
+                call = lambda n: rt.combine(self.all(i.pieces), n, i.view, i.shape, i.dtype, i.largest)  # noqa: E731
+                values[i.out] = self._with("boxes", i.boxes, call)
+            case p.Accumulate() if i.in_place and not i.largest:
+                values[i.into] += values[i.value]
+            case p.Accumulate():
+                into, value = values[i.into], values[i.value]
+                values[i.out] = into.maximum(value) if i.largest else into + value
+            case p.Collective():
+                self._with("groups", i.group, lambda n: self._collective(i, n))
+            case p.Send():
+                rt.communicator.send(values[i.source], i.peer, i.message, owned=True)
+            case p.Recv():
+                values[i.work] = rt.communicator.recv(i.shape, getattr(torch, i.dtype), i.peer, i.message)
+            case p.Copy():
+                values[i.work] = (rt.to_host if i.to_host else rt.to_device)(values[i.source])
+            case p.Wait():
+                values[i.out] = values[i.work].wait().reshape(i.shape)
+            case p.Update():
+                if i.weights or not i.is_early:
+                    rt.update(list(zip(map(str, i.weights), self.all(i.gradients), strict=True)), early=i.is_early)
+                if i.buffers:
+                    rt.write(list(zip(map(str, i.buffers), self.all(i.values), strict=True)))
+            case p.Give():
+                rt.give(i.tensor, values[i.value], i.shape)
+            case p.Free():
+                for name in i.names:
+                    del values[name]
+
+    def _forward(self, i: p.Forward) -> None:
+        function, rt = self.program.functions[i.function], self.rank
+        draws = draws_of(self.program.model, function, function.boxes_at(i.at, RANDOM))
+        placed = zip((op for op in function.ops if op.target in PLACED), function.boxes_at(i.at, PLACED), strict=True)
+        parts = [part for op, box in placed for part in parts_of(op, box, self.program.model.tensors).values()]
+
+        def random(k: int) -> Tensor:
+            d = draws[k]
+            drawn = functional.draw(rt.seed, rt.steps + d.ahead, d.op, d.box, d.extents, rt.device)
+            return drawn.reshape(d.shape)
+
+        extra = [random] * bool(draws) + [parts] * bool(parts)
+        body = getattr(self.segments, self.names[i.function])
+        run = lambda *given: body(*given, *extra)  # noqa: E731
+        made = rt.forward(str(i.task), run, self.all(i.inputs), _bits(i.grads), i.saved, again=i.again)
+        self.values.update(zip(i.outputs, made, strict=True))
+
+    def _backward(self, i: p.Backward) -> None:
+        rt, given, tag = self.rank, self.all(i.gradients), str(i.task)
+        wanted, wide = _bits(name is not None for name in i.outputs), _bits(i.wide)
+        if not i.half:
+            made, names = rt.backward(tag, given, wide, self.all(i.again)), list(i.outputs)
+        else:
+            names = [name for name in i.outputs if name is not None]
+            is_first = i.half == "input"
+            made = rt.backward_input(tag, given, wanted) if is_first else rt.backward_weight(tag, wanted, wide)
+        self.values.update((name, x) for name, x in zip(names, made, strict=True) if name is not None)
+
+    def _collective(self, i: p.Collective, group: int) -> None:
+        is_flat = i.kind in ("all_reduce", "broadcast", "reduce")
+        pairs = zip(self.all(i.sources), i.ways, strict=True)
+        given = [x if x is None or is_flat else x.reshape(way.view) for x, way in pairs]
+        call = getattr(self.rank, i.kind + "_bucket" * (len(given) > 1))
+        if len(given) > 1:
+            dims, sizes = [max(way.take, way.give) for way in i.ways], [way.sizes for way in i.ways]
+            other = {"dims": dims, "sizes": sizes if any(sizes) else ()}
+            options = {"all_reduce": {"largest": i.largest}, "reduce": {"root": i.root}}.get(i.kind, other)
+            works = call(given, group, **options)
+        else:
+            (way,) = i.ways
+            options = {
+                "all_reduce": (i.largest,), "reduce": (i.root,), "rd_gather": (i.root, way.take),
+                "all_gather": (way.take, way.sizes), "reduce_scatter": (way.give, way.sizes),
+                "all_to_all": (way.give, way.take), "broadcast": (way.shape, i.dtype),
+            }  # fmt: skip
+            works = (call(given[0], group, *options[i.kind]),)
+        self.values.update((name, work) for name, work in zip(i.works, works, strict=True) if name is not None)
+
+
+def _bits(flags: Iterable[bool]) -> str:
+    return "".join("01"[flag] for flag in flags)
+
+
+@pytest.mark.parametrize(("model", "plan", "devices"), PLANS)
+def test_instructions_and_their_code_give_the_same_bits(model: str, plan: str, devices: int) -> None:
+    graph = graph_of(model)
+    compiled = compile_graph(graph, resolve(plan), ss.Cluster.local(devices))
+    values = initial_values(graph.model, graph.captured.values)
+    described, code = json.loads(json.dumps(describe(compiled))), modules(compiled.emitted.files)
+    _, names = emit_segments(compiled.program)
+
+    def found(step: Step, losses: list[Tensor]) -> list[Tensor]:
+        return [*losses, *(step.state.weights[name].detach() for name in sorted(step.state.weights))]
+
+    def emitted(communicator: Any) -> list[Tensor]:
+        step = build_step(described, code, values, communicator)
+        return found(step, [step(graph.captured.batch) for _ in range(2)])
+
+    def executed(communicator: Any) -> list[Tensor]:
+        step = build_step(described, code, values, communicator)
+        step.state.batch = graph.captured.batch
+        instructions = compiled.program.devices[communicator.rank].instructions
+        runs = (Execution(compiled.program, step.state, code["segments"], names) for _ in range(2))
+        return found(step, [run.run(instructions) for run in runs])
+
+    for one, other in zip(run_ranks(devices, emitted), run_ranks(devices, executed), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
