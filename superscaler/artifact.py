@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from superscaler.cluster import Cluster
@@ -27,17 +25,11 @@ from superscaler.ops.row import aten
 from superscaler.ops.table import ROWS
 from superscaler.report.facts import account, kept_values, manifest, origin, own_operators
 from superscaler.specs.file_errors import writing
-from superscaler.store import files as disk
+from superscaler.store import plan as disk
+from superscaler.store.folder import digest, hash_without
 from superscaler.store.operator_files import copies
-from superscaler.store.plan import (
-    VERSION,
-    check_files,
-    plan_files,
-    read_plan,
-    read_text,
-    weight_hashes,
-)
-from superscaler.store.staging import recover, staged, sync_all
+from superscaler.store.plan import plan_files, read_plan, recover, staged
+from superscaler.store.tensor_file import tensor_hashes
 
 RUN = '''"""Train with this plan on {world} devices; superscaler launch torchrun says how. Written by superscaler."""
 
@@ -60,7 +52,7 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
     model = program.model
     resident = {w.tensor for d, _ in program.distinct for w in d.weights} | set(model.inputs)
     return {
-        "version": VERSION,
+        "version": disk.PlanHead.VERSION,
         "world": program.world,
         "cluster": cluster,
         "seed": seed,
@@ -195,16 +187,19 @@ def write(compiled: Compiled, directory: Path, values: Mapping[str, Tensor], see
     weights = kept_values(compiled.graph, values)
     data = {**describe(compiled, seed), "operators": operators}
     files = {**{name: text.encode() for name, text in _texts(compiled).items()}, **sources}
-    hashes = {name: disk.digest(data) for name, data in files.items()}
-    kept = {**manifest(compiled, values), "data": disk.hash_without(data, "manifest"), "files": hashes}
-    with writing(directory, "choose another directory", (SafetensorError,)):
+    hashes = {name: digest(data) for name, data in files.items()}
+    kept = {**manifest(compiled, values), "data": hash_without(data, "manifest"), "files": hashes}
+    with writing(directory, "choose another directory"):
         recover(directory)
         if _is_there(directory, kept):
             return False
         _refuse_theirs(directory, {*files, disk.WEIGHTS_FILE, disk.PLAN_FILE}, older)
-        directory.mkdir(parents=True, exist_ok=True)
-        with staged(directory) as folder:
-            _write_files(folder, files, weights, {**data, "manifest": kept})
+        with staged(directory) as draft:
+            for name, text in files.items():
+                draft.file(name, text)
+            draft.tensors(disk.WEIGHTS_FILE, weights)
+            header, tensors = tensor_hashes(draft.path / disk.WEIGHTS_FILE, "choose another directory")
+            draft.finish({**data, "manifest": {**kept, "header": header, "tensors": tensors}})
     return True
 
 
@@ -213,21 +208,6 @@ def _refuse_theirs(directory: Path, names: Iterable[str], older: Container[str])
     for name in sorted(names):
         if (directory / name).is_dir() or (name not in older and os.path.lexists(directory / name)):
             raise InputError(f"{directory / name} is not of the plan there; move it, or choose another --out.")
-
-
-def _write_files(folder: Path, files: Mapping[str, bytes], weights: Mapping[str, Tensor], plan: dict[str, Any]) -> None:
-    """Write a plan into a folder of its own; plan.json comes last, when all else is on the disk."""
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    save_file(
-        {name: value.detach().clone().contiguous() for name, value in weights.items()}, folder / disk.WEIGHTS_FILE
-    )
-    header, tensors = weight_hashes(folder / disk.WEIGHTS_FILE)
-    kept = {**plan["manifest"], "header": header, "tensors": tensors}
-    kept["self"] = disk.hash_without(kept, "self")
-    sync_all(folder)
-    disk.write_file(folder / disk.PLAN_FILE, json.dumps({**plan, "manifest": kept}, indent=1) + "\n")
 
 
 def texts(program: Program, emitted: Emitted) -> dict[str, str]:
@@ -256,10 +236,10 @@ def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, 
     try:
         recover(directory)
         plan = read_plan(directory)
-        if plan["seed"] != seed or not origin(graph, cluster, values).items() <= plan["manifest"].items():
+        if plan.head["seed"] != seed or not origin(graph, cluster, values).items() <= plan.head["manifest"].items():
             return None
-        check_files(directory, plan)
-        return json.loads(read_text(directory, disk.EXPLAIN_FILE))
+        plan.check()
+        return json.loads(plan.text(disk.EXPLAIN_FILE))
     except (InputError, OSError):
         return None
 
@@ -268,9 +248,9 @@ def _is_there(directory: Path, kept: Mapping[str, Any]) -> bool:
     """Return whether a directory holds the plan of this manifest, whole."""
     try:
         found = read_plan(directory)
-        check_files(directory, found)
+        found.check()
     except InputError:
         return False
     # The journal has the place of the plan's source lines, which may have moved.
-    theirs, ours = ({**m, "files": {**m["files"], disk.JOURNAL_FILE: ""}} for m in (found["manifest"], kept))
+    theirs, ours = ({**m, "files": {**m["files"], disk.JOURNAL_FILE: ""}} for m in (found.head["manifest"], kept))
     return bool(ours.items() <= theirs.items())

@@ -24,7 +24,7 @@ from superscaler.report.facts import account, manifest, summary
 from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
 from superscaler.specs.arguments import checked
-from superscaler.store.files import named_path
+from superscaler.store.folder import named_path
 from superscaler.timing import timed
 from superscaler.verify import verify
 

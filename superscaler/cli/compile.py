@@ -12,8 +12,7 @@ from superscaler.cli.common import PlanRequest, Printer, command
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start
-from superscaler.store.files import RUN_FILE
-from superscaler.store.plan import plan_files
+from superscaler.store.plan import RUN_FILE, plan_files
 
 
 def _directory(text: str) -> Path:

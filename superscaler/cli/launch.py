@@ -13,8 +13,7 @@ from superscaler.cli.explain import Directory
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch import jobs as start
-from superscaler.store.files import RUN_FILE
-from superscaler.store.plan import read_plan
+from superscaler.store.plan import RUN_FILE, read_plan
 
 app = typer.Typer(help="Print how a saved plan is started: a command, or a file for a scheduler.", no_args_is_help=True)
 
@@ -57,7 +56,7 @@ def kubernetes(
 
 
 def _read(plan: Path, options: list[str] | None, restarts: int) -> start.Start:
-    cluster = Cluster.parse(read_plan(plan)["cluster"])
+    cluster = Cluster.parse(read_plan(plan).head["cluster"])
     name = start.job_name(plan)
     return start.Start(cluster=cluster, program=plan / RUN_FILE, options=options or (), restarts=restarts, name=name)
 

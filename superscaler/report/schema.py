@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from superscaler.store.plan_head import Checked, Option
+from superscaler.store.folder import Checked, Head
+from superscaler.store.plan import REWRITE, Option
 
 # The version of explain.json; other versions are refused.
 VERSION = 4
@@ -146,7 +147,10 @@ class Path(Checked):
     steps: list[Step]
 
 
-class Account(Checked):
+class Account(Head):
+    VERSION = VERSION
+    REMEDY = REWRITE
+
     version: int
     world: Count
     cluster: str

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from superscaler.report.model import group
-from superscaler.report.schema import VERSION, Account, Axis, Block, Sent, Split, Weights, adapter
-from superscaler.store.files import EXPLAIN_FILE
-from superscaler.store.plan import check_files, read_json, read_plan
+from superscaler.report.schema import Account, Axis, Block, Sent, Split, Weights, adapter
+from superscaler.store.plan import EXPLAIN_FILE, read_plan
 
 _NUMBER = re.compile(r"^(.*?)(\d+)$")
 # Keys of the manifest of plan.json.
@@ -26,9 +25,9 @@ def read(directory: Path) -> dict[str, Any]:
     Raises InputError for anything but a whole, unedited plan directory of this version.
     """
     plan = read_plan(directory)
-    check_files(directory, plan)
-    found = read_json(directory, EXPLAIN_FILE, Account, VERSION, plan["manifest"])
-    return {"manifest": {key: plan["manifest"][key] for key in (*_HASHES, *_VERSIONS)}, "seed": plan["seed"], **found}
+    plan.check()
+    found, kept = plan.json(EXPLAIN_FILE, Account), plan.head["manifest"]
+    return {"manifest": {key: kept[key] for key in (*_HASHES, *_VERSIONS)}, "seed": plan.head["seed"], **found}
 
 
 def words(found: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from superscaler.ir.program import Forward, Task
 from superscaler.ir.program_text import parse_program
 from superscaler.ops.table import biased_products, unfused
 from superscaler.runtime.origins import BACKWARD, GIVEN, KINDS, SUM, Bad, Line, Origin, Watch, counted, tensors_in
-from superscaler.store.files import MODEL_FILE, PROGRAM_FILE
+from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE
 from superscaler.store.save import TrainingStep, share
 
 # Calls that start to move values, to other ranks or to the host, and calls that end a step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -22,9 +23,11 @@ from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.executor import Rank, take
 from superscaler.runtime.results import put_together
 from superscaler.runtime.scaler import Scaler
-from superscaler.store.files import RUN_FILE, named_path
-from superscaler.store.open_plan import open_plan, warn_versions
+from superscaler.specs.user_file import locating
+from superscaler.store.folder import named_path
+from superscaler.store.open_plan import code_of, open_plan, operators_of, warn_versions, weights_of
 from superscaler.store.operators import import_operators
+from superscaler.store.plan import PLAN_FILE, RUN_FILE
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
 
@@ -342,18 +345,19 @@ def load(directory: str | Path, manifest: bool = True) -> Step:
 
     path = named_path("load", directory)
     saved = open_plan(path, manifest)
-    plan, world = saved.plan, world_size()
+    plan, world = saved.head, world_size()
     if world != plan["world"]:
         run = "1 process runs" if world == 1 else f"{world} processes run"
         hint = how_to_start(Cluster.parse(plan["cluster"]), path / RUN_FILE)
         raise InputError(f"{path} is a plan for {plan['world']} devices, but {run} it; {hint}")
-    import_operators(plan["operators"], saved.operators, path, manifest)
+    import_operators(plan["operators"], operators_of(saved), path, manifest)
     communicator = connect()
     if communicator.rank == 0:
         warn_versions(saved)
-    weights, fixed = saved.weights(communicator.rank)
-    with saved.building():
-        step = build_step(plan, modules(saved.code, f"{path}/"), weights, communicator, fixed)
+    weights, fixed = weights_of(saved, communicator.rank)
+    # The code and tables without hashes may be what a user wrote.
+    with nullcontext() if manifest else locating(path / PLAN_FILE, "cannot be run"):
+        step = build_step(plan, modules(code_of(saved), f"{path}/"), weights, communicator, fixed)
     step.directory = path
     state = step.state
     step.watch = watch(step.rank, step.world, f"{path}/", lambda: (state.steps, state.works), communicator.start)

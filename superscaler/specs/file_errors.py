@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
 from superscaler.errors import InputError, PlanError, brief
 
 # Python's errors for data of another form than expected.
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 Errors = tuple[type[BaseException], ...]
+
+
+def refuse(file: object, fault: str, hint: str) -> NoReturn:
+    """Raise the InputError of a file."""
+    raise InputError(f"{file} {fault}; {hint}.")
+
+
+def require_file(file: Path, hint: str, may_link: bool = True) -> None:
+    """Raise InputError for a missing file, and for a folder or pipe: reading a pipe would wait for ever."""
+    with reading(file, hint):
+        if not may_link and file.is_symlink():
+            refuse(file, "is a link, not a file of its own", hint)
+        if not file.is_file():
+            refuse(file, f"is {'a folder' if file.is_dir() else 'not a file' if file.exists() else 'missing'}", hint)
 
 
 @contextmanager

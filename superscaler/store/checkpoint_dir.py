@@ -13,7 +13,7 @@ from pathlib import Path
 
 from superscaler.errors import InputError, brief
 from superscaler.specs.file_errors import cause, writing
-from superscaler.store.files import ASIDE
+from superscaler.store.folder import ASIDE
 from superscaler.store.tensors import FOLDER, MANIFEST_FILE, POINTER_FILE, checkpoints
 
 # All ranks of a run lock this file. The system releases the lock of a process that ends, for whatever cause.

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from superscaler.errors import InputError
 from superscaler.specs.file_errors import reading, writing
-from superscaler.store.manifest import DTYPES
 from superscaler.store.pieces import whole
 from superscaler.store.save import publish
+from superscaler.store.tensor_file import DTYPES
 from superscaler.store.tensors import ANOTHER, WHOLE_FILE, TensorReader, open_checkpoint, open_stored
 from superscaler.store.weights import load_weights, named
 

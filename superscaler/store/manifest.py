@@ -10,14 +10,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from superscaler.store.files import hash_without
+from superscaler.store.folder import hash_without
+from superscaler.store.tensor_file import DTYPES
 
 FORMAT, VERSION = "superscaler checkpoint", 1
-# Name of a dtype in safetensors -> name in torch.
-DTYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "U8": "uint8"},
-    **{f"I{n}": f"int{n}" for n in (8, 16, 32, 64)},
-}
 _WORD = (1 << 64) - 1
 
 

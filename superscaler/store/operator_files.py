@@ -12,7 +12,8 @@ from typing import Any
 
 from superscaler.specs.registered import REGISTERED, Registered
 from superscaler.specs.user_file import is_installed
-from superscaler.store.files import OPERATORS, digest
+from superscaler.store.folder import digest
+from superscaler.store.plan import OPERATORS
 
 
 def copies(targets: Iterable[str]) -> tuple[dict[str, Any], dict[str, bytes]]:

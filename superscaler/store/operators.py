@@ -16,7 +16,8 @@ import torch
 from superscaler.errors import InputError
 from superscaler.specs.registered import REGISTERED
 from superscaler.specs.user_file import locating
-from superscaler.store.files import OPERATORS, digest
+from superscaler.store.folder import digest
+from superscaler.store.plan import OPERATORS
 
 
 def import_operators(

@@ -1,38 +1,32 @@
-"""Plan directories, read without running any of their code. Any difference from the files that compile wrote is an
-InputError with the file.
+"""Plan directories: the types of plan.json, reading without running any of their code, and writing over an older plan.
+
+A new plan is written aside, into a folder in its directory, and then takes the places of the files of the older one.
+While its files are moved, the directory holds neither plan, which its hashes show; the next writer finishes that.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 
 from superscaler.errors import InputError
-from superscaler.specs.file_errors import DAMAGE, reading
-from superscaler.store.files import (
-    EXPLAIN_FILE,
-    JOURNAL_FILE,
-    MODEL_FILE,
-    OPERATORS,
-    PLAN_FILE,
-    PROGRAM_FILE,
-    RUN_FILE,
-    WEIGHTS_FILE,
-    digest,
-    hash_without,
-    is_inside,
-)
+from superscaler.specs.file_errors import DAMAGE, reading, refuse
+from superscaler.store.folder import Checked, Draft, Head, Whole, hash_without, is_inside, read, sync, written
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-# The version of plan directories; a plan of another version is not read.
-VERSION = 2
-# The folder of a new plan until it is whole, inside the directory that then gets its files.
+PLAN_FILE, EXPLAIN_FILE, JOURNAL_FILE = "plan.json", "explain.json", "journal.txt"
+MODEL_FILE, PROGRAM_FILE, RUN_FILE = "model.txt", "program.txt", "run.py"
+WEIGHTS_FILE = "initial.safetensors"
+# The folder of copies of the users' files that register operators.
+OPERATORS = "operators"
+# The folder of a new plan until it is whole.
 NEW = ".superscaler-new"
 REWRITE = "write it again with superscaler compile --out"
 _OURS = re.compile(
@@ -40,100 +34,161 @@ _OURS = re.compile(
     + "|".join(map(re.escape, (RUN_FILE, MODEL_FILE, PROGRAM_FILE, JOURNAL_FILE, EXPLAIN_FILE)))
 )
 
+Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Box = list[tuple[Count, Count]]
+Option = bool | Number | FiniteFloat | str | list[FiniteFloat] | None
 
-def read_plan(directory: Path, manifest: bool = True) -> dict[str, Any]:
-    """Return plan.json of a plan directory, checked for its version and types; with `manifest` also for its hashes."""
-    from superscaler.store.plan_head import PlanFile
 
-    file = directory / PLAN_FILE
-    with reading(file, REWRITE):
-        is_there = file.exists()
+def _inside(name: str) -> str:
+    if not is_inside(name):
+        raise ValueError("a path inside of the plan directory is needed")
+    return name
+
+
+Inside = Annotated[str, AfterValidator(_inside)]
+Target = Annotated[str, Field(pattern=r"^\w+\.\w+\.\w+$")]
+
+
+class Weight(Checked):
+    name: str
+    tensor: str
+    box: Box
+    trained: bool
+    counted: bool
+    group: Count
+    host: bool = False
+
+
+class Draw(Checked):
+    op: Count
+    box: Box
+    extents: list[Count]
+    shape: list[Count]
+    ahead: Count = 0
+
+
+class Tables(Checked):
+    """Of one device."""
+
+    weights: list[Weight]
+    inputs: list[tuple[str, Box]]
+    groups: list[list[Count]]
+    messages: list[tuple[Count, Count]]
+    boxes: list[Box | list[Box]]
+    draws: list[list[Draw]]
+    parts: list[list[Box]]
+    counted: list[list[bool]]
+
+
+class Owned(Checked):
+    """Which of the user's tensors a tensor is."""
+
+    name: str
+    kind: Literal["parameter", "buffer"]
+    shape: list[Count]
+    dtype: str
+    dim: Count
+    start: Count
+
+
+class Optimizer(Checked):
+    name: str
+    groups: list[dict[str, Option]]
+    scaler: dict[str, Option]
+
+
+class Operator(Checked):
+    """Who registers an operator of the user's: `file` is the copy, empty for a module that is installed."""
+
+    module: str
+    file: Inside | Literal[""]
+    sha256: Hash
+
+
+class Manifest(Checked):
+    """Hashes of a plan's sources (`model` to `sources`), the versions that compiled it, and hashes of its files.
+
+    `header`: of the weights file up to the data; `tensors`: of the data; `self`: of the manifest.
+    """
+
+    model: Hash
+    plan: Hash
+    cluster: Hash
+    operators: Hash
+    weights: Hash
+    sources: Hash
+    superscaler: str
+    torch: str
+    python: str
+    code: Hash
+    data: Hash
+    files: dict[Inside, Hash]
+    header: Hash
+    tensors: dict[str, Hash]
+    self: Hash
+
+
+class PlanHead(Head):
+    """The types of plan.json."""
+
+    NAME = PLAN_FILE
+    VERSION = 2
+    DIFFERS = "is not what compile wrote there"
+    REMEDY = REWRITE
+
+    version: Number
+    world: Count
+    cluster: str
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
+    programs: list[Annotated[str, Field(pattern=r"^program_\d+$")]]
+    devices: list[Tables]
+    inputs: dict[str, tuple[list[Count], str]]
+    bounds: dict[str, Count]
+    limits: dict[str, tuple[Number, Number]]
+    ignored: dict[str, Number] = Field(default_factory=dict)
+    slots: dict[str, list[list[Count]]]
+    tensors: dict[str, Owned]
+    aliases: dict[str, str]
+    loss_dtype: str
+    result: str = ""
+    iterations: Count = 1
+    optimizer: Optimizer
+    operators: dict[Target, Operator | None]
+    manifest: Manifest
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        if not len(self.devices) == len(self.programs) == self.world > 0:
+            counts = f"{len(self.devices)} devices, {len(self.programs)} programs and a world of {self.world}"
+            raise ValueError(f"it has {counts}")
+        return self
+
+    @staticmethod
+    def signed(data: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {**data["manifest"], "data": hash_without(data, "manifest")}
+        return {**data, "manifest": {**kept, "self": hash_without(kept, "self")}}
+
+    @staticmethod
+    def stamps(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        kept = data["manifest"]
+        files = {name: {"sha256": found} for name, found in kept["files"].items()}
+        return {**files, WEIGHTS_FILE: {"header": kept["header"], "tensors": kept["tensors"]}}
+
+    @classmethod
+    def refuse(cls, file: Path, found: str, kept: str) -> NoReturn:
+        mine = "; what was edited on purpose runs by ss.load(DIR, manifest=False)" if file.suffix == ".py" else ""
+        refuse(file, cls.DIFFERS, cls.REMEDY + mine)
+
+
+def read_plan(directory: Path, has_hashes: bool = True) -> Whole:
+    """Open a plan directory: plan.json, checked for its version and types, with `has_hashes` also by its hashes."""
+    with reading(directory / PLAN_FILE, REWRITE):
+        is_there = (directory / PLAN_FILE).exists()
     if not is_there:
         raise InputError(f"{directory} is not a plan directory (it has no {PLAN_FILE}); {REWRITE}.")
-    text = _bytes(file)
-    plan: dict[str, Any] = _object(file, text)
-    check_version(file, plan, VERSION)
-    check_types(file, PlanFile, text)
-    if not len(plan["devices"]) == len(plan["programs"]) == plan["world"] > 0:
-        counts = f"{len(plan['devices'])} devices, {len(plan['programs'])} programs and a world of {plan['world']}"
-        raise InputError(f"{file} is damaged (it has {counts}); {REWRITE}.")
-    kept = plan["manifest"]
-    if manifest and (hash_without(plan, "manifest") != kept["data"] or hash_without(kept, "self") != kept["self"]):
-        _differs(file)
-    return plan
-
-
-def read_file(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> bytes:
-    """Return a file of a plan directory; with a manifest, its hash is checked."""
-    data = _bytes(directory / name)
-    if kept is not None and digest(data) != kept["files"].get(name):
-        _differs(directory / name)
-    return data
-
-
-def read_text(directory: Path, name: str, kept: Mapping[str, Any] | None = None) -> str:
-    with reading(directory / name, REWRITE):
-        return read_file(directory, name, kept).decode()
-
-
-def read_json(directory: Path, name: str, types: type[BaseModel], version: int, kept: Mapping[str, Any]) -> Any:
-    """Return the data of a JSON file in a plan directory, checked for its hash, version and types."""
-    file, text = directory / name, read_file(directory, name, kept)
-    found = _object(file, text)
-    check_version(file, found, version)
-    check_types(file, types, text)
-    return found
-
-
-def check_files(directory: Path, plan: Mapping[str, Any]) -> None:
-    """Raise InputError unless all files of a directory are as its plan.json says."""
-    for name in plan["manifest"]["files"]:
-        read_file(directory, name, plan["manifest"])
-    check_weights(directory, plan["manifest"])
-
-
-def check_weights(directory: Path, kept: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
-    """Raise InputError unless the weights have the header of a manifest, and of the tensors named (default: all) the
-    bits.
-    """
-    file = directory / WEIGHTS_FILE
-    header, found = weight_hashes(file, kept["tensors"] if names is None else names)
-    if header != kept["header"] or any(kept["tensors"].get(name) != shown for name, shown in found.items()):
-        _differs(file)
-
-
-def weight_hashes(file: Path, names: Iterable[str] | None = None) -> tuple[str, dict[str, str]]:
-    """Return the hash of the header of a safetensors file, and by name those of tensors in it (default: of all)."""
-
-    header, found = read_header(file)
-    wanted, base = found if names is None else names, 8 + len(header)
-    with reading(file, REWRITE), file.open("rb") as stream:
-        ends = {name: found[name]["data_offsets"] for name in wanted}
-        hashes = {name: _part(stream, base + start, end - start) for name, (start, end) in ends.items()}
-    return digest(len(header).to_bytes(8, "little") + header), hashes
-
-
-def read_header(file: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return the header of a safetensors file, as bytes and as data. Raises InputError for a file of another size."""
-    require_file(file)
-    with reading(file, REWRITE), file.open("rb") as stream:
-        # The largest header that safetensors allows.
-        header = stream.read(min(int.from_bytes(stream.read(8), "little"), 10**8))
-        found: dict[str, Any] = json.loads(header)
-        size = 8 + len(header) + max((entry["data_offsets"][1] for entry in found.values()), default=0)
-        if size != file.stat().st_size:
-            raise ValueError(f"it has {file.stat().st_size} bytes, not {size}")
-        return header, found
-
-
-def _part(stream: BinaryIO, start: int, count: int) -> str:
-    """Return the hash of a part of a file."""
-    found = hashlib.sha256()
-    stream.seek(start)
-    while count > 0 and (data := stream.read(min(count, 2**20))):
-        found.update(data)
-        count -= len(data)
-    return found.hexdigest()
+    return read(directory, PlanHead, has_hashes)
 
 
 def plan_files(directory: Path) -> frozenset[str]:
@@ -148,10 +203,10 @@ def plan_files(directory: Path) -> frozenset[str]:
         plans = [folder for folder in (directory, directory / NEW) if (folder / PLAN_FILE).is_file()]
     if there - {NEW} and not plans:
         raise InputError(f"{directory} is not empty and is not a plan directory; choose another --out.")
-    return frozenset[str]().union(*map(listed, plans))
+    return frozenset[str]().union(*map(_listed, plans))
 
 
-def listed(folder: Path) -> frozenset[str]:
+def _listed(folder: Path) -> frozenset[str]:
     """Return the names of all files of the plan of any version whose plan.json is in a folder."""
     try:
         names = json.loads((folder / PLAN_FILE).read_bytes())["manifest"]["files"].keys()
@@ -165,52 +220,39 @@ def listed(folder: Path) -> frozenset[str]:
     return frozenset((PLAN_FILE, WEIGHTS_FILE, *names))
 
 
-def check_version(file: Path, found: Mapping[str, Any], version: int) -> None:
-    if found.get("version") != version:
-        theirs = str(found.get("version"))[:20]
-        raise InputError(f"{file} is of version {theirs}, but this superscaler reads version {version}; {REWRITE}.")
+@contextmanager
+def staged(directory: Path) -> Iterator[Draft]:
+    """Give a draft of a new plan, which replaces the older plan of a directory. After an error that is as it was."""
+    recover(directory)
+    with written(directory / NEW, PlanHead) as draft:
+        yield draft
+    recover(directory)
 
 
-def check_types(file: Path, types: type[BaseModel], text: bytes) -> None:
-    """Raise InputError that names the first thing in a JSON text that is not of its type."""
-    from pydantic import ValidationError
-
-    try:
-        types.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ", ".join(map(str, first["loc"]))[:120] or "the whole"
-        message = first["msg"][0].lower() + first["msg"][1:]
-        raise InputError(
-            f"{file} is damaged ({where} is {str(first['input'])[:40]!r}: {message}); {REWRITE}."
-        ) from None
+def recover(directory: Path) -> None:
+    """Move a whole plan that is aside into its place; remove an unfinished one. May be repeated from any point."""
+    folder = directory / NEW
+    if (folder / PLAN_FILE).is_file():
+        _move(folder, directory)
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
-def _object(file: Path, text: bytes) -> dict[str, Any]:
-    def no_number(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no number")
-
-    with reading(file, REWRITE):
-        found = json.loads(text, parse_constant=no_number)
-    if not isinstance(found, dict):
-        raise InputError(f"{file} is damaged (it holds a {type(found).__name__}, not an object); {REWRITE}.")
-    return found
-
-
-def _bytes(file: Path) -> bytes:
-    require_file(file)
-    with reading(file, REWRITE):
-        return file.read_bytes()
-
-
-def require_file(file: Path) -> None:
-    """Raise InputError for a missing file, and for a folder or pipe: reading a pipe would wait for ever."""
-    with reading(file, REWRITE):
-        if not file.is_file():
-            found = "a folder" if file.is_dir() else "not a file" if file.exists() else "missing"
-            raise InputError(f"{file} is {found}; {REWRITE}.")
-
-
-def _differs(file: Path) -> NoReturn:
-    mine = "; what was edited on purpose runs by ss.load(DIR, manifest=False)" if file.suffix == ".py" else ""
-    raise InputError(f"{file} is not what compile wrote there; {REWRITE}{mine}.")
+def _move(folder: Path, directory: Path) -> None:
+    names = _listed(folder)
+    older = _listed(directory) if (directory / PLAN_FILE).is_file() else frozenset[str]()
+    for name in sorted(names - {PLAN_FILE}):
+        if (folder / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder / name, directory / name)
+    for name in older - names:
+        (directory / name).unlink(missing_ok=True)
+        for parent in Path(name).parents[:-1]:
+            # Folders with other files stay.
+            with suppress(OSError):
+                (directory / parent).rmdir()
+    for place in {(directory / name).parent for name in names}:
+        sync(place)
+    # Last: this file shows that the plan is whole.
+    os.replace(folder / PLAN_FILE, directory / PLAN_FILE)
+    sync(directory)

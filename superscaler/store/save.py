@@ -23,9 +23,10 @@ from torch import Tensor
 from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
 from superscaler.store.checkpoint_dir import discard, lock, new_folder, prune, reason
-from superscaler.store.files import hash_without, replacing, sync, write_file
+from superscaler.store.folder import hash_without, replacing, sync, write_file
 from superscaler.store.manifest import FORMAT, VERSION
-from superscaler.store.pieces import located, owners, whole, write_tensors
+from superscaler.store.pieces import located, owners, whole
+from superscaler.store.tensor_file import write_tensors
 from superscaler.store.tensors import MANIFEST_FILE, POINTER_FILE
 
 # Seconds between two looks for the shards of other ranks.

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.specs.file_errors import reading
-from superscaler.store.manifest import DTYPES, read_manifest
+from superscaler.store.manifest import read_manifest
 from superscaler.store.pieces import Ranges, overlap, sizes, whole
+from superscaler.store.tensor_file import DTYPES
 
 MANIFEST_FILE, POINTER_FILE = "manifest.json", "latest"
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

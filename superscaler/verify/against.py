@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from superscaler.artifact import initial_values
@@ -18,9 +17,10 @@ from superscaler.ir.graph import Graph
 from superscaler.ir.model import Model, once, renamed, without_sources, without_twins
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.report.facts import kept_values, own_operators
-from superscaler.store.files import MODEL_FILE, WEIGHTS_FILE
+from superscaler.store.folder import Whole
 from superscaler.store.operator_files import copies
-from superscaler.store.plan import read_file, read_plan, read_text
+from superscaler.store.plan import MODEL_FILE, REWRITE, WEIGHTS_FILE, read_plan
+from superscaler.store.tensor_file import opened
 from superscaler.verify.compare import relative_error
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values, model_step
 from superscaler.verify.retype import retype_model
@@ -37,15 +37,16 @@ def compare_directory(graph: Graph, directory: Path, batch: Values | None = None
     dropout, on the saved weights and a `batch` (default: that of the capture), and all common tensors and gradients are
     compared.
     """
-    saved, captured = parse_model(read_text(directory, MODEL_FILE)), graph.captured
-    drawn = initial_values(saved, captured.values, read_plan(directory, manifest=False)["seed"])
+    plan, captured = read_plan(directory, has_hashes=False), graph.captured
+    saved = parse_model(plan.text(MODEL_FILE))
+    drawn = initial_values(saved, captured.values, plan.head["seed"])
     weights = kept_values(graph.copy(saved), drawn)
     mine, theirs = _plain(graph.model), _plain(saved)
     for old, new in zip(mine.factors, list(theirs.factors), strict=False):
         mine = renamed(mine, old, new) if old not in theirs.factors else mine
     names = {op.name for op in theirs.ops}
     rewritten = [op.name for op in mine.ops if op.name not in names]
-    first = next(_of_texts(mine, theirs), "") or next(_of_files(theirs, directory, weights), "")
+    first = next(_of_texts(mine, theirs), "") or next(_of_files(theirs, plan, weights), "")
     if rewritten and not first:
         first = next(_of_numbers(mine, theirs, {**drawn, **(batch or captured.batch)}), "")
     counts = {"operators": len(mine.ops), "weights": len(weights), "rewritten": len(rewritten)}
@@ -79,12 +80,12 @@ def _lines(model: Model) -> Mapping[str, str]:
     return {"the first line": head, **{" ".join(line.split(" ", 2)[:2]): line for line in lines}}
 
 
-def _of_files(model: Model, directory: Path, weights: Values) -> Iterator[str]:
+def _of_files(model: Model, plan: Whole, weights: Values) -> Iterator[str]:
     """Yield the saved files and weights that differ from those of this process."""
     for name, source in copies(own_operators(model))[1].items():
-        if read_file(directory, name) != source:
+        if plan.bytes(name) != source:
             yield f"{name} is another file than the one that registers an operator here"
-    with safe_open(directory / WEIGHTS_FILE, framework="pt") as stored:
+    with opened(plan.path / WEIGHTS_FILE, REWRITE) as stored:
         for name in sorted(weights.keys() ^ set(stored.keys())):
             yield f"{name} is in {'the module' if name in weights else WEIGHTS_FILE} only"
         for name, own in sorted(weights.items()):

@@ -9,8 +9,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from superscaler.artifact import described, texts
 from superscaler.certify.certificate import CHECKS
 from superscaler.emit.device import emit
@@ -20,9 +18,8 @@ from superscaler.ir.program import Program
 from superscaler.ir.program_text import parse_program
 from superscaler.report.facts import own_operators
 from superscaler.specs.file_errors import reading
-from superscaler.store.files import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, WEIGHTS_FILE
-from superscaler.store.manifest import DTYPES
-from superscaler.store.plan import REWRITE, check_files, read_plan, read_text, require_file
+from superscaler.store.plan import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, REWRITE, WEIGHTS_FILE, read_plan
+from superscaler.store.tensor_file import kinds, opened
 
 
 def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]:
@@ -32,11 +29,12 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     Raises ScheduleError for a program that a check refuses, InputError for a directory that cannot be read or whose
     files disagree.
     """
-    plan, damage = read_plan(directory, manifest=False), _damage(directory)
+    saved, damage = read_plan(directory, has_hashes=False), _damage(directory)
+    plan = saved.head
     with _naming(directory / MODEL_FILE, damage):
-        model = parse_model(read_text(directory, MODEL_FILE))
+        model = parse_model(saved.text(MODEL_FILE))
     with _naming(directory / PROGRAM_FILE, damage):
-        program = parse_program(read_text(directory, PROGRAM_FILE), model)
+        program = parse_program(saved.text(PROGRAM_FILE), model)
     if program.world != plan["world"]:
         raise InputError(f"{directory / PLAN_FILE} is for {plan['world']} devices, its program for {program.world}.")
     with _naming(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
@@ -45,7 +43,7 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
         emitted = emit(program)
         files = texts(program, emitted)
     for name, text in files.items():
-        _compare(directory / name, read_text(directory, name), text)
+        _compare(directory / name, saved.text(name), text)
     wanted = json.loads(json.dumps(described(program, emitted, plan["cluster"], plan["seed"])))
     # The program has the names of operators, but not the files that register them.
     wanted["operators"] = {target: plan["operators"].get(target) for target in sorted(own_operators(model))}
@@ -62,7 +60,7 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
 def _damage(directory: Path) -> InputError | None:
     """Return the damage of a directory that its hashes show."""
     try:
-        check_files(directory, read_plan(directory))
+        read_plan(directory).check()
     except InputError as error:
         return error
     return None
@@ -105,11 +103,9 @@ def _differences(found: Any, wanted: Any, where: str = "") -> Iterator[str]:
 
 def _check_weights(file: Path, program: Program) -> None:
     """Check that every weight at rest is in the file, whole and of its dtype."""
-    require_file(file)
     needed = {w.tensor for device, _ in program.distinct for w in device.weights}
-    with reading(file, REWRITE, (SafetensorError,)), safe_open(file, framework="pt") as stored:
-        kept = {name: stored.get_slice(name) for name in needed.intersection(stored.keys())}
-        found = {name: (tuple(piece.get_shape()), DTYPES.get(piece.get_dtype())) for name, piece in kept.items()}
+    with opened(file, REWRITE) as stored:
+        found = kinds(stored)
     for name in sorted(needed):
         tensor = program.model.tensors[name]
         if found.get(name) != (tensor.shape, tensor.dtype):

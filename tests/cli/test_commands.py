@@ -10,7 +10,7 @@ import pytest
 
 from superscaler.cli.main import main
 from superscaler.store import cache
-from superscaler.store.files import PLAN_FILE
+from superscaler.store.plan import PLAN_FILE
 
 MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
 TWO = ["--plan", "data_parallel", "--cluster", "local:2"]

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from superscaler.store.files import digest, hash_without
+from superscaler.store.folder import digest
+from superscaler.store.plan import PlanHead
 
 PLAN, EXPLAIN, WEIGHTS = "plan.json", "explain.json", "initial.safetensors"
 FILES = (PLAN, EXPLAIN, WEIGHTS, "model.txt", "program.txt", "journal.txt", "run.py", "program_0.py", "segments.py")
@@ -105,10 +106,7 @@ def sealed(turn: Callable[[dict[str, Any]], object]) -> Change:
     def change(folder: Path) -> None:
         plan = json.loads((folder / PLAN).read_text())
         turn(plan)
-        kept = plan.get("manifest")
-        if isinstance(kept, dict):
-            kept["data"] = hash_without(plan, "manifest")
-            kept["self"] = hash_without(kept, "self")
+        plan = PlanHead.signed(plan) if isinstance(plan.get("manifest"), dict) else plan
         (folder / PLAN).write_text(json.dumps(plan))
 
     return change

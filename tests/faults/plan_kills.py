@@ -25,7 +25,7 @@ from torch import nn
 
 import superscaler as ss
 from superscaler.errors import InputError
-from superscaler.store.plan import check_files, read_plan
+from superscaler.store.plan import read_plan
 
 MINE = "notes.txt"
 # What Python tells of before it does it.
@@ -50,10 +50,10 @@ def state(folder: Path, known: dict[str, ss.Plan]) -> str:
     """Return which plan a directory holds, whole; "refused" where it holds none."""
     try:
         plan = read_plan(folder)
-        check_files(folder, plan)
+        plan.check()
     except InputError as error:
         return "refused" if str(error).startswith(str(folder)) and len(str(error).splitlines()) == 1 else repr(error)
-    return next(name for name, one in known.items() if one.compiled.program.world == plan["world"])
+    return next(name for name, one in known.items() if one.compiled.program.world == plan.head["world"])
 
 
 def save_killed(plan: ss.Plan, folder: Path, event: int | None = None, seconds: float = 0.0) -> bool:
@@ -92,7 +92,7 @@ def trial(
     assert was_killed or found == "new"
     known["new"].save(folder)
     assert state(folder, known) == "new"
-    listed = read_plan(folder)["manifest"]["files"].keys()
+    listed = read_plan(folder).head["manifest"]["files"].keys()
     mine = set() if is_first else {MINE}
     there = {str(file.relative_to(folder)) for file in folder.rglob("*")}
     assert there == {*listed, "plan.json", "initial.safetensors", *mine}, there

@@ -19,15 +19,13 @@ from typing import Any
 import pytest
 import torch
 from damaged import DAMAGES, EVERY, FILES, put, sealed, text
-from pydantic import BaseModel
 
 import superscaler as ss
 from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.report.schema import Account
-from superscaler.store.files import digest
-from superscaler.store.plan import check_types
-from superscaler.store.plan_head import PlanFile
+from superscaler.store.folder import Head, check_types, digest
+from superscaler.store.plan import PlanHead
 
 MLP = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]
@@ -96,13 +94,13 @@ def test_damage_is_refused(name: str, folder: Path, saved: Path, capsys: pytest.
 def test_what_may_not_be_read_is_one_line(
     folder: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def denied(file: Path) -> bytes:
+    def denied(file: Path, *given: Any, **more: Any) -> Any:
         if file == folder / "program_0.py":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return read(file)
+        return opened(file, *given, **more)
 
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", denied)
     for reader in ("explain", "diff", "validate", "load"):
         told = refusal(reader, folder, saved, capsys)
         assert told.startswith(f"{folder}/program_0.py cannot be read: Permission denied; write it again")
@@ -116,8 +114,8 @@ def misfits(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield from misfits(item, (*way, key))
 
 
-@pytest.mark.parametrize(("file", "types", "some"), [("plan.json", PlanFile, 80), ("explain.json", Account, 70)])
-def test_a_value_of_another_type_is_refused(file: str, types: type[BaseModel], some: int, saved: Path) -> None:
+@pytest.mark.parametrize(("file", "types", "some"), [("plan.json", PlanHead, 80), ("explain.json", Account, 70)])
+def test_a_value_of_another_type_is_refused(file: str, types: type[Head], some: int, saved: Path) -> None:
     found = json.loads((saved / file).read_text())
     places = list(misfits(found))[1:]
     assert len(places) > some
@@ -126,7 +124,7 @@ def test_a_value_of_another_type_is_refused(file: str, types: type[BaseModel], s
         changed = copy.deepcopy(found)
         functools.reduce(operator.getitem, parents, changed)[last] = other
         with pytest.raises(InputError, match=rf"{file} is damaged \({re.escape(', '.join(map(str, parents or way)))}"):
-            check_types(saved / file, types, json.dumps(changed).encode())
+            check_types(saved / file, json.dumps(changed).encode(), types)
 
 
 def sealed_with(folder: Path, name: str, text: str) -> None:

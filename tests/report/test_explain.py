@@ -21,8 +21,7 @@ from superscaler.models import build
 from superscaler.plan import Plan, capture, compile
 from superscaler.report.facts import account, manifest, ranges
 from superscaler.report.words import read
-from superscaler.store.files import EXPLAIN_FILE, PLAN_FILE
-from superscaler.store.plan import VERSION as PLAN_VERSION
+from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
 from tests.graphs import graph_of
 
@@ -430,7 +429,7 @@ def forget_manifest(directory: Path) -> None:
 
 def age_plan(directory: Path) -> None:
     file = directory / PLAN_FILE
-    file.write_text(file.read_text().replace(f'"version": {PLAN_VERSION}', '"version": 0'))
+    file.write_text(file.read_text().replace(f'"version": {PlanHead.VERSION}', '"version": 0'))
 
 
 WRONG = [
@@ -442,7 +441,7 @@ WRONG = [
     (change_explain, f"{EXPLAIN_FILE} is not what compile wrote there"),
     (forget_manifest, "is damaged (manifest is "),
     (lambda d: (d / EXPLAIN_FILE).unlink(), f"{EXPLAIN_FILE} is missing"),
-    (age_plan, f"is of version 0, but this superscaler reads version {PLAN_VERSION}"),
+    (age_plan, f"is of version 0, but this superscaler reads version {PlanHead.VERSION}"),
     (lambda d: shutil.rmtree(d), "is not a plan directory"),
 ]
 

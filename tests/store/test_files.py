@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from superscaler.store.files import is_inside, replacing, write_file
+from superscaler.store.folder import is_inside, replacing, write_file
 
 
 def test_a_file_takes_the_place_of_another_one(tmp_path: Path) -> None:

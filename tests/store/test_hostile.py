@@ -22,7 +22,7 @@ from superscaler.cli.main import main
 from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.runtime.step import Step, build_step, modules
-from superscaler.store.files import hash_without
+from superscaler.store.folder import hash_without
 from superscaler.store.manifest import covers
 from superscaler.store.tensors import file_hash
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from superscaler.errors import InputError
-from superscaler.store.files import digest
+from superscaler.store.folder import digest
 from superscaler.store.operators import import_operators
 
 pytestmark = pytest.mark.dist

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from superscaler.store.pieces import NAMES, write_tensors
+from superscaler.store.tensor_file import NAMES, write_tensors
 
 
 def set_event() -> Event:
@@ -22,7 +22,7 @@ def set_event() -> Event:
 def test_the_library_reads_every_dtype_and_shape(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shapes: list[tuple[int, ...]] = [(), (0,), (3,), (2, 0, 4), (5, 7)]
-    tensors = {f"{d}{s}": (torch.rand(s) * 9).to(d) for d in NAMES for s in shapes}
+    tensors = {f"{d}{s}": (torch.rand(s) * 9).to(d) for d in (getattr(torch, n) for n in NAMES) for s in shapes}
     found = write_tensors(tmp_path / "file", tensors, set_event())
     assert found == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
     stored = load_file(tmp_path / "file")
@@ -39,7 +39,7 @@ def test_what_has_no_name_there_is_said(tmp_path: Path) -> None:
 
 
 def test_who_is_waited_for_does_not_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("superscaler.store.pieces._REST", 10**9)
+    monkeypatch.setattr("superscaler.store.tensor_file._REST", 10**9)
     hurry = Event()
     thread = Thread(target=write_tensors, args=(tmp_path / "file", {"a": torch.zeros(1 << 22)}, hurry), daemon=True)
     thread.start()

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler import artifact
 from superscaler.errors import InputError
-from superscaler.store import staging
-from superscaler.store.plan import NEW, check_files, read_plan
+from superscaler.store import folder as store
+from superscaler.store.plan import NEW, read_plan
 
 
 class Net(nn.Linear):
@@ -39,17 +38,17 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("what", ["save_file", "sync_all"])
+@pytest.mark.parametrize("what", ["write_tensors", "sync"])
 def test_a_full_disk_leaves_the_older_plan(
     what: str, plans: list[ss.Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans[0].save(tmp_path / "plan")
     before = contents(tmp_path)
-    monkeypatch.setattr(artifact, what, full)
+    monkeypatch.setattr(store, what, full)
     with pytest.raises(InputError, match=rf"{tmp_path}/plan cannot be written: No space left on device; choose"):
         plans[1].save(tmp_path / "plan")
     assert contents(tmp_path) == before
-    check_files(tmp_path / "plan", read_plan(tmp_path / "plan"))
+    read_plan(tmp_path / "plan").check()
 
 
 def test_what_was_interrupted_while_it_moved_is_refused_and_then_finished(
@@ -68,7 +67,7 @@ def test_what_was_interrupted_while_it_moved_is_refused_and_then_finished(
 
     rename = os.replace
     with monkeypatch.context() as patch:
-        patch.setattr(staging.os, "replace", replace)
+        patch.setattr(store.os, "replace", replace)
         with pytest.raises(KeyboardInterrupt):
             plans[1].save(folder)
     assert (folder / NEW / "plan.json").is_file()
@@ -78,8 +77,8 @@ def test_what_was_interrupted_while_it_moved_is_refused_and_then_finished(
     for plan, world in ((plans[0], 2), (plans[1], 1)):
         assert plan.save(folder) is True
         found = read_plan(folder)
-        check_files(folder, found)
-        assert found["world"] == world
+        found.check()
+        assert found.head["world"] == world
         assert (folder / "program_1.py").exists() == (world == 2)
         assert (folder / "notes.txt").read_text() == "mine"
         assert not (folder / NEW).exists()
@@ -91,7 +90,7 @@ def test_a_folder_in_the_place_of_a_file_is_not_removed(plans: list[ss.Plan], tm
     (tmp_path / "journal.txt").mkdir()
     with pytest.raises(InputError, match=r"journal\.txt is not of the plan there; move it"):
         plans[1].save(tmp_path)
-    assert read_plan(tmp_path)["world"] == 2
+    assert read_plan(tmp_path).head["world"] == 2
 
 
 def test_copies_of_operators_that_a_new_plan_has_not_are_removed(plans: list[ss.Plan], tmp_path: Path) -> None:

@@ -30,9 +30,10 @@ from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.store.checkpoint_dir import discard, lock, prune
-from superscaler.store.files import hash_without
-from superscaler.store.pieces import located, sizes, write_tensors
+from superscaler.store.folder import hash_without
+from superscaler.store.pieces import located, sizes
 from superscaler.store.save import Saver
+from superscaler.store.tensor_file import write_tensors
 from superscaler.store.tensors import checkpoints, open_checkpoint
 from superscaler.train.loop import parser, train_rank
 
