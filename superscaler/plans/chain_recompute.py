@@ -18,7 +18,7 @@ from superscaler.plans.lib.shared import layers, stretches
 from superscaler.verbs import Graph, InputError, Recompute, op_trans
 
 
-@along_axis(again=True)
+@along_axis(recomputes=True)
 def chain_recompute(
     graph: Graph, n: int, axis: str, limit: float = 0, every: str = "", times: str = "", microbatches: int = 1
 ) -> None:

@@ -18,7 +18,7 @@ from superscaler.plans.lib.shared import joined, layers, made_for, splits_within
 from superscaler.verbs import Block, Graph, InputError, Recompute, Split, op_trans
 
 
-@along_axis(again=True)
+@along_axis(recomputes=True)
 def co_shard(
     graph: Graph, n: int, axis: str, parts: int = 4, blocks: str = "all", factors: str = "", microbatches: int = 1
 ) -> None:

@@ -14,7 +14,7 @@ from superscaler.plans.lib.shared import layers, made_for, stretches
 from superscaler.verbs import Graph, InputError, Op, Recompute, op_trans
 
 
-@along_axis(again=True)
+@along_axis(recomputes=True)
 def recompute(graph: Graph, n: int, axis: str, what: str = "block", microbatches: int = 1) -> None:
     regions = {"block": _blocks, "full": _full, "attention": _attention}
     if what not in regions:

@@ -17,16 +17,16 @@ from superscaler.verbs import Graph, InputError, Insert, Op, Recompute, op_assig
 WHAT = ("activations", "optimizer", "both")
 
 
-@along_axis(again=True)
+@along_axis(recomputes=True)
 def swap(graph: Graph, n: int, axis: str, what: str = "activations", microbatches: int = 1) -> None:
     if what not in WHAT:
         raise InputError(f"swap:what={what}: choose {', '.join(WHAT)}.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
     for layer in layers(graph) if what != "optimizer" else ():
         is_first = not reads_activations(graph, layer.ops)
-        again = op_trans(graph, layer.ops, Recompute())
+        recomputed = op_trans(graph, layer.ops, Recompute())
         if not is_first:
-            op_assign(graph, op_trans(graph, again, Insert()), "host")
+            op_assign(graph, op_trans(graph, recomputed, Insert()), "host")
     if what != "activations" and not graph.updates:
         raise InputError(f"swap:what={what}: nothing is trained, so that no weights rest on hosts; leave swap out.")
     if what != "activations":

@@ -17,7 +17,7 @@ from pathlib import Path
 from superscaler.plans.lib.shared import layers, stretches
 from superscaler.verbs import Graph, InputError, Op
 
-# In so many steps of the limit bytes are told apart, rounded up, where more choices than that are left to compare.
+# Where more choices than this are left, bytes are rounded up to this fraction of the limit.
 SLOTS = 500
 Run = tuple[int, int]
 # What is kept, the time that is added, and the runs so far.

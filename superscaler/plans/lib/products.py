@@ -33,14 +33,14 @@ class AlongAxis(Protocol):
 
 
 def along_axis(
-    *, first: bool = False, batches: bool = False, again: bool = False, last: bool = False, nests: bool = False
+    *, first: bool = False, batches: bool = False, recomputes: bool = False, last: bool = False, nests: bool = False
 ) -> Callable[[SProgram], AlongAxis]:
     """Make an sProgram of `cut(graph, n, axis, **options)`, which cuts ops into `n` along the mesh axis of that name.
 
     It assigns nothing: alone it gets all devices as one axis, in a product its share of them. Ops that no plan of a
     product cuts are replicated; updates that none cuts follow the readers of their weight. The order in a product does
     not depend on where a plan is written: `first` is for plans that replace ops, `batches` for plans that make
-    microbatches, which others cut further, `again` for recomputation, `last` for plans that follow the cuts of others
+    microbatches, which others cut further, `recomputes` for recomputation, `last` for plans that follow the cuts of others
     (`graph.follow`). `nests`: cutting into a and then into b equals cutting into a * b, and is done so on several
     servers. `.cut` is the function itself.
 
@@ -60,7 +60,7 @@ def along_axis(
 
         graph, _, _, *rest = inspect.signature(cut).parameters.values()
         signature = inspect.Signature([graph, graph.replace(name="cluster"), *rest])
-        vars(run).update(__signature__=signature, cut=cut, turn=(2 * last + again - first, not batches))
+        vars(run).update(__signature__=signature, cut=cut, turn=(2 * last + recomputes - first, not batches))
         return cast(AlongAxis, sprogram(run))
 
     return decorate

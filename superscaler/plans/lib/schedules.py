@@ -258,8 +258,8 @@ def _check_counts(**counts: int) -> None:
         if count < 1:
             raise InputError(f"a schedule of {count} {name}; choose at least 1.")
     if (works := prod(counts.values())) > MOST_WORKS:
-        told = " x ".join(f"{count} {name}" for name, count in counts.items())
-        raise InputError(f"a schedule of {told} has {works} forwards; choose at most {MOST_WORKS}.")
+        shown = " x ".join(f"{count} {name}" for name, count in counts.items())
+        raise InputError(f"a schedule of {shown} has {works} forwards; choose at most {MOST_WORKS}.")
 
 
 # By name; each is a plan, too.
@@ -292,8 +292,8 @@ def table_of(schedule: str, n: int, options: Mapping[str, int]) -> tuple[Table, 
         return rule(n, **options), slices
     file = Path(schedule)
     if not file.is_file():
-        told = unknown("schedule", schedule, RULES)
-        raise InputError(f"{told} Or give a file with a row of work for each device.")
+        message = unknown("schedule", schedule, RULES)
+        raise InputError(f"{message} Or give a file with a row of work for each device.")
     if own := options.keys() - {"slices"}:
         raise InputError(f"{file} is a whole table, which has no choice of {' and '.join(sorted(own))}; leave it out.")
     table = parse_schedule(file.read_text(errors="replace"))

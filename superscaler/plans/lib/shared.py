@@ -63,7 +63,7 @@ def attentions(graph: Graph, plan: str) -> list[Op]:
 
 
 def is_staged(graph: Graph) -> bool:
-    """Tell whether a pipeline has cut the model into stages."""
+    """Return whether a pipeline has cut the model into stages."""
     return any(axis.is_stage for op in graph.forward_ops for axis in graph.grids[op.name].axes)
 
 

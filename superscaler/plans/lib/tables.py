@@ -137,8 +137,8 @@ def _incomplete(table: Table, place: Mapping[Action, Step]) -> Faults:
         first, kinds = next(iter(own.values()), (0, len(table[0]) - 1)), "".join(own).replace("R", "")
         homes = {kind: where[Action(stage, kind, k)] for kind in own}
         if len(set(homes.values())) > 1:
-            told = " and ".join(f"{kind} on {', '.join(map(str, devices))}" for kind, devices in homes.items())
-            yield first, f"microbatch {k} of stage {stage} has its {told}"
+            shown = " and ".join(f"{kind} on {', '.join(map(str, devices))}" for kind, devices in homes.items())
+            yield first, f"microbatch {k} of stage {stage} has its {shown}"
         if kinds not in complete:
             yield first, f"microbatch {k} of stage {stage} has {kinds or 'nothing'}, not {' or '.join(complete)}"
 
