@@ -40,9 +40,9 @@ def along_axis(
     It assigns nothing: alone it gets all devices as one axis, in a product its share of them. Ops that no plan of a
     product cuts are replicated; updates that none cuts follow the readers of their weight. The order in a product does
     not depend on where a plan is written: `first` is for plans that replace ops, `batches` for plans that make
-    microbatches, which others cut further, `recomputes` for recomputation, `last` for plans that follow the cuts of others
-    (`graph.follow`). `nests`: cutting into a and then into b equals cutting into a * b, and is done so on several
-    servers. `.cut` is the function itself.
+    microbatches, which others cut further, `recomputes` for recomputation, `last` for plans that follow the cuts of
+    others (`graph.follow`). `nests`: cutting into a and then into b equals cutting into a * b, and is done so on
+    several servers. `.cut` is the function itself.
 
     @ss.along_axis(nests=True)
     def data_parallel(graph, n, axis):
