@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.certify.hosts import on_host
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Copy, Device, Program, Wait
-from superscaler.plans import resolve
 from tests.graphs import graph_of
-from tests.integration.test_hosts import offloaded, swapped
+from tests.ran import exact
+from tests.rewrites import offloaded, swapped
 
 
 def first(device: Device, kind: type, at: int = 0) -> int:
@@ -47,9 +46,7 @@ def brought(device: Device) -> Device:
 
 @pytest.mark.parametrize(("change", "told"), [(turned, "Copy of"), (left_out, "Forward s"), (brought, "Copy of")])
 def test_a_value_in_the_wrong_memory_is_named(change: Callable[[Device], Device], told: str) -> None:
-    program = ss.compile(
-        graph_of("gpt2:size=tiny", "SGD"), offloaded(swapped(resolve("single"))), "local:1"
-    ).compiled.program
+    program = exact(graph_of("gpt2:size=tiny", "SGD"), offloaded(swapped("single")), 1).program
     (device,) = program.devices
     check_program(program)
     assert {w.name for w in device.weights if w.trained} <= on_host(program, device)

@@ -12,7 +12,7 @@ import pytest
 import superscaler as ss
 from superscaler.plans import resolve
 from tests.graphs import graph_of
-from tests.integration.test_hosts import offloaded, swapped
+from tests.rewrites import offloaded, swapped
 
 pytestmark = pytest.mark.dist
 

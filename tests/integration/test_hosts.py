@@ -14,52 +14,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import superscaler as ss
-from superscaler.artifact import initial_values
 from superscaler.certify.hosts import on_host
-from superscaler.compiler import finish
 from superscaler.errors import PlanError, ScheduleError
-from superscaler.frontend.oracle import retyped
 from superscaler.ir.program import Copy, Free, Value
 from superscaler.plan import Plan
 from superscaler.plans import resolve
-from superscaler.plans.swap import reads_activations
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.step import Step
-from superscaler.verify.locate import on_threads
 from superscaler.verify.plan_dir import validate_directory
-from superscaler.verify.retype import retype
 from tests.graphs import graph_of
-from tests.integration.test_recompute import normed, recomputed, sharded
+from tests.integration.test_recompute import normed
+from tests.ran import SProgram, equal, exact, on_ranks, trained
+from tests.rewrites import offloaded, on_top, recomputed, sharded, swapped
 from tests.sweeps import few
 
-SProgram = Callable[[ss.Graph, ss.Cluster], Any]
-
-
-def swapped(plan: SProgram) -> SProgram:
-    """Return a plan that also keeps on the hosts what blocks read, for when they are computed again."""
-
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        plan(graph, cluster)
-        for block in graph.blocks:
-            is_first = not reads_activations(graph, block.ops)
-            again = ss.op_trans(graph, graph.select(module=block.path), ss.Recompute())
-            if not is_first:
-                ss.op_assign(graph, ss.op_trans(graph, again, ss.Insert()), "host")
-
-    return sprogram
-
-
-def offloaded(plan: SProgram) -> SProgram:
-    """Return a plan that also keeps weights and the optimizer's state on the hosts, and trains them there."""
-
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        plan(graph, cluster)
-        ss.op_assign(graph, [op for op in graph.ops if op.kind == "optimizer"], "host")
-
-    return sprogram
-
-
 PLANS = [("single", 1), ("data_parallel", 2), ("pipeline_1f1b:microbatches=2", 2)]
+DEEP = "gpt2:size=tiny,layers=8,batch=64,seq=64,vocab=64"
 MODELS = ["gpt2:size=tiny", "llama:size=tiny", "mbart:size=tiny", "alphafold2:size=tiny,layers=1,passes=2", "normed"]
 
 
@@ -68,16 +38,11 @@ def test_hosts_change_no_number(spec: str) -> None:
     graph = normed() if spec == "normed" else graph_of(spec, "SGD")
     for plan, world in PLANS:
         # The norms are of the whole batch.
-        given = resolve(plan.replace("microbatches=2", "microbatches=1") if spec == "normed" else plan)
-        alone, all_of_it = (
-            ss.compile(graph, some, f"local:{world}") for some in (recomputed(given), offloaded(swapped(given)))
-        )
-        found = all_of_it.verify()
-        assert found["equal"], (plan, found)
-        assert found["bytes_moved"] == found["bytes_planned"]
+        given = plan.replace("microbatches=2", "microbatches=1") if spec == "normed" else plan
+        found = equal(graph, offloaded(swapped(given)), world).program
         # What goes between devices anyway goes once.
-        assert all_of_it.counts["bytes_moved"] == alone.counts["bytes_moved"]
-        weights = [w for rank in range(world) for w in all_of_it.compiled.program.weights(rank)]
+        assert found.bytes_moved == exact(graph, recomputed(given), world).program.bytes_moved
+        weights = [w for rank in range(world) for w in found.weights(rank)]
         assert all(w.host == (w.trained or "running" in w.tensor or "num_batches" in w.tensor) for w in weights)
 
 
@@ -103,57 +68,32 @@ def beside(graph: ss.Graph, cluster: ss.Cluster) -> None:
 
 def early(graph: ss.Graph, cluster: ss.Cluster) -> None:
     """Weights of the last block are updated on the hosts before the backward of the first block."""
-    offloaded(swapped(resolve("data_parallel")))(graph, cluster)
+    offloaded(swapped("data_parallel"))(graph, cluster)
     first, last = graph.blocks
     own = {operand.tensor for op in last.ops for operand in op.inputs}
     updates = [op for op in graph.ops if op.kind == "optimizer" and op.inputs[0].tensor in own]
     ss.op_order(graph, updates, graph.select(module=first.path, kind="B"))
 
 
-LAYOUTS: list[tuple[SProgram, int]] = [(offloaded(swapped(resolve("tensor_parallel"))), 2), (offloaded(sharded), 2),
-           (swapped(sharded), 4), (crossed, 2), (beside, 2), (early, 2),
-           (swapped(resolve("hybrid:dp=2,tp=2,pp=2,microbatches=2")), 8)]  # fmt: skip
+LAYOUTS = [(offloaded(swapped("tensor_parallel")), 2), (offloaded(sharded), 2), (swapped(sharded), 4), (crossed, 2),
+           (beside, 2), (early, 2), (swapped("hybrid:dp=2,tp=2,pp=2,microbatches=2"), 8)]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(LAYOUTS)))
-def test_hosts_of_other_layouts_change_no_number(number: int) -> None:
-    plan, world = LAYOUTS[number]
-    found = ss.compile(graph_of("gpt2:size=tiny", "SGD"), plan, f"local:{world}").verify()
-    assert found["equal"], found
+@pytest.mark.parametrize(("plan", "world"), LAYOUTS)
+def test_hosts_of_other_layouts_change_no_number(plan: SProgram, world: int) -> None:
+    equal(graph_of("gpt2:size=tiny", "SGD"), plan, world)
 
 
-@pytest.mark.parametrize(
-    "spec", [MODELS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:4]), MODELS[4]]
-)
-def test_two_steps_train_as_without_hosts(spec: str) -> None:
-    graph = normed() if spec == "normed" else graph_of(spec, "SGD")
-    batch = {name: retyped(x, torch.float64) for name, x in graph.captured.batch.items()}
-
-    def train(step: Step) -> tuple[list[float], dict[str, Tensor]]:
-        losses = [float(step(batch, clip=0.5)) for _ in range(2)]
-        weights = {w["tensor"]: step.state.weights[w["name"]].detach().clone() for w in step.state.tables["weights"]}
-        return losses, weights
-
-    ((losses, weights),) = exactly(ss.compile(graph, resolve("single"), "local:1"), train)
+def test_two_steps_train_as_without_hosts() -> None:
+    """Clipped, too: the norm is of gradients on all hosts."""
+    graph = graph_of("gpt2:size=tiny", "SGD")
+    ((losses, weights),) = trained(exact(graph, "single", 1), 2, clip=0.5)
     for name, world in PLANS:
-        given = resolve(name.replace("microbatches=2", "microbatches=1") if spec == "normed" else name)
-        for found, others in exactly(ss.compile(graph, offloaded(swapped(given)), f"local:{world}"), train):
+        for found, others in trained(exact(graph, offloaded(swapped(name)), world), 2, clip=0.5):
             assert found == pytest.approx(losses, rel=1e-12)
             alike = [n for n in others if n in weights and weights[n].shape == others[n].shape]
             assert alike
             assert all(torch.allclose(others[n], weights[n], rtol=1e-9, atol=1e-12) for n in alike)
-
-
-def exactly(plan: Plan, run: Callable[[Step], Any]) -> list[Any]:
-    """Call `run` with the step of each rank of a plan in float64, dropout off."""
-    compiled = finish(retype(plan.compiled.graph, "float64", dropout=False), plan.compiled.cluster)
-    values = initial_values(plan.compiled.graph.model, plan.compiled.graph.captured.values)
-    return on_threads(compiled, {name: retyped(x.clone(), torch.float64) for name, x in values.items()}, run, 60.0)
-
-
-def ran(plan: Plan, run: Callable[[Step], Any]) -> list[Any]:
-    values = initial_values(plan.compiled.graph.model, plan.compiled.graph.captured.values)
-    return on_threads(plan.compiled, {name: value.clone() for name, value in values.items()}, run, 60.0)
 
 
 class Memories(TorchDispatchMode):
@@ -197,15 +137,13 @@ def peaks(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
             step(plan.compiled.graph.captured.batch)
         return memories.peak
 
-    (found,) = ran(plan, step_of)
+    (found,) = on_ranks(plan, step_of)
     return dict(found)
 
 
 def test_swapped_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = graph_of("gpt2:size=tiny,layers=8,batch=64,seq=64", "SGD")
-    again, swap = (
-        peaks(ss.compile(graph, plan(resolve("single")), "local:1"), monkeypatch) for plan in (recomputed, swapped)
-    )
+    graph = graph_of(DEEP, "SGD")
+    again, swap = (peaks(ss.compile(graph, plan("single"), "local:1"), monkeypatch) for plan in (recomputed, swapped))
     boundary = 4 * 64 * 64 * 64
     assert again[True] == 0
     # All inputs of blocks; then three of them are back at once at the most, of eight.
@@ -214,8 +152,7 @@ def test_swapped_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_copies_come_back_late() -> None:
-    plan = ss.compile(graph_of("gpt2:size=tiny,layers=6", "SGD"), swapped(resolve("single")), "local:1")
-    program = plan.compiled.program
+    program = exact(graph_of(DEEP, "SGD"), swapped("single"), 1).program
     (device,) = program.devices
     hosted, alive, most = on_host(program, device), set[Value](), 0
     for i in device.instructions:
@@ -229,7 +166,7 @@ def test_copies_come_back_late() -> None:
 
 
 def test_a_saved_plan_knows_its_hosts(tmp_path: Path) -> None:
-    plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), offloaded(swapped(resolve("single"))), "local:1")
+    plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), offloaded(swapped("single")), "local:1")
     plan.save(tmp_path / "plan")
     assert validate_directory(tmp_path / "plan")["conservation"]
     assert "on the host" not in plan.summary()
@@ -242,29 +179,21 @@ def test_a_saved_plan_knows_its_hosts(tmp_path: Path) -> None:
         validate_directory(tmp_path / "plan", manifest=False)
 
 
-def placed(place: Callable[[ss.Graph, ss.Cluster], Any]) -> SProgram:
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        resolve("data_parallel")(graph, cluster)
-        place(graph, cluster)
-
-    return sprogram
-
-
-REFUSED: list[tuple[Callable[[ss.Graph, ss.Cluster], Any], str]] = [
-    (lambda g, c: ss.op_assign(g, g.forward_ops[3], c.hosts[0]),
+HOSTS = ss.Cluster.local(8).hosts
+REFUSED: list[tuple[Callable[[ss.Graph], object], str]] = [
+    (lambda g: ss.op_assign(g, g.forward_ops[3], HOSTS[0]),
      r"layer_norm is assigned to the host of device 0, where only copies \(Insert\) and updates can be; assign it to"),
-    (lambda g, c: ss.op_assign(g, g.forward_ops[3], "host"), "where only copies"),
-    (lambda g, c: ss.op_assign(g, g.forward_ops[3], "hosts"), "needs devices of the cluster or 'host', not 'hosts'"),
-    (lambda g, c: ss.op_assign(g, g.parts(g.forward_ops[3])[0], "host"), "to whole ops, not to 1 of the 2 parts of"),
-    (lambda g, c: ss.op_assign(g, g.ops[-1], ss.Cluster.local(8).hosts[5]), "to device 5, but local:2 has"),
-    (lambda g, c: ss.op_trans(g, g.forward_ops[:5], ss.Insert("transformer.wte.weight")),
+    (lambda g: ss.op_assign(g, g.forward_ops[3], "host"), "where only copies"),
+    (lambda g: ss.op_assign(g, g.forward_ops[3], "hosts"), "needs devices of the cluster or 'host', not 'hosts'"),
+    (lambda g: ss.op_assign(g, g.parts(g.forward_ops[3])[0], "host"), "to whole ops, not to 1 of the 2 parts of"),
+    (lambda g: ss.op_assign(g, g.ops[-1], HOSTS[5]), "to device 5, but local:2 has"),
+    (lambda g: ss.op_trans(g, g.forward_ops[:5], ss.Insert("transformer.wte.weight")),
      "Insert needs ops that read the activation 'transformer.wte.weight'; none of these do. Weights are where"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_careless_use_is_told_in_one_line(number: int) -> None:
-    place, told = REFUSED[number]
+@pytest.mark.parametrize(("rewrite", "told"), REFUSED)
+def test_careless_use_is_told_in_one_line(rewrite: Callable[[ss.Graph], object], told: str) -> None:
     with pytest.raises(PlanError, match=told) as error:
-        ss.compile(graph_of("gpt2:size=tiny", "SGD"), placed(place), "local:2")
+        ss.compile(graph_of("gpt2:size=tiny", "SGD"), on_top("data_parallel", rewrite), "local:2")
     assert "\n" not in str(error.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -16,20 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 import superscaler as ss
 from benchmarks.live import Live
-from superscaler.artifact import initial_values
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError, TransformError
 from superscaler.ir.program import Collective, Free, Program, Value, Wait
 from superscaler.models import build
-from superscaler.plan import Plan
-from superscaler.plans import resolve
 from superscaler.report.facts import summary
 from superscaler.runtime.step import Step
-from superscaler.verify.locate import on_threads
 from tests.graphs import graph_of
+from tests.ran import SProgram, captured, equal, exact, on_ranks, trained
+from tests.rewrites import on_top, recomputed, sharded
 from tests.sweeps import few
-
-SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 
 
 class Normed(nn.Module):
@@ -49,25 +44,7 @@ class Normed(nn.Module):
 
 
 def normed() -> ss.Graph:
-    torch.manual_seed(0)
-    module = Normed()
-    data = torch.randn(8, 16), torch.randint(0, 4, (8,))
-    return ss.capture(module, data, optimizer=torch.optim.AdamW(module.parameters(), lr=1e-3))
-
-
-def recomputed(plan: SProgram, inside: str = "blocks") -> SProgram:
-    """Return a plan that also computes again all blocks, one block, a module of each block, or everything."""
-
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        plan(graph, cluster)
-        blocks = graph.blocks[-1:] if inside == "one" else graph.blocks
-        if inside == "all":
-            ss.op_trans(graph, graph.forward_ops, ss.Recompute())
-        for block in blocks if inside != "all" else ():
-            path = block.path if inside in ("blocks", "one") else f"{block.path}.{inside}"
-            ss.op_trans(graph, graph.select(module=path), ss.Recompute())
-
-    return sprogram
+    return captured(lambda: (Normed(), (torch.randn(8, 16), torch.randint(0, 4, (8,)))))
 
 
 PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2"]
@@ -78,40 +55,25 @@ REGIONS = [("gpt2:size=tiny", "blocks"), ("gpt2:size=tiny", "attn"), ("gpt2:size
 @pytest.mark.parametrize(("spec", "inside"), few(REGIONS, 0, 1, 4, 5))
 def test_recompute_changes_no_number(spec: str, inside: str) -> None:
     graph = normed() if spec == "normed" else graph_of(spec, "SGD")
-    for plan in PLANS:
-        # The norms of the one, and the router of the other, are of the whole batch.
-        name = plan if spec.startswith("gpt2") else plan.replace("microbatches=2", "microbatches=1")
-        compiled = ss.compile(graph, recomputed(resolve(name), inside), "local:1" if plan == "single" else "local:2")
-        found = compiled.verify()
-        assert found["equal"], (plan, found)
-        assert "computed again in the backward" in str(compiled.explain())
+    for plan in PLANS if spec != "mixtral:size=tiny" else PLANS[1:3]:
+        # The norms are of the whole batch.
+        name = plan.replace("microbatches=2", "microbatches=1") if spec == "normed" else plan
+        found = equal(graph, recomputed(name, inside), 1 if plan == "single" else 2)
+        assert "computed again in the backward" in ss.Plan(found.compiled).explain()
 
 
 def test_recompute_under_a_folded_plan_is_equal_at_a_small_shape() -> None:
-    plan = ss.compile(
-        graph_of("gpt2:size=tiny", "SGD"), recomputed(resolve("hybrid:dp=4,tp=4,pp=2,microbatches=2")), "v100:4x8"
-    )
+    many = recomputed("hybrid:dp=4,tp=4,pp=2,microbatches=2")
+    plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), many, "v100:4x8")
     assert plan.compiled.fold is not None
     found = plan.verify(shapes="small")
     assert found["equal"], found
     assert "0F0 0F1 0R0 0B0 0R1 0B1" in summary(plan.compiled)
 
 
-def ran(plan: Plan, run: Callable[[Step], Any]) -> list[Any]:
-    captured = plan.compiled.graph.captured
-    values = initial_values(plan.compiled.graph.model, captured.values)
-    return on_threads(plan.compiled, {name: value.clone() for name, value in values.items()}, run, 60.0)
-
-
 def test_dropout_is_drawn_again_alike() -> None:
-    graph = normed()
-
-    def train(step: Step) -> tuple[list[float], dict[str, Tensor]]:
-        batch = graph.captured.batch
-        return [float(step(batch)) for _ in range(3)], {n: w.detach() for n, w in step.state.weights.items()}
-
-    plain, again = (ss.compile(graph, plan, "local:1") for plan in (resolve("single"), recomputed(resolve("single"))))
-    (losses, weights), (found, others) = ran(plain, train)[0], ran(again, train)[0]
+    plain, again = (ss.compile(normed(), plan, "local:1") for plan in ("single", recomputed("single")))
+    ((losses, weights),), ((found, others),) = trained(plain), trained(again)
     assert found == losses
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
@@ -124,19 +86,9 @@ def test_recomputed_blocks_take_less_than_half_of_the_memory() -> None:
             step(graph.captured.batch)
         return live.peak
 
-    plans = (ss.compile(graph, plan, "local:1") for plan in (resolve("single"), recomputed(resolve("single"))))
-    before, after = (ran(plan, peak)[0] for plan in plans)
+    plans = (ss.compile(graph, plan, "local:1") for plan in ("single", recomputed("single")))
+    before, after = (on_ranks(plan, peak)[0] for plan in plans)
     assert after < before / 2
-
-
-def sharded(graph: ss.Graph, cluster: ss.Cluster, ahead: int | None = None) -> None:
-    """Data parallel, with weights at rest in slices."""
-    resolve("data_parallel")(graph, cluster)
-    devices = range(len(cluster.devices))
-    for weight, update in graph.updates.items():
-        factor = next((i.factor for i in update.indices if i.size % len(devices) == 0), "")
-        parts = ss.Split(factor, len(devices)) if factor else ss.Replicate(len(devices))
-        ss.place(graph, weight, parts, devices, ahead)
 
 
 def blocks_at_once(program: Program) -> int:
@@ -156,41 +108,36 @@ def blocks_at_once(program: Program) -> int:
 
 def test_sharded_weights_are_gathered_again_late_and_freed_early() -> None:
     graph = graph_of("gpt2:size=tiny,layers=4", "SGD")
-    plain, again = (ss.compile(graph, plan, "local:2") for plan in (sharded, recomputed(sharded)))
-    inside = 4 * sum(prod(t.shape) for t in graph.model.parameters() if ".h." in t.name)
-    assert again.compiled.program.bytes_moved == plain.compiled.program.bytes_moved + inside
-    assert blocks_at_once(again.compiled.program) == 2
-    assert again.verify()["equal"]
+    plain, again = exact(graph, sharded).program, equal(graph, recomputed(sharded)).program
+    inside = 8 * sum(prod(t.shape) for t in graph.model.parameters() if ".h." in t.name)
+    assert again.bytes_moved == plain.bytes_moved + inside
+    assert blocks_at_once(again) == 2
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_weights_are_gathered_as_many_blocks_ahead_as_the_plan_says(ahead: int) -> None:
-    plan = ss.compile(graph_of("gpt2:size=tiny,layers=4", "SGD"), recomputed(partial(sharded, ahead=ahead)), "local:2")
-    assert blocks_at_once(plan.compiled.program) == 1 + ahead
-    assert any(str(entry).endswith(f"ahead={ahead}") for entry in plan.compiled.graph.journal)
-    assert plan.verify(shapes="small")["equal"]
+    plan = equal(graph_of("gpt2:size=tiny,layers=4", "SGD"), recomputed(partial(sharded, ahead=ahead)))
+    assert blocks_at_once(plan.program) == 1 + ahead
+    assert any(str(entry).endswith(f"ahead={ahead}") for entry in plan.graph.journal)
 
 
 def test_a_plan_says_when_to_compute_again() -> None:
-    def early(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        recomputed(resolve("single"))(graph, cluster)
+    def early(graph: ss.Graph) -> None:
         first, second = graph.blocks
         ss.op_order(graph, graph.select(module=first.path, kind="R"), graph.select(module=second.path, kind="B"))
 
-    def wrong(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        recomputed(resolve("single"))(graph, cluster)
+    def wrong(graph: ss.Graph) -> None:
         path = graph.blocks[0].path
         ss.op_order(graph, graph.select(module=path, kind="B"), graph.select(module=path, kind="R"))
 
-    graph = graph_of("gpt2:size=tiny", "SGD")
-    late, soon = (ss.compile(graph, plan, "local:1") for plan in (recomputed(resolve("single")), early))
-    assert soon.verify()["equal"]
-    codes = [plan.compiled.emitted.files["program_0.py"] for plan in (late, soon)]
+    graph, late = graph_of("gpt2:size=tiny", "SGD"), recomputed("single")
+    soon = equal(graph, on_top(late, early), 1).compiled
+    codes = [plan.emitted.files["program_0.py"] for plan in (exact(graph, late, 1), soon)]
     at = [(code.index("add_7_r,) = rt.forward"), code.index("d_add_7,")) for code in codes]
     assert at[0][0] > at[0][1]
     assert at[1][0] < at[1][1]
     with pytest.raises(ScheduleError, match=r"R of transformer.h.0.ln_1 \(layer_norm.r\), device 0 needs B of"):
-        ss.compile(graph, wrong, "local:1")
+        ss.compile(graph, on_top(late, wrong), "local:1")
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -201,12 +148,10 @@ def test_a_backward_runs_where_its_op_is_computed_again(cut: bool) -> None:
         for parts in made:
             ss.op_assign(graph, ss.op_trans(graph, parts, ss.Split("batch", 2)) if cut else parts, [0, 1] if cut else 1)
 
-    plan = ss.compile(graph_of("gpt2:size=tiny,dropout=0.1", "SGD"), elsewhere, "local:2")
-    ran = [[type(i).__name__ for i in device.instructions] for device in plan.compiled.program.devices]
+    plan = equal(graph_of("gpt2:size=tiny,dropout=0.1", "SGD"), elsewhere)
+    ran = [[type(i).__name__ for i in device.instructions] for device in plan.program.devices]
     assert ran[1].count("Backward") == ran[1].count("Forward") > 0
     assert ran[0].count("Forward") > ran[1].count("Forward")
-    found = plan.verify()
-    assert found["equal"], found
 
 
 def checkpointed(spec: str = "gpt2:size=tiny,dropout=0.1", **kwargs: Any) -> ss.Graph:
@@ -215,41 +160,37 @@ def checkpointed(spec: str = "gpt2:size=tiny,dropout=0.1", **kwargs: Any) -> ss.
     return ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
 
 
-def twins(plan: Plan) -> list[str]:
-    return [op.origin for op in plan.compiled.graph.model.ops if op.origin]
+def twins(graph: ss.Graph) -> list[str]:
+    return [op.origin for op in graph.model.ops if op.origin]
 
 
 def test_blocks_that_the_model_checkpoints_are_computed_again() -> None:
     asked = ss.compile(checkpointed(), "single", "local:1")
-    written = ss.compile(graph_of("gpt2:size=tiny,dropout=0.1", "SGD"), recomputed(resolve("single")), "local:1")
+    written = ss.compile(graph_of("gpt2:size=tiny,dropout=0.1", "SGD"), recomputed("single"), "local:1")
     assert asked.compiled.emitted.files == written.compiled.emitted.files
     assert str(asked.compiled.graph.journal[-1]).startswith("the model's own checkpoint: op_trans")
     assert {op.module.split(".")[1] for op in asked.compiled.graph.forward_ops if op.region} == {"h"}
     reentrant = checkpointed(gradient_checkpointing_kwargs={"use_reentrant": True})
     for plan in PLANS[1:]:
-        found = ss.compile(reentrant, plan, "local:2").verify()
-        assert found["equal"], (plan, found)
-        assert found["reference"] == "eager"
+        assert equal(reentrant, plan).found["reference"] == "eager"
 
 
 def test_a_plan_saves_what_the_model_checkpoints_or_computes_other_regions_again() -> None:
     graph = checkpointed()
     first, second = graph.blocks
 
-    def saving(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        resolve("single")(graph, cluster)
+    def saving(graph: ss.Graph) -> None:
         ss.op_trans(graph, graph.select(module=first.path), ss.Save())
         ss.op_trans(graph, [op for op in second.ops if op.target.startswith("aten.mm")], ss.Save())
 
-    def selective(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        resolve("single")(graph, cluster)
+    def selective(graph: ss.Graph) -> None:
         ss.op_trans(graph, graph.select(module=f"{first.path}.attn"), ss.Recompute())
 
-    def late(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        selective(graph, cluster)
+    def late(graph: ss.Graph) -> None:
+        selective(graph)
         ss.op_trans(graph, graph.select(module=first.path), ss.Save())
 
-    plans = [ss.compile(graph, plan, "local:1") for plan in (saving, selective)]
+    plans = [equal(graph, on_top("single", rewrite), 1).graph for rewrite in (saving, selective)]
     products = {op.name for op in second.ops if op.target.startswith("aten.mm")}
     assert products
     assert set(twins(plans[0])) == {op.name for op in second.ops if op.has_mirror} - products
@@ -257,9 +198,8 @@ def test_a_plan_saves_what_the_model_checkpoints_or_computes_other_regions_again
     again = {module[name] for name in twins(plans[1])}
     assert {p for p in again if p.startswith(first.path)} == {p for p in module.values() if f"{first.path}.attn" in p}
     assert {p for p in again if p.startswith(second.path)} == {op.module for op in second.ops}
-    assert all(plan.verify()["equal"] for plan in plans)
     with pytest.raises(TransformError, match=r"Save of .* comes after its Recompute"):
-        ss.compile(graph, late, "local:1")
+        ss.compile(graph, on_top("single", late), "local:1")
 
 
 class Sampled(nn.Module):
@@ -280,44 +220,32 @@ class Sampled(nn.Module):
 
 
 def test_what_is_random_or_changes_in_a_region_is_as_in_one_forward() -> None:
-    torch.manual_seed(0)
-    module = Sampled()
-    data = torch.randn(8, 16), torch.randint(0, 4, (8,))
-    graph = ss.capture(module, data, optimizer=torch.optim.SGD(module.parameters(), lr=1e-3))
-    for plan in PLANS[:2]:
-        compiled = ss.compile(graph, plan, "local:1" if plan == "single" else "local:2")
-        found = compiled.verify()
-        assert found["equal"], (plan, found)
-        assert found["reference"] == "eager"
-        assert twins(compiled)
+    graph = captured(lambda: (Sampled(), (torch.randn(8, 16), torch.randint(0, 4, (8,)))))
+    for plan, world in (("single", 1), ("data_parallel", 2)):
+        ran = equal(graph, plan, world)
+        assert ran.found["reference"] == "eager"
+        assert twins(ran.graph)
 
 
 def test_only_regions_with_a_backward_are_computed_again() -> None:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-    layers[:2].requires_grad_(False)
-
     class Tuned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = layers
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.layers[:2].requires_grad_(False)
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 x = checkpoint(lambda x, f=layer: torch.tanh(f(x)), x, use_reentrant=False)
             return checkpoint(lambda x: (torch.sigmoid(x) * x).mean(), x, use_reentrant=False)
 
-    trained = [p for p in layers.parameters() if p.requires_grad]
-    graph = ss.capture(Tuned(), (torch.randn(4, 8),), optimizer=torch.optim.SGD(trained, lr=0.1))
-    plan = ss.compile(graph, "data_parallel", "local:2")
-    again = {op.checkpoint for op in plan.compiled.graph.forward_ops if op.region}
+    plan = equal(captured(lambda: (Tuned(), torch.randn(4, 8))), "data_parallel")
+    again = {op.checkpoint for op in plan.graph.forward_ops if op.region}
     assert again == {"layers.2", "layers.3", "sigmoid"}
-    found = plan.verify()
-    assert found["equal"], found
 
 
 def test_a_twin_that_computes_something_else_is_refused() -> None:
-    program = ss.compile(graph_of("mlp", "SGD"), recomputed(resolve("single"), "all"), "local:1").compiled.program
+    program = ss.compile(graph_of("mlp", "SGD"), recomputed("single", "all"), "local:1").compiled.program
     twin = next(op for op in program.model.ops if op.origin and op.args)
     ops = tuple(replace(op, origin="mul", args=()) if op is twin else op for op in program.model.ops)
     with pytest.raises(ScheduleError, match=f"{twin.name} does not recompute mul"):
@@ -330,12 +258,8 @@ def test_the_sum_that_ends_a_block_is_not_made_again_where_only_sums_would_read_
     whose gradient depends on no value.
     """
 
-    def sums(sprogram: SProgram) -> int:
-        plan = ss.compile(graph_of(spec, "SGD"), sprogram, "local:2")
-        found = plan.verify()
-        assert (found["equal"], found["conservation"]) == (True, True), found
-        code = plan.compiled.program.devices[0].instructions
+    def sums(plan: SProgram | str) -> int:
+        code = equal(graph_of(spec, "SGD"), plan).code()
         return sum(isinstance(i, Collective) and i.kind == "all_reduce" and not i.notes[0].is_backward for i in code)
 
-    plain, blocks = resolve("tensor_parallel"), len(graph_of(spec, "SGD").blocks)
-    assert sums(recomputed(plain)) == sums(plain) + blocks
+    assert sums(recomputed("tensor_parallel")) == sums("tensor_parallel") + len(graph_of(spec, "SGD").blocks)

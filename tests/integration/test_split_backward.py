@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,32 +12,15 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.certify.certificate import check_program
 from superscaler.errors import PlanError, ScheduleError
-from superscaler.ir.program import ONE, Backward, Instruction
-from superscaler.plans import resolve
+from superscaler.ir.program import ONE, Backward
 from superscaler.plans.lib.schedules import schedule_1f1b
 from superscaler.plans.lib.shared import stages
 from superscaler.report.facts import account, summary
-from superscaler.runtime.step import Step
 from tests.graphs import graph_of
-from tests.integration.test_recompute import normed, ran
+from tests.integration.test_recompute import normed
+from tests.ran import captured, equal, exact, trained
+from tests.rewrites import halved, on_top
 from tests.sweeps import few
-
-SProgram = Callable[[ss.Graph, ss.Cluster], Any]
-
-
-def halved(plan: SProgram, again: bool = False, last: bool = False) -> SProgram:
-    """Return a plan with the backward of each block split; `last`: all of W after all of I."""
-
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        plan(graph, cluster)
-        for number, block in enumerate(graph.blocks):
-            rewrites = [ss.SplitBackward(), *([ss.Recompute()] if again else [])]
-            for rewrite in rewrites[:: -1 if number else 1]:
-                ss.op_trans(graph, graph.select(module=block.path), rewrite)
-        if last:
-            ss.op_order(graph, graph.select(kind="I"), graph.select(kind="W"))
-
-    return sprogram
 
 
 @ss.sprogram
@@ -71,36 +52,26 @@ def test_a_split_backward_changes_no_number(spec: str) -> None:
         ("tensor_parallel", True, True),
         ("pipeline_1f1b:microbatches=1", False, False),
     ):
-        compiled = ss.compile(graph, halved(resolve(plan), again, last), "local:1" if plan == "single" else "local:2")
-        found = compiled.verify()
-        assert found["equal"], (plan, again, last, found)
-        assert " I, " in summary(compiled.compiled)
-
-
-def code_of(plan: ss.Plan, device: int) -> tuple[Instruction, ...]:
-    return plan.compiled.program.devices[device].instructions
+        found = equal(graph, halved(plan, again, last), 1 if plan == "single" else 2)
+        assert " I, " in summary(found.compiled)
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_pipeline_runs_i_and_w_as_it_orders_them(last: bool) -> None:
-    plan = ss.compile(graph_of("gpt2:size=tiny", "SGD"), lambda g, c: pipeline(g, c, last), "local:2")
-    found = plan.verify()
-    assert found["equal"], found
-    orders = [row["order"] for row in account(plan.compiled)["schedule"]]
+    plan = equal(graph_of("gpt2:size=tiny", "SGD"), lambda g, c: pipeline(g, c, last)).compiled
+    orders = [row["order"] for row in account(plan)["schedule"]]
     # The first stage gives gradients of weights only: I has nothing to do.
     assert orders == (
         ["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3"]
         if last
         else ["0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2 1F3 1I3 1W3"]
     )
-    assert "not split, as it gives gradients of activations only, or of weights only" in str(plan.explain())
+    assert "not split, as it gives gradients of activations only, or of weights only" in ss.Plan(plan).explain()
 
 
 def test_w_follows_its_i_and_what_others_wait_for_goes_first() -> None:
-    plan = ss.compile(
-        graph_of("gpt2:size=tiny,layers=4", "SGD"), halved(resolve("pipeline_1f1b:microbatches=1")), "local:2"
-    )
-    code = [getattr(i, "half", type(i).__name__) for i in code_of(plan, 1)]
+    plan = exact(graph_of("gpt2:size=tiny,layers=4", "SGD"), halved("pipeline_1f1b:microbatches=1"))
+    code = [getattr(i, "half", type(i).__name__) for i in plan.program.devices[1].instructions]
     assert [half for half in code if half in ("input", "weight")] == ["input", "weight"] * 2
     # The gradient that the other stage waits for starts before those of weights are made.
     assert "Send" in code[len(code) - code[::-1].index("input") : len(code) - code[::-1].index("weight")]
@@ -108,7 +79,7 @@ def test_w_follows_its_i_and_what_others_wait_for_goes_first() -> None:
 
 def test_a_folded_plan_is_equal_at_a_small_shape() -> None:
     graph = graph_of("gpt2:size=tiny", "SGD")
-    plan = ss.compile(graph, halved(resolve("hybrid:dp=4,tp=4,pp=2,microbatches=2"), again=True), "v100:4x8")
+    plan = ss.compile(graph, halved("hybrid:dp=4,tp=4,pp=2,microbatches=2", again=True), "v100:4x8")
     assert plan.compiled.fold is not None
     found = plan.verify(shapes="small")
     assert found["equal"], found
@@ -130,56 +101,47 @@ class Autocast(nn.Module):
 
 
 def test_half_precision_trains_bit_for_bit_as_unsplit() -> None:
-    torch.manual_seed(0)
-    module = Autocast()
-    graph = ss.capture(module, (torch.randn(8, 8),), optimizer=torch.optim.AdamW(module.parameters(), lr=1e-2))
+    graph = captured(lambda: (Autocast(), torch.randn(8, 8)))
 
-    def train(step: Step) -> tuple[list[float], dict[str, Tensor]]:
-        return [float(step(graph.captured.batch)) for _ in range(3)], step.state.weights
-
-    def apart(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    def apart(graph: ss.Graph) -> None:
         """Casts of weights are not split, so that W gives their gradients to other segments."""
-        resolve("data_parallel")(graph, cluster)
         for block in graph.blocks:
             ss.op_trans(graph, [op for op in block.ops if not op.from_weights], ss.SplitBackward())
         ss.op_order(graph, graph.select(kind="I"), graph.select(kind="W"))
 
-    whole, split = (ss.compile(graph, plan, "local:2") for plan in (resolve("data_parallel"), apart))
+    plans = "data_parallel", on_top("data_parallel", apart)
+    whole, split = (ss.compile(graph, plan, "local:2") for plan in plans)
     assert re.search(r'rt.backward_weight\("s\d+", "(\d+)", "\1"\)', split.compiled.emitted.files["program_0.py"])
-    for (losses, weights), (found, others) in zip(ran(whole, train), ran(split, train), strict=True):
+    for (losses, weights), (found, others) in zip(trained(whole), trained(split), strict=True):
         assert found == losses
         assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_the_order_of_halves_is_checked() -> None:
-    def wrong(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        halved(resolve("single"))(graph, cluster)
+    def wrong(graph: ss.Graph) -> None:
         path = graph.blocks[0].path
         ss.op_order(graph, graph.select(module=path, kind="W"), graph.select(module=path, kind="I"))
 
-    def twice(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    def twice(graph: ss.Graph) -> None:
         for _ in range(2):
             ss.op_trans(graph, graph.blocks[0].ops, ss.SplitBackward())
 
-    def nothing(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        resolve("single")(graph, cluster)
-        graph.select(kind="W")
-
     graph = graph_of("gpt2:size=tiny", "SGD")
-    for plan, said in (
+    for plan, rewrite, said in (
         (
+            halved("single"),
             wrong,
-            r"I of transformer.h.0.ln_1 \(layer_norm\), device 0 needs W of transformer.h.0.ln_1",
+            r"I of .*h.0.ln_1 \(layer_norm\), device 0 needs W of transformer.h.0.ln_1",
         ),
-        (twice, "SplitBackward of layer_norm is asked for twice"),
-        (nothing, r"W selects ops whose backward is split"),
+        ("single", twice, "SplitBackward of layer_norm is asked for twice"),
+        ("single", lambda graph: graph.select(kind="W"), r"W selects ops whose backward is split"),
     ):
         with pytest.raises(PlanError, match=said):
-            ss.compile(graph, plan, "local:1")
+            ss.compile(graph, on_top(plan, rewrite), "local:1")
 
 
 def test_halves_that_do_not_belong_together_are_refused() -> None:
-    program = ss.compile(graph_of("gpt2:size=tiny", "SGD"), halved(resolve("single")), "local:1").compiled.program
+    program = ss.compile(graph_of("gpt2:size=tiny", "SGD"), halved("single"), "local:1").compiled.program
     device = program.devices[0]
     code = list(device.instructions)
     runs = ((n, some) for n, some in enumerate(code) if isinstance(some, Backward) and some.half)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +12,22 @@ import torch
 from torch import Tensor
 
 import superscaler as ss
-from superscaler.artifact import initial_values
 from superscaler.cli.main import main
 from superscaler.errors import TransformError
-from superscaler.plan import Plan
-from superscaler.plans import resolve
 from superscaler.report.facts import summary
-from superscaler.runtime.step import Step
-from superscaler.verify.locate import on_threads
 from tests.graphs import graph_of
-from tests.integration.test_unroll import library
-
-SProgram = Callable[[ss.Graph, ss.Cluster], Any]
-
-
-def stale(plan: str, again: bool = False) -> SProgram:
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        ss.op_trans(graph, graph.forward_ops, ss.Stale())
-        for block in graph.blocks if again else ():
-            ss.op_trans(graph, block.ops, ss.Recompute())
-        resolve(plan)(graph, cluster)
-
-    return sprogram
-
+from tests.ran import equal, trained
+from tests.rewrites import stale
 
 PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2", "hybrid:dp=2,tp=2,pp=2"]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("plan", "again"), [*product(PLANS, [False]), ("single", True), (PLANS[-1], True)])
 def test_stale_plans_equal_the_recurrence_on_one_device(plan: str, again: bool) -> None:
     world = {"single": 1, PLANS[-1]: 8}.get(plan, 2)
-    compiled = ss.compile(graph_of("gpt2:size=tiny", "SGD", 0.5), stale(plan, again), f"local:{world}")
-    found = compiled.verify()
-    assert found["equal"], found["first_difference"]
-    assert found["stale"] == [1]
-    assert "28 weights are stale by 1" in summary(compiled.compiled)
-
-
-def trained(plan: Plan, steps: int = 4) -> list[float]:
-    captured = plan.compiled.graph.captured
-    values = initial_values(plan.compiled.graph.model, captured.values)
-
-    def train(step: Step) -> list[float]:
-        return [float(step(captured.batch)) for _ in range(steps)]
-
-    found: list[float] = on_threads(plan.compiled, values, train, 60.0)[0]
-    return found
+    ran = equal(graph_of("gpt2:size=tiny", "SGD"), stale(plan, again), world)
+    assert ran.found["stale"] == [1]
+    assert "28 weights are stale by 1" in summary(ran.compiled)
 
 
 def recurrence(graph: ss.Graph, ages: Mapping[str, int], steps: int) -> list[float]:
@@ -77,7 +47,7 @@ def recurrence(graph: ss.Graph, ages: Mapping[str, int], steps: int) -> list[flo
 def test_the_second_step_reads_the_weights_of_the_first() -> None:
     graph = graph_of("mlp", "SGD", 0.5)
     losses = recurrence(graph, {t.name: 1 for t in graph.model.parameters()}, 4)
-    found = trained(ss.compile(graph, stale("single"), "local:1"))
+    ((found, _),) = trained(ss.compile(graph, stale("single"), "local:1"), 4)
     assert found == pytest.approx(losses, rel=1e-6)
     assert found[0] == found[1] != found[2]
 
@@ -89,41 +59,22 @@ def test_each_version_of_a_weight_may_be_copied_on_one_device() -> None:
         ss.op_assign(graph, graph.ops, 0)
 
     graph = graph_of("mlp", "SGD", 0.5)
-    plan = ss.compile(graph, copied, "local:1")
-    assert plan.verify()["equal"]
+    plan = equal(graph, copied, 1).compiled
     losses = recurrence(graph, {t.name: 2 for t in graph.model.parameters()}, 5)
-    assert trained(plan, 5) == pytest.approx(losses, rel=1e-6)
+    assert trained(plan, 5)[0][0] == pytest.approx(losses, rel=1e-6)
 
 
 def test_stages_read_weights_of_as_many_updates_ago_as_there_are_stages_behind_them() -> None:
     graph = graph_of("mlp:layers=3,batch=4", "SGD", 0.5)
-    plan = ss.compile(graph, resolve("pipedream:microbatches=2"), "local:3")
-    ages = plan.compiled.graph.model.ages
-    assert sorted(set(ages.values())) == [0, 1, 2]
-    assert trained(plan, 6) == pytest.approx(recurrence(graph, ages, 6), rel=1e-6)
-    assert plan.verify()["stale"] == [0, 1, 2]
+    plan = equal(graph, "pipedream:microbatches=2", 3)
+    ages = plan.graph.model.ages
+    assert sorted(set(ages.values())) == plan.found["stale"] == [0, 1, 2]
+    assert trained(plan.compiled, 6)[0][0] == pytest.approx(recurrence(graph, ages, 6), rel=1e-6)
 
 
 def test_a_weight_of_several_stages_is_as_old_as_the_first_of_them_reads_it() -> None:
-    graph = graph_of("gpt2:size=tiny,batch=4", "SGD", 0.5)
-    plan = ss.compile(graph, resolve("pipedream:microbatches=4"), "local:2")
-    ages = plan.compiled.graph.model.ages
-    assert ages["transformer.wte.weight"] == 1
-    assert ages["transformer.ln_f.weight"] == 0
-    found = plan.verify()
-    assert found["equal"], found["first_difference"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2:size=tiny,layers=4,batch=8", "llama:size=tiny,layers=4,batch=8"])
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("microbatches", [4, 8])
-@pytest.mark.parametrize("optimizer", ["AdamW", "momentum"])
-def test_pipedream_equals_its_recurrence(model: str, stages: int, microbatches: int, optimizer: str) -> None:
-    graph = library(model, momentum=optimizer == "momentum")
-    found = ss.compile(graph, resolve(f"pipedream:microbatches={microbatches}"), f"local:{stages}").verify()
-    assert found["equal"], found["first_difference"]
-    assert found["stale"] == list(range(stages))
+    ages = equal(graph_of("gpt2:size=tiny", "SGD"), "pipedream:microbatches=4").graph.model.ages
+    assert (ages["transformer.wte.weight"], ages["transformer.ln_f.weight"]) == (1, 0)
 
 
 def test_a_resumed_plan_goes_on_with_all_its_versions(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +11,25 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.artifact import initial_values
 from superscaler.errors import InputError, ScheduleError, TransformError
 from superscaler.ir.model_text import parse_model, print_model
-from superscaler.models import build
 from superscaler.plan import Plan
-from superscaler.plans import resolve
 from superscaler.runtime.step import Step
 from superscaler.train.loop import _turns
-from superscaler.verify.locate import on_threads
+from tests.graphs import graph_of
+from tests.ran import captured, equal, on_ranks
+from tests.rewrites import on_top, unrolled
 
-SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 Batch = Mapping[str, Tensor]
 
 
-def library(spec: str, momentum: bool = False) -> ss.Graph:
-    built = build(spec)
-    weights = list(built.module.parameters())
-    adam = torch.optim.AdamW(weights, lr=1e-3)
-    return ss.capture(
-        built.module, built.args, built.kwargs, torch.optim.SGD(weights, lr=0.1, momentum=0.9) if momentum else adam
-    )
-
-
-def unrolled(plan: str, iterations: int = 2) -> SProgram:
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        resolve(plan)(graph, cluster)
-        graph.unroll(iterations)
-
-    return sprogram
-
-
 def losses_of(plan: Plan, batches: Sequence[Batch]) -> list[float]:
-    graph = plan.compiled.graph
-
     def train(step: Step) -> list[float]:
         n = step.iterations
         given = [list(batches[k : k + n]) if n > 1 else batches[k] for k in range(0, len(batches), n)]
         return [float(x) for some in given for x in step(some).reshape(-1)]
 
-    found: list[float] = on_threads(plan.compiled, initial_values(graph.model, graph.captured.values), train, 60.0)[0]
-    return found
+    return on_ranks(plan, train)[0]
 
 
 def shuffled(batch: Batch, count: int) -> list[Batch]:
@@ -60,24 +38,22 @@ def shuffled(batch: Batch, count: int) -> list[Batch]:
     return [{n: x[torch.randperm(len(x), generator=generator)] for n, x in batch.items()} for _ in range(count)]
 
 
-@pytest.mark.parametrize("plan", ["single", "data_parallel", "zero:stage=3", "pipeline_1f1b:microbatches=2"])
+@pytest.mark.parametrize("plan", ["single", "zero:stage=3", "pipeline_1f1b:microbatches=2"])
 def test_losses_are_those_of_the_plan_itself_bit_by_bit(plan: str) -> None:
-    graph = library("gpt2:size=tiny,batch=4", momentum=True)
+    graph = graph_of("gpt2:size=tiny,batch=4", "momentum")
     world = 1 if plan == "single" else 2
     batches = shuffled(graph.captured.batch, 4)
-    plain = losses_of(ss.compile(graph, resolve(plan), f"local:{world}"), batches)
+    plain = losses_of(ss.compile(graph, plan, f"local:{world}"), batches)
     assert losses_of(ss.compile(graph, unrolled(plan), f"local:{world}"), batches) == plain
     assert len(set(plain)) == 4
 
 
 def test_each_update_of_an_unrolled_plan_is_verified() -> None:
-    found = ss.compile(library("llama:size=tiny,batch=4"), unrolled("tensor_parallel", 3), "local:2").verify()
-    assert found["equal"], found["first_difference"]
-    assert found["module_compared"]
+    assert equal(graph_of("llama:size=tiny"), unrolled("tensor_parallel", 3)).found["module_compared"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("optimizer", ["AdamW", "momentum"])
 @pytest.mark.parametrize(
     ("plan", "world"),
     [
@@ -85,9 +61,8 @@ def test_each_update_of_an_unrolled_plan_is_verified() -> None:
         ("hybrid:dp=2,tp=2,pp=2", 8), ("interlaced:microbatches=2", 2), ("chimera:microbatches=2", 2),
     ],
 )  # fmt: skip
-def test_any_plan_can_be_unrolled(plan: str, world: int, momentum: bool) -> None:
-    found = ss.compile(library("gpt2:size=tiny,batch=8", momentum), unrolled(plan), f"local:{world}").verify()
-    assert found["equal"], found["first_difference"]
+def test_any_plan_can_be_unrolled(plan: str, world: int, optimizer: str) -> None:
+    equal(graph_of("gpt2:size=tiny", optimizer), unrolled(plan), world)
 
 
 class Normed(nn.Module):
@@ -120,20 +95,15 @@ class Spectral(nn.Module):
 @pytest.mark.parametrize("plan", ["single", "bytescheduler"])
 @pytest.mark.parametrize("kind", [Normed, Spectral])
 def test_buffers_and_random_numbers_go_on_from_iteration_to_iteration(kind: type[nn.Module], plan: str) -> None:
-    torch.manual_seed(0)
-    module = kind()
-    args = torch.randn(6, 8), torch.randint(0, 4, (6,))
-    graph = ss.capture(module, args, optimizer=torch.optim.SGD(module.parameters(), lr=0.5))
-    plain = ss.compile(graph, "single", "local:1")
-    both = ss.compile(graph, unrolled(plan) if plan == "single" else plan, "local:1" if plan == "single" else "local:2")
-    batches = shuffled(graph.captured.batch, 4)
+    graph = captured(lambda: (kind(), (torch.randn(6, 8), torch.randint(0, 4, (6,)))), lr=0.5)
+    plain, given = ss.compile(graph, "single", "local:1"), (unrolled(plan), 1) if plan == "single" else (plan, 2)
+    both, batches = ss.compile(graph, given[0], f"local:{given[1]}"), shuffled(graph.captured.batch, 4)
     assert losses_of(both, batches) == pytest.approx(losses_of(plain, batches), rel=0 if plan == "single" else 1e-6)
-    found = both.verify()
-    assert found["equal"], found["first_difference"]
+    equal(graph, *given)
 
 
 def test_checkpoints_of_unrolled_plans_and_of_others_resume_each_other(tmp_path: Path) -> None:
-    graph = library("mlp")
+    graph = graph_of("mlp")
     batch = graph.captured.batch
     ss.compile(graph, "single", "local:1").save(tmp_path / "plain")
     ss.compile(graph, unrolled("single"), "local:1").save(tmp_path / "both")
@@ -149,7 +119,7 @@ def test_checkpoints_of_unrolled_plans_and_of_others_resume_each_other(tmp_path:
 
 
 def test_one_learning_rate_is_that_of_all_iterations_of_a_step(tmp_path: Path) -> None:
-    graph = library("mlp", momentum=True)
+    graph = graph_of("mlp", "momentum")
     batch = graph.captured.batch
     for name, plan in (("plain", "single"), ("both", unrolled("single"))):
         ss.compile(graph, plan, "local:1").save(tmp_path / name)
@@ -160,7 +130,7 @@ def test_one_learning_rate_is_that_of_all_iterations_of_a_step(tmp_path: Path) -
 
 
 def test_the_text_of_an_unrolled_model_reads_back() -> None:
-    graph = library("mlp").copy()
+    graph = graph_of("mlp").copy()
     graph.unroll(2)
     text = print_model(graph.model)
     assert parse_model(text) == graph.model
@@ -168,7 +138,7 @@ def test_the_text_of_an_unrolled_model_reads_back() -> None:
 
 
 def test_a_step_takes_as_many_batches_as_it_has_iterations(tmp_path: Path) -> None:
-    graph = library("mlp")
+    graph = graph_of("mlp")
     batch = graph.captured.batch
     ss.compile(graph, unrolled("single"), "local:1").save(tmp_path / "plan")
     step = ss.load(tmp_path / "plan")
@@ -185,26 +155,18 @@ def test_a_step_takes_as_many_batches_as_it_has_iterations(tmp_path: Path) -> No
     assert list(_turns(step, 1, 5)) == [1, 3]
 
 
-def stale(graph: ss.Graph) -> None:
-    ss.op_trans(graph, graph.forward_ops, ss.Stale())
-
-
-def twice(graph: ss.Graph) -> None:
-    graph.unroll(2)
-
-
 @pytest.mark.parametrize(
     ("before", "iterations", "told"),
     [
         (None, 1, "1 is no number of iterations; give 2 or more"),
         (None, 10**9, "1000000000 iterations make 1000000000 copies of the model; choose at most 1024"),
         (None, 2.0, "2.0 is no number of iterations"),
-        (twice, 2, "2 iterations already"),
-        (stale, 2, "weights are read as they were updates ago"),
+        (lambda graph: graph.unroll(2), 2, "2 iterations already"),
+        (lambda graph: ss.op_trans(graph, graph.forward_ops, ss.Stale()), 2, "are read as they were updates ago"),
     ],
 )
 def test_what_cannot_be_unrolled_is_told(before: Any, iterations: Any, told: str) -> None:
-    graph = library("mlp").copy()
+    graph = graph_of("mlp").copy()
     if before is not None:
         before(graph)
     with pytest.raises(TransformError, match=rf"unroll at .*test_unroll.py:\d+: .*{told}"):
@@ -212,19 +174,15 @@ def test_what_cannot_be_unrolled_is_told(before: Any, iterations: Any, told: str
 
 
 def test_a_loss_scale_is_refused() -> None:
-    module = build("mlp")
-    optimizer = torch.optim.SGD(module.module.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    graph = ss.capture(module.module, module.args, module.kwargs, optimizer, scaler=scaler)
+    graph = captured(lambda: (Normed(), (torch.randn(6, 8), torch.randint(0, 4, (6,)))), scaler=scaler)
     with pytest.raises(TransformError, match="a GradScaler looks at the gradients of all weights"):
         graph.unroll(2)
 
 
 def test_updates_of_one_weight_stay_where_the_first_is() -> None:
-    def moved(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        ss.op_assign(graph, graph.forward_ops, 0)
-        graph.unroll(2)
+    def moved(graph: ss.Graph) -> None:
         ss.op_assign(graph, graph.op("update.head.weight+1"), 1)
 
     with pytest.raises(ScheduleError, match=r"update.head.weight\+1 is cut or placed otherwise than update.head"):
-        ss.compile(library("mlp"), moved, "local:2")
+        ss.compile(graph_of("mlp"), on_top(unrolled("single"), moved), "local:2")

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import superscaler as ss
-from superscaler.artifact import initial_values
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import Accumulate, Collective, Free, Update, writes
-from superscaler.plan import Plan
-from superscaler.plans import resolve
-from superscaler.runtime.step import Step
-from superscaler.verify.locate import on_threads
 from tests.graphs import graph_of
-
-SProgram = Callable[[ss.Graph, ss.Cluster], Any]
-
-
-def early(plan: str) -> SProgram:
-    """Return a plan that also updates the weights of each block before the backward of the block before it."""
-
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        resolve(plan)(graph, cluster)
-        for before, block in itertools.pairwise(graph.blocks):
-            updates = [op for op in graph.ops if not op.is_forward and op.inputs[0].tensor.startswith(block.path)]
-            last = 1 if plan.startswith("pipeline") else None
-            ss.op_order(graph, updates, graph.select(module=before.path, kind="B", microbatch=last))
-
-    return sprogram
-
+from tests.ran import SProgram, equal, trained
+from tests.rewrites import early, on_top
 
 PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2", "hybrid:dp=2,tp=2,pp=1"]
 
@@ -41,32 +20,16 @@ PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatch
 @pytest.mark.parametrize("plan", PLANS)
 def test_updates_right_after_their_gradients_change_no_number(plan: str) -> None:
     world = {"single": 1, PLANS[-1]: 4}.get(plan, 2)
-    compiled = ss.compile(graph_of("gpt2:size=tiny,layers=3"), early(plan), f"local:{world}")
-    found = compiled.verify()
-    assert found["equal"], found
-    for device in compiled.compiled.program.devices:
+    for device in equal(graph_of("gpt2:size=tiny,layers=4"), early(plan), world).program.devices:
         updates = [i for i in device.instructions if isinstance(i, Update)]
         assert len(updates) > 1 or plan.startswith("pipeline")
         assert [i.is_early for i in updates] == [True] * (len(updates) - 1) + [False]
 
 
-def trained(plan: Plan, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    captured = plan.compiled.graph.captured
-    values = initial_values(plan.compiled.graph.model, captured.values)
-
-    def train(step: Step) -> tuple[list[float], dict[str, torch.Tensor]]:
-        for name, value in options.items():
-            setattr(step.state, name, value)
-        return [float(step(captured.batch)) for _ in range(3)], {n: w.detach() for n, w in step.state.weights.items()}
-
-    found: tuple[list[float], dict[str, torch.Tensor]] = on_threads(plan.compiled, values, train, 60.0)[0]
-    return found
-
-
 def test_clipping_takes_the_norm_of_all_gradients() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=3")
-    plans = (ss.compile(graph, plan, "local:2") for plan in (early("data_parallel"), resolve("data_parallel")))
-    (losses, weights), (expected, others) = (trained(plan, clip=0.1) for plan in plans)
+    graph = graph_of("gpt2:size=tiny,layers=4")
+    plans = (ss.compile(graph, plan, "local:2") for plan in (early("data_parallel"), "data_parallel"))
+    (losses, weights), (expected, others) = (trained(plan, clip=0.1)[0] for plan in plans)
     assert losses == expected
     assert all(torch.equal(weights[name], others[name]) for name in others)
 
@@ -90,11 +53,8 @@ def accumulated(count: int) -> SProgram:
 
 
 def test_the_gradient_of_each_microbatch_is_reduced_into_its_slice() -> None:
-    graph = graph_of("gpt2:size=tiny,batch=8")
-    plan = ss.compile(graph, accumulated(4), "local:2")
-    found = plan.verify()
-    assert found["equal"], found
-    code = plan.compiled.program.devices[0].instructions
+    graph = graph_of("gpt2:size=tiny")
+    code = equal(graph, accumulated(4)).code()
     reduced = sum(len(i.works) for i in code if isinstance(i, Collective) and i.kind == "reduce_scatter")
     assert reduced == 4 * sum(not op.is_forward for op in graph.ops)
     added = [i for i in code if isinstance(i, Accumulate) and i.out.is_gradient]
@@ -111,13 +71,12 @@ def test_the_gradient_of_each_microbatch_is_reduced_into_its_slice() -> None:
 
 def test_microbatches_of_an_update_are_those_of_its_gradient() -> None:
     with pytest.raises(ScheduleError, match=r"Microbatch\(2\) of the update of .*, but its gradient comes in 4 micro"):
-        ss.compile(graph_of("gpt2:size=tiny,batch=8"), accumulated(2), "local:2")
+        ss.compile(graph_of("gpt2:size=tiny"), accumulated(2), "local:2")
 
 
 def test_an_update_before_what_reads_its_weight_is_refused() -> None:
-    def sprogram(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        resolve("single")(graph, cluster)
+    def before(graph: ss.Graph) -> None:
         ss.op_order(graph, graph.op("update.transformer.h.0.ln_1.weight"), graph.select(module="transformer.h.0"))
 
     with pytest.raises(ScheduleError, match=r"F of .* needs U of transformer.h.0.ln_1.weight"):
-        ss.compile(graph_of("gpt2:size=tiny"), sprogram, "local:1")
+        ss.compile(graph_of("gpt2:size=tiny"), on_top("single", before), "local:1")

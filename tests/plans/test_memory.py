@@ -1,4 +1,4 @@
-"""Plans that save memory: equal to the model on any number of devices, and what they keep is what they say."""
+"""Plans that save memory: they keep what they say, and refuse careless options in one line."""
 
 from __future__ import annotations
 
@@ -15,64 +15,15 @@ from superscaler.plan import Plan
 from superscaler.plans import resolve
 from tests.graphs import graph_of
 from tests.plans.test_checkpoint_chain import peak
-from tests.sweeps import few, slow
 
 
 def compiled(spec: str, plan: str, devices: int) -> Plan:
     return ss.compile(graph_of(spec), resolve(plan), f"local:{devices}")
 
 
-EQUAL = [
-    ("gpt2:size=tiny", "gradient_accumulation", 2),
-    ("gpt2:size=tiny,dropout=0.1", "recompute:what=full,microbatches=2", 2),
-    ("swin:size=tiny", "recompute:what=block", 2),
-    ("llama:size=tiny", "recompute:2,what=attention x tensor_parallel:2", 4),
-    ("llama:size=tiny", "chain_recompute:every=sqrt,microbatches=2", 4),
-    ("mbart:size=tiny", "chain_recompute:limit=4.5e6", 2),
-    ("gpt2:size=tiny,dropout=0.1", "co_shard", 1),
-    ("gpt2:size=tiny", "pipeline_1f1b:2,microbatches=2 x co_shard:2,parts=2", 4),
-    ("mbart:size=tiny", "co_shard:parts=2,factors=heads+mlp x tensor_parallel:2", 2),
-    ("gpt2:size=tiny", "co_shard:parts=2,factors=sequence", 1),
-    ("gpt2:size=tiny", "swap", 1),
-    ("mbart:size=tiny", "swap:what=both,microbatches=2", 2),
-    ("gpt2:size=tiny", "zero:2,stage=3 x tensor_parallel:2 x recompute", 4),
-    ("gpt2:size=tiny", "recompute:what=attention x zero:2,stage=3", 2),
-    ("gpt2:size=tiny", "zero:2 x swap:what=both", 2),
-    ("llama:size=tiny", "tensor_parallel:2 x chain_recompute:every=sqrt", 2),
-    ("gpt2:size=tiny", "pipeline_1f1b:2,microbatches=2 x swap", 2),
-    ("llama:size=tiny", "pipeline_1f1b:2,microbatches=4 x recompute", 2),
-    ("gpt2:size=tiny", "pipeline_1f1b:2,microbatches=4,recompute=early", 2),
-    ("mbart:size=tiny", "pipeline_1f1b:2,microbatches=4,recompute=early", 2),
-    ("mbart:size=tiny", "interlaced:2,microbatches=2,recompute=early", 2),
-    ("gpt2:size=tiny", "zb_h1:2,microbatches=4,recompute=late", 2),
-]
-# Others of the same plans.
-MORE = [
-    ("llama:size=tiny", "gradient_accumulation:microbatches=2", 4),
-    ("mbart:size=tiny", "gradient_accumulation:microbatches=8", 1),
-    ("gpt2:size=tiny,batch=1", "co_shard:1,parts=2", 1),
-    ("swin:size=tiny", "recompute:what=attention,microbatches=2", 1),
-    ("mbart:size=tiny", "recompute:what=attention", 2),
-    ("alphafold2:size=tiny,layers=1,passes=2", "recompute:what=block", 2),
-    ("llama:size=tiny", "co_shard:1,parts=2,blocks=first:1 x tensor_parallel:2", 2),
-    ("swin:size=tiny", "co_shard:parts=2", 2),
-    ("llama:size=tiny", "swap:what=optimizer", 2),
-]
-
-
-@pytest.mark.parametrize(("spec", "plan", "devices"), [*few(EQUAL, 0, 1, 3, 5, 8, 11, 12, 17, 20), *slow(*MORE)])
-def test_equal(spec: str, plan: str, devices: int) -> None:
-    found = compiled(spec, plan, devices).verify()
-    assert found["equal"], found
-
-
 REFUSED = [
     ("gradient_accumulation:microbatches=3", 1, "microbatches=3 on each of 1 devices does not divide the batch of 8"),
-    (
-        "gradient_accumulation:microbatches=8",
-        2,
-        "microbatches=8 on each of 2 devices does not divide the batch of 8; choose a divisor of 4",
-    ),
+    ("gradient_accumulation:microbatches=8", 2, "does not divide the batch of 8; choose a divisor of 4"),
     ("gradient_accumulation:microbatches=0", 1, "microbatches=0 on each"),
     ("chain_recompute:limit=1e9,microbatches=0", 1, "microbatches=0 on each"),
     ("recompute:what=blocks", 1, "recompute:what=blocks: choose block, full, attention."),

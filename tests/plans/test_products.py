@@ -40,20 +40,6 @@ def test_gradients_are_summed_by_server_first(servers: int, devices: int) -> Non
     assert plan.verify()["equal"]
 
 
-@pytest.mark.parametrize(
-    ("model", "spec", "world"),
-    [
-        ("gpt2:size=tiny", "zero:2,stage=3 x tensor_parallel:2", 4),
-        ("gpt2:size=tiny", "pipeline_1f1b:2,microbatches=2 x zero x tensor_parallel:2", 8),
-        ("llama:size=tiny", "data_parallel:2 x tensor_parallel", 8),
-        ("llama:size=tiny", "tensor_parallel:4 x zero:2,stage=2,microbatches=2", 8),
-    ],
-)
-def test_a_product_equals_the_model(model: str, spec: str, world: int) -> None:
-    found = ss.compile(graph_of(model), spec, f"local:{world}").verify()
-    assert found["equal"], found
-
-
 def test_a_product_places_along_its_axes_the_outer_first() -> None:
     graph = chain()
     resolve("pipeline_1f1b:2,microbatches=2 x data_parallel:4")(graph, ss.Cluster.local(8))

@@ -1,4 +1,4 @@
-"""ZeRO in its stages: equal to the model, with exactly the traffic and the memory at rest that the formulas say."""
+"""ZeRO in its stages: exactly the traffic and the memory at rest that the formulas say."""
 
 from __future__ import annotations
 
@@ -11,36 +11,14 @@ from superscaler.errors import InputError
 from superscaler.ir.program import Collective
 from superscaler.plans import resolve
 from tests.graphs import graph_of
-from tests.sweeps import slow
 
 
 def elements(graph: ss.Graph, inside: str = "") -> int:
     return sum(prod(tensor.shape) for tensor in graph.model.parameters() if inside in tensor.name)
 
 
-@pytest.mark.parametrize(
-    ("spec", "plan", "devices"),
-    [
-        ("llama:size=tiny", "zero:stage=3,shard=2,microbatches=2", 4),
-        ("gpt2:size=tiny", "zero:stage=3,keep=2,microbatches=2", 2),
-        ("gpt2:size=tiny", "zero:stage=2,microbatches=4", 2),
-        *slow(
-            ("gpt2:size=tiny,layers=3", "zero:stage=3,keep=1", 8),
-            ("mixtral:size=tiny", "zero:stage=3", 4),
-            ("mbart:size=tiny", "zero:stage=1,shard=2", 8),
-            ("alphafold2:size=tiny,layers=1,passes=2", "zero:stage=3", 2),
-        ),
-        # No index of most weights is divided by 3.
-        ("gpt2:size=tiny,batch=6", "zero:stage=3,shard=3", 6),
-    ],
-)
-def test_equal(spec: str, plan: str, devices: int) -> None:
-    found = ss.compile(graph_of(spec), resolve(plan), f"local:{devices}").verify()
-    assert found["equal"], found
-
-
 @pytest.mark.parametrize("spec", ["gpt2:size=tiny", pytest.param("llama:size=tiny", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("copies", "shard"), [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("copies", "shard"), [(1, 4), (2, 2), (2, 4), (4, 2)])
 def test_traffic_and_what_rests_are_those_of_the_formulas(spec: str, copies: int, shard: int) -> None:
     graph, n = graph_of(spec), copies * shard
     psi, repeated = elements(graph), elements(graph, graph.blocks[0].path.rpartition(".")[0] + ".")

@@ -1,0 +1,96 @@
+"""Plans that are compiled, certified, run and compared: what most tests ask of a plan, in one line each.
+
+`equal` compares two steps in float64. What depends on the trained dtype is compared by `Plan.verify`, of a few plans of
+each kind in `tests/plans/test_equal.py`; `tests/integration/test_twin.py` shows that both exchange the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import superscaler as ss
+from superscaler.artifact import initial_values
+from superscaler.compiler import Compiled, finish, transform
+from superscaler.frontend.oracle import retyped
+from superscaler.ir.program import Instruction, Program
+from superscaler.plans import resolve
+from superscaler.runtime.step import Step
+from superscaler.verify import certify
+from superscaler.verify.locate import on_threads
+from superscaler.verify.retype import retype
+
+SProgram = Callable[[ss.Graph, ss.Cluster], Any]
+T = TypeVar("T")
+
+
+class Ran(NamedTuple):
+    """A plan in float64, and the results of `certify`."""
+
+    compiled: Compiled
+    found: dict[str, Any]
+
+    @property
+    def program(self) -> Program:
+        return self.compiled.program
+
+    @property
+    def graph(self) -> ss.Graph:
+        return self.compiled.graph
+
+    def code(self, rank: int = 0) -> Sequence[Instruction]:
+        return self.program.devices[rank].instructions
+
+
+def exact(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Compiled:
+    """Return a plan on so many devices, or on a cluster, compiled in float64 without dropout."""
+    where = ss.Cluster.parse(f"local:{cluster}" if isinstance(cluster, int) else cluster)
+    planned, _ = transform(graph, resolve(plan) if isinstance(plan, str) else plan, where)
+    return finish(retype(planned, "float64", dropout=False), where)
+
+
+def equal(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Ran:
+    """Return a plan once it is certified, equal to the module in float64, and sends as many bytes as it says."""
+    compiled = exact(graph, plan, cluster)
+    found = certify(compiled)
+    assert found["equal"], found
+    assert found["bytes_moved"] == found["bytes_planned"]
+    return Ran(compiled, found)
+
+
+def captured(make: Callable[[], tuple[nn.Module, Any]], lr: float = 0.1, **options: Any) -> ss.Graph:
+    """Capture the module and its inputs (a tensor, a tuple, or a dict) that `make` returns, trained by SGD."""
+    torch.manual_seed(0)
+    module, inputs = make()
+    args = () if isinstance(inputs, dict) else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    options.setdefault("optimizer", torch.optim.SGD(trained, lr=lr))
+    return ss.capture(module, args, inputs if isinstance(inputs, dict) else {}, **options)
+
+
+def on_ranks(plan: ss.Plan | Compiled, run: Callable[[Step], T]) -> list[T]:
+    """Return the results of `run` on the step of each rank of a plan, each in a thread."""
+    compiled = plan.compiled if isinstance(plan, ss.Plan) else plan
+    values = initial_values(compiled.graph.model, compiled.graph.captured.values)
+    return on_threads(compiled, {n: v.clone() for n, v in as_in(compiled, values).items()}, run, 60.0)
+
+
+def as_in(compiled: Compiled, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return values in float64 if the weights of a plan are."""
+    is_exact = any(tensor.dtype == "float64" for tensor in compiled.graph.model.parameters())
+    return {name: retyped(value, torch.float64) if is_exact else value for name, value in values.items()}
+
+
+def trained(plan: ss.Plan | Compiled, steps: int = 3, **options: Any) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Return the losses of some steps on the captured batch, and the weights after these, of each rank."""
+    compiled = plan.compiled if isinstance(plan, ss.Plan) else plan
+    batch = as_in(compiled, compiled.graph.captured.batch)
+
+    def train(step: Step) -> tuple[list[float], dict[str, Tensor]]:
+        losses = [float(step(batch, **options)) for _ in range(steps)]
+        return losses, {n: w.detach() for n, w in step.state.weights.items()}
+
+    return on_ranks(compiled, train)
