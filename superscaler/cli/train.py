@@ -35,8 +35,7 @@ def train(
     steps: Annotated[int, typer.Option("--steps", min=1, max=2**31, help="Steps to train.")] = 20,
     clip: Annotated[float | None, option("--clip", "Largest global norm of the gradients.")] = None,
     check_finite: Annotated[
-        bool,
-        typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; name the operator."),
+        bool, typer.Option("--check-finite", help="Stop where a loss or gradient is not finite; name the operator.")
     ] = False,
     data: Annotated[
         Path | None, option("--data", "Text to learn, byte by byte; default: Python's own.", "FILE")

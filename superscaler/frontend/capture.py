@@ -267,10 +267,16 @@ def _build(trace: Trace, training: Training, aliases: dict[str, str], segments: 
     builder = Builder(trace, found, needed)
     forward = builder.forward()
     needing = {leaf.name: leaf for leaf in needed}
-    updates = [builder.update(needing[n], group, training) for n, group in training.groups.items() if n in needing]
-    updates += [builder.write(buffer, new) for buffer, new in trace.written()]
-    given = {name: builder.given(name, new) for name, new in trace.outputs()}
-    updates += [builder.in_place(given[name], name, "ss.output", new) for name, new in trace.outputs()]
+    trained_by, given = f"ss.{training.optimizer.name}", {}
+    updates = [
+        builder.in_place(needing[n], f"update.{n}", trained_by, group=group)
+        for n, group in training.groups.items()
+        if n in needing
+    ]
+    updates += [builder.in_place(buffer, f"write.{buffer.name}", "ss.write", new) for buffer, new in trace.written()]
+    for name, new in trace.outputs():
+        given[name] = replace(builder.tensor(new), name=name, kind="output", requires_grad=False)
+        updates.append(builder.in_place(given[name], name, "ss.output", new))
     kinds: tuple[TensorKind, ...] = ("parameter", "buffer", "input", "constant")
     leaves = [leaf for kind in kinds for leaf in trace.leaves(kind)]
     tensors = {x.name: builder.tensor(x) for x in (*leaves, *(x for node in trace.calls() for x in outputs(node)))}
@@ -332,22 +338,9 @@ class Builder:
         )
         return replace(op, flops=row_of(op.target).flops(op, [*map(shape_of, read)], [*map(shape_of, made)]))
 
-    def update(self, weight: Node, group: int, training: Training) -> Op:
-        """Return the op that updates a parameter in place, element by element."""
-        return self.in_place(self.tensor(weight), f"update.{weight.name}", f"ss.{training.optimizer.name}", group=group)
-
-    def write(self, buffer: Node, new: Node) -> Op:
-        """Return the op that sets a buffer at the end of the step."""
-        return self.in_place(self.tensor(buffer), f"write.{buffer.name}", "ss.write", new)
-
-    def given(self, name: str, node: Node) -> PTensor:
-        """Return an output of the step, as a tensor of the model."""
-        return replace(self.tensor(node), name=name, kind="output", requires_grad=False)
-
-    def in_place(self, tensor: PTensor, name: str, target: str, *others: Node, group: int = 0) -> Op:
-        """Return the op that sets a tensor at the end of the step, element by element, from others of the same
-        shape.
-        """
+    def in_place(self, what: PTensor | Node, name: str, target: str, *others: Node, group: int = 0) -> Op:
+        """Return the op that sets a tensor at the end of the step, element by element, from others of its shape."""
+        tensor = self.tensor(what) if isinstance(what, Node) else what
         factors = [factor for dim in tensor.slots for factor in dim]
         slots = tuple(range(len(factors)))
         return Op(

@@ -71,17 +71,14 @@ def refuse_shared(module: nn.Module, trained: Mapping[str, Any]) -> None:
     others: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
     others += [(path, x) for path, (_, value) in _state(module).items() for x in pytree.tree_leaves(value)]
     for name, x in others:
-        found = spans.get(x.untyped_storage()._cdata) if _is_dense(x) else None
+        is_dense = isinstance(x, Tensor) and not x.is_sparse and x.numel() > 0
+        found = spans.get(x.untyped_storage()._cdata) if is_dense else None
         if found is not None and found[1] is not x and _overlap(found[1], x):
             raise CaptureError(
                 f"{name.removeprefix('self.')} of {type(module).__name__} shares memory with parameter {found[0]}, "
                 "which training changes, but a captured step has a copy of it; compute it from the parameter in the "
                 "forward, or tie modules by assigning the parameter itself."
             )
-
-
-def _is_dense(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.is_sparse and x.numel() > 0
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -108,7 +105,12 @@ def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         result = forward(*args, **kwargs)
         after = _state(module)
-        _refuse_draws(module, draws)
+        if (drawn := _draws()) != draws:
+            raise CaptureError(
+                f"{forward_line(module)} draws random numbers of "
+                f"{'Python' if drawn[0] != draws[0] else 'numpy'}, but a captured step would have the same ones "
+                "always; draw them by torch, or pass them in as an input."
+            )
         if found := _changed(before, after):
             if not any(isinstance(x, Tensor) for path in found for x in pytree.tree_leaves(after[path][1])):
                 owned = [(after[path][0], path.rpartition(".")[2]) for path in found]
@@ -147,15 +149,6 @@ def _draws() -> list[Any]:
     """Return the states of the random numbers of Python and of numpy."""
     numpy = sys.modules.get("numpy")
     return [random.getstate(), None if numpy is None else str(numpy.random.get_state())]
-
-
-def _refuse_draws(module: nn.Module, before: list[Any]) -> None:
-    for name, one, other in zip(("Python", "numpy"), before, _draws(), strict=True):
-        if one != other:
-            raise CaptureError(
-                f"{forward_line(module)} draws random numbers of {name}, but a captured step would have the same ones "
-                "always; draw them by torch, or pass them in as an input."
-            )
 
 
 def _state(module: nn.Module) -> State:

@@ -128,9 +128,8 @@ class _Weights:
 
     def short(self, words: Words) -> Words:
         """Return a path without the common prefix of all blocks."""
-        return (
-            words[len(self.root) :] if words[: len(self.root)] == self.root and len(words) > len(self.root) else words
-        )
+        root = len(self.root)
+        return words[root:] if words[:root] == self.root and len(words) > root else words
 
     def name(self, span: Span, role: str) -> str:
         if role in _GLOBAL:

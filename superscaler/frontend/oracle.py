@@ -91,12 +91,11 @@ def reference_step(
     batch: Mapping[str, Tensor],
     values: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
-    dropout: bool = False,
     draw: Draw | None = None,
 ) -> Reference:
     """Return the loss, the gradients of the trained parameters by canonical name, the changed buffers, and the outputs.
 
-    `dtype` replaces every floating dtype, also in casts and factories. Dropout keeps everything unless `dropout`.
+    `dtype` replaces every floating dtype, also in casts and factories. Dropout keeps everything.
     `draw(node, shape)` returns the uniform numbers for other random operators; without it torch draws them.
     """
     model = captured.model
@@ -109,7 +108,7 @@ def reference_step(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        interpreter = _Retyped(captured.exported, dtype, before, device, dropout, draw)
+        interpreter = _Retyped(captured.exported, dtype, before, device, draw)
         with torch.enable_grad():
             results = list(interpreter.run(*inputs))
             loss: Tensor | None = results.pop() if model.loss else None
@@ -163,7 +162,6 @@ class _Retyped(Interpreter):
         dtype: torch.dtype | None,
         default: torch.dtype,
         device: torch.device,
-        dropout: bool,
         draw: Draw | None,
     ) -> None:
         super().__init__(exported.graph_module)
@@ -177,7 +175,6 @@ class _Retyped(Interpreter):
         self.dtype = dtype
         self.default = default
         self.device = device
-        self.dropout = dropout
         self.draw = draw
 
     def run_node(self, node: Node) -> Any:
@@ -205,11 +202,10 @@ class _Retyped(Interpreter):
         if "_assert" in name:
             return None
         args, kwargs = self._convert(args), self._convert(kwargs)
-        if not self.dropout and name == "aten.native_dropout.default":
+        if name == "aten.native_dropout.default":
             return args[0], torch.ones_like(args[0], dtype=torch.bool)
-        if not self.dropout and name == _ATTENTION and len(args) > 4:
-            args = (*args[:4], 0.0, *args[5:])
-        if not self.dropout and name == _ATTENTION:
+        if name == _ATTENTION:
+            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
             kwargs.pop("dropout_p", None)
         if name == "aten.copy.default":
             return args[1].to(args[0].dtype).expand(args[0].shape)

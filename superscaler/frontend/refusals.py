@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from superscaler.errors import CaptureError
 from superscaler.frontend.trace import FRAME, source_of
-from superscaler.frontend.users.derivatives import is_derivative
+from superscaler.frontend.users.samples import is_derivative
 from superscaler.replaced import replaced
 from superscaler.specs.registered import REGISTERED
 

@@ -80,7 +80,8 @@ def form_and_tensors(output: Any, name: str, loss: Tensor | None = None) -> tupl
         if isinstance(value, Mapping):
             return {"dict": {str(k): form(v, f"{path}.{k}") for k, v in value.items()}}
         if isinstance(value, list | tuple):
-            return {type(value).__name__ if type(value) is list else "tuple": _each(form, value, path)}
+            kind = "list" if type(value) is list else "tuple"
+            return {kind: [form(v, f"{path}.{number}") for number, v in enumerate(value)]}
         if isinstance(value, _PLAIN):
             return {"value": value}
         raise CaptureError(
@@ -90,7 +91,3 @@ def form_and_tensors(output: Any, name: str, loss: Tensor | None = None) -> tupl
         )
 
     return form(output, RESULT), tensors
-
-
-def _each(form: Any, values: Any, path: str) -> list[Any]:
-    return [form(value, f"{path}.{number}") for number, value in enumerate(values)]

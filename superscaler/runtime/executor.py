@@ -394,10 +394,7 @@ def _narrow(x: Tensor, box: Box) -> Tensor:
 
 
 def _optimizer(
-    table: Sequence[Mapping[str, Any]],
-    weights: Mapping[str, Tensor],
-    name: str,
-    groups: Sequence[Mapping[str, Any]],
+    table: Sequence[Mapping[str, Any]], weights: Mapping[str, Tensor], name: str, groups: Sequence[Mapping[str, Any]]
 ) -> torch.optim.Optimizer | None:
     """Return torch's own optimizer over the local slices, in the user's parameter groups."""
     members: list[list[Tensor]] = [[] for _ in groups]

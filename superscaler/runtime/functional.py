@@ -63,11 +63,7 @@ def picked(scores: Tensor, labels: Tensor, box: Sequence[tuple[int, int]] = (), 
 
 
 def class_sums(
-    scores: Tensor,
-    labels: Tensor,
-    largest: Tensor,
-    box: Sequence[tuple[int, int]] = (),
-    extents: Sequence[int] = (),
+    scores: Tensor, labels: Tensor, largest: Tensor, box: Sequence[tuple[int, int]] = (), extents: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """Return `exp_sum` and `picked` of (N, classes, ...) scores, with gradients that are added before they are
     narrowed.
@@ -126,11 +122,7 @@ def draw(
 
 
 def embedding_part(
-    ids: Tensor,
-    weight: Tensor,
-    box: Sequence[tuple[int, int]],
-    extents: Sequence[int],
-    padding_idx: int | None = None,
+    ids: Tensor, weight: Tensor, box: Sequence[tuple[int, int]], extents: Sequence[int], padding_idx: int | None = None
 ) -> Tensor:
     """Return the rows of `ids` (any shape) in `weight`, zeros for others: a part of the value of F.embedding.
 

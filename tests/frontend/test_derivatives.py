@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from superscaler.frontend.users.derivatives import is_derivative
+from superscaler.frontend.users.samples import is_derivative
 
 Backward = Callable[..., Tensor]
 FLOATS = (torch.randn(4, 6),)

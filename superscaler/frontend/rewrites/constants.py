@@ -250,20 +250,16 @@ def kind_of_mask(mask: Tensor) -> str:
 
     A causal mask lets each query see the keys up to its own number, and no other.
     """
-    seen = _seen(compact(mask))
-    if seen is None:
+    seen = compact(mask)
+    if mask.dim() < 2:
         return ""
+    if mask.dtype != torch.bool:
+        # An added mask has zeros and "minus infinity".
+        hidden = seen <= torch.finfo(mask.dtype).min / 2
+        if not bool((hidden | (seen == 0)).all()):
+            return ""
+        seen = ~hidden
     if bool(seen.all()):
         return "open"
     past = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
     return "causal" if bool((seen == past).all()) else ""
-
-
-def _seen(mask: Tensor) -> Tensor | None:
-    """Return the keys that each query sees; None for an added mask with values other than 0 and "minus infinity"."""
-    if mask.dim() < 2:
-        return None
-    if mask.dtype == torch.bool:
-        return mask
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
-    return ~hidden if bool((hidden | (mask == 0)).all()) else None

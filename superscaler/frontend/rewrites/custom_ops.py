@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import Library, infer_schema
 
-from superscaler.frontend.rewrites import custom_ops as ours
-
 _LIBRARY = Library("ss", "DEF")
 
 
@@ -105,5 +103,5 @@ def _forward(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     operands: tuple[Tensor, ...] = (x, module.gate_up_proj, module.down_proj)
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         operands = tuple(t.to(torch.get_autocast_dtype(x.device.type)) for t in operands)
-    result: Tensor = ours.experts(operands[0], ids, weights, *operands[1:], activation)
+    result: Tensor = experts(operands[0], ids, weights, *operands[1:], activation)
     return result.to(x.dtype)

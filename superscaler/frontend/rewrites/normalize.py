@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from math import pi, sqrt
 from typing import Any
@@ -14,16 +15,7 @@ from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 from superscaler.errors import CaptureError
 from superscaler.frontend.rewrites import decompositions
 from superscaler.frontend.rewrites.constants import simplify
-from superscaler.frontend.trace import (
-    Trace,
-    argument,
-    dtype_of,
-    outputs,
-    place_of,
-    reads,
-    shape_of,
-    target_of,
-)
+from superscaler.frontend.trace import Trace, argument, dtype_of, outputs, place_of, reads, shape_of, target_of
 from superscaler.ops.row import aten
 
 _ATEN = torch.ops.aten
@@ -56,11 +48,9 @@ _VIEWS = aten(True, "_to_copy view _unsafe_view expand unsqueeze slice.Tensor sq
 
 
 def normalize(trace: Trace) -> None:
-    """Apply the rewrites in order, then drop calls that no result depends on."""
-    for step in (remove_dead, simplify, fuse, _decompose, _keep_loss, remove_dead):
+    """Apply the rewrites in order, and refuse calls that no plan can run."""
+    for step in (remove_dead, simplify, fuse, _decompose, _keep_loss, remove_dead, _refuse):
         step(trace)
-    for refuse in (_refuse_random, _refuse_frequencies, _refuse_complex, _refuse_mixed):
-        refuse(trace)
 
 
 def _decompose(trace: Trace) -> None:
@@ -89,23 +79,41 @@ def remove_dead(trace: Trace) -> None:
             trace.graph.erase_node(leaf)
 
 
-def _refuse_random(trace: Trace) -> None:
-    for node in trace.calls():
-        if _is_random(node):
-            raise CaptureError(
-                f"{place_of(node)} draws random numbers by {node.target}, and devices would "
-                "draw different ones; use dropout, rand, randn or bernoulli, or draw it outside and pass it in."
-            )
+def _refuse(trace: Trace) -> None:
+    """Raise CaptureError for the first leaf or call that no plan can compute as the model does."""
+    for node in (*(leaf for leaf in trace.leaves() if leaf.users), *trace.calls()):
+        for fault in _faults(node):
+            raise CaptureError(f"{place_of(node)} {fault}")
 
 
-def _refuse_frequencies(trace: Trace) -> None:
-    """Raise CaptureError for gradients divided by the count of a row in the whole batch, which no part knows."""
-    for node in trace.calls():
-        if target_of(node) == "aten.embedding.default" and argument(node, 3, "scale_grad_by_freq"):
-            raise CaptureError(
-                f"{place_of(node)} looks rows up with scale_grad_by_freq=True, which is not supported; leave it out or "
-                "count the rows in the model and scale by that."
-            )
+def _faults(node: Node) -> Iterator[str]:
+    is_leaf = "kind" in node.meta
+    # No gradient is tracked through complex numbers.
+    for x in (x for x in ([node] if is_leaf else outputs(node)) if dtype_of(x).is_complex):
+        yield (
+            f"has {x.name} in complex numbers, which are not supported; compute with real ones (torch.view_as_real "
+            "holds both parts in a last dim of 2)."
+        )
+    if is_leaf:
+        return
+    if _is_random(node):
+        yield (
+            f"draws random numbers by {node.target}, and devices would draw different ones; use dropout, rand, randn "
+            "or bernoulli, or draw it outside and pass it in."
+        )
+    # Gradients would be divided by the count of a row in the whole batch, which no part knows.
+    if target_of(node) == "aten.embedding.default" and argument(node, 3, "scale_grad_by_freq"):
+        yield (
+            "looks rows up with scale_grad_by_freq=True, which is not supported; leave it out or count the rows in the "
+            "model and scale by that."
+        )
+    # The tensors without data of export allow such products.
+    dtypes = {str(d).removeprefix("torch.") for d in map(dtype_of, reads(node)) if d.is_floating_point}
+    if len(dtypes) > 1 and target_of(node) in _PRODUCTS:
+        yield (
+            f"multiplies tensors of {' and '.join(sorted(dtypes))} ({node.target}); torch wants one dtype: cast one of "
+            "them, or capture with autocast."
+        )
 
 
 def _is_random(node: Node) -> bool:
@@ -116,25 +124,3 @@ def _is_random(node: Node) -> bool:
     names = [a.name for a in operator._schema.arguments]
     rates = [argument(node, k, name) for k, name in enumerate(names) if name in ("dropout", "dropout_p")]
     return not rates or any(rates)
-
-
-def _refuse_complex(trace: Trace) -> None:
-    """Raise CaptureError for complex tensors, through which no gradient is tracked."""
-    calls = trace.calls()
-    for node in [*(leaf for leaf in trace.leaves() if leaf.users), *(x for call in calls for x in outputs(call))]:
-        if dtype_of(node).is_complex:
-            raise CaptureError(
-                f"{place_of(node)} has {node.name} in complex numbers, which are not supported; compute "
-                "with real ones (torch.view_as_real holds both parts in a last dim of 2)."
-            )
-
-
-def _refuse_mixed(trace: Trace) -> None:
-    """Raise CaptureError for products of different floating dtypes, which the tensors without data of export allow."""
-    for node in trace.calls():
-        dtypes = {str(d).removeprefix("torch.") for d in map(dtype_of, reads(node)) if d.is_floating_point}
-        if len(dtypes) > 1 and target_of(node) in _PRODUCTS:
-            raise CaptureError(
-                f"{place_of(node)} multiplies tensors of {' and '.join(sorted(dtypes))} "
-                f"({node.target}); torch wants one dtype: cast one of them, or capture with autocast."
-            )

@@ -147,9 +147,9 @@ class Trial:
             args, kwargs = map_arg((node.args, node.kwargs), local.__getitem__)
             return [result.cpu() for result in _results(self.overload(*args, **kwargs))]
 
-        operands, unit = [values[x.name].cpu() for x in reads(node)], None if kind is NORMAL else kind.unit
+        operands = [values[x.name].cpu() for x in reads(node)]
         try:
-            failure = prove(ops[0], tensors, operands, run, kind.tolerance, unit)
+            failure = prove(ops[0], tensors, operands, run, kind)
         except Exception as error:
             message = f"cannot be differentiated: {_line(error)} A custom_op needs register_autograd before ss.register"
             raise self._error(CannotRun, message, given) from error

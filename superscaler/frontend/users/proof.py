@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any
 
@@ -19,13 +18,13 @@ from torch.nn import Buffer
 from superscaler.frontend.capture import Builder
 from superscaler.frontend.infer import infer
 from superscaler.frontend.trace import Trace
+from superscaler.frontend.users.samples import NORMAL, TRIED, Kind
 from superscaler.ir.mask import Box, Range
 from superscaler.ir.model import Op, Operand, PTensor, TensorKind
 
 # Executes one part of an op: (box, local operands, expected shapes of results) -> results.
 Run = Callable[[Box, Sequence[Tensor], Sequence[tuple[int, ...]]], Sequence[Tensor]]
 Cut = Mapping[int, tuple[int, ...]]
-_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +81,7 @@ def ops_of(trace: Trace) -> tuple[list[Op], dict[str, PTensor]]:
 
 
 def prove(
-    op: Op,
-    tensors: Mapping[str, PTensor],
-    values: Sequence[Tensor],
-    run: Run,
-    tolerance: float = _TOLERANCE,
-    unit: float | None = None,
+    op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run: Run, kind: Kind = NORMAL
 ) -> Failure | None:
     """Return the first difference between the op in parts and the whole op; None if its notation is true.
 
@@ -95,19 +89,16 @@ def prove(
     index that may be cut is cut in 2 and 3 parts, even and uneven, and each pair of indices in 2 parts each. The marks
     say how results of parts are joined. The backward of a part gets its piece of a random output gradient; gradients of
     an input are added where parts read it. In each set of inputs in `op.linear` the op must be 0 at 0 and additive.
-
-    `tolerance`: relative to each element, at least to 1; with a `unit`, relative to the largest element, at least to
-    `unit`, and on fewer cuts.
+    Values of a kind other than NORMAL are cut less.
     """
     job = _Job(op, tensors, values, run)
-    compare = partial(_compare, tolerance=tolerance, unit=unit)
     cut: Cut = {}
     try:
         expected = job.execute(cut)
-        for cut in _cuts(op) if unit is None else _halves(op):
+        for cut in _cuts(op) if kind is NORMAL else _halves(op):
             found = job.execute(cut)
             for tensor, value in expected.items():
-                compare(tensor, found[tensor], value)
+                _compare(tensor, found[tensor], value, kind)
         cut = {}
         for group in op.linear:
             if all(values[k].is_floating_point() for k in group):
@@ -137,14 +128,9 @@ class _Wrong(Exception):
     """A wrong tensor of an op in parts, and its fault."""
 
 
-def _compare(
-    tensor: str, found: Tensor, expected: Tensor, tolerance: float = _TOLERANCE, unit: float | None = None
-) -> None:
+def _compare(tensor: str, found: Tensor, expected: Tensor, kind: Kind, tolerance: float = 0.0) -> None:
     found, expected = found.detach().double(), expected.detach().double()
-    size, finite = 1.0, expected[expected.isfinite()].abs()
-    if unit is not None:
-        size = max(unit, float(finite.max())) if finite.numel() else unit
-    equal = torch.isclose(found, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+    equal = kind.is_close(found, expected, tolerance)
     if not equal.all():
         at = tuple((~equal).nonzero()[0].tolist())
         raise _Wrong(tensor, f"is {found[at].item():.9g} at {list(at)}, of the whole op {expected[at].item():.9g}")
@@ -183,7 +169,7 @@ class _Job:
 
         where = f"is not linear in operands {list(group)} together"
         for k, zero in enumerate(outcome(torch.zeros_like)):
-            _compare(f"result {k} {where}: at 0 it", zero, torch.zeros_like(zero))
+            _compare(f"result {k} {where}: at 0 it", zero, torch.zeros_like(zero), NORMAL)
         for size in (1.0, 2.0**20):
             a, b = outcome(lambda v, s=size: v * s), outcome(lambda v, s=size: (v * v - 1) * s)  # type: ignore[misc]
             both = outcome(lambda v, s=size: (v * v + v - 1) * s)  # type: ignore[misc]
@@ -191,7 +177,7 @@ class _Job:
                 # A cast to fewer bits rounds, and large numbers overflow in it.
                 rounding = 4 * torch.finfo(z.dtype).eps if z.is_floating_point() else 0.0
                 if size == 1.0 or z.dtype == torch.float64:
-                    _compare(f"result {k} {where}: the sum", x + y, z, max(_TOLERANCE, rounding), 1.0)
+                    _compare(f"result {k} {where}: the sum", x + y, z, TRIED, rounding)
 
     def _forward(self, box: Box, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Execute a part, and compare the shapes of its results with the notation."""
