@@ -44,7 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let processes of tests that are marked `dist` start at once, but for those of `dist(python="real")`."""
+    """Seed torch where it is loaded. Let processes of tests that are marked `dist` start at once, but for those of
+    `dist(python="real")`.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
     mark = item.get_closest_marker("dist")
     if mark is None or mark.kwargs.get("python") == "real":
         sys.executable = PYTHON

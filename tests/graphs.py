@@ -1,12 +1,14 @@
-"""Training steps of the library's models, captured once for all tests: compiling changes no graph. Processes share what
-is captured by its cache.
+"""Training steps of models, and what must hold of their plans. Those of the library's models are captured once for all
+tests, since compiling changes no graph; processes share what is captured by its cache.
 """
 
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 import torch
+from torch import nn
 
 import superscaler as ss
 from superscaler.models import build
@@ -23,3 +25,15 @@ def graph_of(spec: str, optimizer: str = "AdamW", lr: float | None = None) -> ss
     built = build(spec)
     made = OPTIMIZERS[optimizer](built.module.parameters(), **({"lr": lr} if lr else {}))
     return ss.capture(built.module, built.args, built.kwargs, made, cache=spec)
+
+
+def step_of(module: nn.Module, *args: Any, lr: float = 0.1, **options: Any) -> ss.Graph:
+    """Return the training step of a module by SGD."""
+    return ss.capture(module, args, optimizer=torch.optim.SGD(module.parameters(), lr=lr), **options)
+
+
+def assert_equal(graph: ss.Graph, plan: Any = "data_parallel", cluster: Any = "local:2") -> dict[str, Any]:
+    """Return what is found of a plan, which must be equal to the module itself."""
+    found = ss.compile(graph, plan, cluster).verify()
+    assert (found["equal"], found["reference"]) == (True, "eager"), (found["first_difference"], found["note"])
+    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +43,24 @@ def _transformers():
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     return transformers
+
+
+class Net(nn.Module):
+    """Two layers around a function of the test, with buffers that such functions read and change."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.between = between
+        self.register_buffer("table", torch.linspace(0.1, 1.0, 8))
+        self.register_buffer("mean", torch.rand(8, 8))
+        self.register_buffer("book", torch.randn(4, 8))
+        self.register_buffer("seen", torch.zeros(8))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self, self.first(x))).pow(2).mean()
 
 
 class Mlp(nn.Module):

@@ -12,10 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.capture import Captured, capture
+from superscaler.frontend.capture import Captured
 from superscaler.frontend.capture_cache import key_of
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.report.model import describe
+from tests.graphs import step_of
 
 
 class Block(nn.Module):
@@ -40,8 +41,7 @@ class Model(nn.Module):
 
 
 def captured(run: Callable[[Any, Tensor], Tensor]) -> Captured:
-    module = Model(run)
-    return capture(module, (torch.rand(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    return step_of(Model(run), torch.rand(4, 8)).captured
 
 
 def plain(m: Model, x: Tensor) -> Tensor:
@@ -96,26 +96,17 @@ def test_regions_are_named_after_their_modules(run: Callable[[Any, Tensor], Tens
     assert [op.checkpoint for op in parse_model(print_model(model)).ops] == [op.checkpoint for op in model.ops]
 
 
-def test_a_region_without_gradients_is_not_told() -> None:
+def test_a_region_has_gradients_where_torch_has_them() -> None:
     assert describe(captured(plain).model)["checkpoints"] == {"blocks.*": 2}
     assert describe(captured(idle).model)["checkpoints"] == {}
-
-
-def test_a_reentrant_region_has_gradients_where_torch_has_them() -> None:
-    def detached(m: Model, x: Tensor) -> Tensor:
-        return checkpoint(m.blocks[0], x.detach(), use_reentrant=True)
-
     with pytest.raises(CaptureError, match=r"depends on none of the 10 parameters .* reentrant checkpoints"):
-        captured(detached)
+        captured(lambda m, x: checkpoint(m.blocks[0], x.detach(), use_reentrant=True))
 
 
 def test_torch_is_left_as_it_was_where_a_region_fails() -> None:
-    def fail(m: Model, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: x.summ(), x, use_reentrant=False)
-
     before = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, CheckpointFunction.apply.__func__
     with pytest.raises(CaptureError, match="summ"):
-        captured(fail)
+        captured(lambda m, x: checkpoint(lambda x: x.summ(), x, use_reentrant=False))
     assert before == (saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, CheckpointFunction.apply.__func__)
     x = torch.rand(3, requires_grad=True)
     checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from superscaler.cluster import Cluster
+import superscaler as ss
 from superscaler.errors import InputError
 from superscaler.frontend.capture import Captured, capture
-from superscaler.plan import compile
-from superscaler.verbs import Graph, Replicate, Split, op_assign, op_trans
 from tests.frontend.examples import Mlp
+from tests.graphs import assert_equal, step_of
 
 
-def names(captured: Captured, tensor: str) -> tuple[tuple[str, ...], ...]:
+def names(captured: Captured | ss.Graph, tensor: str) -> tuple[tuple[str, ...], ...]:
     return captured.model.tensors[tensor].slots
 
 
@@ -85,26 +82,20 @@ def test_inputs_of_one_batch_size_share_the_factor() -> None:
         def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
             return self.left(x).square().mean() + self.right(y).square().mean() + self.third(z).square().mean()
 
-    captured = capture(Towers(), (torch.randn(4, 6), torch.randn(4, 6), torch.randn(3, 6)))
-    assert [names(captured, n)[0] for n in ("x", "y", "z")] == [("batch",), ("batch",), ("batch.2",)]
-    compiled = compile(Graph(captured.model, captured), "data_parallel", Cluster.local(4))
-    cut = {
-        op.module
-        for op in captured.model.ops
-        if any(a.index is not None for a in compiled.compiled.graph.grids[op.name].axes)
-    }
+    towers = step_of(Towers(), torch.randn(4, 6), torch.randn(4, 6), torch.randn(3, 6))
+    assert [names(towers, n)[0] for n in ("x", "y", "z")] == [("batch",), ("batch",), ("batch.2",)]
+    grids = ss.compile(towers, "data_parallel", "local:4").compiled.graph.grids
+    cut = {op.module for op in towers.ops if any(axis.index is not None for axis in grids[op.name].axes)}
     assert {"left", "right"} <= cut
     assert "third" not in cut
-    assert compiled.verify()["equal"]
+    assert_equal(towers, cluster="local:4")
 
 
-def graph() -> Graph:
-    torch.manual_seed(0)
-    captured = capture(Mlp(), (torch.randn(4, 12), torch.randn(4, 12)))
-    return Graph(captured.model, captured)
+def graph() -> ss.Graph:
+    return step_of(Mlp(), torch.randn(4, 12), torch.randn(4, 12))
 
 
-def test_a_renamed_factor_is_cut_by_its_new_name(tmp_path: Path) -> None:
+def test_a_renamed_factor_is_cut_by_its_new_name() -> None:
     mine = graph()
     before = mine.ops
     hidden = mine.model.tensors["second.weight"].slots[1][0]
@@ -115,13 +106,13 @@ def test_a_renamed_factor_is_cut_by_its_new_name(tmp_path: Path) -> None:
     assert mine.journal[-1].where.startswith(__file__)
     assert f"rename_factor {hidden} to width" in str(mine.journal[-1])
 
-    def plan(inner: Graph, cluster: Cluster) -> None:
+    def plan(inner: ss.Graph, cluster: ss.Cluster) -> None:
         # The handles are older than the name.
         for op in before:
-            algorithm = Split("width", 2) if op.is_forward else Replicate(2)
-            op_assign(inner, op_trans(inner, op, algorithm), cluster.devices)
+            algorithm = ss.Split("width", 2) if op.is_forward else ss.Replicate(2)
+            ss.op_assign(inner, ss.op_trans(inner, op, algorithm), cluster.devices)
 
-    compiled = compile(mine, plan, Cluster.local(2))
+    compiled = ss.compile(mine, plan, "local:2")
     assert any("width" in str(e) and "replicated" not in str(e) for e in compiled.compiled.graph.journal)
     assert sum(axis.index is not None for g in compiled.compiled.graph.grids.values() for axis in g.axes) > 2
     assert compiled.verify()["equal"]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from superscaler.cluster import Cluster
 from superscaler.errors import ScheduleError
 from superscaler.models import build, names
-from superscaler.plan import capture, compile
+from superscaler.plan import compile
 from superscaler.plans import resolve
 from superscaler.plans.lib.shared import tensor_splits
 from tests.frontend.test_cuts import check_cuts
-from tests.graphs import graph_of
+from tests.graphs import graph_of, step_of
 
 MODELS = {name: f"{name}:size=tiny" for name in names() if name != "mlp"}
 # The loss of the router is a product of two means over all tokens.
@@ -71,8 +70,5 @@ def test_all_models_equal_one_device(name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_cut_of_every_operator_gives_the_whole_result(name: str) -> None:
     built = build(MODELS[name].replace("swin:size=tiny", "swin:size=tiny,drop_path=0"))
-    captured = capture(
-        built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
-    ).captured
-    cuts, _ = check_cuts(captured)
-    assert cuts > len(captured.model.ops)
+    captured = step_of(built.module, *built.args, kwargs=built.kwargs).captured
+    assert check_cuts(captured) > len(captured.model.ops)
