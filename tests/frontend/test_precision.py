@@ -24,8 +24,8 @@ from superscaler.models import BuiltModel, build
 from superscaler.plan import Graph, Plan, capture, compile
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import build_step, modules
-from tests.graphs import assert_equal, step_of
 from superscaler.verbs import Microbatch, op_assign, op_trans
+from tests.graphs import assert_equal, step_of
 
 PLANS = [
     ("single", 1),
@@ -322,8 +322,8 @@ def test_what_cannot_be_cast_is_refused() -> None:
 
 def test_float16_without_a_scaler_warns_once() -> None:
     built = build("mlp")
+    optimizer = torch.optim.SGD(built.module.parameters(), lr=1e-2)
     with pytest.warns(UserWarning, match="float16 gradients") as record:
-        optimizer = torch.optim.SGD(built.module.parameters(), lr=1e-2)
         graph = capture(built.module, built.args, built.kwargs, autocast="fp16", optimizer=optimizer)
     assert len(record) == 1
     assert record[0].filename == __file__

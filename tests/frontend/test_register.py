@@ -53,6 +53,10 @@ def running_sum(x):
     return x.cumsum(0).sum(1)
 
 
+def clipped_sum(x):
+    return x.sum(1).clamp(-1e3, 1e3)
+
+
 def twice(x):
     return x * 2
 
@@ -130,6 +134,7 @@ def detached(x: Tensor) -> Tensor:
         ("b s -> b", softmax, {}, r"the notation has no meaning: s is not in every result.*\n  b s -> b\n    \^$"),
         ("b s -> b s", softmax, {}, r"when s is cut in 3 \+ 2, result 0 is 0\.\d+ at \[0, 0\], of the whole op 0\.\d+"),
         ("b s+ -> b", running_sum, {}, r"when b is cut in 2 \+ 1, result 0 is .* Mark a letter \^"),
+        ("b k+ -> b", clipped_sum, {}, r"when k is cut in 3 \+ 2, result 0 is .* of large numbers\. Mark"),
         ("b s -> b s", running_sum, {}, "result 0 has 1 dims, .*, and the notation 'b s'"),
         ("b h, h -> b h", wrong_gradient, {}, r"when b is cut in 2 \+ 1, gradient of operand 1 is"),
         ("b h, h -> b h", half_precision, {}, r"It computes in float32 inside.*write x\.to\(torch\.promote_types"),
@@ -145,7 +150,7 @@ def detached(x: Tensor) -> Tensor:
             "i, v^ h -> i h",
             lookup,
             {},
-            r"fails as .*: tensors used as indices must be long.*checked on shapes \(3,\), \(5, 6\)",
+            r"fails as .*: tensors used as indices must.* on shapes \(3,\), \(5, 6\)",
         ),
         ("b (g c^) -> b (g c)", norm_of_groups, {"sizes": {"g": 2}, "example": {"groups": 2}}, "when g is cut in 1"),
         ("b -> b", nn.ReLU(), {}, r"ReLU\(\) is neither a function with a name nor a torch operator"),
@@ -245,15 +250,6 @@ def test_what_is_wrong_of_some_numbers_and_sizes_only_is_refused(wrong: str) -> 
         ss.register("b h^ -> b h", rows)
 
 
-def clipped_sum(x):
-    return x.sum(1).clamp(-1e3, 1e3)
-
-
-def test_a_sum_that_ends_at_a_size_is_no_sum() -> None:
-    with pytest.raises(InputError, match=r"when k is cut in 3 \+ 2, result 0 is .* of large numbers\. Mark"):
-        ss.register("b k+ -> b", clipped_sum)
-
-
 def rolled(x, steps: int = 0):
     return x.roll(steps, 0)
 
@@ -268,13 +264,10 @@ def test_a_call_is_checked_with_its_own_values_and_sizes() -> None:
     with pytest.raises(CaptureError, match=r"test_register.py:\d+ calls it with \{'steps': 1\}: .* when b is cut in"):
         capture(Calls(lambda x, w: roll(x, 1) * w, 8), (torch.randn(2, 8),))
     average = ss.register("b h -> b h", averaged_above, example={"most": 400})
-    for rows in (400, 401):
-        module = Calls(lambda x, w: average(x, 400) * w, 8)
-        if rows == 400:
-            assert capture(module, (torch.randn(rows, 8),)).model.ops
-        else:
-            with pytest.raises(CaptureError, match="when b is cut in 201"):
-                capture(module, (torch.randn(rows, 8),))
+    module = Calls(lambda x, w: average(x, 400) * w, 8)
+    assert capture(module, (torch.randn(400, 8),)).model.ops
+    with pytest.raises(CaptureError, match="when b is cut in 201"):
+        capture(module, (torch.randn(401, 8),))
 
 
 def test_a_call_that_the_notation_does_not_fit_is_an_error_of_capture() -> None:
