@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from superscaler.plans.lib.shared import decompose_losses as decompose_losses
     from superscaler.plans.lib.shared import stages as stages
     from superscaler.plans.lib.shared import tensor_splits as tensor_splits
-    from superscaler.store.weights import load_weights as load_weights
+    from superscaler.store.tensors import load_weights as load_weights
     from superscaler.verbs import Action as Action
     from superscaler.verbs import Algorithm as Algorithm
     from superscaler.verbs import AttentionBlocks as AttentionBlocks
@@ -68,7 +68,7 @@ _HOMES = {
     "Cluster": "superscaler.cluster",
     "PlanError": "superscaler.errors",
     "along_axis": "superscaler.plans.lib.products",
-    "load_weights": "superscaler.store.weights",
+    "load_weights": "superscaler.store.tensors",
     "register": "superscaler.frontend.users.register",
     "schedule_1f1b": "superscaler.plans.lib.schedules",
     **dict.fromkeys(("Plan", "capture", "compile", "load"), "superscaler.plan"),

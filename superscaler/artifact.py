@@ -27,7 +27,7 @@ from superscaler.report.facts import account, kept_values, manifest, origin, own
 from superscaler.specs.file_errors import writing
 from superscaler.store import plan as disk
 from superscaler.store.folder import digest, hash_without
-from superscaler.store.operator_files import copies
+from superscaler.store.operators import copies
 from superscaler.store.plan import plan_files, read_plan, recover, staged
 from superscaler.store.tensor_file import tensor_hashes
 

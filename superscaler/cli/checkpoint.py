@@ -77,8 +77,7 @@ def _trained(checkpoint: Path) -> str:
     """Return the trained model of the library. A user's file is run only on request."""
     from superscaler.store.tensors import open_checkpoint
 
-    manifest = open_checkpoint(checkpoint).manifest or {}
-    name = (manifest["training"] or {}).get("model")
+    name = (open_checkpoint(checkpoint).head["training"] or {}).get("model")
     if not name or name.partition(":")[0].endswith(".py"):
         known = f"; {name} was trained" if name else ""
         raise InputError(f"{checkpoint}: name the model to export with --model{known}.")

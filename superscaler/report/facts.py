@@ -35,7 +35,7 @@ from superscaler.report.model import collapse, describe, group, span
 from superscaler.report.schema import VERSION, Axis, Block, Sent, Split, Weights, adapter
 from superscaler.store.cache import sources
 from superscaler.store.folder import digest
-from superscaler.store.operator_files import copies
+from superscaler.store.operators import copies
 
 # Most devices or groups in a list; of more, only the number is printed.
 MOST = 8

@@ -25,9 +25,8 @@ from superscaler.runtime.results import put_together
 from superscaler.runtime.scaler import Scaler
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
-from superscaler.store.open_plan import code_of, open_plan, operators_of, warn_versions, weights_of
 from superscaler.store.operators import import_operators
-from superscaler.store.plan import PLAN_FILE, RUN_FILE
+from superscaler.store.plan import PLAN_FILE, RUN_FILE, code_of, open_plan, operators_of, warn_versions, weights_of
 from superscaler.store.restore import load_weights, restore
 from superscaler.store.save import save
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +17,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from superscaler.errors import InputError
 from superscaler.specs.file_errors import reading, writing
+from superscaler.store.checkpoint import ANOTHER, CheckpointHead, commit, new_folder, write_shard
+from superscaler.store.folder import Draft, written
 from superscaler.store.pieces import whole
-from superscaler.store.save import publish
+from superscaler.store.save import add_entry
 from superscaler.store.tensor_file import DTYPES
-from superscaler.store.tensors import ANOTHER, WHOLE_FILE, TensorReader, open_checkpoint, open_stored
-from superscaler.store.weights import load_weights, named
+from superscaler.store.tensors import WHOLE_FILE, TensorReader, load_weights, named, open_checkpoint, open_stored
 
 # The file that torch.distributed.checkpoint writes beside its shards.
 DISTRIBUTED_FILE = ".metadata"
@@ -62,7 +62,7 @@ def export_distributed(path: Path, out: Path) -> list[str]:
 
     stored = open_checkpoint(path)
     model = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
-    model |= {alias: model[kept] for alias, kept in (stored.manifest or {})["aliases"].items() if kept in model}
+    model |= {alias: model[kept] for alias, kept in stored.head["aliases"].items() if kept in model}
     states = {name: _states(stored, name) for name, entry in stored.tensors.items() if entry.steps is not None}
     state = {"model": model} | ({"optimizer": {"state": states}} if states else {})
     with _replaced(out) as folder, _quiet():
@@ -96,7 +96,7 @@ def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
         tensors, states = _read_distributed(source)
     else:
         stored = open_stored(source)
-        if stored.manifest is not None:
+        if stored.whole is not None:
             raise InputError(f"{source} is a checkpoint of ours already; give it to --resume or --weights.")
         tensors = {name: stored.read(name, whole(entry.shape)) for name, entry in stored.tensors.items()}
         states = {}
@@ -105,8 +105,24 @@ def import_weights(source: Path, out: Path, trust: bool = False) -> Path:
     if other := [n for n, t in tensors.items() if str(t.dtype).removeprefix("torch.") not in DTYPES.values()]:
         raise InputError(f"{source} has {other[0]} in {tensors[other[0]].dtype}, which no checkpoint of ours can have.")
     with _replaced(out) as folder:
-        name = publish(folder, tensors, states)
+        name = _publish(folder, tensors, states)
     return out / name
+
+
+def _publish(directory: Path, tensors: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """Write tensors trained elsewhere, with an optimizer's states, as a checkpoint of no step; return its name."""
+    stored: dict[str, Tensor] = {}
+    entries: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        kinds = dict(states.get(name, {}))
+        count = kinds.pop("step", None)
+        stored |= {name: tensor, **{f"{name}/{kind}": value for kind, value in kinds.items()}}
+        add_entry(entries, name, tensor.shape, tensor.dtype, name, whole(tensor.shape), kinds, count)
+    draft = Draft(directory / new_folder(directory, 0), CheckpointHead)
+    write_shard(draft, 0, stored, entries)
+    nothing = dict.fromkeys(("plan", "world", "seed", "optimizer", "scaler", "training"))
+    commit(draft, {"step": 0, **nothing, "aliases": {}}, [0])
+    return draft.path.name
 
 
 def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
@@ -143,22 +159,17 @@ def _replaced(out: Path) -> Iterator[Path]:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out} is there already and is not empty; choose another folder.")
     aside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        with writing(out, "choose another folder", (SafetensorError, CheckpointException)):
-            aside.mkdir(parents=True)
-            yield aside
-            aside.replace(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with writing(out, "choose another folder", (SafetensorError, CheckpointException)), written(aside):
+        yield aside
+        aside.replace(out)
 
 
 def inspect(path: Path) -> Mapping[str, Any]:
     """Return the contents of a checkpoint, after every shard was checked."""
     stored = open_checkpoint(path)
-    manifest = stored.manifest or {}
-    for shard in manifest["shards"]:
-        stored.check(shard)
-    kept = {key: value for key, value in manifest.items() if key not in ("tensors", "sha256")}
+    if stored.whole is not None:
+        stored.whole.check()
+    kept = {key: value for key, value in stored.head.items() if key not in ("tensors", "sha256")}
     tensors = {
         name: {"shape": entry.shape, "dtype": entry.dtype, "states": entry.states, "pieces": len(entry.pieces)}
         for name, entry in stored.tensors.items()

@@ -1,6 +1,6 @@
 """One folder that is whole: a head, which is JSON of known types and written last, and files with the hashes in it.
 
-`written` gives a `Draft` to write into, `read` a `Whole`, which checks each file when it is read. Reading runs nothing.
+A `Draft` writes a folder. `read` gives a `Whole`, which checks each file when it is read; it runs nothing.
 An error is one line that names the file, the fault and the remedy.
 """
 
@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from superscaler.errors import InputError, printable
 from superscaler.specs.file_errors import reading, refuse, require_file
@@ -54,6 +54,10 @@ def digest(text: str | bytes) -> str:
 def hash_without(found: Mapping[str, Any], key: str) -> str:
     """Return the hash of a JSON object without one entry, which may hold the hash itself."""
     return digest(json.dumps({k: v for k, v in found.items() if k != key}, sort_keys=True))
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Checked(BaseModel):
@@ -239,11 +243,11 @@ def _lines(value: Any) -> str:
 
 
 @contextmanager
-def written(folder: Path, types: type[Head]) -> Iterator[Draft]:
-    """Give a draft in a new folder, which is removed after an error."""
+def written(folder: Path) -> Iterator[Path]:
+    """Make a new folder, which is removed after an error."""
     folder.mkdir(parents=True)
     try:
-        yield Draft(folder, types)
+        yield folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 # Per dim of a tensor, the runs [start, end) of a piece of it, ascending.
-Ranges = list[list[tuple[int, int]]]
+Ranges = Sequence[Sequence[Sequence[int]]]
 
 
 def runs(sizes: Sequence[int], box: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -58,9 +59,9 @@ def sizes(ranges: Ranges) -> tuple[int, ...]:
     return tuple(sum(b - a for a, b in dim) for dim in ranges)
 
 
-def whole(shape: Sequence[int]) -> Ranges:
+def whole(shape: Sequence[int]) -> list[list[list[int]]]:
     """Return the piece that covers a whole tensor."""
-    return [[(0, size)] for size in shape]
+    return [[[0, size]] for size in shape]
 
 
 def overlap(one: Ranges, other: Ranges) -> list[tuple[np.ndarray, np.ndarray]] | None:
@@ -75,5 +76,26 @@ def overlap(one: Ranges, other: Ranges) -> list[tuple[np.ndarray, np.ndarray]] |
     return found
 
 
-def _indices(found: Sequence[tuple[int, int]]) -> np.ndarray:
+def _indices(found: Sequence[Sequence[int]]) -> np.ndarray:
     return np.concatenate([np.arange(a, b) for a, b in found]) if found else np.zeros(0, dtype=np.int64)
+
+
+def covers(shape: Sequence[int], pieces: Sequence[Ranges]) -> bool:
+    """Return whether pieces cover each element of a tensor once. Counts of elements do not show this: one may be there
+    twice.
+
+    Every index of every dim gets a random word; an element weighs the product of its dims' words, modulo 2**64. The
+    pieces then weigh as much as the tensor if they cover each element once, and otherwise only with a chance of 2**-60.
+    """
+    draw = np.random.default_rng()
+    words = [draw.integers(0, 2**63, size=size, dtype=np.uint64) * np.uint64(2) + np.uint64(1) for size in shape]
+    sums = [[0, *np.cumsum(each, dtype=np.uint64).tolist()] for each in words]
+    weight = 0
+    for piece in pieces:
+        if len(piece) != len(shape) or any(
+            not 0 <= a <= b <= size for dim, size in zip(piece, shape, strict=True) for a, b in dim
+        ):
+            return False
+        ends = [sum(total[b] - total[a] for a, b in dim) for dim, total in zip(piece, sums, strict=True)]
+        weight += math.prod(ends)
+    return (weight - math.prod(total[-1] for total in sums)) % 2**64 == 0

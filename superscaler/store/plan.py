@@ -1,4 +1,4 @@
-"""Plan directories: the types of plan.json, reading without running any of their code, and writing over an older plan.
+"""Plan directories: the types of plan.json, reading one (which runs none of its code), and writing over an older plan.
 
 A new plan is written aside, into a folder in its directory, and then takes the places of the files of the older one.
 While its files are moved, the directory holds neither plan, which its hashes show; the next writer finishes that.
@@ -6,20 +6,29 @@ While its files are moved, the directory holds neither plan, which its hashes sh
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, unknown
 from superscaler.specs.file_errors import DAMAGE, reading, refuse
-from superscaler.store.folder import Checked, Draft, Head, Whole, hash_without, is_inside, read, sync, written
+from superscaler.specs.options import OPTIMIZERS
+from superscaler.store import folder as disk
+from superscaler.store.folder import Checked, Count, Draft, Hash, Head, hash_without, is_inside
+from superscaler.store.tensor_file import kinds, opened
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PLAN_FILE, EXPLAIN_FILE, JOURNAL_FILE = "plan.json", "explain.json", "journal.txt"
 MODEL_FILE, PROGRAM_FILE, RUN_FILE = "model.txt", "program.txt", "run.py"
@@ -35,8 +44,6 @@ _OURS = re.compile(
 )
 
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Box = list[tuple[Count, Count]]
 Option = bool | Number | FiniteFloat | str | list[FiniteFloat] | None
 
@@ -182,13 +189,85 @@ class PlanHead(Head):
         refuse(file, cls.DIFFERS, cls.REMEDY + mine)
 
 
-def read_plan(directory: Path, has_hashes: bool = True) -> Whole:
+def read_plan(directory: Path, has_hashes: bool = True) -> disk.Whole:
     """Open a plan directory: plan.json, checked for its version and types, with `has_hashes` also by its hashes."""
     with reading(directory / PLAN_FILE, REWRITE):
         is_there = (directory / PLAN_FILE).exists()
     if not is_there:
         raise InputError(f"{directory} is not a plan directory (it has no {PLAN_FILE}); {REWRITE}.")
-    return read(directory, PlanHead, has_hashes)
+    return disk.read(directory, PlanHead, has_hashes)
+
+
+def open_plan(path: Path, has_hashes: bool) -> disk.Whole:
+    """Open a plan directory, its weights unread. Raises InputError if it cannot be run; see `load`."""
+    plan = read_plan(path, has_hashes)
+    # Also files that no rank needs: an incomplete directory is not run.
+    plan.check(name for name in plan.stamps if name != WEIGHTS_FILE)
+    _check_torch(plan)
+    return plan
+
+
+def code_of(plan: disk.Whole) -> dict[str, str]:
+    """Return the emitted code of a plan directory by file."""
+    names = ("segments", *sorted(set(plan.head["programs"])))
+    return {f"{name}.py": plan.text(f"{name}.py") for name in names}
+
+
+def operators_of(plan: disk.Whole) -> dict[str, bytes]:
+    """Return the copies of the user's operators in a plan directory by file."""
+    return {n: plan.bytes(n) for n in plan.head["manifest"]["files"] if n.startswith(f"{OPERATORS}/")}
+
+
+def weights_of(plan: disk.Whole, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the whole tensors of a rank's weights, and on rank 0 also those that no device holds."""
+    placed = [{w["tensor"] for w in device["weights"]} for device in plan.head["devices"]]
+    fixed = plan.head["manifest"]["tensors"].keys() - set[str]().union(*placed) if rank == 0 else set()
+    if plan.stamps:
+        plan.check_tensors(WEIGHTS_FILE, placed[rank] | fixed)
+    with opened(plan.path / WEIGHTS_FILE, REWRITE) as stored:
+        found = {name: stored.get_tensor(name) for name in sorted(placed[rank] | fixed)}
+        shown = kinds(stored)
+    for name in sorted(placed[rank]):
+        shape, dtype = shown[name]
+        planned = plan.head["tensors"].get(name, {"dtype": dtype})["dtype"]
+        sizes = tuple(map(prod, plan.head["slots"].get(name, ())))
+        if (dtype, shape) != (planned, sizes):
+            fault = f"has {name} as {dtype} {shape}, but the plan as {planned} {sizes}"
+            refuse(plan.path / WEIGHTS_FILE, fault, REWRITE)
+    return {name: found[name] for name in placed[rank]}, {name: found[name] for name in fixed}
+
+
+def _check_torch(saved: disk.Whole) -> None:
+    """Raise InputError for a dtype, an optimizer or an option that torch lacks."""
+    import torch
+
+    plan, file = saved.head, saved.path / PLAN_FILE
+    dtypes = [plan["loss_dtype"] or "float32", *(dtype for _, dtype in plan["inputs"].values())]
+    if odd := [name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)]:
+        raise InputError(f"{file} has the dtype '{odd[0]}', which torch {torch.__version__} has not; {REWRITE}.")
+    name = plan["optimizer"]["name"]
+    if not name:
+        return
+    if name not in OPTIMIZERS.values():
+        raise InputError(f"{file}: {unknown('optimizer', name, OPTIMIZERS.values())}")
+    known = inspect.signature(getattr(torch.optim, name)).parameters
+    for option in (option for group in plan["optimizer"]["groups"] for option in group):
+        if option not in known:
+            raise InputError(f"{file}: {unknown(f'option of torch.optim.{name}', option, known)}")
+
+
+def warn_versions(saved: disk.Whole) -> None:
+    """Warn if another torch, or another superscaler, compiled a plan: its numbers may differ in the last bits."""
+    import torch
+
+    import superscaler
+
+    versions = {"torch": torch.__version__, "superscaler": superscaler.__version__}
+    kept = saved.head["manifest"]
+    if changed := [f"{name} {kept[name]}, not {now}" for name, now in versions.items() if kept[name] != now]:
+        warnings.warn(
+            f"{saved.path} was compiled by {' and '.join(changed)}; {REWRITE} where that matters.", stacklevel=3
+        )
 
 
 def plan_files(directory: Path) -> frozenset[str]:
@@ -224,8 +303,8 @@ def _listed(folder: Path) -> frozenset[str]:
 def staged(directory: Path) -> Iterator[Draft]:
     """Give a draft of a new plan, which replaces the older plan of a directory. After an error that is as it was."""
     recover(directory)
-    with written(directory / NEW, PlanHead) as draft:
-        yield draft
+    with disk.written(directory / NEW) as folder:
+        yield Draft(folder, PlanHead)
     recover(directory)
 
 
@@ -252,7 +331,7 @@ def _move(folder: Path, directory: Path) -> None:
             with suppress(OSError):
                 (directory / parent).rmdir()
     for place in {(directory / name).parent for name in names}:
-        sync(place)
+        disk.sync(place)
     # Last: this file shows that the plan is whole.
     os.replace(folder / PLAN_FILE, directory / PLAN_FILE)
-    sync(directory)
+    disk.sync(directory)

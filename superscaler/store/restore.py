@@ -37,7 +37,7 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
         return weights, states
 
     weights, states = _agreed(step, read)
-    manifest = stored[0].manifest or {}
+    manifest = stored[0].head
     _set_weights(step, weights)
     _set_states(step, states)
     if step.state.scaler and manifest["scaler"]:
@@ -83,7 +83,7 @@ def _agreed(step: TrainingStep, read: Callable[[], Any]) -> Any:
 
 def _check_plan(step: TrainingStep, stored: TensorReader) -> None:
     """Raise InputError for a checkpoint of another optimizer."""
-    kept = (stored.manifest or {})["optimizer"]
+    kept = stored.head["optimizer"]
     ours = step.plan["optimizer"]
     if kept is not None and (kept["name"], len(kept["lr"])) != (ours["name"], len(ours["groups"])):
         raise InputError(
@@ -137,7 +137,7 @@ def _names(step: TrainingStep) -> Iterator[str]:
 def _read(step: TrainingStep, stored: TensorReader) -> dict[str, Tensor]:
     """Return the weights of a rank by local name, and on rank 0 the tensors on no device; checked, not yet set."""
     found = {}
-    is_whole = stored.manifest is not None and stored.manifest["optimizer"] is not None
+    is_whole = stored.head.get("optimizer") is not None
     for entry in step.state.tables["weights"]:
         tensor = step.plan["tensors"].get(entry["tensor"])
         if tensor is None:

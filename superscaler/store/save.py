@@ -7,11 +7,10 @@ there.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +21,10 @@ from torch import Tensor
 
 from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
-from superscaler.store.checkpoint_dir import discard, lock, new_folder, prune, reason
-from superscaler.store.folder import hash_without, replacing, sync, write_file
-from superscaler.store.manifest import FORMAT, VERSION
-from superscaler.store.pieces import located, owners, whole
-from superscaler.store.tensor_file import write_tensors
-from superscaler.store.tensors import MANIFEST_FILE, POINTER_FILE
+from superscaler.store import checkpoint
+from superscaler.store.checkpoint import CheckpointHead, commit, discard, lock, new_folder, prune, reason, write_shard
+from superscaler.store.folder import Draft, hash_without
+from superscaler.store.pieces import Ranges, located, owners, whole
 
 # Seconds between two looks for the shards of other ranks.
 _POLL = 0.02
@@ -69,10 +66,10 @@ def share(communicator: Communicator, text: str) -> str:
 class _Save:
     """A save under way. `error`: the failure of this rank; `is_given_up`: another rank has failed."""
 
-    folder: Path
+    draft: Draft
     steps: int
     head: dict[str, Any]
-    entries: list[dict[str, Any]]
+    entries: dict[str, Any]
     tensors: dict[str, Tensor]
     error: str = ""
     is_written: threading.Event = field(default_factory=threading.Event)
@@ -129,7 +126,8 @@ class Saver:
             return
         tensors, entries = snapshot(self.step, self._owners[self.step.rank], self._copies)
         self._copies = tensors
-        save = _Save(self.directory / made, steps, _head(self.step, training), entries, tensors)
+        draft = Draft(self.directory / made, CheckpointHead)
+        save = _Save(draft, steps, _head(self.step, training), entries, tensors)
         self._save, self._thread = save, threading.Thread(target=self._write, args=(save,), daemon=True)
         self._thread.start()
 
@@ -189,10 +187,10 @@ class Saver:
         self._save = self._thread = None
         if error:
             if self.step.rank == 0:
-                discard(save.folder)
+                discard(save.draft.path)
             self._fail(save.steps, error)
         else:
-            self.last = save.folder
+            self.last = save.draft.path
 
     def _fail(self, steps: int, error: str) -> None:
         text = f"the checkpoint of step {steps} was not saved: {error}; the checkpoints before it are as they were."
@@ -202,64 +200,73 @@ class Saver:
 
     def _write(self, save: _Save) -> None:
         """Write the shard of this rank; on rank 0 then the manifest, once all shards are there."""
-        file = save.folder / shard_name(self.step.rank)
+        file = save.draft.path / checkpoint.shard_name(self.step.rank)
         # Any error: a failed save does not end the training.
         try:
             if save.tensors:
-                _write_shard(file, save.tensors, save.entries, save.hurry)
+                write_shard(save.draft, self.step.rank, save.tensors, save.entries, save.hurry)
             save.is_written.set()
             if self.step.rank == 0:
-                file = save.folder
+                file = save.draft.path
                 self._commit(save)
         except Exception as error:
             save.error = reason(file, error)
             save.is_written.set()
 
     def _commit(self, save: _Save) -> None:
+        """Wait until the shards of all ranks are there, unless one will not come, and write the manifest."""
         ranks = [rank for rank, own in enumerate(self._owners) if own or (rank == 0 and self.step.fixed)]
-        if _all_written(save, ranks):
-            _commit(save.folder, save.head, ranks)
-            # The new one is saved, even if older ones cannot be removed.
-            with suppress(OSError):
-                prune(self.directory, self.keep)
+        while not all(checkpoint.table_of(save.draft, rank).is_file() for rank in ranks):
+            if save.is_given_up.wait(_POLL):
+                return
+        commit(save.draft, save.head, ranks)
+        # The new one is saved, even if older ones cannot be removed.
+        with suppress(OSError):
+            prune(self.directory, self.keep)
 
 
 def snapshot(
     step: TrainingStep, owned: list[Mapping[str, Any]], older: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return copies on the CPU of the tensors that a rank saves, by key, and for each weight its piece of the user's
-    tensor. Buffers of an older snapshot are reused.
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return copies on the CPU of the tensors that a rank saves, by key, and the entries of the user's tensors that
+    they are pieces of. Buffers of an older snapshot are reused.
     """
-    tensors, entries = {}, []
-    for entry in owned:
-        weight, key = step.state.weights[entry["name"]], entry["name"]
-        name, ranges = located(step.plan, entry)
-        states = _states(step, weight)
+    tensors: dict[str, Tensor] = {}
+    entries: dict[str, Any] = {}
+    for resident in owned:
+        key, (name, ranges), kept = (
+            resident["name"],
+            located(step.plan, resident),
+            step.plan["tensors"][resident["tensor"]],
+        )
+        weight = step.state.weights[key]
+        found = step.state.optimizer.state.get(weight, {}) if step.state.optimizer else {}
+        states = {state: value for state, value in found.items() if value is not None}
         count = states.pop("step", None)
         for place, value in {key: weight, **{f"{key}/{state}": value for state, value in states.items()}}.items():
             tensors[place] = _copy(value, older.get(place))
-        shape, dtype = step.plan["tensors"][entry["tensor"]]["shape"], step.plan["tensors"][entry["tensor"]]["dtype"]
-        steps = None if count is None else float(count)
-        entries.append(_entry(name, shape, dtype, key, ranges) | {"states": sorted(states), "steps": steps})
+        add_entry(entries, name, kept["shape"], kept["dtype"], key, ranges, states, count)
     for name, value in step.fixed.items():
         # No name of a weight on a device has a slash.
         tensors[f"fixed/{name}"] = _copy(value, older.get(f"fixed/{name}"))
-        dtype = str(value.dtype).removeprefix("torch.")
-        entries.append(_entry(name, list(value.shape), dtype, f"fixed/{name}", whole(value.shape)))
+        add_entry(entries, name, value.shape, value.dtype, f"fixed/{name}", whole(value.shape))
     return tensors, entries
 
 
-def _entry(name: str, shape: list[int], dtype: str, key: str, ranges: Any) -> dict[str, Any]:
-    return {
-        **{"name": name, "shape": shape, "dtype": dtype, "key": key, "ranges": ranges},
-        **{"states": [], "steps": None},
-    }
-
-
-def _states(step: TrainingStep, weight: Tensor) -> dict[str, Any]:
-    """Return the optimizer's state of a weight: tensors of its shape, and `step`."""
-    found = step.state.optimizer.state.get(weight, {}) if step.state.optimizer else {}
-    return {name: value for name, value in found.items() if value is not None}
+def add_entry(
+    entries: dict[str, Any],
+    name: str,
+    shape: Sequence[int],
+    dtype: object,
+    key: str,
+    ranges: Ranges,
+    states: Iterable[str] = (),
+    count: Tensor | float | None = None,
+) -> None:
+    """Add a piece of a tensor, and the tensor with its first piece, to the entries of a shard."""
+    kind, steps = str(dtype).removeprefix("torch."), None if count is None else float(count)
+    entry = {"shape": list(shape), "dtype": kind, "states": sorted(states), "steps": steps, "pieces": []}
+    entries.setdefault(name, entry)["pieces"].append({"key": key, "ranges": ranges})
 
 
 def _copy(x: Tensor, older: Tensor | None = None) -> Tensor:
@@ -272,8 +279,6 @@ def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, A
     """Return the entries of a manifest beside its tensors."""
     state, name = step.state, step.plan["optimizer"]["name"]
     return {
-        "format": FORMAT,
-        "version": VERSION,
         "plan": hash_without(step.plan, "manifest"),
         "world": step.world,
         "step": state.steps,
@@ -284,53 +289,6 @@ def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, A
         "aliases": step.plan["aliases"],
         "training": None if training is None else dict(training),
     }
-
-
-def shard_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def _write_shard(file: Path, tensors: dict[str, Tensor], entries: list[dict[str, Any]], hurry: threading.Event) -> None:
-    """Write a shard, then its table of contents and its checksum, each aside and then moved."""
-    with replacing(file) as aside:
-        written = {"sha256": write_tensors(aside, tensors, hurry), "bytes": aside.stat().st_size}
-    write_file(file.with_suffix(".json"), json.dumps({**written, "entries": entries}))
-
-
-def _all_written(save: _Save, ranks: list[int]) -> bool:
-    """Wait until the shards of all ranks are there; return False if one will not come."""
-    left = [(save.folder / shard_name(rank)).with_suffix(".json") for rank in ranks]
-    while left := [file for file in left if not file.is_file()]:
-        if save.is_given_up.is_set():
-            return False
-        time.sleep(_POLL)
-    return True
-
-
-def _commit(folder: Path, head: dict[str, Any], ranks: list[int]) -> None:
-    """Write the manifest of a checkpoint with all its shards, then let `latest` name it."""
-    files = {shard_name(rank): (folder / shard_name(rank)).with_suffix(".json") for rank in ranks}
-    write_manifest(folder, head, {shard: json.loads(file.read_text()) for shard, file in files.items()})
-    for file in files.values():
-        file.unlink()
-    write_file(folder.parent / POINTER_FILE, f"{folder.name}\n")
-
-
-def write_manifest(folder: Path, head: dict[str, Any], parts: Mapping[str, dict[str, Any]]) -> None:
-    """Write the manifest of shards, each with `bytes`, `sha256` and `entries`."""
-    tensors: dict[str, Any] = {}
-    for shard, part in parts.items():
-        for entry in part["entries"]:
-            kept = {key: entry[key] for key in ("shape", "dtype", "states", "steps")}
-            pieces = tensors.setdefault(entry["name"], {**kept, "pieces": []})["pieces"]
-            pieces.append({"shard": shard, "key": entry["key"], "ranges": entry["ranges"]})
-    shards = {shard: {key: part[key] for key in ("bytes", "sha256")} for shard, part in parts.items()}
-    made = {**head, "shards": shards, "tensors": tensors}
-    first = json.dumps({**head, "shards": shards, "sha256": hash_without(made, "sha256")}, indent=1).removesuffix("\n}")
-    # One line per tensor.
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
-    write_file(folder / MANIFEST_FILE, f'{first},\n "tensors": {{\n{lines}\n }}\n}}\n')
-    sync(folder.parent)
 
 
 def save(step: TrainingStep, directory: str | Path, keep: int | None = None) -> Path:
@@ -344,25 +302,3 @@ def save(step: TrainingStep, directory: str | Path, keep: int | None = None) -> 
     if saver.last is None:
         raise InputError(saver.failures[0])
     return saver.last
-
-
-def publish(
-    directory: Path, tensors: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]] | None = None
-) -> str:
-    """Write tensors trained elsewhere, with an optimizer's states, as a checkpoint of no step into an empty folder;
-    return its name.
-    """
-    folder, stored, entries = directory / new_folder(directory, 0), {}, []
-    for name, tensor in tensors.items():
-        kinds = dict((states or {}).get(name, {}))
-        count = kinds.pop("step", None)
-        stored[name] = _copy(tensor)
-        stored.update({f"{name}/{kind}": _copy(value) for kind, value in kinds.items()})
-        entry = _entry(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), name, whole(tensor.shape))
-        entries.append(entry | {"states": sorted(kinds), "steps": None if count is None else float(count)})
-    hurry = threading.Event()
-    hurry.set()
-    _write_shard(folder / shard_name(0), stored, entries, hurry)
-    nothing = dict.fromkeys(("plan", "world", "seed", "optimizer", "scaler", "training"))
-    _commit(folder, {"format": FORMAT, "version": VERSION, "step": 0, **nothing, "aliases": {}}, [0])
-    return folder.name

@@ -49,12 +49,12 @@ def opened(file: Path, remedy: str) -> Iterator[Any]:
 
 def kinds(stored: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return the shape and dtype of each tensor of an opened file."""
-    views = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
-    return {name: (tuple(view.get_shape()), dtype_of(view)) for name, view in views.items()}
+    return {name: kind_of(stored.get_slice(name)) for name in stored.keys()}  # noqa: SIM118
 
 
-def dtype_of(view: Any) -> str:
-    return DTYPES.get(view.get_dtype(), view.get_dtype())
+def kind_of(view: Any) -> tuple[tuple[int, ...], str]:
+    """Return the shape and dtype of a slice."""
+    return tuple(view.get_shape()), DTYPES.get(view.get_dtype(), view.get_dtype())
 
 
 def tensor_hashes(file: Path, remedy: str, names: Iterable[str] | None = None) -> tuple[str, dict[str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.launch.launch import launch
-from superscaler.store.checkpoint_dir import check_folder
+from superscaler.store.checkpoint import check_folder
 from superscaler.store.tensors import open_stored
 from superscaler.train.data import check_text
 from superscaler.train.loop import check_options

@@ -16,9 +16,10 @@ import torch
 from superscaler.errors import InputError, RuntimeFailure, unknown
 from superscaler.runtime.step import Step
 from superscaler.specs.file_errors import reading
+from superscaler.store.checkpoint import POINTER_FILE
 from superscaler.store.restore import restore
 from superscaler.store.save import Saver, share
-from superscaler.store.tensors import POINTER_FILE, is_there, open_checkpoint
+from superscaler.store.tensors import is_there, open_checkpoint
 
 # Files in the folder of the launcher: a request to stop, and the outcome of training.
 STOP_FILE, OUTCOME_FILE = "stop", "outcome.json"
@@ -111,7 +112,7 @@ def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
             f"given again, add --save {resume}."
         )
     stored = open_checkpoint(resume)
-    manifest = dict(stored.manifest or {})
+    manifest = dict(stored.head)
     if manifest["step"] >= steps:
         raise InputError(
             f"{stored.directory} was trained for {manifest['step']} steps, and --steps {steps} counts these; "

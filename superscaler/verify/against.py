@@ -18,7 +18,7 @@ from superscaler.ir.model import Model, once, renamed, without_sources, without_
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.report.facts import kept_values, own_operators
 from superscaler.store.folder import Whole
-from superscaler.store.operator_files import copies
+from superscaler.store.operators import copies
 from superscaler.store.plan import MODEL_FILE, REWRITE, WEIGHTS_FILE, read_plan
 from superscaler.store.tensor_file import opened
 from superscaler.verify.compare import relative_error

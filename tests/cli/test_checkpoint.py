@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from superscaler.cli.main import main
-from superscaler.store.checkpoint_dir import check_folder, lock
+from superscaler.store.checkpoint import check_folder, lock
 
 ROOT = Path(__file__).parents[2]
 MODEL = "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=256,seq=16,batch=8,dropout=0.1"

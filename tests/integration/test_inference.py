@@ -19,8 +19,8 @@ from superscaler.artifact import initial_values
 from superscaler.errors import CaptureError, InputError
 from superscaler.ir.program import Backward, Forward, Free, Give, Load, reads, writes
 from superscaler.runtime.step import Step
-from superscaler.store.manifest import read_manifest
-from superscaler.store.tensors import MANIFEST_FILE
+from superscaler.store.checkpoint import CheckpointHead
+from superscaler.store.folder import read
 from superscaler.verify.locate import on_threads
 
 PLANS = [
@@ -341,7 +341,7 @@ def test_a_checkpoint_of_inference_has_the_weights(tmp_path: Path) -> None:
 
     plan = ss.compile(captured("loss")[0], "single", "local:1")
     values = initial_values(plan.compiled.graph.model, plan.compiled.graph.captured.values)
-    assert read_manifest((on_threads(plan.compiled, values, saved, 60.0)[0] / MANIFEST_FILE).read_bytes())
+    assert read(on_threads(plan.compiled, values, saved, 60.0)[0], CheckpointHead).head
     module, x = net("loss")
     trained = ss.capture(module.eval(), (x,), optimizer=torch.optim.AdamW(module.parameters()))
     for other in (plan, ss.compile(trained, "single", "local:1")):

@@ -81,7 +81,7 @@ def test_an_export_opens_in_transformers_with_equal_logits(name: str, tmp_path: 
     assert torch.equal(*logits)
     # The same files start training, and tied weights are in them once.
     again = import_weights(tmp_path / "out", tmp_path / "again")
-    assert {n: e.shape for n, e in open_checkpoint(again).tensors.items()}.items() <= {
+    assert {n: tuple(e.shape) for n, e in open_checkpoint(again).tensors.items()}.items() <= {
         n: tuple(t.shape) for n, t in theirs.state_dict().items()
     }.items()
     other = build(SPECS[name] + ",seed=4").module
@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_is_said(gpt2: Path, tmp_path: Path, monkeypatch: py
 
     save_file({"first.weight": torch.eye(4)}, tmp_path / "theirs.safetensors")
     monkeypatch.setattr("superscaler.store.convert.save_file", write)
-    monkeypatch.setattr("superscaler.store.save.write_tensors", write)
+    monkeypatch.setattr("superscaler.store.folder.write_tensors", write)
     for work in (
         lambda: export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out"),
         lambda: import_weights(tmp_path / "theirs.safetensors", tmp_path / "out"),

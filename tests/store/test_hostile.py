@@ -22,9 +22,9 @@ from superscaler.cli.main import main
 from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.runtime.step import Step, build_step, modules
-from superscaler.store.folder import hash_without
-from superscaler.store.manifest import covers
-from superscaler.store.tensors import file_hash
+from superscaler.store.checkpoint import CheckpointHead
+from superscaler.store.folder import digest
+from superscaler.store.pieces import covers
 
 SHARD, NAME = "rank-00000.safetensors", "step-00000001"
 
@@ -90,7 +90,7 @@ def edited(change: Callable[[Any], object], *, is_signed: bool = True) -> Callab
         result = change(found)
         found = found if result is None else result
         if is_signed and isinstance(found, dict):
-            found["sha256"] = hash_without(found, "sha256")
+            found = CheckpointHead.signed(found)
         file.write_text(json.dumps(found))
 
     return spoil
@@ -246,7 +246,7 @@ def shard(change: Callable[[Path], object], *, is_signed: bool = True) -> Callab
         file = kept / NAME / SHARD
         change(file)
         if is_signed:
-            told = {"bytes": file.stat().st_size, "sha256": file_hash(file)}
+            told = {"bytes": file.stat().st_size, "sha256": digest(file.read_bytes())}
             edited(lambda m: m["shards"].update({SHARD: told}))(kept)
 
     return spoil

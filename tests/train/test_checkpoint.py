@@ -29,12 +29,11 @@ from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.plans import resolve
 from superscaler.runtime.step import Step, build_step, modules
-from superscaler.store.checkpoint_dir import discard, lock, prune
-from superscaler.store.folder import hash_without
+from superscaler.store.checkpoint import CheckpointHead, checkpoints, discard, lock, prune
 from superscaler.store.pieces import located, sizes
 from superscaler.store.save import Saver
 from superscaler.store.tensor_file import write_tensors
-from superscaler.store.tensors import checkpoints, open_checkpoint
+from superscaler.store.tensors import open_checkpoint
 from superscaler.train.loop import parser, train_rank
 
 PLANS = {
@@ -300,7 +299,7 @@ def flip(file: Path) -> None:
 
 def edit(file: Path, **changes: Any) -> None:
     found = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({**found, "sha256": hash_without(found, "sha256")}))
+    file.write_text(json.dumps(CheckpointHead.signed(found)))
 
 
 SHARD, MANIFEST = "step-00000003/rank-00001.safetensors", "step-00000003/manifest.json"
@@ -312,12 +311,16 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "is damaged: it has 500 bytes, not ",
     ),
     "another shard": (SHARD, lambda f: shutil.copy(f.with_name("rank-00000.safetensors"), f), "is damaged: it has "),
-    "no shard": (SHARD, Path.unlink, "cannot be read: No such file"),
-    "a bit of the manifest": (MANIFEST, flip, "is no manifest of a checkpoint, or"),
+    "no shard": (SHARD, Path.unlink, "is missing"),
+    "a bit of the manifest": (MANIFEST, flip, "is damaged: it has another hash"),
     "half a manifest": (MANIFEST, lambda f: f.write_text(f.read_text()[:900]), "is no manifest of a checkpoint, or"),
     "an empty manifest": (MANIFEST, lambda file: file.write_text(""), "is no manifest of a checkpoint, or"),
     "a manifest that is a list": (MANIFEST, lambda file: file.write_text("[1]"), "is no manifest of a checkpoint, or"),
-    "a manifest to come": (MANIFEST, lambda file: edit(file, version=2), "of version 2, and this superscaler reads"),
+    "a manifest to come": (
+        MANIFEST,
+        lambda file: edit(file, version=2),
+        "version 2, but this superscaler reads version 1",
+    ),
     "a path as a shard": (
         MANIFEST,
         lambda file: file.write_text(file.read_text().replace("rank-00001.", "../rank-00001.")),
@@ -467,12 +470,12 @@ def test_a_save_that_fails_leaves_the_others_as_they_were(
 ) -> None:
     full: list[int] = []
 
-    def write(file: Path, tensors: dict[str, Tensor], hurry: threading.Event) -> str:
+    def write(file: Path, tensors: dict[str, Tensor], hurry: threading.Event | None) -> str:
         if full and f"rank-0000{rank}" in file.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_tensors(file, tensors, hurry)
 
-    monkeypatch.setattr("superscaler.store.save.write_tensors", write)
+    monkeypatch.setattr("superscaler.store.folder.write_tensors", write)
     told: list[str] = []
 
     def work(step: Step) -> list[str]:
