@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("faults", "property")]
 
 
 def main() -> None:
