@@ -10,7 +10,7 @@ import pytest
 from superscaler.timing import cores
 from tests.quick import quick_python
 
-PYTHON = sys.executable
+PYTHON = os.environ["REAL_PYTHON"] = sys.executable
 
 for folder in ("property", "faults", "dist", "materialize/rvd", "verbs"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
