@@ -26,6 +26,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from superscaler.frontend.oracle import pieces
 from superscaler.frontend.trace import shorten
 from superscaler.ir.model import Model
 from superscaler.ir.model_text import parse_model, print_model
@@ -114,10 +115,7 @@ def values_of(module: nn.Module, model: Model) -> dict[str, Tensor]:
     """Return the model's values from its module: parameters, segments of them, and buffers, if not on meta."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers(remove_duplicate=False))}
     found = {name: value.detach() for name, value in named.items() if not value.is_meta}
-    for piece, (name, dim, start, end) in model.segments.items():
-        if name in found:
-            found[piece] = found[name].narrow(dim, start, end - start)
-    return {name: value.contiguous() for name, value in found.items()}
+    return {name: value.contiguous() for name, value in {**found, **pieces(model, found)}.items()}
 
 
 def save(key: str, module: nn.Module, model: Model, values: Mapping[str, Tensor], inputs: Inputs, checked: str) -> None:

@@ -18,14 +18,11 @@ if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
 
 Draw = Callable[[str, tuple[int, ...]], Tensor]
-# Random operators -> their results, computed from uniform numbers and their own first arguments.
-_DRAWN: Mapping[str, Callable[..., Tensor]] = {
-    **dict.fromkeys(("aten.rand.default", "aten.rand_like.default"), lambda u, *_: u),
-    **dict.fromkeys(
-        ("aten.randn.default", "aten.randn_like.default"), lambda u, *_: torch.special.ndtri(u.double() + 2.0**-25)
-    ),
-    "aten.bernoulli.default": lambda u, p: u < p,
-    "aten.bernoulli.p": lambda u, _, p: u < p,
+# Random functions -> their results, computed from uniform numbers and their own arguments.
+DRAWN: Mapping[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("rand", "rand_like"), lambda u, *_: u),
+    **dict.fromkeys(("randn", "randn_like"), lambda u, *_: torch.special.ndtri(u.double() + 2.0**-25)),
+    "bernoulli": lambda u, x, p=None, **_: u < (x if p is None else p),
 }
 _CONSTANT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 _ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -33,12 +30,18 @@ _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 def packed(model: Model, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the whole parameters that the model has in segments."""
-    pieces: dict[str, list[Tensor]] = {}
+    parts: dict[str, list[Tensor]] = {}
     dims = {}
     for piece, (name, dim, *_) in model.segments.items():
-        pieces.setdefault(name, []).append(values[piece])
+        parts.setdefault(name, []).append(values[piece])
         dims[name] = dim
-    return {name: torch.cat(parts, dims[name]) for name, parts in pieces.items()}
+    return {name: torch.cat(some, dims[name]) for name, some in parts.items()}
+
+
+def pieces(model: Model, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the segments of packed parameters, or of their gradients, which may be None."""
+    rows = ((piece, values[name], cut) for piece, (name, *cut) in model.segments.items() if name in values)
+    return {piece: x if x is None else x.narrow(dim, lo, hi - lo) for piece, x, (dim, lo, hi) in rows}
 
 
 class Reference(NamedTuple):
@@ -178,10 +181,11 @@ class _Retyped(Interpreter):
         self.draw = draw
 
     def run_node(self, node: Node) -> Any:
-        if self.draw is not None and str(node.target) in _DRAWN:
+        name = str(node.target).removeprefix("aten.").partition(".")[0]
+        if self.draw is not None and node.op == "call_function" and name in DRAWN:
             spec = node.meta["val"]
             args, _ = self.fetch_args_kwargs_from_env(node)
-            drawn = _DRAWN[str(node.target)](self.draw(node.name, tuple(spec.shape)), *args)
+            drawn = DRAWN[name](self.draw(node.name, tuple(spec.shape)), *args)
             return drawn.to(dtype=self._convert(spec.dtype), device=self.device)
         if node not in self.constants or node.op != "call_function":
             return super().run_node(node)

@@ -399,6 +399,7 @@ class Graph:
         self.grids[op.name] = Grid(tuple(axes), np.full([len(a.sizes) for a in axes], UNASSIGNED))
         return self.parts(op)
 
+    @checked
     def rows(self, op: Op) -> Rows:
         return expand(op, self.grids[op.name])
 

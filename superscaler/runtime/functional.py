@@ -17,6 +17,9 @@ _WORD = 1 << 64
 # Elements mixed at a time, so that the words stay in a core's cache.
 _BLOCK = 1 << 17
 
+Box = Sequence[tuple[int, int]]
+Sizes = Sequence[int]
+
 
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
     """Return the summed cross entropy of (N, C) logits and (N,) labels over `count`: a scalar, a part of the mean.
@@ -52,7 +55,7 @@ def normalized(scores: Tensor, largest: Tensor, total: Tensor, dim: int, dtype: 
     return (scores.to(total.dtype) - (largest + total.log()).unsqueeze(dim)).to(dtype)
 
 
-def picked(scores: Tensor, labels: Tensor, box: Sequence[tuple[int, int]] = (), extents: Sequence[int] = ()) -> Tensor:
+def picked(scores: Tensor, labels: Tensor, box: Box = (), extents: Sizes = ()) -> Tensor:
     """Return the score in (N, classes, ...) of each label (N, ...), zero for a label outside of the box.
 
     `scores` has the classes `box` of `extents`, by default all.
@@ -63,7 +66,7 @@ def picked(scores: Tensor, labels: Tensor, box: Sequence[tuple[int, int]] = (), 
 
 
 def class_sums(
-    scores: Tensor, labels: Tensor, largest: Tensor, box: Sequence[tuple[int, int]] = (), extents: Sequence[int] = ()
+    scores: Tensor, labels: Tensor, largest: Tensor, box: Box = (), extents: Sizes = ()
 ) -> tuple[Tensor, Tensor]:
     """Return `exp_sum` and `picked` of (N, classes, ...) scores, with gradients that are added before they are
     narrowed.
@@ -101,9 +104,7 @@ def normal(random: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.special.ndtri(random.double() + 2.0**-25).to(dtype)
 
 
-def draw(
-    seed: int, step: int, op: int, box: Sequence[tuple[int, int]], extents: Sequence[int], device: torch.device | str
-) -> Tensor:
+def draw(seed: int, step: int, op: int, box: Box, extents: Sizes, device: torch.device | str) -> Tensor:
     """Return float32 numbers in [0, 1) of the box's shape, multiples of 2**-24.
 
     An element depends on (seed, step, op) and its linear index in a tensor of `extents` only: every box over the same
@@ -121,9 +122,7 @@ def draw(
     return numbers.reshape(shape)
 
 
-def embedding_part(
-    ids: Tensor, weight: Tensor, box: Sequence[tuple[int, int]], extents: Sequence[int], padding_idx: int | None = None
-) -> Tensor:
+def embedding_part(ids: Tensor, weight: Tensor, box: Box, extents: Sizes, padding_idx: int | None = None) -> Tensor:
     """Return the rows of `ids` (any shape) in `weight`, zeros for others: a part of the value of F.embedding.
 
     `weight` has the rows `box` of a table of `extents` rows. Row `padding_idx` gets no gradient.
@@ -135,12 +134,12 @@ def embedding_part(
     return found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
 
 
-def of_first(x: Tensor, box: Sequence[tuple[int, int]]) -> Tensor:
+def of_first(x: Tensor, box: Box) -> Tensor:
     """Return x on the first part of a dim, zeros on all others, so that a sum of parts adds x once."""
     return x if all(low == 0 for low, _ in box) else torch.zeros_like(x)
 
 
-def piece(x: Tensor, dim: int, box: Sequence[tuple[int, int]], extents: Sequence[int]) -> Tensor:
+def piece(x: Tensor, dim: int, box: Box, extents: Sizes) -> Tensor:
     """Return the range `box` of each slot of a dim whose slots have the sizes `extents`."""
     found = x.unflatten(dim, tuple(extents))
     for k, (low, high) in enumerate(box, start=dim):
@@ -148,7 +147,7 @@ def piece(x: Tensor, dim: int, box: Sequence[tuple[int, int]], extents: Sequence
     return found.flatten(dim, dim + len(box) - 1)
 
 
-def causal_mask(box: Sequence[tuple[int, int]], extents: Sequence[int], keys: int, like: Tensor) -> Tensor:
+def causal_mask(box: Box, extents: Sizes, keys: int, like: Tensor) -> Tensor:
     """Return the keys that the queries `box` of `extents` may see, bool (queries, keys)."""
     queries = _linear_index(box, extents, like.device).reshape(-1, 1)
     return torch.arange(keys, device=like.device) <= queries
@@ -170,10 +169,13 @@ def attention_dropout(
     `random` has the elements of (..., heads, L, S). A query that may attend to nothing gives zeros.
     """
     k, v = _expand_heads(k, q), _expand_heads(v, q)
-    scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    probabilities = _softmax(scores, mask)
+    scores = _scores(q, k, mask, scale, is_causal)
+    if mask is not None:
+        # A softmax over nothing is 0/0, and its gradient is nan even if the result is replaced afterwards.
+        is_empty = (scores == -math.inf).all(-1, keepdim=True)
+        probabilities = scores.masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
+    else:
+        probabilities = scores.softmax(-1)
     return dropout(probabilities, p, random) @ v
 
 
@@ -202,9 +204,7 @@ def attention_block(
     return torch.cat([out for out, _ in made], -2), torch.cat([total for _, total in made], -1)
 
 
-def seen_by(
-    box: Sequence[tuple[int, int]], extents: Sequence[int], step: int, chunks: int, is_causal: bool
-) -> tuple[list[tuple[int, str]], int]:
+def seen_by(box: Box, extents: Sizes, step: int, chunks: int, is_causal: bool) -> tuple[list[tuple[int, str]], int]:
     """Return the `blocks` and `chunks` of `attention_block` in a step of a ring with `chunks` chunks.
 
     The queries are the chunks in `box` of `extents`; with one chunk of queries, the keys are its one chunk.
@@ -232,12 +232,7 @@ def _block(
     least = torch.finfo(wide).min / 4
     if sees == "none":
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], least, dtype=wide)
-    scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if sees == "before":
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    scores = scores.to(wide)
+    scores = _scores(q, k, mask, scale, sees == "before").to(wide)
     is_empty = (scores == -math.inf).all(-1, keepdim=True)
     total = scores.masked_fill(is_empty, 0.0).logsumexp(-1, keepdim=True)
     shares = (scores - total).exp()
@@ -267,8 +262,8 @@ def experts(
     gate_up: Tensor,
     down: Tensor,
     activation: str,
-    box: Sequence[tuple[int, int]] = (),
-    extents: Sequence[int] = (),
+    box: Box = (),
+    extents: Sizes = (),
 ) -> Tensor:
     """Return, for each token, the sum over its local experts of weight * down @ (activation(gate @ x) * (up @ x)).
 
@@ -338,13 +333,14 @@ def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> tuple[Tensor
     return torch.where(at < capacity, chosen * capacity + at, experts * capacity), order[:, -1]
 
 
-def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool) -> Tensor:
+    """Return the scores of queries and keys, minus infinity where the mask, or the causal one, hides a key."""
+    scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is None:
-        return scores.softmax(-1)
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    # A softmax over nothing is 0/0, and its gradient is nan even if the result is replaced afterwards.
-    is_empty = (scores == -math.inf).all(-1, keepdim=True)
-    return scores.masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
+        return scores
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def _expand_heads(x: Tensor, q: Tensor) -> Tensor:
@@ -356,14 +352,14 @@ def _expand_heads(x: Tensor, q: Tensor) -> Tensor:
     return grouped.expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3)
 
 
-def _find(ids: Tensor, box: Sequence[tuple[int, int]], extents: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _find(ids: Tensor, box: Box, extents: Sizes) -> tuple[Tensor, Tensor]:
     """Return the position of each id in the box of a dim (any position if it is outside), and whether it is outside."""
     here = _linear_index(box, extents, ids.device).reshape(-1)
     places = torch.searchsorted(here, ids).clamp_(max=len(here) - 1)
     return places, here[places] != ids
 
 
-def _linear_index(box: Sequence[tuple[int, int]], extents: Sequence[int], device: torch.device | str) -> Tensor:
+def _linear_index(box: Box, extents: Sizes, device: torch.device | str) -> Tensor:
     index = torch.zeros((), dtype=torch.int64, device=device)
     for (low, high), size in zip(box, extents, strict=True):
         index = index.unsqueeze(-1) * size + torch.arange(low, high, device=device)

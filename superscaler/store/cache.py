@@ -34,10 +34,12 @@ def sources() -> str:
 
 
 def folder() -> Path:
-    """Return XDG_CACHE_HOME/superscaler, or the platform's own cache folder."""
+    """Return XDG_CACHE_HOME/superscaler, or the platform's own cache folder. As XDG has it, a relative path does not
+    count.
+    """
     variable, below = _FOLDERS.get(sys.platform, ("", ".cache"))
-    given = os.environ.get("XDG_CACHE_HOME") or os.environ.get(variable)
-    return (Path(given) if given else Path.home() / below) / "superscaler"
+    given = (Path(os.environ.get(name, "")) for name in ("XDG_CACHE_HOME", variable))
+    return (next((path for path in given if path.is_absolute()), None) or Path.home() / below) / "superscaler"
 
 
 def read(key: str) -> bytes | None:

@@ -41,8 +41,12 @@ class _ShortRepr:
 
 # The most parts of one op: more than any cluster has devices or any step microbatches.
 MOST_PARTS = 2**24
-# The sequences among the arguments of `Split`; each size is checked with the op.
-_SEQUENCES = {"sizes": Sequence[Any], "at": Sequence[int]}
+# Arguments of algorithms -> their types, and what to give; each size is checked with the op.
+_KINDS = {
+    "sizes": (Sequence[Any], "a tuple, as (2, 2)"),
+    "at": (Sequence[int], "a tuple, as (2, 2)"),
+    "axis": (str, "the name of an axis of a mesh, as 'dp'"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +267,12 @@ def cut(graph: Graph, parts: Parts, algorithm: Algorithm, where: str) -> Parts:
 
 
 def _check_types(algorithm: Algorithm, where: str) -> None:
-    """Raise InputError for a `Split` by something else than sequences of sizes and of places."""
-    for name, kind in _SEQUENCES.items() if isinstance(algorithm, Split) else ():
-        if not fits(value := getattr(algorithm, name), kind):
-            raise InputError(
-                f"op_trans at {where}: {name} of Split is {value!r} of type {type(value).__name__}; give a tuple, as "
-                "(2, 2)."
-            )
+    """Raise InputError for an algorithm of ours whose sizes, places or axis have another type."""
+    for f in fields(algorithm) if isinstance(algorithm, _ShortRepr) else ():  # type: ignore[arg-type]
+        kind, form = _KINDS.get(f.name, (Any, ""))
+        if not fits(value := getattr(algorithm, f.name), kind):
+            name = f"{f.name} of {type(algorithm).__name__}"
+            raise InputError(f"op_trans at {where}: {name} is {value!r} of type {type(value).__name__}; give {form}.")
 
 
 def _check_factor(graph: Graph, name: str, where: str) -> None:

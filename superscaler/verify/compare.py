@@ -14,12 +14,16 @@ from torch import Tensor
 
 from superscaler.artifact import slots_of
 from superscaler.compiler import Compiled
-from superscaler.frontend.oracle import Reference, largest, largest_gap
+from superscaler.frontend.oracle import Reference, dense, largest, largest_gap
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Give, Weight
+from superscaler.replaced import replaced
 from superscaler.runtime.executor import Pairs, Rank, put, take
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values
+
+# Compared steps; a plan that reads weights of n updates ago takes n more.
+STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +125,13 @@ class Comparison:
                 yield rank, weight
 
     def _gradients(self, results: Sequence[Result], expected: Reference, here: str, noise: float) -> None:
-        whole = {n: torch.zeros_like(self.known[n]) if g is None else g for n, g in expected.gradients.items()}
+        whole = {n: dense(g, self.known[n]) for n, g in expected.gradients.items()}
         floor = max(floor_of(whole.values()), noise)
         for rank, weight in self._each():
             if weight.tensor in whole:
                 want = self._slice(whole, weight)
-                have = results[rank].gradients.get(str(weight.name))
-                error = relative_error(
-                    torch.zeros_like(want) if have is None else have, want, whole[weight.tensor], floor
-                )
+                have = dense(results[rank].gradients.get(str(weight.name)), want)
+                error = relative_error(have, want, whole[weight.tensor], floor)
                 self._found("gradient_error", error, weight, rank, "the gradient of ", here)
 
     def _outputs(self, results: Sequence[Result], expected: Reference, here: str) -> None:
@@ -138,13 +140,8 @@ class Comparison:
                 whole = expected.outputs[i.tensor]
                 want = take(whole, slots_of(self.model, i.tensor), i.box)
                 text = f"the output {Mask(i.tensor, i.box)} on device {rank}{here}"
-                self._add(
-                    "output_error",
-                    relative_error(results[rank].outputs[i.tensor], want, whole),
-                    i.tensor,
-                    i.tensor,
-                    text,
-                )
+                error = relative_error(results[rank].outputs[i.tensor], want, whole)
+                self._add("output_error", error, i.tensor, i.tensor, text)
 
     def _weights(self, results: Sequence[Result], expected: Reference, here: str) -> None:
         rest = {**self.known, **expected.buffers}
@@ -166,14 +163,11 @@ class Comparison:
             for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
                 placed.add(weight.tensor)
                 if name in slices:
-                    error = relative_error(results[rank].weights[name], slices[name].detach(), slices[name])
+                    want, whole, floor = slices[name].detach(), slices[name], 0.0
                 else:
-                    error = relative_error(
-                        results[rank].weights[name],
-                        self._slice(rest, weight),
-                        rest[weight.tensor],
-                        near[weight.tensor.rpartition(".")[0]],
-                    )
+                    want, whole = self._slice(rest, weight), rest[weight.tensor]
+                    floor = near[weight.tensor.rpartition(".")[0]]
+                error = relative_error(results[rank].weights[name], want, whole, floor)
                 self._found("parameter_error", error, weight, rank, "after its update ", here)
                 if name in slices and optimizer is not None:
                     error = _state_error(results[rank].state.get(name, {}), optimizer.state[slices[name]])
@@ -211,30 +205,31 @@ def _state_error(have: Values, want: Mapping[str, object]) -> float:
 Kept = tuple[Tensor | None, Tensor, dict[str, Tensor]]
 
 
-def run_iterations(step: Step, batch: Mapping[str, Tensor]) -> list[Result]:
-    """Return the state of a rank after each iteration of one step, all of them on one batch."""
+def run_steps(step: Step, batch: Mapping[str, Tensor], count: int = STEPS) -> list[Result]:
+    """Return the state of a rank after each iteration of `count` steps, all of them on one batch."""
+    step.state.keep_gradients = True
+    return [result for _ in range(count) for result in _run_step(step, batch)]
+
+
+def _run_step(step: Step, batch: Mapping[str, Tensor]) -> Iterator[Result]:
+    """Yield the state of a rank after each iteration of a step."""
     kept, rank = _Kept(step.state, step.iterations), step.state
-    rank.update, rank.write = kept.keeping(rank.update), kept.keeping(rank.write)  # type: ignore[method-assign]
-    try:
-        losses = step([batch] * step.iterations)
-    finally:
-        del rank.update, rank.write
-    unchanged = {name: kept.now(name) for name in rank.weights if not kept.times[name]}
-    return [_result(loss.detach(), unchanged | own, step) for loss, own in zip(losses, kept.of, strict=True)]
-
-
-def _result(loss: Tensor, kept: Mapping[str, Kept], step: Step) -> Result:
-    gradients, weights, state = ({name: some[k] for name, some in kept.items()} for k in range(3))
-    return Result(loss, gradients, weights, state, step.bytes_moved)  # type: ignore[arg-type]
+    with replaced((rank, "update", kept.keeping(rank.update)), (rank, "write", kept.keeping(rank.write))):
+        made = step([batch] * step.iterations if step.iterations > 1 else batch)
+    losses = made.detach().reshape(-1) if step.trains else torch.zeros(1)
+    last = {name: kept.now(name) for name in rank.weights}
+    for loss, changed in zip(losses, [*kept.of, {}], strict=True):
+        gradients, weights, state = ({n: some[k] for n, some in {**last, **changed}.items()} for k in range(3))
+        yield Result(loss.clone(), gradients, weights, state, step.bytes_moved, copy.deepcopy(rank.outputs))  # type: ignore[arg-type]
 
 
 class _Kept:
-    """Copies of weights and buffers after each change; change k belongs to iteration k."""
+    """Copies of weights and buffers after each change but the last; change k belongs to iteration k."""
 
     def __init__(self, rank: Rank, iterations: int) -> None:
         self.rank = rank
         self.times = Counter[str]()
-        self.of: list[dict[str, Kept]] = [{} for _ in range(iterations)]
+        self.of: list[dict[str, Kept]] = [{} for _ in range(iterations - 1)]
 
     def now(self, name: str) -> Kept:
         weight, optimizer = self.rank.weights[name], self.rank.optimizer
@@ -248,7 +243,44 @@ class _Kept:
         def changing(pairs: Pairs, *more: Any, **options: Any) -> None:
             change(pairs, *more, **options)
             for name, _ in pairs:
-                self.of[self.times[name]][name] = self.now(name)
+                if self.times[name] < len(self.of):
+                    self.of[self.times[name]][name] = self.now(name)
                 self.times[name] += 1
 
         return changing
+
+
+# A value below _TINY may be a true zero, as a loss that is the divergence of two equal distributions. Then the step is
+# repeated with weights changed by _CHANGE (relative), and a plan may differ by _TIMES the resulting change.
+_TINY, _CHANGE, _TIMES = 1e-9, 1e-12, 100
+
+
+def noise_of(run: Callable[[Values], Reference], known: Values, expected: Reference) -> tuple[float, float]:
+    """Return the least sizes to which errors of the loss and of gradients are relative; 0 unless these are tiny.
+
+    Weights that differ in their last digits change the rounding of a true zero entirely, but hardly change a value that
+    is only small: so a small loss is compared like any other.
+    """
+    is_tiny = [expected.loss is not None and size < _TINY for size in _sizes(expected)]
+    if not any(is_tiny):
+        return 0.0, 0.0
+    moved = [torch.finfo(torch.float64).eps * (size == 0) for size in _sizes(expected)]
+    for seed in (0, 1):
+        generator, changed = torch.Generator().manual_seed(seed), dict(known)
+        for name in expected.gradients:
+            noise = torch.randn(known[name].shape, generator=generator, dtype=torch.float64)
+            changed[name] = known[name] * (1 + _CHANGE * noise.to(known[name].device))
+        moved = list(map(max, moved, _sizes(expected, run(changed))))
+    loss, gradient = (_TIMES * size / TOLERANCE * tiny for size, tiny in zip(moved, is_tiny, strict=True))
+    return loss, gradient
+
+
+def _sizes(one: Reference, other: Reference | None = None) -> tuple[float, float]:
+    """Return the sizes of the loss and of the largest gradient, or of their differences from another step."""
+    gradients = {name: g for name, g in one.gradients.items() if g is not None}
+    loss = torch.zeros(()) if one.loss is None else one.loss
+    if other is not None:
+        others = {name: other.gradients[name] for name in gradients}
+        gradients = {name: g if (h := others[name]) is None else g - h for name, g in gradients.items()}
+        loss = loss if other.loss is None else loss - other.loss
+    return float(loss.abs()), max(map(largest, gradients.values()), default=0.0)

@@ -15,13 +15,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from superscaler.errors import PlanError
+from superscaler.errors import PlanError, brief
 from superscaler.frontend.agreement import WithoutDropout
 from superscaler.frontend.checkpoints import marked
-from superscaler.frontend.oracle import Draw, Reference, is_same, packed, retyped
+from superscaler.frontend.oracle import DRAWN, Draw, Reference, dense, is_same, packed, pieces, retyped
 from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
+from superscaler.replaced import replaced
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
 _WIDE = torch.float64
 _DTYPE = vars(torch._C.TensorBase)["dtype"].__get__
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
-_DRAWN: Mapping[str, Callable[..., Tensor]] = {
-    **dict.fromkeys(("rand", "rand_like"), lambda u, *_: u),
-    **dict.fromkeys(("randn", "randn_like"), lambda u, *_: torch.special.ndtri(u.double() + 2.0**-25)),
-    "bernoulli": lambda u, x, p=None, **_: u < (x if p is None else p),
-}
 _RANDOM = re.compile(
     "(normal|uniform|bernoulli|exponential|geometric|cauchy|log_normal|random|rrelu)_$|normal$|rrelu$|"
     "multinomial|randint|randperm|poisson$|(feature_|alpha_)+dropout_?$|dropout_$"
@@ -100,8 +96,8 @@ class Eager:
         mode.add((list(leaves.values()), [buffers[n] for n in self.written], self.args, self.kwargs))
         state = {f"module.{n}": x for n, x in {**leaves, **buffers}.items()}
         loss, found, outputs = self._run(mode, state, list(trained.values()))
-        dense = (None if g is None else (g.to_dense() if g.is_sparse else g).cpu() for g in found)
-        gradients = _segmented(self.model, dict(zip(trained, dense, strict=True)))
+        given = {n: None if g is None else dense(g, g).cpu() for n, g in zip(trained, found, strict=True)}
+        gradients = {**given, **pieces(self.model, given)}
         after = {n: state[f"module.{n}"].detach().cpu() for n in buffers}
         changed = {n: b for n, b in after.items() if n not in fixed or not is_same(fixed[n].cpu(), b).all()}
         return Reference(None if loss is None else loss.detach().cpu(), gradients, changed, outputs)
@@ -110,14 +106,11 @@ class Eager:
         return retyped(value.detach(), _WIDE if self.is_wide else None).to(self.device, copy=True)
 
     def _run(self, mode: TorchFunctionMode, state: dict[str, Tensor], leaves: list[Tensor]) -> _Ran:
-        modules = list(self.call.module.modules())
-        training = [module.training for module in modules]
+        modes = [(m, "training", t) for m, t in zip(self.call.module.modules(), self.call.training, strict=True)]
         default = torch.get_default_dtype()
         try:
-            for module, is_training in zip(modules, self.call.training, strict=True):
-                module.training = is_training
             # Autocast leaves float64 alone. It casts only what depends on no input or parameter, as in the capture.
-            with mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
+            with replaced(*modes), mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
                 whole = _Gradients(self.call.module, self.model)
                 ran: _Ran = functional_call(whole, state, (self.args, self.kwargs, leaves))
                 return ran
@@ -125,26 +118,10 @@ class Eager:
             raise
         except Exception as error:
             # A module's code may raise any exception.
-            wide = " in float64" * self.is_wide
-            raise Unlike(f"the module does not run{wide} ({type(error).__name__}: {_line(error)})") from error
+            wide, text = " in float64" * self.is_wide, brief(error) or "no message"
+            raise Unlike(f"the module does not run{wide} ({type(error).__name__}: {text})") from error
         finally:
             torch.set_default_dtype(default)
-            for module, is_training in zip(modules, training, strict=True):
-                module.training = is_training
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
-
-
-def _segmented(model: Model, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return gradients by the model's names: packed parameters are in segments there."""
-    pieces = {}
-    for piece, (name, dim, start, end) in model.segments.items():
-        if name in gradients:
-            whole = gradients[name]
-            pieces[piece] = None if whole is None else whole.narrow(dim, start, end - start)
-    return {**gradients, **pieces}
 
 
 def _floats(module: nn.Module) -> torch.dtype | None:
@@ -181,7 +158,7 @@ class _GivenDraws(WithoutDropout):
     def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         if _RANDOM.match(name):
             raise Unlike(f"it draws random numbers by {name}")
-        return (self._drawn if name in _DRAWN else self._computed)(func, name, args, kwargs)
+        return (self._drawn if name in DRAWN else self._computed)(func, name, args, kwargs)
 
     def _computed(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         return func(*args, **kwargs)
@@ -189,7 +166,7 @@ class _GivenDraws(WithoutDropout):
     def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         with torch.device("meta"):
             spec = func(*pytree.tree_map_only(Tensor, lambda x: x.to("meta"), args), **kwargs)
-        return _DRAWN[name](self.following(tuple(spec.shape)), *args).to(spec.dtype)
+        return DRAWN[name](self.following(tuple(spec.shape)), *args).to(spec.dtype)
 
 
 class _Wide(_GivenDraws):

@@ -16,6 +16,7 @@ from superscaler.comm.threads import run_ranks
 from superscaler.compiler import Compiled
 from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import RuntimeFailure
+from superscaler.frontend.oracle import dense, largest, largest_gap
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.model import Model, Op, once, unread_twins, without_twins
 from superscaler.ir.program import Forward, Function, Program
@@ -149,7 +150,7 @@ class _Search:
         self.exact, self.whole, self.gradients, self.events = exact, whole, gradients, events
         self.edges, self.model = exact.whole_schedule.edges, exact.graph.model
         self.unread = unread_twins(self.model)
-        self.floor = {"F": 0.0, "B": FLOOR * max((float(g.abs().max()) for g in gradients.values()), default=0.0)}
+        self.floor = {"F": 0.0, "B": FLOOR * max(map(largest, gradients.values()), default=0.0)}
         # Partial values seen so far, by tensor and row.
         self.parts: dict[str, dict[int, Tensor]] = {}
 
@@ -233,8 +234,7 @@ class _Search:
                 continue
             box = ranges(output.op.outputs[output.slot], self.model.tensors[name], rows.box(row))
             want = self._take(self.gradients[name], name, box)
-            have = torch.zeros_like(want) if given is None else given
-            error = self._error("B", output.tensor, box, have)
+            error = self._error("B", output.tensor, box, dense(given, want))
             if not error <= TOLERANCE:
                 arrives = f"the gradient of {_shown(output.tensor, box, node)} arrives {_off(error)}"
                 yield f"{arrives} at the backward of {_op_text(output.op)}"
@@ -252,13 +252,7 @@ class _Search:
         want = self._take(whole, tensor, box)
         if have.numel() != want.numel():
             return float("inf")
-        if not want.numel():
-            return 0.0
-        have, want = have.reshape(want.shape).double(), want.double()
-        gap = torch.where(have == want, 0.0, (have - want).abs())
-        largest = whole.double().abs()
-        scale = max(float(largest[largest.isfinite()].max()) if largest.isfinite().any() else 0.0, self.floor[kind])
-        return float(gap.max()) / max(scale, 1e-300)
+        return largest_gap(have.reshape(want.shape), want) / max(largest(whole), self.floor[kind], 1e-300)
 
 
 def _shown(tensor: str, box: Box, node: Node) -> str:

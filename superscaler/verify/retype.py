@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from superscaler.ir.graph import Graph
-from superscaler.ir.model import Model, Op, PTensor
+from superscaler.ir.model import Model, Op
 from superscaler.ops.table import row_of
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -22,13 +22,12 @@ def retype(graph: Graph, dtype: str | None, dropout: bool) -> Graph:
 
 
 def retype_model(model: Model, dtype: str | None, dropout: bool) -> Model:
-    tensors = {name: _retyped(tensor, dtype) for name, tensor in model.tensors.items()} if dtype else model.tensors
+    tensors = dict(model.tensors)
+    for name, tensor in model.tensors.items():
+        if dtype is not None and tensor.dtype in FLOATS:
+            tensors[name] = replace(tensor, dtype=dtype, trained_as=tensor.trained.dtype)
     ops = tuple(_retyped_op(op, dtype, dropout) for op in model.ops)
     return replace(model, tensors=tensors, ops=ops)
-
-
-def _retyped(tensor: PTensor, dtype: str) -> PTensor:
-    return replace(tensor, dtype=dtype, trained_as=tensor.trained.dtype) if tensor.dtype in FLOATS else tensor
 
 
 def _retyped_op(op: Op, dtype: str | None, dropout: bool) -> Op:
@@ -40,4 +39,4 @@ def _retyped_op(op: Op, dtype: str | None, dropout: bool) -> Op:
     def swap(value: Any) -> Any:
         return casts.get(value, value) if isinstance(value, str) else value
 
-    return replace(op, args=tuple(swap(a) for a in args), kwargs=tuple((k, swap(v)) for k, v in kwargs))
+    return replace(op, args=tuple(map(swap, args)), kwargs=tuple((k, swap(v)) for k, v in kwargs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from superscaler.artifact import initial_values, reads, write
 from superscaler.certify.certificate import CHECKS
@@ -21,11 +18,10 @@ from superscaler.errors import InputError, PlanError, RuntimeFailure, unknown
 from superscaler.frontend.oracle import retyped
 from superscaler.ir.model import Model
 from superscaler.launch.launch import call
-from superscaler.runtime.step import Step, check_batch, load
-from superscaler.verify.compare import Comparison, Errors, Result, run_iterations
+from superscaler.runtime.step import check_batch, load
+from superscaler.verify.compare import STEPS, Comparison, Errors, Result, noise_of, run_steps
 from superscaler.verify.eager import Unlike
 from superscaler.verify.locate import TOLERANCE, Values, first_difference, model_step, on_threads
-from superscaler.verify.noise import noise_of
 from superscaler.verify.oracles import Oracle, graph_step, oracles_of, recurrence
 from superscaler.verify.retype import FLOATS, retype
 from superscaler.verify.small import shrink
@@ -33,8 +29,6 @@ from superscaler.verify.trained import near, quiet
 
 # A plan above any of these limits is verified at a small shape, unless shapes="model".
 MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
-# Compared steps; a plan that reads weights of n updates ago takes n more.
-STEPS = 2
 _SMALL = "it has the shapes of the capture; verify a small model with the same plan to compare it too"
 _LIMITED = "it drops no choices of experts; without a capacity the plan is compared with it"
 
@@ -235,26 +229,9 @@ def _refusal(check: Callable[[], None]) -> str:
     return ""
 
 
-def run_steps(step: Step, batch: Values, count: int = STEPS) -> list[Result]:
-    """Return the state of a rank after each of `count` steps, or after each iteration of these."""
-    step.state.keep_gradients = True
-    if step.iterations > 1:
-        return [result for _ in range(count) for result in run_iterations(step, batch)]
-    return [_result(step, step(batch)) for _ in range(count)]
-
-
 def _steps(compiled: Compiled) -> int:
     """Return the number of compared steps: until the weights that are read have changed, and one more."""
     return STEPS + max(compiled.graph.model.ages.values(), default=0)
-
-
-def _result(step: Step, made: Any) -> Result:
-    weights = step.state.weights
-    known = step.state.optimizer.state if step.state.optimizer else {}
-    state = {n: {k: v for k, v in known[w].items() if isinstance(v, Tensor)} for n, w in weights.items() if w in known}
-    loss = made.detach() if step.trains else torch.zeros(())
-    kept = copy.deepcopy((loss, step.state.gradients, {n: w.detach() for n, w in weights.items()}, state))
-    return Result(*kept, step.bytes_moved, copy.deepcopy(step.state.outputs))
 
 
 def _threads(compiled: Compiled, values: Values, batch: Values, timeout: float) -> list[list[Result]]:
@@ -265,42 +242,19 @@ def _processes(compiled: Compiled, values: Values, batch: Values, _: float) -> l
     with tempfile.TemporaryDirectory(prefix="superscaler-verify-") as name:
         folder = Path(name)
         write(compiled, folder / "plan", values)
-        save_file(_plain(batch), folder / "batch")
-        moved = call(_rank, compiled.program.world, name, str(_steps(compiled)))
-        return [
-            [_read(folder / f"rank{rank}.{number}", count) for number, count in enumerate(counts)]
-            for rank, counts in enumerate(moved)
-        ]
+        torch.save(dict(batch), folder / "batch")
+        call(_rank, compiled.program.world, name, str(_steps(compiled)))
+        files = [folder / f"rank{rank}" for rank in range(compiled.program.world)]
+        # These files were written by this program.
+        return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
 
-def _rank(name: str, count: str) -> list[int]:
-    """Run the plan in a folder on this rank, and write its state after each step; return the bytes moved by then."""
+def _rank(name: str, count: str) -> None:
+    """Run the plan in a folder on this rank, and write its states after each step."""
     folder = Path(name)
     step = load(folder / "plan")
-    results = run_steps(step, load_file(folder / "batch"), int(count))
-    for number, result in enumerate(results):
-        stored = {"loss ": result.loss} | {f"weights {n}": w for n, w in result.weights.items()}
-        stored |= {f"gradients {n}": g for n, g in result.gradients.items() if g is not None}
-        stored |= {f"outputs {n}": x for n, x in result.outputs.items()}
-        stored |= {f"{key} {n}": x for n, state in result.state.items() for key, x in state.items()}
-        save_file(_plain(stored), folder / f"rank{step.rank}.{number}")
+    torch.save(run_steps(step, torch.load(folder / "batch"), int(count)), folder / f"rank{step.rank}")
     step.close()
-    return [result.moved for result in results]
-
-
-def _read(file: Path, moved: int) -> Result:
-    found: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}, "outputs": {}}
-    for name, value in load_file(file).items():
-        key, _, local = name.partition(" ")
-        found.setdefault(key, {})[local] = value
-    loss, weights, gradients, outputs = (found.pop(key) for key in ("loss", "weights", "gradients", "outputs"))
-    state = {n: {key: values[n] for key, values in found.items() if n in values} for n in weights}
-    return Result(loss[""], gradients, weights, state, moved, outputs)
-
-
-def _plain(values: Values) -> dict[str, Tensor]:
-    # safetensors stores no views.
-    return {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in values.items()}
 
 
 _BACKENDS = {"threads": _threads, "processes": _processes}

@@ -35,6 +35,8 @@ def test_the_cache_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache.write("0", bytes(1_500_000))
     assert rooms._cache().found == f"{tmp_path}/superscaler: 1 captures, 1.5 MB"
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    assert cache.folder().is_absolute()
 
 
 def test_a_failed_probe_tells_which_rank_and_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

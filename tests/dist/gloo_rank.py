@@ -10,7 +10,7 @@ import torch
 from superscaler.comm.distributed import connect
 from superscaler.launch.process import run_rank
 from superscaler.runtime.step import build_step, modules
-from superscaler.verify.run import run_steps
+from superscaler.verify.compare import run_steps
 
 
 def work(folder: Path) -> None:

@@ -56,6 +56,14 @@ def test_a_class_in_the_place_of_an_algorithm_is_refused(algorithm: Any) -> None
         op_trans(graph, graph.op("mul0"), algorithm)
 
 
+def test_an_argument_of_another_type_is_refused() -> None:
+    graph = chain()
+    with pytest.raises(InputError, match=r"axis of Split is 3 of type int; give the name of an axis"):
+        op_trans(graph, graph.op("mul0"), Split("batch", 2, axis=3))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"rows at .*test_verbs.py:\d+: op is 3 of type int; give Op"):
+        graph.rows(3)  # type: ignore[arg-type]
+
+
 def test_microbatches_of_an_update_leave_its_parts() -> None:
     graph = chain()
     update = graph.op("update.w")
