@@ -96,25 +96,10 @@ def test_training_returns_the_losses(plan: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_killed_rank_is_named(plan: Path) -> None:
-    message = fail(plan, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
-    assert message.startswith("rank 1 of 2 was killed by SIGKILL")
-
-
-@pytest.mark.dist
 def test_a_rank_that_raises_is_named_with_its_exception(plan: Path, capfd: pytest.CaptureFixture[str]) -> None:
     message = fail(plan, 'if rank == 1: raise ValueError("no cheese left")')
     assert message == "rank 1 of 2 failed with exit code 1: ValueError: no cheese left. All 2 ranks have ended."
     assert "in __call__" in capfd.readouterr().err
-
-
-@pytest.mark.dist
-def test_a_failure_that_is_explained_shows_no_traceback(plan: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    message = fail(plan, 'if rank == 0: raise RuntimeFailure("out of memory; use more ranks.")')
-    assert message == (
-        "rank 0 of 2 failed with exit code 1: RuntimeFailure: out of memory; use more ranks. All 2 ranks have ended."
-    )
-    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.dist
@@ -176,12 +161,8 @@ def test_a_rank_whose_launcher_ended_before_it_looked_ends() -> None:
     code = "from superscaler.interrupt import begin_rank; begin_rank(); import time; time.sleep(60)"
     with subprocess.Popen(["true"]) as ended:
         pass
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "TORCHELASTIC_RUN_ID": "x",
-        interrupt.LAUNCHER: str(ended.pid),
-    }
+    told = {"TORCHELASTIC_RUN_ID": "x", interrupt.LAUNCHER: str(ended.pid)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **told}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=20, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 

@@ -1,15 +1,19 @@
-"""A rank that hangs, one that is stopped, and a launcher that is killed: all ranks end, and the culprit is named."""
+"""A rank that hangs, is stopped or killed, and a launcher that is killed: all ranks end, and the culprit is named."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -39,6 +43,7 @@ def forward(self, *args):
     if self.steps == 2 and (here / "hang").exists() and self.communicator.rank == 1:
         while True:
             time.sleep(0.1)
+    time.sleep(0.02)
     return whole(self, *args)
 
 executor.Rank.forward = forward
@@ -58,69 +63,77 @@ class Net(nn.Module):
         return self.second(self.first(x).tanh()).square().mean()
 
 
+class Launch(NamedTuple):
+    process: subprocess.Popen[str]
+    ranks: list[int]
+
+    def end(self) -> str:
+        """Wait until all ranks have ended; return what the launcher said."""
+        deadline = time.monotonic() + 30
+        while any(map(is_alive, self.ranks)):
+            assert time.monotonic() < deadline, "a rank lives on"
+            time.sleep(0.2)
+        return self.process.communicate(timeout=30)[1]
+
+
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    module, folder = Net(), tmp_path_factory.mktemp("watch") / "plan"
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Launch]]:
+    """Yield a launch for each test, all of which train at the same time, once their ranks have trained two steps."""
+    module, folder = Net(), tmp_path_factory.mktemp("watch")
     graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-3))
-    ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=2", "local:2").save(folder)
-    (folder / "run.py").write_text(RUN)
-    return folder
-
-
-@pytest.fixture
-def launcher(plan: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for file in plan.glob("pid*"):
-        file.unlink()
-    with subprocess.Popen([sys.executable, "-c", TRAIN, str(plan)], stderr=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
-
-
-def ranks(plan: Path) -> list[int]:
-    """Return the processes of both ranks, once both have trained two steps."""
-    deadline = time.monotonic() + 90
-    while len(list(plan.glob("pid*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    # The watchdogs look once a second.
-    time.sleep(3.0)
-    return [int((plan / f"pid{rank}").read_text()) for rank in range(2)]
-
-
-def wait_for_end(pids: list[int]) -> None:
-    deadline = time.monotonic() + 30
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a rank lives on"
-        time.sleep(0.2)
+    ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=2", "local:2").save(folder / "plan")
+    (folder / "plan" / "run.py").write_text(RUN)
+    found = {}
+    with ExitStack() as stack:
+        for name in ("launcher", "stop", "kill", "hang"):
+            plan = shutil.copytree(folder / "plan", folder / name)
+            command, environment = [sys.executable, "-c", TRAIN, str(plan)], {**os.environ, "PYTHONPATH": str(ROOT)}
+            if name == "hang":
+                (plan / "hang").touch()
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            found[name] = process
+        deadline = time.monotonic() + 90
+        while len(list(folder.glob("*/pid*"))) < 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        # The watchdogs look once a second.
+        time.sleep(3.0)
+        yield {
+            name: Launch(process, [int((folder / name / f"pid{rank}").read_text()) for rank in range(2)])
+            for name, process in found.items()
+        }
 
 
 @pytest.mark.dist
-def test_no_rank_outlives_its_launcher(plan: Path, launcher: subprocess.Popen[str]) -> None:
-    pids = ranks(plan)
-    assert all(map(is_alive, pids))
-    launcher.kill()
-    wait_for_end(pids)
+def test_no_rank_outlives_its_launcher(launches: dict[str, Launch]) -> None:
+    launch = launches["launcher"]
+    assert all(map(is_alive, launch.ranks))
+    launch.process.kill()
+    launch.end()
 
 
 @pytest.mark.dist
-def test_a_stopped_rank_is_named(plan: Path, launcher: subprocess.Popen[str]) -> None:
-    pids = ranks(plan)
-    os.kill(pids[1], signal.SIGSTOP)
-    wait_for_end(pids)
-    text = launcher.communicate(timeout=30)[1]
+def test_a_stopped_rank_is_named(launches: dict[str, Launch]) -> None:
+    os.kill(launches["stop"].ranks[1], signal.SIGSTOP)
+    text = launches["stop"].end()
     assert f"rank 1 on {socket.gethostname()} does not answer: it said nothing for" in text
     assert "rank 0 is at program_0.py:" in text
 
 
 @pytest.mark.dist
-def test_a_rank_that_hangs_is_named_with_its_line(plan: Path, launcher: subprocess.Popen[str]) -> None:
-    (plan / "hang").touch()
-    try:
-        pids = ranks(plan)
-        wait_for_end(pids)
-    finally:
-        (plan / "hang").unlink()
-    text = launcher.communicate(timeout=30)[1]
+def test_a_killed_rank_is_named_with_its_line(launches: dict[str, Launch]) -> None:
+    os.kill(launches["kill"].ranks[1], signal.SIGKILL)
+    text = launches["kill"].end()
+    assert re.search(r"rank 1 of 2 was killed by SIGKILL at program_1\.py:\d+ \(.+\) \(the system", text), text
+    # That of the launcher, which is a line of Python here.
+    assert text.count("Traceback") == 1
+
+
+@pytest.mark.dist
+def test_a_rank_that_hangs_is_named_with_its_line(launches: dict[str, Launch]) -> None:
+    text = launches["hang"].end()
     assert "rank 1 hangs: it has been at program_1.py:" in text
     assert "rt.forward(" in text
     assert "in step 2 for" in text
