@@ -12,6 +12,7 @@ from torch import nn
 
 import superscaler as ss
 from superscaler.models import build
+from tests.ran import equal
 
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3),
@@ -32,8 +33,8 @@ def step_of(module: nn.Module, *args: Any, lr: float = 0.1, **options: Any) -> s
     return ss.capture(module, args, optimizer=torch.optim.SGD(module.parameters(), lr=lr), **options)
 
 
-def assert_equal(graph: ss.Graph, plan: Any = "data_parallel", cluster: Any = "local:2") -> dict[str, Any]:
-    """Return what is found of a plan, which must be equal to the module itself."""
-    found = ss.compile(graph, plan, cluster).verify()
-    assert (found["equal"], found["reference"]) == (True, "eager"), (found["first_difference"], found["note"])
+def assert_equal(graph: ss.Graph, plan: Any = "data_parallel", cluster: int = 2) -> dict[str, Any]:
+    """Return what is found of a plan, which must be equal to the user's module in float64."""
+    found = equal(graph, plan, cluster).found
+    assert found["reference"] == "eager", found["note"]
     return found

@@ -1,4 +1,6 @@
-"""What is written for a small model, word for word. After a wanted change: pytest tests/emit --update-golden."""
+"""What is written for a small model, word for word, and for parts that share a function. After a wanted change:
+pytest tests/emit --update-golden.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from superscaler.plan import Plan, compile
+import superscaler as ss
+from superscaler.emit.segments import _Writer
+from superscaler.ir.program import Function
+from superscaler.materialize.functions import Functions
 from tests.graphs import graph_of
 
 HERE = Path(__file__).parent
 
 
-def plan_of(spec: str, cluster: str) -> Plan:
-    return compile(graph_of("mlp", "SGD"), spec, cluster)
-
-
-@pytest.mark.parametrize(
-    ("name", "spec", "cluster"),
-    [
-        ("tensor_parallel", "tensor_parallel", "local:2"),
-        ("pipeline", "pipeline_1f1b:stages=2,microbatches=2", "local:2"),
-    ],
-)
-def test_emitted_code(name: str, spec: str, cluster: str, request: pytest.FixtureRequest) -> None:
-    plan = plan_of(spec, cluster)
+@pytest.mark.parametrize("spec", ["tensor_parallel", "pipeline_1f1b:stages=2,microbatches=2"])
+def test_emitted_code(spec: str, request: pytest.FixtureRequest) -> None:
+    plan, name = ss.compile(graph_of("mlp", "SGD"), spec, "local:2"), spec.partition("_1f1b")[0]
     texts = {**plan.compiled.emitted.files, "summary.txt": plan.summary() + "\n"}
     for file, text in texts.items():
         path = HERE / name / f"{file}.golden"
@@ -32,3 +27,45 @@ def test_emitted_code(name: str, spec: str, cluster: str, request: pytest.Fixtur
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
         assert path.read_text() == text, path
+
+
+@ss.sprogram
+def rows(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    """Cut the sequence unevenly where an op has it, else the vocabulary, else the batch."""
+    for op in graph.ops:
+        factor = next((f for f in ("sequence", "vocabulary", "batch") if op.find(f) is not None), "batch")
+        size = graph.factors[factor].size
+        algorithm = ss.Split(factor, sizes=(size // 4, size // 2, size - size // 4 - size // 2))
+        for part, device in zip(ss.op_trans(graph, op, algorithm), cluster.devices, strict=True):
+            ss.op_assign(graph, part, device)
+
+
+@pytest.mark.parametrize(
+    ("spec", "plan", "devices"),
+    [
+        ("gpt2:size=tiny", rows, 3),
+        ("gpt2:size=tiny,dropout=0.1", rows, 3),
+        ("mixtral:size=tiny", "tensor_parallel", 4),
+        ("llama:size=tiny", "pipeline_1f1b:stages=2,microbatches=4", 2),
+    ],
+)
+def test_parts_that_share_a_function_are_written_alike(spec: str, plan: object, devices: int) -> None:
+    """What parts of equal sizes compute does not depend on where they are."""
+    compiled = ss.compile(graph_of(spec), plan, ss.Cluster.local(devices)).compiled  # type: ignore[arg-type]
+    program, schedule = compiled.program, compiled.schedule
+    functions = Functions(schedule.edges)
+    texts: dict[tuple[int, bytes], set[str]] = {}
+    parts = 0
+    for segment in schedule.segments:
+        forms = functions.forms(segment)
+        for at in range(len(segment.keys)):
+            shared = functions.made[functions.number(segment, at)]
+            boxes = []
+            for op in segment.ops:
+                held, row = schedule.edges.rows[op.name], segment.row_of[op.name][at]
+                boxes.append(tuple(zip(held.lo[row].tolist(), held.hi[row].tolist(), strict=True)))
+            own = Function(shared.ops, tuple(boxes), shared.inputs, shared.input_of, shared.outputs, shared.module)
+            texts.setdefault((segment.number, forms[at].tobytes()), set()).add(_Writer(program, own).write())
+            parts += 1
+    assert {len(found) for found in texts.values()} == {1}
+    assert len(texts) < parts

@@ -88,7 +88,7 @@ def test_inputs_of_one_batch_size_share_the_factor() -> None:
     cut = {op.module for op in towers.ops if any(axis.index is not None for axis in grids[op.name].axes)}
     assert {"left", "right"} <= cut
     assert "third" not in cut
-    assert_equal(towers, cluster="local:4")
+    assert_equal(towers, cluster=4)
 
 
 def graph() -> ss.Graph:

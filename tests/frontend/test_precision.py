@@ -277,7 +277,7 @@ def test_whole_modules_in_halves(spec: str, dtype: torch.dtype, plans: list[tupl
     graph = step_under(built, None)
     assert_bits(graph, *eager(built.module, masked(built.kwargs, spec), None))
     for plan, world in plans:
-        assert_equal(graph, plan, Cluster.local(world))
+        assert_equal(graph, plan, world)
 
 
 class Half(nn.Module):
@@ -301,7 +301,7 @@ def test_mixed_parameters_and_losses_in_halves(dtype: torch.dtype) -> None:
     assert {t.dtype for t in graph.model.parameters()} == {"float32", str(dtype).removeprefix("torch.")}
     expected, gradients = eager(module, {"x": x, "labels": labels}, None)
     for plan, world in (PLANS[1], PLANS[3]):
-        assert_equal(graph, plan, Cluster.local(world))
+        assert_equal(graph, plan, world)
         compiled = compile(graph, plan, Cluster.local(world))
         for loss, found in one_step(compiled):
             # The sum of the squares of 512 errors near 30 is far above what a float16 can hold.

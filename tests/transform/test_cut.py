@@ -14,8 +14,8 @@ from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Graph
 from superscaler.ir.grid import Axis
 from superscaler.ir.model import Index, Op
-from superscaler.verbs import Microbatch, Replicate, Shard, Split, op_assign, op_trans
-from tests.graphs import graph_of
+from superscaler.verbs import Algorithm, Microbatch, Replicate, Shard, Split, op_assign, op_trans
+from tests.graphs import assert_equal, graph_of
 
 
 def test_algorithms_nest_and_boxes_follow() -> None:
@@ -51,19 +51,23 @@ def test_a_replaced_part_says_where_it_was_replaced() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (Split("batch", 3), "8 % 3 = 2"),
+        (Split("batch", 3), r"mul0 \(blocks\.0\) has 8 elements of batch .*8 % 3 = 2.*Choose 1, 2, 4 or 8"),
+        (Split(("batch", "hidden"), 5), r"Split\(\('batch', 'hidden'\), 5\) does not"),
         (Split("batch", sizes=(3, 4)), "covers 7 elements, but mul0 .* has 8"),
         (Split("bach", 2), "unknown factor 'bach'; did you mean 'batch'"),
+        (Split(("batch", "h.*"), 2), r"unknown factor 'h\.\*'"),
+        (Split("batch@sum", 2), "'batch@sum': unknown index 'sum'; did you mean 'summed'"),
+        (Split(3, 2), "unknown factor '3'"),  # type: ignore[arg-type]
         (Replicate(0), "at least 1"),
-        (Split("batch", 2.0), "2.0 parts; the number of parts must be an integer"),
-        (Split("batch", sizes=(4.0, 4.0)), "must be an integer of at least 1"),
+        (Split("batch", 2.0), "2.0 parts; the number of parts must be an integer"),  # type: ignore[arg-type]
+        (Split("batch", sizes=(4.0, 4.0)), "must be an integer of at least 1"),  # type: ignore[arg-type]
         (Split("batch", 3, sizes=(4, 4)), "asks for 3 parts, but gives 2 sizes"),
-        (Replicate(2, "rout"), "unknown mirror 'rout'; did you mean 'route'"),
+        (Replicate(2, "rout"), "unknown mirror 'rout'; did you mean 'route'"),  # type: ignore[arg-type]
     ],
 )
-def test_a_wrong_algorithm_is_refused_with_both_numbers(algorithm, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_algorithm_is_refused_with_both_numbers(algorithm: Algorithm, message: str) -> None:
     graph = chain()
-    with pytest.raises(InputError, match=message):
+    with pytest.raises((InputError, TransformError), match=rf"(?s)op_trans at .*test_cut.py:\d+: .*{message}"):
         op_trans(graph, graph.op("mul0"), algorithm)
 
 
@@ -82,7 +86,6 @@ class Own:
     [
         (Axis(0, (3, 4)), r"cuts index 0 \(batch\) into \(3, 4\), 7 elements, but the part has 8; cover 8"),
         (Axis(0, (8, 0)), r"makes parts of sizes \(8, 0\); give one or more, each an integer of at least 1"),
-        (Axis(0, (9, -1)), r"sizes \(9, -1\)"),
         (Axis(0, (4.0, 4.0)), r"sizes \(4.0, 4.0\)"),
         (Axis(None, ()), r"sizes \(\)"),
         (Axis(None, 2), "makes parts of sizes 2; give one or more"),  # type: ignore[arg-type]
@@ -111,7 +114,7 @@ def test_an_own_algorithm_may_give_numbers_of_numpy() -> None:
 
 
 def test_a_missing_factor_replicates_unless_required() -> None:
-    graph, _ = Graph(random_model(0, 4)[0]), None
+    graph = Graph(random_model(0, 4)[0])
     op = graph.ops[0]
     factor = next(f for f in graph.factors if not f.startswith(op.name))
     assert len(op_trans(graph, op, Split(factor, 2))) == 2
@@ -144,30 +147,11 @@ def test_of_several_factors_the_first_that_divides_is_cut() -> None:
     graph = chain(size=8)
     op_trans(graph, graph.op("mul0"), Split(("batch", "hidden"), 3))
     assert graph.grids["mul0"].axes == (Axis(1, (2, 2, 2)),)
-    with pytest.raises(
-        TransformError, match=r"op_trans at .*test_cut.py:\d+: Split\(\('batch', 'hidden'\), 5\) does not"
-    ):
-        op_trans(graph, graph.op("mul1"), Split(("batch", "hidden"), 5))
-
-
-@pytest.mark.parametrize(
-    ("factor", "message"),
-    [
-        ("bach", "unknown factor 'bach'; did you mean 'batch'"),
-        (("batch", "h.*"), r"unknown factor 'h\.\*'"),
-        ("batch@sum", "'batch@sum': unknown index 'sum'; did you mean 'summed'"),
-        (3, "unknown factor '3'"),
-    ],
-)
-def test_a_factor_that_nothing_has_is_refused(factor: object, message: str) -> None:
-    graph = chain()
-    with pytest.raises(InputError, match=rf"op_trans at .*test_cut.py:\d+: {message}"):
-        op_trans(graph, graph.op("mul0"), Split(factor, 2))  # type: ignore[arg-type]
 
 
 def test_a_batch_of_one_comes_in_one_part() -> None:
     for plan, devices in (("pipeline_1f1b:microbatches=1", 2), ("zero:stage=3", 1)):
-        assert ss.compile(graph_of("mlp:batch=1"), plan, f"local:{devices}").verify()["equal"]
+        assert_equal(graph_of("mlp:batch=1"), plan, devices)
     with pytest.raises(InputError, match=r"unknown factor 'batch'.* A dim of size 1, as of a batch of one, has no"):
         ss.compile(graph_of("mlp:batch=1"), "data_parallel", "local:2")
 
@@ -187,11 +171,3 @@ def test_shards_are_of_the_largest_index_that_divides(
 ) -> None:
     axis = Shard(parts, "dp").cut(chain().op("mul0"), extents)
     assert (axis.index, axis.sizes, axis.name) == (index, sizes, "dp")
-
-
-def test_a_split_that_does_not_divide_tells_what_would() -> None:
-    graph = chain(size=12)
-    with pytest.raises(
-        TransformError, match=r"mul0 \(blocks\.0\) has 12 elements of batch .*Choose 1, 2, 3, 4, 6 or 12"
-    ):
-        op_trans(graph, graph.op("mul0"), Split("batch", 5))

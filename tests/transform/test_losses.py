@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.certify.certificate import check_program
-from superscaler.errors import PlanError, TransformError
+from superscaler.errors import InputError, PlanError, TransformError
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.ir.program import Accumulate, Collective, Combine, Send
 from superscaler.plans import SProgram
 from superscaler.runtime import functional
+from tests.graphs import assert_equal, step_of
+from tests.ran import equal
 
 ROWS, CLASSES = (4, 6), 24
 
@@ -49,11 +52,7 @@ class Model(nn.Module):
 
 
 def captured(loss: str, dtype: torch.dtype = torch.float32) -> ss.Graph:
-    torch.manual_seed(0)
-    module = Model(loss, dtype)
-    ids, labels = torch.randint(0, CLASSES, ROWS), torch.randint(0, CLASSES, ROWS)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return ss.capture(module, kwargs={"ids": ids, "labels": labels}, optimizer=optimizer)
+    return step_of(Model(loss, dtype), torch.randint(0, CLASSES, ROWS), torch.randint(0, CLASSES, ROWS))
 
 
 def losses(graph: ss.Graph) -> list[ss.verbs.Op]:
@@ -78,16 +77,14 @@ def by_class(graph: ss.Graph, cluster: ss.Cluster, dp: int = 1) -> None:
 LOSSES = ("cross entropy", "classes in the middle", "scaled", "nll of log_softmax")
 
 
-@pytest.mark.parametrize(("world", "dp"), [(2, 1), (4, 1), (4, 2), (8, 2)])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "world", "dp"), [("scaled", 1, 1), ("cross entropy", 8, 2), *((loss, 4, 2) for loss in LOSSES)]
+)
 def test_a_loss_that_is_cut_on_its_classes_is_equal(loss: str, world: int, dp: int) -> None:
-    graph = captured(loss)
-    found = ss.compile(graph, partial(by_class, dp=dp), ss.Cluster.local(world)).verify()
-    assert found["equal"], found["first_difference"]
-    assert found["bytes_moved"] == found["bytes_planned"]
+    assert_equal(captured(loss), partial(by_class, dp=dp), world)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["cross entropy", "nll of log_softmax"])
 def test_the_steps_have_the_parts_of_their_op(loss: str) -> None:
     """Cut and ordered before it is decomposed: a pipeline of two stages, of two batches each."""
 
@@ -102,7 +99,7 @@ def test_the_steps_have_the_parts_of_their_op(loss: str) -> None:
         for parts in ss.op_trans(graph, losses(graph), ss.Decompose()):
             assert parts.cells.shape == (2, 2)
 
-    assert ss.compile(captured(loss), plan, "local:4").verify()["equal"]
+    assert_equal(captured(loss), plan, 4)
 
 
 def test_three_numbers_a_row_travel_and_no_scores() -> None:
@@ -156,20 +153,8 @@ def far_apart(graph: ss.Graph, cluster: ss.Cluster) -> None:
 
 @pytest.mark.parametrize(("plan", "joined"), [(several_on_one, Accumulate), (far_apart, Combine)])
 def test_parts_that_meet_on_a_device_are_joined_by_their_largest(plan: SProgram, joined: type) -> None:
-    found = ss.compile(captured("cross entropy"), plan, "local:4")
-    assert joined in {type(i) for d in found.compiled.program.devices for i in d.instructions if is_largest(i)}
-    assert found.verify()["equal"]
-
-
-def test_one_device_adds_nothing() -> None:
-    @ss.sprogram
-    def single(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        ss.op_trans(graph, losses(graph), ss.Decompose())
-        ss.op_assign(graph, graph.ops, 0)
-
-    for loss in LOSSES:
-        graph = captured(loss)
-        assert ss.compile(graph, single, "local:1").verify()["equal"]
+    found = equal(captured("cross entropy"), plan, 4)
+    assert joined in {type(i) for d in found.program.devices for i in d.instructions if is_largest(i)}
 
 
 def test_the_model_prints_and_parses_back() -> None:
@@ -179,10 +164,39 @@ def test_the_model_prints_and_parses_back() -> None:
     assert parse_model(print_model(graph.model)) == graph.model
 
 
-def test_what_has_no_steps_is_refused_in_words() -> None:
-    graph = captured("smooth")
-    with pytest.raises(TransformError, match=r"test_losses.py:\d+: Decompose of .*cross_entropy.*without smoothing"):
-        ss.op_trans(graph, losses(graph), ss.Decompose())
+def recomputed(graph: ss.Graph, loss: ss.verbs.Op) -> None:
+    ss.op_trans(graph, loss, ss.Recompute())
+    ss.op_trans(graph, graph.op(f"{loss.name}.r"), ss.Decompose())
+
+
+def ordered(graph: ss.Graph, loss: ss.verbs.Op) -> None:
+    ss.op_assign(graph, graph.ops, 0)
+    ss.op_trans(graph, loss, ss.Decompose())
+    ss.op_order(graph, graph.forward_ops[0], loss)
+
+
+def twice(graph: ss.Graph, loss: ss.verbs.Op) -> None:
+    ss.op_trans(graph, loss, ss.Decompose())
+    ss.op_trans(graph, loss, ss.Recompute())
+
+
+HERE = r"at \S*test_losses\.py:\d+"
+REFUSED = [
+    ("smooth", lambda g, op: ss.op_trans(g, op, ss.Decompose()), rf"{HERE}: Decompose of .*without smoothing"),
+    ("scaled", recomputed, rf"op_trans {HERE}: Decompose\(\) of \S+loss\.r comes after its Recompute; do it before"),
+    ("scaled", ordered, rf"op_order {HERE}: \S+loss was replaced by Decompose\(\) {HERE}; use what op_trans returned"),
+    ("scaled", twice, rf"\S+loss was replaced by Decompose\(\) {HERE}; use what op_trans returned"),
+]
+
+
+@pytest.mark.parametrize(("loss", "ask", "told"), REFUSED)
+def test_what_has_no_steps_or_other_ones_is_refused_in_one_line(loss: str, ask: Any, told: str) -> None:
+    def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        ask(graph, losses(graph)[0])
+
+    with pytest.raises((InputError, TransformError), match=told) as raised:
+        ss.compile(captured(loss), plan, "local:1")
+    assert "\n" not in str(raised.value)
 
 
 def test_a_loss_that_is_to_be_cut_on_its_classes_asks_for_its_steps() -> None:
@@ -197,7 +211,6 @@ def test_a_loss_that_is_to_be_cut_on_its_classes_asks_for_its_steps() -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_gradient_of_halves_is_rounded_once(parts: int) -> None:
-    torch.manual_seed(0)
     scores = (torch.randn(8, CLASSES) * 4).bfloat16()
     labels = torch.cat([torch.randint(0, CLASSES, (7,)), torch.tensor([-100])])
     size = CLASSES // parts

@@ -14,22 +14,9 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.frontend.oracle import reference_step
 from superscaler.verify.eager import Eager, _grouped
-from tests.frontend.examples import gpt2, llama, tokens
-
-
-class Net(nn.Module):
-    """Two layers around a function of the test."""
-
-    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5)
-        self.between = between
-        self.register_buffer("table", torch.linspace(0.1, 1.0, 8))
-        self.register_buffer("seen", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.between(self, self.first(x))).pow(2).mean()
+from tests.frontend.examples import Net, gpt2, llama, tokens
+from tests.graphs import assert_equal, step_of
+from tests.ran import equal
 
 
 def verified(module: nn.Module, plan: str = "data_parallel", cluster: str = "local:2") -> dict[str, Any]:
@@ -57,9 +44,8 @@ RIGHT = {
 
 @pytest.mark.parametrize("between", RIGHT.values(), ids=RIGHT)
 def test_a_right_capture_equals_its_module(between: Callable[[Any, Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
-    result = verified(Net(between))
-    assert (result["equal"], result["reference"], result["note"]) == (True, "eager", ""), result["first_difference"]
+    module = Net(between, attention=nn.MultiheadAttention(8, 2, dropout=0.5))
+    assert assert_equal(step_of(module, torch.randn(4, 8)))["note"] == ""
 
 
 ROUNDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -73,7 +59,6 @@ ROUNDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("between", ROUNDED.values(), ids=ROUNDED)
 def test_autocast_rounds_what_is_part_of_the_model(between: Callable[[Any, Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
         result = verified(Net(between))
     assert result["reference"] == "eager"
@@ -88,7 +73,6 @@ def test_what_torch_draws_for_a_dropout_is_left_to_the_export(dropout: Callable[
 
 
 def test_rows_of_experts_multiply_as_in_torchs_kernel() -> None:
-    torch.manual_seed(0)
     x, weights, ends = torch.randn(8, 16), torch.randn(3, 16, 16), torch.tensor([3, 3, 8], dtype=torch.int32)
     torch.testing.assert_close(_grouped(x, weights, offs=ends), F.grouped_mm(x, weights, offs=ends))
     assert _grouped(x, weights, offs=ends - 2).shape == (8, 16)
@@ -122,12 +106,10 @@ class Nothing(nn.Linear):
     ],
 )
 def test_a_loss_that_is_truly_zero_is_equal(loss: Callable[[Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
     assert verified(Nothing(loss), "gradient_accumulation:microbatches=2")["equal"]
 
 
 def test_a_loss_that_is_only_small_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     module = Nothing(lambda y: y.square().mean() * 1e-20)
     assert verified(module)["equal"]
     run = Eager.step
@@ -149,14 +131,11 @@ def test_a_huge_buffer_hides_no_error_and_is_none(size: float) -> None:
         return h
 
     assert verified(Net(huge), "single", "local:1")["equal"]
-    torch.manual_seed(0)
     module = Net(huge)
-    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
+    graph = step_of(module, torch.randn(4, 8))
     first = module.first.weight.detach().clone()
-    plan = ss.compile(graph, "single", "local:1")
     graph.captured.call.module.between = lambda m, h: huge(m, h) * (1 + 1e-7)
-    result = plan.verify()
-    assert not result["equal"]
+    assert not ss.compile(graph, "single", "local:1").verify()["equal"]
     assert torch.equal(module.first.weight, first)
 
 
@@ -170,9 +149,7 @@ WRONG: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize(("other", "message"), WRONG.values(), ids=WRONG)
 def test_what_capture_gets_wrong_is_its_fault(other: Callable[[Any, Tensor], Tensor], message: str) -> None:
     """The module does another thing than what was captured; the plan equals the graph, and it says so."""
-    torch.manual_seed(0)
-    module = Net(lambda m, h: h)
-    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
+    graph = step_of(Net(lambda m, h: h), torch.randn(4, 8))
     plan = ss.compile(graph, "data_parallel", "local:2")
     assert plan.verify()["equal"]
     graph.captured.call.module.between = other
@@ -186,17 +163,14 @@ def test_what_capture_gets_wrong_is_its_fault(other: Callable[[Any, Tensor], Ten
 def test_a_module_without_data_is_compared_with_its_export() -> None:
     with torch.device("meta"):
         module = gpt2(layers=1)
-    graph = ss.capture(module, (), tokens(), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
-    result = ss.compile(graph, "single", "local:1").verify()
-    assert (result["equal"], result["reference"]) == (True, "export")
-    assert result["note"] == "the module has no data (it was built on the meta device)"
+    found = equal(step_of(module, kwargs=tokens()), "single", 1).found
+    assert found["reference"] == "export"
+    assert found["note"] == "the module has no data (it was built on the meta device)"
 
 
-@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
-def test_both_oracles_agree(build: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    module, batch = build().to(torch.bfloat16), tokens()
-    captured = ss.capture(module, (), batch, optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)).captured
+def test_both_oracles_agree() -> None:
+    module = llama().bfloat16()
+    captured = step_of(module, kwargs=tokens()).captured
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     wide = {name: value.double() if value.is_floating_point() else value for name, value in captured.values.items()}
     one = Eager(captured, captured.batch).step(wide, lambda name, shape: torch.rand(shape))
@@ -209,13 +183,12 @@ def test_both_oracles_agree(build: Callable[[], nn.Module]) -> None:
 
 
 def test_modes_of_submodules_are_those_of_the_capture() -> None:
-    torch.manual_seed(0)
     module = Net(lambda m, h: m.norm(h))
     module.norm.eval()
-    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=torch.optim.SGD(module.parameters(), lr=1e-2))
+    graph = step_of(module, torch.randn(4, 8))
     module.eval()
     module.norm.train()
-    assert ss.compile(graph, "single", "local:1").verify()["equal"]
+    assert_equal(graph, "single", 1)
     wrong = replace(graph.captured.call, training=tuple(m.training for m in module.modules()))
     graph.captured = replace(graph.captured, call=wrong)
     assert not ss.compile(graph, "single", "local:1").verify()["equal"]
