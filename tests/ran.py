@@ -61,13 +61,18 @@ def equal(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Ran:
     return Ran(compiled, found)
 
 
-def captured(make: Callable[[], tuple[nn.Module, Any]], lr: float = 0.1, **options: Any) -> ss.Graph:
-    """Capture the module and its inputs (a tensor, a tuple, or a dict) that `make` returns, trained by SGD."""
+def captured(
+    make: Callable[[], tuple[nn.Module, Any]],
+    lr: float = 0.1,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    **options: Any,
+) -> ss.Graph:
+    """Capture the module and its inputs (a tensor, a tuple, or a dict) that `make` returns, and an optimizer."""
     torch.manual_seed(0)
     module, inputs = make()
     args = () if isinstance(inputs, dict) else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     trained = [p for p in module.parameters() if p.requires_grad]
-    options.setdefault("optimizer", torch.optim.SGD(trained, lr=lr))
+    options.setdefault("optimizer", kind(trained, lr=lr) if trained else None)
     return ss.capture(module, args, inputs if isinstance(inputs, dict) else {}, **options)
 
 

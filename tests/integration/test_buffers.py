@@ -1,4 +1,4 @@
-"""Buffers that a step changes: batch normalization's running statistics, counters, moving averages."""
+"""Buffers that a step changes (running statistics, counters, moving averages), and random numbers that it draws."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.artifact import describe, initial_values
-from superscaler.comm.communicator import Communicator
-from superscaler.comm.threads import run_ranks
 from superscaler.errors import PlanError
-from superscaler.plans import data_parallel
-from superscaler.runtime.step import build_step, modules
+from tests.ran import captured, equal, trained
 
 
 class Convolutions(nn.Module):
@@ -62,8 +58,7 @@ def channels(graph: ss.Graph, cluster: ss.Cluster) -> None:
     """Cut the output channels of the first convolution, wherever they are."""
     factor = graph.model.tensors["blocks.0.0.weight"].slots[0][0]
     for op in graph.ops:
-        for part, device in zip(ss.op_trans(graph, op, ss.Split(factor, 2)), cluster.devices, strict=True):
-            ss.op_assign(graph, part, device)
+        ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(factor, 2)), cluster.devices)
 
 
 @ss.sprogram
@@ -81,63 +76,68 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 3, 6, 6), torch.randint(0, 5, (8,))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"track_running_stats": False}, {"affine": False}], ids=str)
-def test_batch_norm_is_exact_under_data_parallelism(options: dict[str, bool], devices: int) -> None:
-    graph = ss.capture(m := Convolutions(**options), images(), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
-    found = ss.compile(graph, data_parallel.data_parallel, ss.Cluster.local(devices)).verify()
-    assert found["equal"], found
+def test_batch_norm_is_exact_under_data_parallelism(options: dict[str, bool]) -> None:
+    equal(captured(lambda: (Convolutions(**options), images())), "data_parallel", 4)
 
 
 def test_buffers_follow_pytorch_for_several_steps() -> None:
-    module, batch = Convolutions(), images()
+    module = Convolutions()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    graph = ss.capture(module, batch, optimizer=optimizer)
-    plan = ss.compile(graph, data_parallel.data_parallel, ss.Cluster.local(2))
-    values = initial_values(graph.model, graph.captured.values)
-
-    def run(communicator: Communicator) -> tuple[list[Tensor], dict[str, Tensor]]:
-        step = build_step(describe(plan.compiled), modules(plan.compiled.emitted.files), values, communicator)
-        return [step({"x": batch[0], "y": batch[1]}) for _ in range(3)], step.state.weights
-
-    found = run_ranks(2, run)
+    graph = ss.capture(module, images(), optimizer=optimizer)
+    found = trained(ss.compile(graph, "data_parallel", "local:2"))
     for k in range(3):
         optimizer.zero_grad()
-        loss = module(*batch)
+        loss = module(*images())
         loss.backward()
         optimizer.step()
-        for losses, _ in found:
-            torch.testing.assert_close(losses[k], loss.detach())
+        assert [losses[k] for losses, _ in found] == pytest.approx(2 * [loss.item()])
     for name, buffer in module.named_buffers():
         for _, weights in found:
             torch.testing.assert_close(weights[name.replace(".", "_")], buffer)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_other_buffers(devices: int) -> None:
-    torch.manual_seed(0)
-    graph = ss.capture(m := Smoothed(), (torch.randn(8, 6),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
+def test_other_buffers() -> None:
+    graph = captured(lambda: (Smoothed(), torch.randn(8, 6)))
     assert {op.inputs[0].tensor for op in graph.ops if op.is_write} == {"average", "last", "count"}
-    found = ss.compile(graph, data_parallel.data_parallel, ss.Cluster.local(devices)).verify()
-    assert found["equal"], found
+    equal(graph, "data_parallel")
 
 
 def test_statistics_of_the_batch_cannot_wait_for_later_microbatches() -> None:
-    graph = ss.capture(m := Convolutions(), images(), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
-    assert ss.compile(graph, partial(stages, microbatches=1), ss.Cluster.local(2)).verify()["equal"]
+    graph = captured(lambda: (Convolutions(), images()))
+    equal(graph, partial(stages, microbatches=1))
     with pytest.raises(PlanError, match=r"blocks\.0\.1\) reads .* of several microbatches, as norms and losses"):
-        ss.compile(graph, partial(stages, microbatches=2), ss.Cluster.local(2))
+        ss.compile(graph, partial(stages, microbatches=2), "local:2")
 
 
 def test_channels_are_cut_with_their_statistics() -> None:
-    plan = ss.compile(
-        ss.capture(m := Convolutions(), images(), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2)),
-        channels,
-        ss.Cluster.local(2),
-    )
-    assert plan.verify()["equal"]
-    held = {w.tensor: w.box for w in plan.compiled.program.devices[1].weights}
+    program = equal(captured(lambda: (Convolutions(), images())), channels).program
+    held = {w.tensor: w.box for w in program.devices[1].weights}
     assert held["blocks.0.1.running_mean"] == ((4, 8),)
+
+
+class Noisy(nn.Module):
+    """Drop-path, noise, and both kinds of Bernoulli masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        h = h / 0.8 * (torch.rand(h.shape[0], 1) + 0.8).floor()
+        h = h + 0.1 * torch.randn_like(h)
+        h = h * torch.bernoulli(torch.full_like(h, 0.7)) * torch.empty_like(h).bernoulli_(0.6)
+        return F.mse_loss(self.down(h), y)
+
+
+@pytest.mark.parametrize(("plan", "devices"), [("data_parallel", 4), ("tensor_parallel", 2)])
+def test_every_plan_draws_the_same_random_numbers(plan: str, devices: int) -> None:
+    graph = captured(lambda: (Noisy(), (torch.randn(8, 6), torch.randn(8, 3))))
+    equal(graph, plan, devices)
+    drawn = [op for op in graph.ops if op.target in ("ss.uniform", "ss.normal")]
+    assert len(drawn) == 4
+    assert all(op.indices[0].factor == "batch" for op in drawn)
 
 
 def test_a_checkpoint_of_training_is_evaluated(tmp_path: Path) -> None:

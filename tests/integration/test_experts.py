@@ -12,6 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen
 import superscaler as ss
 from superscaler.frontend.rewrites.custom_ops import experts
 from superscaler.runtime import functional
+from tests.ran import captured, equal
 
 SIZES = {
     "vocab_size": 32,
@@ -25,18 +26,19 @@ SIZES = {
 }
 
 
-@cache
-def mixtral() -> tuple[ss.Graph, MixtralForCausalLM, Tensor]:
-    torch.manual_seed(0)
-    module = MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=20, num_local_experts=4))
+def model() -> tuple[MixtralForCausalLM, dict[str, Tensor]]:
+    config = MixtralConfig(**SIZES, intermediate_size=20, num_local_experts=4)
+    return MixtralForCausalLM(config), words()
+
+
+def words() -> dict[str, Tensor]:
     ids = torch.randint(0, 32, (4, 6))
-    return (
-        ss.capture(
-            module, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)
-        ),
-        module,
-        ids,
-    )
+    return {"input_ids": ids, "labels": ids}
+
+
+@cache
+def mixtral() -> ss.Graph:
+    return captured(model)
 
 
 def split(words: dict[str, int]) -> object:
@@ -67,47 +69,38 @@ PLANS = {
 
 @pytest.mark.parametrize("words", PLANS.values(), ids=PLANS)
 def test_cuts(words: dict[str, int]) -> None:
-    graph, *_ = mixtral()
-    plan = ss.compile(graph, split(words), ss.Cluster.local(2))  # type: ignore[arg-type]
-    assert plan.verify()["equal"]
-    moe = next(op for op in graph.ops if op.target == "ss.experts")
-    assert len({tuple(map(int, row)) for row in plan.compiled.schedule.edges.rows[moe.name].lo}) == 2
+    moe = next(op for op in mixtral().ops if op.target == "ss.experts")
+    rows = equal(mixtral(), split(words)).compiled.schedule.edges.rows[moe.name]
+    assert len({tuple(map(int, row)) for row in rows.lo}) == 2
 
 
 def test_no_operator_is_left_without_a_rule_and_the_model_stays_as_it_was() -> None:
-    graph, module, ids = mixtral()
+    graph = mixtral()
+    module, ids = graph.captured.call.module, graph.captured.batch["input_ids"]
     assert not graph.model.unsupported
     assert module.config._experts_implementation == "grouped_mm"
-    found = ss.compile(graph, "single", ss.Cluster.local(1)).verify()
+    found = equal(graph, "single", 1).found
     # The module's own kernel of grouped products has no float64.
-    assert (found["equal"], found["reference"], found["note"]) == (True, "eager", "")
+    assert (found["reference"], found["note"]) == ("eager", "")
     assert abs(found["loss"] - module(input_ids=ids, labels=ids).loss.item()) < 1e-5
 
 
 def test_shared_experts_of_another_family() -> None:
-    torch.manual_seed(0)
-    config = Qwen2MoeConfig(
-        **SIZES, num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=12, intermediate_size=24
-    )
-    ids = torch.randint(0, 32, (4, 6))
-    graph = ss.capture(
-        m := Qwen2MoeForCausalLM(config),
-        kwargs={"input_ids": ids, "labels": ids},
-        optimizer=torch.optim.SGD(m.parameters(), lr=1e-2),
-    )
+    sizes = {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 12, "intermediate_size": 24}
+    config = Qwen2MoeConfig(**SIZES, **sizes, num_experts=4)
+    graph = captured(lambda: (Qwen2MoeForCausalLM(config), words()))
     assert any(op.target == "ss.experts" for op in graph.ops)
-    assert ss.compile(graph, "data_parallel", ss.Cluster.local(2)).verify()["equal"]
+    equal(graph, "data_parallel")
 
 
 def test_without_data() -> None:
-    with torch.device("meta"):
-        module = MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=20, num_local_experts=4))
-    ids = torch.randint(0, 32, (4, 6))
-    graph = ss.capture(
-        module, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)
-    )
+    def on_meta() -> tuple[MixtralForCausalLM, dict[str, Tensor]]:
+        with torch.device("meta"):
+            return model()[0], {}
+
+    graph = captured(lambda: (on_meta()[0], words()))
     assert not any(name.startswith("model") for name in graph.captured.values)
-    assert ss.compile(graph, "data_parallel", ss.Cluster.local(2)).verify()["equal"]
+    equal(graph, "data_parallel")
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
@@ -121,7 +114,5 @@ def test_experts_one_by_one_are_experts_gathered(activation: str) -> None:
     ours = functional.experts(x, ids, weights, gate_up, down, activation, [(0, 4)], [4])
     torch.testing.assert_close(ours, whole)
     leaves = (x, weights, gate_up, down)
-    for a, b in zip(
-        torch.autograd.grad(ours.sin().sum(), leaves), torch.autograd.grad(whole.sin().sum(), leaves), strict=True
-    ):
-        torch.testing.assert_close(a, b)
+    gradients = (torch.autograd.grad(x.sin().sum(), leaves) for x in (ours, whole))
+    torch.testing.assert_close(*gradients)

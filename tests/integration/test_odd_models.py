@@ -1,17 +1,21 @@
-"""Models of operators that no rule knows: captured, equal under data parallelism, and told what is not cut."""
+"""Operators that no rule knows, users' own ones, and parts that must know where they are: cut where they can be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superscaler.cluster import Cluster
-from superscaler.plan import capture, compile
+import superscaler as ss
+from superscaler.emit.segments import emit_segments
 from superscaler.report.model import describe
+from tests.frontend import own
+from tests.graphs import graph_of
+from tests.ran import SProgram, captured, equal
 
 
 class Systems(nn.Module):
@@ -103,14 +107,72 @@ ODD: dict[type[nn.Module], tuple[Callable[[], tuple[Tensor, ...]], set[str]]] = 
 
 @pytest.mark.parametrize("kind", ODD, ids=lambda kind: kind.__name__)
 def test_an_odd_model_is_equal_and_says_what_is_frozen(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     inputs, unknown = ODD[kind]
-    module = kind()
-    graph = capture(module, inputs(), {}, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    graph = captured(lambda: (kind(), inputs()))
     found = describe(graph.model)
     assert set(found["unsupported"]) == unknown
     assert {row["operator"] for row in found["frozen"] if row["reason"] == "no rule"} == unknown
     # What stands before them is still cut on the batch.
     assert any(op.find("batch") is not None for op in graph.forward_ops)
-    result = compile(graph, "data_parallel", Cluster.local(4)).verify()
-    assert result["equal"], result
+    equal(graph, "data_parallel", 4)
+
+
+@ss.sprogram
+def split_inner(graph: ss.Graph, cluster: ss.Cluster) -> None:
+    for op in graph.ops:
+        algorithm = ss.Split("hidden", 2) if op.find("hidden") is not None else ss.Replicate(2)
+        ss.op_assign(graph, ss.op_trans(graph, op, algorithm), cluster.devices)
+
+
+OWN = [f"{n}.default" for n in ("ss_own.rms_norm", "superscaler_tests.gate", "ss_own.project", "ss_own.scale_and_size")]
+
+
+@cache
+def of_own() -> ss.Graph:
+    return captured(lambda: (own.Block(), torch.randn(4, 6, 8)))
+
+
+@pytest.mark.parametrize(("factor", "cut"), [("batch", OWN), ("hidden", OWN[1:3]), ("x.2", OWN[2:3])])
+def test_factors_that_cut_users_own_operators(factor: str, cut: list[str]) -> None:
+    assert {op.target for op in of_own().ops if op.find(factor) is not None}.intersection(OWN) == set(cut)
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "tensor_parallel", split_inner])
+def test_plans_of_users_own_operators(plan: str | SProgram) -> None:
+    text = equal(of_own(), plan).compiled.emitted.files["segments.py"]
+    assert all(f"torch.ops.{name}(" in text for name in OWN)
+
+
+def wrong(x: Tensor) -> Tensor:
+    return x.softmax(0)
+
+
+def test_verify_finds_what_was_registered_unchecked() -> None:
+    class Model(own.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(ss.register("b s h -> b s h", wrong, check=False)(x))
+
+    graph = captured(lambda: (Model(), torch.randn(4, 6, 8)))
+    found = ss.compile(graph, "data_parallel", "local:2").verify()
+    assert not found["equal"]
+    assert found["loss_error"] > 1e-6
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(("target", "slot", "function"), [
+    ("aten.embedding.default", 0, "embedding_part"),
+    ("aten.scaled_dot_product_attention.default", -2, "causal_mask"),
+])  # fmt: skip
+def test_an_uneven_part_knows_where_it_starts(target: str, slot: int, function: str, parts: int) -> None:
+    """Rows of a vocabulary, and queries that see no later key."""
+    graph = graph_of("gpt2:size=tiny", "SGD")
+    op = next(op for op in graph.forward_ops if op.target == target)
+    index = op.indices[op.inputs[0].slots[slot] or 0]
+    first = index.size // parts + 1
+    sizes = (*[first] * (parts - 1), index.size - first * (parts - 1))
+
+    def uneven(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        for op in graph.forward_ops:
+            ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(index.factor, sizes=sizes)), cluster.devices)
+
+    assert f"functional.{function}(" in emit_segments(equal(graph, uneven, parts).program)[0]

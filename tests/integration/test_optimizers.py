@@ -10,15 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superscaler.artifact import describe, initial_values
-from superscaler.cluster import Cluster
-from superscaler.comm.communicator import Communicator
-from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.plan import Graph, capture, compile
-from superscaler.plans import resolve
-from superscaler.runtime.step import Step, build_step, modules
+from superscaler.runtime.step import Step
+from tests.ran import equal, on_ranks
 
 
 def two_groups(module: nn.Module) -> list[dict[str, object]]:
@@ -54,8 +50,7 @@ PIPELINE = "pipeline_1f1b:stages=2,microbatches=2"
 )
 def test_a_step_equals_torch(name: str, spec: str) -> None:
     graph = trained_by(name)
-    result = compile(graph, resolve(spec), Cluster.local(2)).verify()
-    assert result["equal"], result
+    equal(graph, spec)
     updated = {op.inputs[0].tensor for op in graph.ops if not op.is_forward}
     assert any(".h.0." in tensor for tensor in updated) == (name not in ("some", "frozen"))
 
@@ -79,18 +74,14 @@ def test_weights_are_those_of_eager_training_in_their_own_dtype(
     torch.manual_seed(0)
     module, x = Two().to(dtype), torch.randn(4, 8, dtype=dtype)
     eager = copy.deepcopy(module)
-    compiled = compile(
-        capture(module, (x,), optimizer=made(module.parameters(), lr=0.05)), "single", "local:1"
-    ).compiled
-    plan, code = describe(compiled), modules(compiled.emitted.files)
+    graph = capture(module, (x,), optimizer=made(module.parameters(), lr=0.05))
 
-    def run(communicator: Communicator) -> tuple[dict[str, Tensor], list[object]]:
-        step = build_step(plan, code, dict(compiled.graph.captured.values), communicator)
+    def run(step: Step) -> tuple[dict[str, Tensor], list[object]]:
         for _ in range(2):
             step({"x": x})
         return step.state_dict()["weights"], [g["fused"] for g in step.state.optimizer.param_groups]
 
-    ((weights, fused),) = run_ranks(1, run)
+    ((weights, fused),) = on_ranks(compile(graph, "single", "local:1"), run)
     optimizer = made(eager.parameters(), lr=0.05)
     for _ in range(2):
         optimizer.zero_grad()
@@ -111,11 +102,7 @@ def test_a_step_without_an_optimizer_is_refused() -> None:
 
 def steps_of(optimizer: str, then: Callable[[Step], object], spec: str = "pipeline_1f1b:stages=2") -> list[object]:
     """Return what `then` makes of each of two ranks."""
-    graph = trained_by(optimizer)
-    compiled = compile(graph, spec, "local:2").compiled
-    plan, code = describe(compiled), modules(compiled.emitted.files)
-    values = initial_values(graph.model, graph.captured.values)
-    return run_ranks(2, lambda communicator: then(build_step(plan, code, values, communicator)))
+    return on_ranks(compile(trained_by(optimizer), spec, "local:2"), then)
 
 
 def test_a_number_sets_the_rate_of_all_groups_where_they_have_one() -> None:
@@ -145,20 +132,20 @@ def test_a_rank_without_a_group_knows_its_rate() -> None:
     ends = [[p for n, p in named.items() if "wpe" in n], [p for n, p in named.items() if "ln_f" in n]]
     rest = [p for n, p in named.items() if "wpe" not in n and "ln_f" not in n]
     groups = [{"params": p, "lr": lr} for p, lr in zip([*ends, rest], (0.1, 0.2, 0.3), strict=True)]
-    graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(groups))
-    compiled = compile(graph, "pipeline_1f1b:stages=2", "local:2").compiled
-    plan, code = describe(compiled), modules(compiled.emitted.files)
-    values = initial_values(graph.model, graph.captured.values)
+    graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(groups), cache="gpt2:size=tiny")
+    plan = compile(graph, "pipeline_1f1b:stages=2", "local:2")
 
-    def rates(communicator: Communicator) -> object:
-        step = build_step(plan, code, values, communicator)
+    def rates(step: Step) -> object:
         before, step.lr = step.lr, (0.4, 0.5, 0.6)
-        again = build_step(plan, code, values, communicator)
-        again.load_state_dict(step.state_dict())
-        return before, again.lr, [group["lr"] for group in again.state.optimizer.param_groups]
+        return before, step.state_dict()
 
-    told = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
-    assert run_ranks(2, rates) == [(*told, [0.4, 0.6]), (*told, [0.5, 0.6])]
+    def resumed(step: Step) -> object:
+        step.load_state_dict(saved[step.rank][1])
+        return step.lr, [group["lr"] for group in step.state.optimizer.param_groups]
+
+    saved = on_ranks(plan, rates)
+    assert [before for before, _ in saved] == [(0.1, 0.2, 0.3)] * 2
+    assert on_ranks(plan, resumed) == [((0.4, 0.5, 0.6), [0.4, 0.6]), ((0.4, 0.5, 0.6), [0.5, 0.6])]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def blocks_at_once(program: Program) -> int:
 
 
 def test_sharded_weights_are_gathered_again_late_and_freed_early() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=4", "SGD")
+    graph = graph_of("gpt2:size=tiny,layers=4,batch=16", "SGD")
     plain, again = exact(graph, sharded).program, equal(graph, recomputed(sharded)).program
     inside = 8 * sum(prod(t.shape) for t in graph.model.parameters() if ".h." in t.name)
     assert again.bytes_moved == plain.bytes_moved + inside
@@ -116,7 +116,7 @@ def test_sharded_weights_are_gathered_again_late_and_freed_early() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_weights_are_gathered_as_many_blocks_ahead_as_the_plan_says(ahead: int) -> None:
-    plan = equal(graph_of("gpt2:size=tiny,layers=4", "SGD"), recomputed(partial(sharded, ahead=ahead)))
+    plan = equal(graph_of("gpt2:size=tiny,layers=4,batch=16", "SGD"), recomputed(partial(sharded, ahead=ahead)))
     assert blocks_at_once(plan.program) == 1 + ahead
     assert any(str(entry).endswith(f"ahead={ahead}") for entry in plan.graph.journal)
 

@@ -21,7 +21,7 @@ from tests.rewrites import regathered
 @pytest.mark.parametrize(
     "spec",
     [
-        "gpt2:size=tiny,layers=4",
+        "gpt2:size=tiny,layers=4,batch=16",
         "alphafold2:size=tiny,layers=1,passes=2",
         pytest.param("llama:size=tiny", marks=pytest.mark.slow),
         pytest.param("mbart:size=tiny", marks=pytest.mark.slow),
@@ -35,7 +35,7 @@ def test_weights_brought_again_change_no_number(spec: str) -> None:
 
 
 def test_gathers_are_made_again_late_and_freed_early() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=4")
+    graph = graph_of("gpt2:size=tiny,layers=4,batch=16")
     plain, again = (ss.compile(graph, plan, "local:2") for plan in ("zero:stage=1", regathered("zero:stage=1")))
     inside = 4 * sum(prod(t.shape) for t in graph.model.parameters() if ".h." in t.name)
     assert again.compiled.program.bytes_moved == plain.compiled.program.bytes_moved + inside
@@ -45,7 +45,7 @@ def test_gathers_are_made_again_late_and_freed_early() -> None:
 
 
 def test_gathered_activations_are_kept_in_pieces_and_gathered_again() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=4")
+    graph = graph_of("gpt2:size=tiny,layers=4,batch=16")
     plain, again = exact(graph, "sequence_parallel").program, equal(graph, "sequence_parallel:regather=true")
     tokens = next(t for t in graph.model.tensors.values() if t.name == graph.blocks[1].ops[0].inputs[0].tensor)
     # Two products a block and the head, of which each of two devices lacks half.
@@ -56,7 +56,7 @@ def test_gathered_activations_are_kept_in_pieces_and_gathered_again() -> None:
 
 
 def test_each_microbatch_brings_them_again() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=4")
+    graph = graph_of("gpt2:size=tiny,layers=4,batch=16")
     code = equal(graph, regathered("zero:stage=2,microbatches=2")).code()
     gathered = [i for i in code if isinstance(i, Collective) and i.kind == "all_gather"]
     inside = [work for i in gathered for work in i.works if "_h_" in str(work)]
@@ -64,7 +64,9 @@ def test_each_microbatch_brings_them_again() -> None:
 
 
 def test_another_weight_than_the_forward_had_is_refused() -> None:
-    program = ss.compile(graph_of("gpt2:size=tiny,layers=4"), regathered("zero:stage=1"), "local:2").compiled.program
+    program = ss.compile(
+        graph_of("gpt2:size=tiny,layers=4,batch=16"), regathered("zero:stage=1"), "local:2"
+    ).compiled.program
 
     def changed(i: Backward) -> Backward:
         return replace(i, again=(*i.again[1:], i.again[0]))

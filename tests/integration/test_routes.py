@@ -11,8 +11,9 @@ from torch import nn
 
 import superscaler as ss
 from superscaler.materialize.rvd import route
-from superscaler.models import build
 from superscaler.plan import Plan
+from tests.graphs import graph_of
+from tests.ran import SProgram, equal
 
 
 class Two(nn.Module):
@@ -35,20 +36,23 @@ CUTS = ("batch", "inner", "outer", "copies")
 
 
 def plan_of(made: str, read: str, before: list[int], after: list[int], graph: ss.Graph = GRAPH) -> Plan:
-    """The first product is cut on its batch, contraction or result over devices `before`, the rest over `after`."""
-    first = next(op for op in graph.forward_ops if op.module == "first" and op.target != "aten.t.default")
-    marks = {i.mark: i.factor for i in first.indices if i.factor != "batch"}
-    factors = {"batch": "batch", "inner": marks["summed"], "outer": marks["spatial"]}
+    return ss.compile(graph, written(made, read, before, after), "v100:2x4")
 
-    @ss.sprogram
+
+def written(made: str, read: str, before: list[int], after: list[int]) -> SProgram:
+    """The first product is cut on its batch, contraction or result over devices `before`, the rest over `after`."""
+
     def plan(graph: ss.Graph, cluster: ss.Cluster) -> None:
+        first = next(op for op in graph.forward_ops if op.module == "first" and op.target != "aten.t.default")
+        marks = {i.mark: i.factor for i in first.indices if i.factor != "batch"}
+        factors = {"batch": "batch", "inner": marks["summed"], "outer": marks["spatial"]}
         for op in graph.forward_ops:
             how, devices = (made, before) if op.module == "first" else (read, after)
             factor = factors.get(how) if op.module == "first" or how != "inner" else factors["outer"]
             algorithm = ss.Replicate(len(devices)) if factor is None else ss.Split(factor, len(devices))
             ss.op_assign(graph, ss.op_trans(graph, op, algorithm), devices)
 
-    return ss.compile(graph, plan, "v100:2x4")
+    return plan
 
 
 ORDERS = [
@@ -63,9 +67,7 @@ ORDERS = [
 @pytest.mark.parametrize(("before", "after"), ORDERS, ids=str)
 def test_every_pair_of_cuts_is_equal(before: list[int], after: list[int]) -> None:
     for made, read in itertools.product(CUTS, ("batch", "inner", "copies")):
-        result = plan_of(made, read, before, after).verify()
-        assert result["equal"], (made, read, result["first_difference"])
-        assert result["bytes_moved"] == result["bytes_planned"], (made, read)
+        equal(GRAPH, written(made, read, before, after), "v100:2x4")
 
 
 @pytest.mark.parametrize("before", [[0, 1, 2, 3], [0, 1]], ids=str)
@@ -76,11 +78,7 @@ def test_value_parts_cross_servers_once(before: list[int]) -> None:
     moves = [m for m in plan.compiled.moves if m.tensor == tensor and not m.is_backward]
     assert {m.kind for m in moves} == {"reduce_scatter", "send", "all_gather"}
     assert sum(m.moved for m in moves if m.kind == "send") == 8192 * 16384 * 4
-
-
-def test_a_path_is_told() -> None:
-    told = plan_of("inner", "copies", [0, 1, 2, 3], [4, 5, 6, 7], LARGE).explain()
-    assert "step 1 of 3 of the cheapest path to another layout" in told
+    assert "step 1 of 3 of the cheapest path to another layout" in plan.explain()
 
 
 def test_copies_to_copies_cross_servers_once() -> None:
@@ -93,29 +91,22 @@ def test_copies_to_copies_cross_servers_once() -> None:
 
 def test_messages_of_one_point_start_together() -> None:
     """Rows on some devices become columns on the same ones in another order, forward and backward."""
-    plan = plan_of("batch", "outer", [0, 1, 2, 3], [1, 0, 3, 2])
-    for program in plan.compiled.emitted.programs[:4]:
-        code = plan.compiled.emitted.files[f"{program}.py"]
+    emitted = equal(GRAPH, written("batch", "outer", [0, 1, 2, 3], [1, 0, 3, 2]), "v100:2x4").compiled.emitted
+    for program in emitted.programs[:4]:
+        code = emitted.files[f"{program}.py"]
         blocks = re.findall(r"    with rt.together\(\):\n((?:        .*\n)+)", code)
         calls = [re.findall(r"rt\.(send|recv)", block) for block in blocks]
         assert [(c.count("send"), c.count("recv")) for c in calls] == [(3, 3), (3, 3)]
         assert len(re.findall(r"rt\.(?:send|recv)", code)) == 12
-    assert plan.verify()["equal"]
 
 
 @pytest.mark.parametrize(("dp", "spec"), [(1, "hybrid:dp=1,tp=4,pp=2,microbatches=2"), (3, "hybrid:dp=3,tp=4,pp=2")])
 def test_stages_of_copies_share_out_what_they_send(dp: int, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between stages on two servers each tensor-parallel device sends a part, forward and backward."""
     monkeypatch.setattr(route, "START", 0.0)
-    built = build("gpt2:size=tiny,heads=4,batch=12,vocab=64")
-    graph = ss.capture(
-        built.module, built.args, built.kwargs, optimizer=torch.optim.SGD(built.module.parameters(), lr=1e-2)
-    )
     free = "{intra: {alpha: 1e-12}, network: {alpha: 1e-12}}"
     servers = f"{{name: lab, preset: v100, servers: 2, devices_per_server: {4 * dp}, links: {free}}}"
-    plan = ss.compile(graph, spec, servers)
-    moves = [m for m in plan.compiled.moves if "cheapest path" in m.reason]
+    plan = equal(graph_of("gpt2:size=tiny,heads=4,batch=12,vocab=64"), spec, servers).compiled
+    moves = [m for m in plan.moves if "cheapest path" in m.reason]
     assert {m.kind for m in moves} == {"send", "all_gather"}
     assert {m.is_backward for m in moves} == {False, True}
-    result = plan.verify()
-    assert result["equal"], result["first_difference"]

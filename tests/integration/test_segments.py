@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import FalconConfig, FalconForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 import superscaler as ss
+from tests.ran import captured, equal
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8}
 
@@ -25,37 +27,35 @@ def falcon(grouped: bool) -> PreTrainedModel:
     return FalconForCausalLM(FalconConfig(**SIZES, **options, alibi=False))
 
 
+def words() -> dict[str, Tensor]:
+    ids = torch.randint(2, 96, (4, 6))
+    return {"input_ids": ids, "labels": ids}
+
+
 @pytest.mark.parametrize(
     ("module", "pieces"),
     [(phi3, 2 * 3), (lambda: falcon(True), 0), (lambda: falcon(False), 2 * 2 * 3)],
     ids=["phi3", "falcon-grouped", "falcon-multi-query"],
 )
 def test_hugging_face(module, pieces: int) -> None:  # type: ignore[no-untyped-def]
-    torch.manual_seed(0)
-    ids = torch.randint(2, 96, (4, 6))
-    graph = ss.capture(
-        m := module(), kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(m.parameters(), lr=1e-2)
-    )
+    graph = captured(lambda: (module(), words()))
     assert len(graph.model.segments) == pieces
-    for plan in ("data_parallel", "tensor_parallel"):
-        assert ss.compile(graph, plan, ss.Cluster.local(4)).verify()["equal"]
+    equal(graph, "tensor_parallel", 4)
     cut = next(op for op in graph.ops if op.target.endswith("scaled_dot_product_attention.default"))
     assert "spatial" in {cut.indices[i].mark for i in cut.outputs[0].slots[1:2] if i is not None}
 
 
+@cache
+def uneven() -> ss.Graph:
+    return captured(lambda: (phi3(num_hidden_layers=3, tie_word_embeddings=True), words()))
+
+
 @pytest.mark.parametrize("plan", ["pipedream", "pipedream_2bw"])
 def test_segments_and_tied_weights_of_uneven_stages_may_be_old(plan: str) -> None:
-    torch.manual_seed(0)
-    ids, module = torch.randint(2, 96, (4, 6)), phi3(num_hidden_layers=3, tie_word_embeddings=True)
-    graph = ss.capture(
-        module, kwargs={"input_ids": ids, "labels": ids}, optimizer=torch.optim.SGD(module.parameters(), lr=1e-2)
-    )
-    compiled = ss.compile(graph, f"{plan}:microbatches=2,blocks=2+1", "local:2")
-    ages, first = compiled.compiled.graph.model.ages, int(plan == "pipedream_2bw")
+    graph = uneven()
+    ages, first = equal(graph, f"{plan}:microbatches=2,blocks=2+1").graph.model.ages, int(plan == "pipedream_2bw")
     assert [ages[f"model.layers.{k}.self_attn.qkv_proj.weight.1"] for k in range(3)] == [1, 1, first]
     assert ages["model.embed_tokens.weight"] == 1
-    found = compiled.verify()
-    assert found["equal"], found["first_difference"]
 
 
 class Packed(nn.Module):
@@ -86,8 +86,7 @@ class Packed(nn.Module):
     [("slices", True), ("split", True), ("view", True), ("overlap", False), ("whole", False), ("weight", False)],
 )
 def test_segments_are_parameters(how: str, is_cut: bool) -> None:
-    torch.manual_seed(0)
-    graph = ss.capture(m := Packed(how), (torch.randn(8, 6),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
+    graph = captured(lambda: (Packed(how), torch.randn(8, 6)))
     names = {f"packed.{kind}.{k}" for kind in ("weight", "bias") for k in range(3)}
     assert set(graph.model.segments) == (names if is_cut else set())
     assert ("packed.weight" in graph.model.tensors) == (not is_cut)
@@ -98,15 +97,10 @@ def test_segments_are_parameters(how: str, is_cut: bool) -> None:
         for op in graph.ops:
             ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(factor, 2)), cluster.devices)
 
-    plan = ss.compile(graph, cut, ss.Cluster.local(2))
-    assert plan.verify()["equal"]
-    boxes = {w.box[0] for d in plan.compiled.program.devices for w in d.weights if w.tensor == "packed.weight.1"}
+    program = equal(graph, cut).program
+    boxes = {w.box[0] for d in program.devices for w in d.weights if w.tensor == "packed.weight.1"}
     assert len(boxes) == (2 if is_cut else 0)
 
 
 def test_frozen_packed_weights() -> None:
-    torch.manual_seed(0)
-    graph = ss.capture(
-        m := Packed("slices", trained=False), (torch.randn(8, 6),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2)
-    )
-    assert ss.compile(graph, "data_parallel", ss.Cluster.local(2)).verify()["equal"]
+    equal(captured(lambda: (Packed("slices", trained=False), torch.randn(8, 6))), "data_parallel")

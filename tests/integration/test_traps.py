@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from random_sprograms import Author
 from torch import Tensor, nn
 
-from superscaler.artifact import describe, initial_values
 from superscaler.cluster import Cluster
-from superscaler.comm.threads import run_ranks
 from superscaler.ir.model import Op
-from superscaler.plan import Graph, Plan, capture, compile
-from superscaler.runtime.step import build_step, modules
+from superscaler.plan import Graph, compile
 from superscaler.verbs import Replicate, Split, op_assign, op_trans
+from tests.ran import captured, equal, trained
 
 Forward = Callable[..., Tensor]
 CASES: dict[str, tuple[Forward, Callable[[], tuple[Any, ...]]]] = {}
@@ -186,10 +184,8 @@ def tied(m: Trap, ids: Tensor, labels: Tensor) -> Tensor:
 
 @functools.cache
 def graph(name: str) -> Graph:
-    torch.manual_seed(0)
     function, inputs = CASES[name]
-    module = Trap(function)
-    return capture(module, inputs(), {}, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    return captured(lambda: (Trap(function), inputs()), 1e-2, torch.optim.AdamW)
 
 
 def cut_each(choose: Callable[[Op], list[int | None]]) -> Callable[[Graph, Cluster], None]:
@@ -233,16 +229,10 @@ COUPLED = ("losses_weighted_by_class", "in_place_by_index", "biases", "constants
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_plan_is_equal(name: str) -> None:
-    for spec, world in PLANS:
-        result = compile(graph(name), spec, Cluster.local(world)).verify()
-        assert result["equal"], (spec, result)
-        assert result["bytes_moved"] == result["bytes_planned"], spec
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in COUPLED])
-def test_microbatches_are_equal(name: str) -> None:
-    result = compile(graph(name), "pipeline_1f1b:stages=1,microbatches=4", Cluster.local(1)).verify()
-    assert result["equal"], result
+    for plan, world in PLANS:
+        equal(graph(name), plan, world)
+    if name not in COUPLED:
+        equal(graph(name), "pipeline_1f1b:stages=1,microbatches=4", 1)
 
 
 def test_tied_weights_are_cut_on_another_dim_in_each_use() -> None:
@@ -252,16 +242,14 @@ def test_tied_weights_are_cut_on_another_dim_in_each_use() -> None:
             has = factor in graph.factors and op.find(factor) is not None
             op_assign(graph, op_trans(graph, op, Split(factor, 2) if has else Replicate(2)), cluster.devices)
 
-    compiled = compile(graph("tied"), plan, Cluster.local(2))
+    made = equal(graph("tied"), plan).graph
     cut = {
         op.target: op.indices[axis.index].factor
-        for op, _ in compiled.compiled.graph.model.uses["table.weight"]
-        for axis in compiled.compiled.graph.grids[op.name].axes
+        for op, _ in made.model.uses["table.weight"]
+        for axis in made.grids[op.name].axes
         if axis.index is not None
     }
     assert cut == {"aten.embedding.default": "hidden", "aten.linear.default": "vocabulary"}
-    result = compiled.verify()
-    assert result["equal"], result
 
 
 def test_conflicting_views_freeze_neither_the_batch_nor_other_ops() -> None:
@@ -281,23 +269,10 @@ def dropped(m: Trap, x: Tensor) -> Tensor:
 
 
 def test_dropout_is_by_element_under_every_plan() -> None:
-    torch.manual_seed(0)
-    module = Trap(dropped)
-    drops = capture(module, cubes(), {}, torch.optim.SGD(module.parameters(), lr=0.1))
-
-    def train(plan: Plan) -> list[list[float]]:
-        code = modules(plan.compiled.emitted.files)
-        values = initial_values(plan.compiled.graph.model, drops.captured.values)
-
-        def run(communicator: Any) -> list[float]:
-            step = build_step(describe(plan.compiled), code, values, communicator)
-            return [float(step(drops.captured.batch)) for _ in range(3)]
-
-        return run_ranks(plan.compiled.program.world, run, timeout=60)
-
-    (alone,) = train(compile(drops, "single", Cluster.local(1)))
+    drops = captured(lambda: (Trap(dropped), cubes()))
+    ((alone, _),) = trained(compile(drops, "single", "local:1"))
     assert len(set(alone)) == 3
     for spec, world in [*PLANS, ("pipeline_1f1b:stages=1,microbatches=4", 1)]:
-        for found in train(compile(drops, spec, Cluster.local(world))):
+        for found, _ in trained(compile(drops, spec, f"local:{world}")):
             assert found == pytest.approx(alone, abs=1e-5)
-    assert compile(drops, "data_parallel", Cluster.local(2)).verify()["equal"]
+    assert compile(drops, "data_parallel", "local:2").verify()["equal"]

@@ -20,14 +20,14 @@ PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatch
 @pytest.mark.parametrize("plan", PLANS)
 def test_updates_right_after_their_gradients_change_no_number(plan: str) -> None:
     world = {"single": 1, PLANS[-1]: 4}.get(plan, 2)
-    for device in equal(graph_of("gpt2:size=tiny,layers=4"), early(plan), world).program.devices:
+    for device in equal(graph_of("gpt2:size=tiny,layers=4,batch=16"), early(plan), world).program.devices:
         updates = [i for i in device.instructions if isinstance(i, Update)]
         assert len(updates) > 1 or plan.startswith("pipeline")
         assert [i.is_early for i in updates] == [True] * (len(updates) - 1) + [False]
 
 
 def test_clipping_takes_the_norm_of_all_gradients() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=4")
+    graph = graph_of("gpt2:size=tiny,layers=4,batch=16")
     plans = (ss.compile(graph, plan, "local:2") for plan in (early("data_parallel"), "data_parallel"))
     (losses, weights), (expected, others) = (trained(plan, clip=0.1)[0] for plan in plans)
     assert losses == expected

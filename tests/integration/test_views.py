@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.artifact import initial_values, slots_of
+from superscaler.artifact import slots_of
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError
 from superscaler.plans import resolve
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step
-from superscaler.verify.locate import on_threads
+from tests.ran import SProgram, captured, on_ranks
 
 
 class Views(nn.Module):
@@ -54,9 +55,6 @@ class Bare(nn.Module):
         return {"loss": self.e.bias[0], "views": [self.e.weight.t()]}
 
 
-SProgram = Callable[[ss.Graph, ss.Cluster], Any]
-
-
 def early(graph: ss.Graph, cluster: ss.Cluster, before: str = "a") -> None:
     """Update one weight before the backward of a module, or of the product with a view of it."""
     resolve("data_parallel")(graph, cluster)
@@ -64,17 +62,14 @@ def early(graph: ss.Graph, cluster: ss.Cluster, before: str = "a") -> None:
     ss.op_order(graph, graph.op("update.e.weight"), graph.select(ops=ops, kind="B"))
 
 
-def captured(make: Callable[[], nn.Module]) -> tuple[ss.Graph, nn.Module]:
-    torch.manual_seed(0)
-    module, twin = make(), make()
-    twin.load_state_dict(module.state_dict())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return ss.capture(module, (torch.randn(4, 4),), optimizer=optimizer, outputs=True), twin
+def both(make: Callable[[], nn.Module]) -> tuple[ss.Graph, nn.Module]:
+    """Return a captured module, and one of the same weights."""
+    graph = captured(lambda: (make(), torch.randn(4, 4)), outputs=True)
+    return graph, copy.deepcopy(graph.captured.call.module)
 
 
 CASES: list[tuple[Callable[[], nn.Module], SProgram | str, int]] = [
     (Views, "single", 1),
-    (Views, "data_parallel", 2),
     (Views, "tensor_parallel", 2),
     (Views, "zero:stage=3", 2),
     (Views, early, 2),
@@ -86,14 +81,14 @@ CASES: list[tuple[Callable[[], nn.Module], SProgram | str, int]] = [
 def test_views_are_what_they_are_before_the_updates(
     make: Callable[[], nn.Module], plan: SProgram | str, world: int
 ) -> None:
-    graph, twin = captured(make)
+    graph, twin = both(make)
     compiled = ss.compile(graph, plan, f"local:{world}").compiled
     check_program(compiled.program)
 
     def run(step: Step) -> list[Any]:
         return [(step(graph.captured.batch), step.outputs, step.state.weights) for _ in range(3)]
 
-    found = on_threads(compiled, initial_values(graph.model, graph.captured.values), run, 60.0)
+    found = on_ranks(compiled, run)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for k in range(3):
         optimizer.zero_grad()
@@ -114,6 +109,6 @@ def test_views_are_what_they_are_before_the_updates(
 
 
 def test_an_update_before_what_reads_a_view_is_refused() -> None:
-    graph, _ = captured(Views)
+    graph, _ = both(Views)
     with pytest.raises(ScheduleError, match=r"U of e.weight .* needs B of matmul .* \(read before update, as detach\)"):
         ss.compile(graph, partial(early, before=""), "local:2")

@@ -8,11 +8,11 @@ from math import prod
 import pytest
 
 import superscaler as ss
-from superscaler.ir.program import Backward, Collective, Forward, Send, Wait
+from superscaler.ir.program import Backward, Collective, Forward, Program, Send, Wait
 from superscaler.materialize import buckets
-from superscaler.plans import resolve
 from superscaler.schedule import segments
 from tests.graphs import graph_of
+from tests.ran import equal
 
 
 @ss.sprogram
@@ -25,14 +25,10 @@ def zero(graph: ss.Graph, cluster: ss.Cluster) -> None:
         ss.op_assign(graph, ss.op_trans(graph, op, algorithm), cluster.devices)
 
 
-def plan_of(model: str, world: int) -> ss.Plan:
-    return ss.compile(graph_of(model), zero, ss.Cluster.local(world))
-
-
-def count(plan: ss.Plan) -> list[tuple[Counter[str], Counter[str]]]:
+def count(program: Program) -> list[tuple[Counter[str], Counter[str]]]:
     """Return per device how many collectives there are of each kind, and how many tensors travel in them."""
     found = []
-    for device in plan.compiled.program.devices:
+    for device in program.devices:
         code = [i for i in device.instructions if isinstance(i, Collective)]
         tensors = Counter({k: sum(len(i.works) for i in code if i.kind == k) for k in {i.kind for i in code}})
         found.append((Counter(i.kind for i in code), tensors))
@@ -41,29 +37,11 @@ def count(plan: ss.Plan) -> list[tuple[Counter[str], Counter[str]]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_weights_cut_at_rest_travel_in_a_few_collectives(world: int) -> None:
-    plan = plan_of("gpt2:size=tiny,batch=8", world)
-    for kinds, tensors in count(plan):
+    program = equal(graph_of("gpt2:size=tiny"), zero, world).program
+    for kinds, tensors in count(program):
         assert tensors["all_gather"] == tensors["reduce_scatter"] == 28
         assert kinds["all_gather"] == kinds["reduce_scatter"] == 1
-    result = plan.verify()
-    assert result["equal"], result["first_difference"]
-    assert result["bytes_moved"] == result["bytes_planned"]
-
-
-@pytest.mark.parametrize("limit", [1, 40_000, 10**9])
-def test_any_size_of_buckets_gives_the_same_step(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", limit)
-    monkeypatch.setattr(buckets, "SEGMENT_BYTES", limit)
-    plan = plan_of("gpt2:size=tiny,batch=8", 2)
-    for device in plan.compiled.program.devices:
-        shared = [i for i in device.instructions if isinstance(i, Collective) and len(i.works) > 1]
-        assert bool(shared) == (limit > 1)
-        assert all(i.bytes <= limit for i in shared)
-    assert plan.verify()["equal"]
-
-
-def test_weights_are_gathered_before_the_first_part_that_reads_any() -> None:
-    for device in plan_of("gpt2:size=tiny,batch=8", 2).compiled.program.devices:
+    for device in program.devices:
         code = device.instructions
         gather = next(at for at, i in enumerate(code) if isinstance(i, Collective) and i.kind == "all_gather")
         first = next(at for at, i in enumerate(code) if isinstance(i, Forward) and any(i.grads))
@@ -71,18 +49,25 @@ def test_weights_are_gathered_before_the_first_part_that_reads_any() -> None:
         assert gather < waited < first
 
 
+@pytest.mark.parametrize("limit", [1, 40_000, 10**9])
+def test_any_size_of_buckets_gives_the_same_step(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", limit)
+    monkeypatch.setattr(buckets, "SEGMENT_BYTES", limit)
+    for device in equal(graph_of("gpt2:size=tiny"), zero).program.devices:
+        shared = [i for i in device.instructions if isinstance(i, Collective) and len(i.works) > 1]
+        assert bool(shared) == (limit > 1)
+        assert all(i.bytes <= 2 * limit for i in shared)
+
+
 def test_uneven_slices_travel_in_collectives_too() -> None:
     """ZeRO-1 on three devices, which divide next to no dim: each chunk is padded to the largest of its tensor."""
     graph = graph_of("gpt2:size=tiny,batch=6")
-    plan = ss.compile(graph, resolve("zero"), ss.Cluster.local(3))
-    for device in plan.compiled.program.devices:
+    program = equal(graph, "zero", 3).program
+    for device in program.devices:
         assert not any(isinstance(i, Send) for i in device.instructions)
-    result = plan.verify()
-    assert result["equal"], result["first_difference"]
-    assert result["bytes_moved"] == result["bytes_planned"]
     # Gathered and reduced once each, in float64; slices differ by one row at most.
     weight = 8 * sum(prod(weight.shape) for weight in graph.model.parameters())
-    assert 4 * weight <= result["bytes_moved"] <= 4.2 * weight
+    assert 4 * weight <= program.bytes_moved <= 4.2 * weight
 
 
 def test_sums_travel_between_servers_while_the_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +76,9 @@ def test_sums_travel_between_servers_while_the_backward_goes_on(monkeypatch: pyt
         monkeypatch.setattr(module, "SEGMENT_BYTES", 2000)
     links = "links: {network: {bandwidth: 1e8}}"
     cluster = f"{{name: slow, preset: local, servers: 2, devices_per_server: 2, {links}}}"
-    plan = ss.compile(graph_of("mlp:layers=4,hidden=24,batch=12"), "data_parallel", cluster)
-    for rank, device in enumerate(plan.compiled.program.devices):
+    program = equal(graph_of("mlp:layers=4,hidden=24,batch=12"), "data_parallel", cluster).program
+    for rank, device in enumerate(program.devices):
         code = [i for i in device.instructions if isinstance(i, Backward | Collective)]
         last = max(at for at, i in enumerate(code) if isinstance(i, Backward))
         across = [i for i in code[:last] if isinstance(i, Collective) and i.group == (rank % 2, rank % 2 + 2)]
         assert len(across) == 2
-    result = plan.verify()
-    assert result["equal"], result["first_difference"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.ir.program import Collective
 from tests.graphs import graph_of
+from tests.ran import captured
 
 WORLD = 3
 
@@ -68,10 +69,7 @@ class Wide(nn.Module):
 
 @pytest.mark.dist
 def test_slices_are_gathered_on_the_one_device_that_goes_on() -> None:
-    torch.manual_seed(0)
-    model = Wide()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    graph = ss.capture(model, (torch.randn(5, 4), torch.randn(5, 4)), optimizer=optimizer)
+    graph = captured(lambda: (Wide(), (torch.randn(5, 4), torch.randn(5, 4))))
     width = next(i.factor for op in graph.ops for i in op.indices if i.size == 12)
 
     @ss.sprogram

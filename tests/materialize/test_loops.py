@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 import superscaler as ss
 from superscaler.certify.certificate import CHECKS
@@ -15,22 +14,20 @@ from superscaler.ir.fold import Folded
 from superscaler.ir.graph import Graph
 from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Role, names
 from superscaler.ir.program_text import parse_program, print_program
-from superscaler.models import build
 from superscaler.plans import resolve
+from tests.graphs import graph_of
+from tests.ran import equal
+from tests.rewrites import on_top, unrolled
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mlp() -> Graph:
-    torch.manual_seed(0)
-    found = build("mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64")
-    return ss.capture(found.module, found.args, found.kwargs, optimizer=torch.optim.SGD(found.module.parameters(), 0.1))
+    return graph_of("mlp:layers=4,hidden=8,inputs=4,classes=4,batch=64", "SGD")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def gpt() -> Graph:
-    torch.manual_seed(0)
-    found = build("gpt2:size=tiny,layers=1,batch=16,dropout=0")
-    return ss.capture(found.module, found.args, found.kwargs, optimizer=torch.optim.SGD(found.module.parameters(), 0.1))
+    return graph_of("gpt2:size=tiny,layers=1,batch=16", "SGD")
 
 
 def compiled(graph: Graph, plan: str | SProgram, devices: int, *, whole: bool = False) -> Compiled:
@@ -74,7 +71,14 @@ PLANS = [
 
 @pytest.mark.parametrize(("plan", "devices"), PLANS)
 def test_code_with_loops_does_what_the_code_of_all_microbatches_does(mlp: Graph, plan: str, devices: int) -> None:
-    check_told(mlp, plan, devices)
+    program = check_told(mlp, plan, devices)
+    text = print_program(program)
+    read = parse_program(text, program.model)
+    assert "  loop " in text
+    assert loops(read) == loops(program)
+    assert print_program(read) == text
+    for a, b in zip(read.devices, program.devices, strict=True):
+        assert list(a.instructions) == list(b.instructions)
 
 
 @pytest.mark.parametrize("plan", ["seq1f1b:microbatches=16", "terapipe:microbatches=16"])
@@ -83,16 +87,13 @@ def test_code_with_loops_over_slices_does_what_the_code_of_all_does(gpt: Graph, 
 
 
 def test_each_of_several_iterations_goes_in_loops(mlp: Graph) -> None:
-    def twice(graph: Graph, cluster: ss.Cluster) -> None:
-        resolve("pipeline_1f1b:microbatches=32")(graph, cluster)
-        graph.unroll(2)
-
+    twice = unrolled("pipeline_1f1b:microbatches=32")
     check_told(mlp, twice, 2)
-    assert ss.compile(mlp, twice, ss.Cluster.local(2)).verify()["equal"]
+    equal(mlp, twice)
 
 
-def check_told(graph: Graph, plan: str | SProgram, devices: int) -> None:
-    """Check that code with loops does what the code of all microbatches does."""
+def check_told(graph: Graph, plan: str | SProgram, devices: int) -> Program:
+    """Check that code with loops does what the code of all microbatches does, and return it."""
     rolled, whole = compiled(graph, plan, devices), compiled(graph, plan, devices, whole=True)
     assert all(loops(rolled.program))
     assert not loops(whole.program)
@@ -103,6 +104,7 @@ def check_told(graph: Graph, plan: str | SProgram, devices: int) -> None:
     for a, b in zip(rolled.program.devices, whole.program.devices, strict=True):
         assert a.weights == b.weights
         assert list(map(work, a.instructions)) == list(map(work, b.instructions))
+    return rolled.program
 
 
 def work(i: Instruction) -> object:
@@ -113,19 +115,7 @@ def work(i: Instruction) -> object:
 
 @pytest.mark.parametrize(("plan", "devices"), PLANS[:2])
 def test_a_plan_with_loops_equals_the_model(mlp: Graph, plan: str, devices: int) -> None:
-    assert ss.compile(mlp, resolve(plan), ss.Cluster.local(devices)).verify()["equal"]
-
-
-@pytest.mark.parametrize(("plan", "devices"), PLANS)
-def test_programs_with_loops_are_read_as_they_are_written(mlp: Graph, plan: str, devices: int) -> None:
-    program = compiled(mlp, plan, devices).program
-    text = print_program(program)
-    read = parse_program(text, program.model)
-    assert "  loop " in text
-    assert loops(read) == loops(program)
-    assert print_program(read) == text
-    for a, b in zip(read.devices, program.devices, strict=True):
-        assert list(a.instructions) == list(b.instructions)
+    equal(mlp, plan, devices)
 
 
 @pytest.mark.parametrize(("was", "now"), [("loop 29", "loop 1"), (" of 18", " of 17"), (" of 18", " of 900")])
@@ -150,8 +140,7 @@ def test_compiling_more_microbatches_compiles_no_more_of_them(mlp: Graph) -> Non
 
 
 def test_rows_that_do_not_repeat_are_compiled_whole(mlp: Graph) -> None:
-    def swapped(graph: Graph, cluster: ss.Cluster) -> None:
-        resolve("pipeline_1f1b:microbatches=32")(graph, cluster)
+    def swapped(graph: Graph) -> None:
         # The one before the last forward of a device goes first.
         at = next(n for n, order in enumerate(graph.orders) if str(order.before) == "0B14")
         a, b = graph.orders[at], graph.orders[at + 1]
@@ -159,7 +148,7 @@ def test_rows_that_do_not_repeat_are_compiled_whole(mlp: Graph) -> None:
         graph.orders[at] = replace(a, before=a.after, after=a.before)
         graph.orders[at + 1] = replace(b, before=a.before)
 
-    assert not loops(compile_graph(mlp, swapped, ss.Cluster.local(2)).program)
+    assert not loops(compile_graph(mlp, on_top(PLANS[0][0], swapped), ss.Cluster.local(2)).program)
 
 
 def test_few_microbatches_are_compiled_whole(mlp: Graph) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from superscaler.cluster import Cluster
 from superscaler.errors import TransformError
 from superscaler.ir.program import Collective
-from superscaler.plan import Graph, capture, compile
+from superscaler.plan import Graph
 from superscaler.verbs import Split, ValueSplit, op_assign, op_trans
+from tests.ran import captured, equal
 
 
 class Scaled(nn.Module):
@@ -29,10 +30,8 @@ class Scaled(nn.Module):
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    torch.manual_seed(0)
     labels = torch.tensor([2, 2, 2, 0, 1, 3, 4, 0])
-    module = Scaled()
-    return capture(module, (torch.randn(8, 8), labels), {}, torch.optim.SGD(module.parameters(), lr=0.1))
+    return captured(lambda: (Scaled(), (torch.randn(8, 8), labels)))
 
 
 @pytest.mark.parametrize(
@@ -40,8 +39,7 @@ def graph() -> Graph:
     [("data_parallel", 4), ("pipeline_1f1b:stages=2,microbatches=4", 2), ("hybrid:dp=2,pp=2,microbatches=2", 4)],
 )
 def test_a_loss_with_ops_after_its_sum_equals_under_microbatches(graph: Graph, spec: str, world: int) -> None:
-    result = compile(graph, spec, Cluster.local(world)).verify()
-    assert result["equal"], result
+    equal(graph, spec, world)
 
 
 def test_a_residual_may_stay_in_value_parts(graph: Graph) -> None:
@@ -56,12 +54,10 @@ def test_a_residual_may_stay_in_value_parts(graph: Graph) -> None:
             op_assign(graph, op_trans(graph, op, ValueSplit(2) if passes else Split(mlp, 2)), cluster.devices)
 
     made: set[str] = set()
-    compiled = compile(graph, plan, Cluster.local(2))
-    assert compiled.verify()["equal"]
-    grids = compiled.compiled.graph.grids
+    ran = equal(graph, plan)
+    grids = ran.graph.grids
     assert {"linear_1", "add"} <= {name for name, grid in grids.items() if any(a.partial_inputs for a in grid.axes)}
-    kinds = [i.kind for i in compiled.compiled.program.devices[0].instructions if isinstance(i, Collective)]
-    assert kinds.count("all_reduce") >= 1
+    assert any(isinstance(i, Collective) and i.kind == "all_reduce" for i in ran.code())
 
 
 def test_an_op_that_is_not_linear_is_refused(graph: Graph) -> None:

@@ -14,7 +14,7 @@ from tests.graphs import graph_of
 from tests.integration.test_unroll import losses_of, shuffled
 from tests.rewrites import unrolled
 
-GPT = "gpt2:size=tiny,batch=4"
+GPT = "gpt2:size=tiny"
 # Layers of more than a piece, each with a backward of its own.
 LAYERS = "mlp:layers=6,hidden=1300,inputs=1300"
 PIECE = 4 * 2**20

@@ -21,9 +21,10 @@ from superscaler.plans.lib.place_table import place_table
 from superscaler.plans.lib.shared import stages
 from superscaler.plans.lib.tables import Table, check, finish
 from superscaler.schedule.order import complete
+from tests.ran import captured, equal
 from tests.schedule.clock import run
 
-SIZES = [(4, 8), (4, 16), (8, 16), (8, 32)]
+SIZES = [(4, 8), (4, 16), (8, 16)]
 
 
 class Chain(nn.Module):
@@ -38,18 +39,15 @@ class Chain(nn.Module):
 
 
 @cache
-def captured(count: int, microbatches: int) -> ss.Graph:
-    torch.manual_seed(0)
-    module = Chain(count)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return ss.capture(module, (torch.randn(microbatches, 2),), optimizer=optimizer)
+def chain(count: int, microbatches: int) -> ss.Graph:
+    return captured(lambda: (Chain(count), torch.randn(microbatches, 2)))
 
 
 def measured(table: Table, **seconds: float) -> tuple[list[float], list[float], list[int]]:
     """Return per device the idle time of the whole step, that between its first and last work, and its peak."""
     works = [work for row in table for work in row]
     count, microbatches = (max(getattr(w, name) for w in works) + 1 for name in ("stage", "microbatch"))
-    graph = captured(count, microbatches).copy()
+    graph = chain(count, microbatches).copy()
     parts = stages(graph, count)
     place = {(work.stage, work.microbatch): d for d, row in enumerate(table) for work in row}
     for stage, ops in enumerate(parts):
@@ -98,8 +96,7 @@ class Summed(nn.Linear):
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_what_is_computed_again_early_fills_the_bubble(p: int, m: int) -> None:
     """Late, a gradient waits in each stage for what is computed again, as if backwards took so much longer."""
-    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(p - 1)), Summed(2, 2))
-    graph = ss.capture(module, (torch.randn(m, 2),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    graph = captured(lambda: (nn.Sequential(*(nn.Linear(2, 2) for _ in range(p - 1)), Summed(2, 2)), torch.randn(m, 2)))
     for when, idle in (("late", (p - 1) * (1 + 1 + 2)), ("early", (p - 1) * (1 + 2))):
         planned = graph.copy()
         resolve(f"pipeline_1f1b:microbatches={m},recompute={when}")(planned, ss.Cluster.local(p))
@@ -114,11 +111,8 @@ def test_what_is_computed_again_early_fills_the_bubble(p: int, m: int) -> None:
 def test_a_table_says_when_stages_are_computed_again(tmp_path: Path) -> None:
     file = tmp_path / "table"
     file.write_text("0F0 0F1 0R0 0B0 0R1 0B1\n1F0 1B0 1F1 1B1")
-    module = nn.Sequential(nn.Linear(2, 2), Summed(2, 2))
-    graph = ss.capture(module, (torch.randn(2, 2),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
-    plan = ss.compile(graph, resolve(f"pipeline:schedule={file}"), "local:2")
-    assert plan.verify()["equal"]
-    assert {op.module for op in plan.compiled.graph.twins.values()} == {"0"}
+    graph = captured(lambda: (nn.Sequential(nn.Linear(2, 2), Summed(2, 2)), torch.randn(2, 2)))
+    assert {op.module for op in equal(graph, f"pipeline:schedule={file}").graph.twins.values()} == {"0"}
     with pytest.raises(InputError, match="0B0 waits for 0R0, at step 2 of device 0"):
         check(parse_schedule("0F0 0B0 0R0"))
 
@@ -147,9 +141,7 @@ class Causal(nn.Module):
 )
 def test_slices_divide_the_bubble_and_what_1f1b_keeps(rule: Callable[..., Table], p: int, m: int, k: int) -> None:
     """Li et al., 2021: (p - 1) / (m k + p - 1) of the step is idle; Sun et al., 2024. Times are those of a slice."""
-    torch.manual_seed(0)
-    module = Causal(p)
-    graph = ss.capture(module, (torch.randn(m, k, 2),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    graph = captured(lambda: (Causal(p), torch.randn(m, k, 2)))
     firsts = [n for n, op in enumerate(graph.forward_ops) if "attention" in op.target]
     parts = [list(graph.forward_ops[a:b]) for a, b in pairwise([0, *firsts, len(graph.forward_ops)])]
     place_table(graph, "pp", rule(p, m, k), parts, k)
@@ -276,14 +268,8 @@ def test_counts_that_a_rule_cannot_take_are_refused(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0",
-            r"microbatch 1 of stage 1 has F, not FB or FIW[^\n]*\nMend step 1 of device 1",
-        ),
-        (
-            "0F0 0F1 0B0 0B1\n1F0 1B0 1B1 1F1",
-            r"1B1 waits for 1F1, at step 3 of device 1[^\n]*\nMend step 2 of device 1",
-        ),
+        ("0F0 0F1 0B0 0B1\n1F0 1F1 1B0", r"1 of stage 1 has F, not FB or FIW[^\n]*\nMend step 1 of device 1"),
+        ("0F0 0F1 0B0 0B1\n1F0 1B0 1B1 1F1", r"1B1 waits for 1F1, at step 3 of device 1[^\n]*\nMend step 2 of"),
         ("0F0 0F1 0B0 0B1\n1F1 1B1 1F0 1B0", r"1F1 is before 1F0, but device 0 sends to 1F0 before"),
         ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", r"0B0 waits for 1B0, at step 2 of device 1, for ever"),
         ("0F0 0F0 0B0\n1F0 1B0", "0F0 is there already, at step 0"),

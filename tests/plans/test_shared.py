@@ -14,10 +14,11 @@ import superscaler as ss
 from superscaler import plans
 from superscaler.errors import InputError
 from superscaler.ir.fold import Folded
-from superscaler.models import build
 from superscaler.plans import names, resolve
 from superscaler.plans.lib.schedules import schedule_1f1b
 from superscaler.plans.lib.shared import stages, tensor_splits
+from tests.graphs import graph_of
+from tests.ran import captured, equal
 
 
 def test_stages_are_contiguous_balanced_and_whole() -> None:
@@ -81,13 +82,9 @@ def test_every_plan_of_the_library_is_short() -> None:
 
 
 def test_devices_that_have_slices_of_a_vocabulary_or_of_experts_fold() -> None:
-    for spec, plan in (
-        ("gpt2:size=tiny", "tensor_parallel"),
-        ("mixtral:size=tiny", "tensor_parallel:vocabulary=false"),
-    ):
-        built = build(spec)
-        graph = ss.capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters(), lr=0.1))
-        compiled = ss.compile(graph, plan, "local:4")
+    for spec in ("gpt2:size=tiny", "mixtral:size=tiny"):
+        plan = "tensor_parallel" if spec.startswith("gpt2") else "tensor_parallel:vocabulary=false"
+        compiled = ss.compile(graph_of(spec, "SGD"), plan, "local:4")
         assert isinstance(compiled.compiled.program.devices, Folded)
         assert compiled.counts["distinct_programs"] == 1
         slices = [tables.parts for tables in compiled.compiled.emitted.tables]
@@ -97,13 +94,8 @@ def test_devices_that_have_slices_of_a_vocabulary_or_of_experts_fold() -> None:
 @pytest.mark.parametrize("frozen", [(0, 1), (0, 1, 2), (3,), (1, 2)])
 @pytest.mark.parametrize("plan", ["pipeline_1f1b:stages=4,microbatches=2", "hybrid:dp=2,pp=2,microbatches=2"])
 def test_a_stage_may_have_nothing_to_train(plan: str, frozen: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), Square())
-    for k in frozen:
-        module[k].requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
-    graph = ss.capture(module, (torch.randn(4, 8),), optimizer=optimizer)
-    assert ss.compile(graph, plan, "local:4").verify()["equal"]
+    layers = [nn.Linear(8, 8).requires_grad_(k not in frozen) for k in range(4)]
+    equal(captured(lambda: (nn.Sequential(*layers, Square()), torch.randn(4, 8))), plan, 4)
 
 
 class Square(nn.Module):

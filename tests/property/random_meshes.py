@@ -18,22 +18,8 @@ from superscaler.ir.model import Op
 from superscaler.transform.cut import Algorithm
 from superscaler.verbs import Cluster, Graph, Parts
 
-SHAPES = [
-    (3,),
-    (4,),
-    (5,),
-    (6,),
-    (3, 2),
-    (2, 3),
-    (4, 2),
-    (2, 4),
-    (3, 3),
-    (3, 4),
-    (4, 3),
-    (3, 2, 2),
-    (2, 3, 2),
-    (2, 2, 3),
-]
+SHAPES = [(3,), (4,), (5,), (6,), (3, 2), (2, 3), (4, 2), (2, 4), (3, 3), (3, 4), (4, 3),
+          (3, 2, 2), (2, 3, 2), (2, 2, 3)]  # fmt: skip
 
 
 class Tied(nn.Module):

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 from random_sprograms import MODELS, captured, random_sprogram
 
 import superscaler as ss
 from superscaler.errors import ScheduleError
+from superscaler.ir.program_text import parse_program, print_program
 from superscaler.verbs import Graph
 from tests.graphs import graph_of
-
-
-def check(graph: Graph, seeds: range, apart: float | None = None, more: Sequence[str] = ()) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for seed in seeds:
-        for kind in ("free", "layered"):
-            cluster = ss.Cluster.local(1 + seed % 4)
-            try:
-                plan = ss.compile(graph, random_sprogram(seed, kind, apart, more), cluster)
-            except ScheduleError as error:
-                known = ("op_order" in str(error) and "cycle" in str(error)) or "Use 1 microbatch" in str(error)
-                known |= "so it changes nothing" in str(error)
-                found["refused" if known else str(error)] += 1
-                continue
-            result = plan.verify()
-            assert result["equal"], (seed, kind, result)
-            found["equal"] += 1
-    assert set(found) <= {"equal", "refused"}
-    return found
-
+from tests.ran import SProgram, equal
 
 REWRITES = ("split", "copies", "stale", "early")
+REGATHERED = ("regather", *REWRITES[1:])
 # Seeds, how much is computed again on the parts of its ops, and rewrites.
 SORTS: list[tuple[range, float | None, tuple[str, ...]]] = [
     (range(3), None, ()),
@@ -41,62 +25,70 @@ SORTS: list[tuple[range, float | None, tuple[str, ...]]] = [
     (range(10, 11), None, ("split",)),
     (range(11, 12), 0.4, ("split",)),
     (range(20, 21), 0.4, REWRITES),
-    (range(21, 22), None, ("regather", *REWRITES[1:])),
+    (range(21, 22), None, REGATHERED),
 ]
+
+
+def check(
+    graph: Graph, seeds: range, apart: float | None = None, more: Sequence[str] = (), is_trained: bool = False
+) -> Counter[str]:
+    """Compare random plans, in the trained dtype too if `is_trained`, and read their programs back; count verdicts."""
+    found: Counter[str] = Counter()
+    for seed, kind in product(seeds, ("free", "layered")):
+        sprogram = random_sprogram(seed, kind, apart, more)
+        try:
+            verdict = ask(graph, sprogram, 1 + seed % 4, is_trained)
+        except ScheduleError as error:
+            known = ("op_order" in str(error) and "cycle" in str(error)) or "Use 1 microbatch" in str(error)
+            known |= "so it changes nothing" in str(error)
+            verdict = "refused" if known else f"seed {seed}, {kind}: {error}"
+        found[verdict] += 1
+    assert set(found) <= {"equal", "refused"}
+    return found
+
+
+def ask(graph: Graph, sprogram: SProgram, world: int, is_trained: bool) -> str:
+    if is_trained:
+        result = ss.compile(graph, sprogram, f"local:{world}").verify()
+        assert result["equal"], result
+        return "equal"
+    program = equal(graph, sprogram, world).program
+    again = parse_program(print_program(program), program.model)
+    assert [*again.devices] == [*program.devices]
+    return "equal"
 
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_random_sprograms_are_equal_or_refused(model: str) -> None:
-    found = sum((check(captured(model), *sort) for sort in SORTS), Counter[str]())
+    graph = captured(model)
+    found = sum((check(graph, *sort) for sort in SORTS), Counter[str]())
     assert found["equal"] > found["refused"]
-    check_again(captured(model), range(1))
+    check_again(graph, range(1))
+
+
+def check_again(graph: Graph, seeds: range) -> None:
+    """What can run can run with parts of it computed again, on the parts of their ops."""
+    for seed, kind in product(seeds, ("free", "layered")):
+        try:
+            ss.compile(graph, random_sprogram(seed, kind), f"local:{1 + seed % 4}")
+        except ScheduleError:
+            continue
+        equal(graph, random_sprogram(seed, kind, 0.0), 1 + seed % 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(10))
 @pytest.mark.parametrize("model", list(MODELS))
 def test_many_more_random_sprograms(model: str, block: int) -> None:
-    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block))
+    graph, seeds = captured(model), range(1000 + 20 * block, 1020 + 20 * block)
+    for apart, more in ((None, ()), (0.4, ()), (None, ("split",)), (0.4, ("split",))):
+        check(graph, seeds, apart, more, is_trained=True)
+    for apart, more in ((0.4, REWRITES), (None, REGATHERED)):
+        check(graph, range(3000 + 15 * block, 3015 + 15 * block), apart, more, is_trained=True)
+    check_again(graph, seeds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["gpt2:size=tiny", "llama:size=tiny"])
 def test_random_sprograms_on_transformers(spec: str) -> None:
-    check(graph_of(spec, "SGD"), range(20))
-
-
-def check_again(graph: Graph, seeds: range) -> None:
-    """What can run can run with parts of it computed again, on the parts of their ops."""
-    for seed in seeds:
-        for kind in ("free", "layered"):
-            cluster = ss.Cluster.local(1 + seed % 4)
-            try:
-                ss.compile(graph, random_sprogram(seed, kind), cluster)
-            except ScheduleError:
-                continue
-            result = ss.compile(graph, random_sprogram(seed, kind, 0.0), cluster).verify()
-            assert result["equal"], (seed, kind, result)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(5))
-@pytest.mark.parametrize("model", list(MODELS))
-def test_many_more_split_backwards(model: str, block: int) -> None:
-    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), more=("split",))
-    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), apart=0.4, more=("split",))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(15))
-@pytest.mark.parametrize("model", list(MODELS))
-def test_many_more_rewrites_are_equal(model: str, block: int) -> None:
-    check(captured(model), range(3000 + 10 * block, 3010 + 10 * block), apart=0.4, more=REWRITES)
-    check(captured(model), range(3000 + 10 * block, 3010 + 10 * block), more=("regather", *REWRITES[1:]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(5))
-@pytest.mark.parametrize("model", list(MODELS))
-def test_much_more_is_computed_again(model: str, block: int) -> None:
-    check_again(captured(model), range(1000 + 20 * block, 1020 + 20 * block))
-    check(captured(model), range(1000 + 20 * block, 1020 + 20 * block), apart=0.4)
+    check(graph_of(spec, "SGD"), range(20), is_trained=True)

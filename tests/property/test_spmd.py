@@ -46,8 +46,10 @@ from superscaler.ir.program import (
     writes,
 )
 from superscaler.ir.traffic import moves as moves_of
+from superscaler.verify import certify
+from superscaler.verify.retype import retype
+from tests.ran import SProgram
 
-SProgram = Callable[[Graph, ss.Cluster], Any]
 # Wider than any mesh, so that nothing folds; which devices are close is found as ever.
 NEVER = 1000
 
@@ -207,7 +209,7 @@ def check_random(
 
 
 def check_verified(found: Compiled) -> None:
-    result = ss.Plan(found).verify()
+    result = certify(compiler.finish(retype(found.graph, "float64", dropout=False), found.cluster))
     names = ("equal", *CHECKS)
     assert all(result[name] for name in names), {name: result[name] for name in (*names, "first_difference")}
 

@@ -12,6 +12,7 @@ import superscaler as ss
 from superscaler.errors import ScheduleError
 from superscaler.schedule import order
 from superscaler.schedule.order import OTHERS, SEPARATE, SPLIT
+from tests.ran import captured, equal
 
 
 class Crossed(nn.Module):
@@ -27,10 +28,8 @@ class Crossed(nn.Module):
         return (q * c).sum() + a.sum()
 
 
-def captured() -> ss.Graph:
-    torch.manual_seed(0)
-    module = Crossed()
-    return ss.capture(module, (torch.randn(4, 4),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+def crossed() -> ss.Graph:
+    return captured(lambda: (Crossed(), torch.randn(4, 4)))
 
 
 def ops_of(graph: ss.Graph, module: str) -> list[ss.Op]:
@@ -45,12 +44,12 @@ def split(graph: ss.Graph, cluster: ss.Cluster) -> None:
     ss.op_order(graph, ops_of(graph, "a"), ops_of(graph, "c"))
 
 
-def copied(graph: ss.Graph) -> dict[str, list[ss.Part]]:
-    """Make two copies of all, of z on devices 0 and 1, of all else on 2 and 3; return the parts of each module."""
+def copied(graph: ss.Graph, others: list[int]) -> dict[str, list[ss.Part]]:
+    """Make two copies of all, of z on devices 0 and 1, and of `others` on theirs; return the parts of each module."""
     parts: dict[str, list[ss.Part]] = {}
     for op in graph.forward_ops:
         made = ss.op_trans(graph, op, ss.Replicate(2))
-        ss.op_assign(graph, made, [0, 1] if op.module == "z" else [2, 3])
+        ss.op_assign(graph, made, [0, 1] if op.module == "z" else others)
         if not op.from_weights:
             parts[op.module] = list(made)
     return parts
@@ -59,19 +58,14 @@ def copied(graph: ss.Graph) -> dict[str, list[ss.Part]]:
 @ss.sprogram
 def apart(graph: ss.Graph, cluster: ss.Cluster) -> None:
     """Each copy of q reads another copy of z, the second of which is to wait for the first one's reader."""
-    parts = copied(graph)
+    parts = copied(graph, [2, 3])
     ss.op_order(graph, parts["q"][0], parts["z"][1])
 
 
 @ss.sprogram
 def others(graph: ss.Graph, cluster: ss.Cluster) -> None:
     """All is on two devices in two copies. The first copy of z is to wait for the reader beside it."""
-    parts: dict[str, list[ss.Part]] = {}
-    for op in graph.forward_ops:
-        made = ss.op_trans(graph, op, ss.Replicate(2))
-        ss.op_assign(graph, made, [0, 1])
-        if not op.from_weights:
-            parts[op.module] = list(made)
+    parts = copied(graph, [0, 1])
     ss.op_order(graph, parts["q"][0], parts["z"][0])
 
 
@@ -82,17 +76,16 @@ def others(graph: ss.Graph, cluster: ss.Cluster) -> None:
 def test_what_is_given_up_is_needed_and_told(
     sprogram: Callable[..., None], name: str, relax: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = captured()
-    plan = ss.compile(graph, sprogram, ss.Cluster.local(4))
-    assert [r.name for r in plan.compiled.schedule.relaxations] == [name]
-    assert f"because of a cycle, {name}: " in plan.explain()
-    assert plan.verify()["equal"]
+    graph = crossed()
+    plan = equal(graph, sprogram, 4).compiled
+    assert [r.name for r in plan.schedule.relaxations] == [name]
+    assert f"because of a cycle, {name}: " in ss.Plan(plan).explain()
     monkeypatch.setattr(order, "RELAXATIONS", [f for f in order.RELAXATIONS if f is not relax])
     with pytest.raises(ScheduleError, match="cycle"):
         ss.compile(graph, sprogram, ss.Cluster.local(4))
 
 
 def test_nothing_is_given_up_without_need() -> None:
-    plan = ss.compile(captured(), "data_parallel", ss.Cluster.local(4))
+    plan = ss.compile(crossed(), "data_parallel", ss.Cluster.local(4))
     assert not plan.compiled.schedule.relaxations
     assert "cycle" not in plan.explain()

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
+from superscaler.compiler import Compiled
 from superscaler.ir.program import Collective, Send
+from tests.ran import captured, equal
 
 
 class Axial(nn.Module):
@@ -39,30 +41,21 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy((hidden @ self.words.weight.t()).flatten(0, 1), y.flatten())
 
 
-def moved(plan: ss.Plan) -> tuple[Counter[str], dict[str, int]]:
+def moved(plan: Compiled) -> tuple[Counter[str], dict[str, int]]:
     """Return how many collectives and messages there are, and the bytes on links by tensor, `d ` before gradients."""
-    kinds, weights = Counter[str](), dict[str, int]()
-    for device in plan.compiled.program.devices:
+    kinds, weights = Counter[str](), Counter[str]()
+    for device in plan.program.devices:
         kinds.update(i.kind for i in device.instructions if isinstance(i, Collective) and i.group[0] == device.rank)
         kinds.update("send" for i in device.instructions if isinstance(i, Send))
-    for move in plan.compiled.moves:
-        name = f"d {move.tensor}" if move.is_backward else move.tensor
-        weights[name] = weights.get(name, 0) + move.moved
+    for move in plan.moves:
+        weights[f"d {move.tensor}" if move.is_backward else move.tensor] += move.moved
     return kinds, weights
-
-
-def equal(plan: ss.Plan) -> bool:
-    result = plan.verify()
-    return bool(result["equal"]) and result["bytes_moved"] == result["bytes_planned"]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_residual_that_is_read_as_it_is_and_along_another_axis_is_one_all_to_all(world: int) -> None:
-    torch.manual_seed(0)
-    model, batch = Axial(), (torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8))
-    graph = ss.capture(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    graph = captured(lambda: (Axial(), (torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8))))
 
-    @ss.sprogram
     def axial(graph: ss.Graph, cluster: ss.Cluster) -> None:
         names = [op.name for op in graph.ops]
         columns = names[names.index("transpose_1") : names.index("linear_2") + 1]
@@ -70,31 +63,24 @@ def test_a_residual_that_is_read_as_it_is_and_along_another_axis_is_one_all_to_a
             cut = ss.Split("x.2" if op.name in columns else "x.1", world) if op.is_forward else ss.Replicate(world)
             ss.op_assign(graph, ss.op_trans(graph, op, cut), cluster.devices)
 
-    plan = ss.compile(graph, axial, ss.Cluster.local(world))
-    kinds, weights = moved(plan)
+    kinds, weights = moved(equal(graph, axial, world).compiled)
     assert kinds == {"all_to_all": 4, "all_reduce": 1}
     # The residual there, its gradient, and what columns add to it: a part of each device's slice stays.
-    share = 4 * 2 * 8 * 8 * 8 * (world - 1) // world
+    share = 8 * 2 * 8 * 8 * 8 * (world - 1) // world
     assert weights["add"] == weights["d add"] == weights["linear_2"] == weights["d linear_2"] == share
-    assert equal(plan)
 
 
 @pytest.mark.parametrize("rest", ["vocabulary", "hidden"])
 def test_a_tied_weight_that_is_read_whole_and_in_slices_comes_by_collectives(rest: str) -> None:
     """At rest as the logits read it, it is gathered; at rest otherwise, their slices are cut out of the whole."""
-    torch.manual_seed(0)
-    model, batch = Tied(), (torch.randint(16, (4, 8)), torch.randint(16, (4, 8)))
-    graph = ss.capture(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    graph = captured(lambda: (Tied(), (torch.randint(16, (4, 8)), torch.randint(16, (4, 8)))))
 
-    @ss.sprogram
     def tied(graph: ss.Graph, cluster: ss.Cluster) -> None:
         for op in graph.ops:
             factor = rest if op.name == "update.words.weight" else "sequence" if op.is_forward else "hidden"
             factor = "vocabulary" if op.name in ("t", "matmul") else factor
             ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(factor, 2)), cluster.devices)
 
-    plan = ss.compile(graph, tied, ss.Cluster.local(2))
-    kinds, weights = moved(plan)
+    kinds, weights = moved(equal(graph, tied).compiled)
     assert not kinds["send"]
-    assert weights["words.weight"] == 4 * 16 * 8
-    assert equal(plan)
+    assert weights["words.weight"] == 8 * 16 * 8
