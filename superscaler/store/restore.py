@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from superscaler.store.pieces import located, whole
 from superscaler.store.save import TrainingStep, share
 from superscaler.store.tensors import TensorReader, missing, newest, open_checkpoint, open_stored, read_named
 
+T = TypeVar("T")
+
 
 def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
     """Continue from a checkpoint of any plan of the same model, on any number of devices. Returns its manifest.
@@ -24,61 +26,54 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
     `path`: a checkpoint, or a folder of them (the last whole one). Nothing is changed on any rank before all ranks have
     read and checked all they need; a failure then raises InputError on all ranks.
     """
-    stored: list[TensorReader] = []
 
-    def read() -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        stored.append(open_checkpoint(path))
-        _check_plan(step, stored[0])
-        weights = _read(step, stored[0])
-        _check_states(step, stored[0])
-        states = _read_states(step, stored[0])
+    def read() -> tuple[Mapping[str, Any], dict[str, Tensor], dict[str, dict[str, Any]]]:
+        stored = open_checkpoint(path)
+        _check_plan(step, stored)
+        weights, states = _read(step, stored), _read_states(step, stored)
         if step.rank == 0:
-            _check_names(step, stored[0])
-        return weights, states
+            _check_names(step, stored)
+        return stored.head, weights, states
 
-    weights, states = _agreed(step, read)
-    manifest = stored[0].head
+    head, weights, states = _agreed(step, read)
     _set_weights(step, weights)
     _set_states(step, states)
-    if step.state.scaler and manifest["scaler"]:
-        step.state.scaler.load_state_dict(manifest["scaler"])
-    if manifest["optimizer"]:
-        step.set_rates(manifest["optimizer"]["lr"])
-    step.state.steps = manifest["step"]
-    step.state.seed = step.state.seed if manifest["seed"] is None else manifest["seed"]
-    return manifest
+    if step.state.scaler and head["scaler"]:
+        step.state.scaler.load_state_dict(head["scaler"])
+    if head["optimizer"]:
+        step.set_rates(head["optimizer"]["lr"])
+    step.state.steps = head["step"]
+    step.state.seed = step.state.seed if head["seed"] is None else head["seed"]
+    return head
 
 
 def load_weights(step: TrainingStep, path: str | Path) -> list[str]:
     """Set parameters and buffers from a checkpoint, or from safetensors files of another program (one file, or a folder
     with `model.safetensors` or its index); the optimizer starts anew. Returns the names that were not read.
     """
-    stored: list[TensorReader] = []
 
-    def read() -> dict[str, Tensor]:
-        stored.append(open_stored(path))
-        return _read(step, stored[0])
+    def read() -> tuple[set[str], dict[str, Tensor]]:
+        stored = open_stored(path)
+        return stored.names, _read(step, stored)
 
-    _set_weights(step, _agreed(step, read))
+    names, weights = _agreed(step, read)
+    _set_weights(step, weights)
     # Rank 0 knows all names.
-    unread = json.dumps(sorted(stored[0].names - set(_names(step)))) if step.rank == 0 else ""
+    unread = json.dumps(sorted(names.difference(_names(step)))) if step.rank == 0 else ""
     return list(json.loads(share(step.state.communicator, unread)))
 
 
-def _agreed(step: TrainingStep, read: Callable[[], Any]) -> Any:
-    """Return the result of `read` if it succeeds on all ranks; else raise, on all ranks, the error of the first that
-    failed.
-    """
+def _agreed(step: TrainingStep, read: Callable[[], T]) -> T:
+    """Return the result of `read`. Where it fails on any rank, raise on all ranks the error of the first one."""
+    found: list[T] = []
     error = ""
-    found = None
     try:
-        found = read()
+        found = [read()]
     except InputError as caught:
         error = str(caught)
-    first = share(step.state.communicator, error)
-    if first:
+    if first := share(step.state.communicator, error):
         raise InputError(first)
-    return found
+    return found[0]
 
 
 def _check_plan(step: TrainingStep, stored: TensorReader) -> None:
@@ -90,22 +85,6 @@ def _check_plan(step: TrainingStep, stored: TensorReader) -> None:
             f"{stored.directory} was trained by {kept['name']} with {len(kept['lr'])} parameter groups, but this plan "
             f"has {ours['name']} with {len(ours['groups'])}; take the same optimizer, or load the weights only."
         )
-
-
-def _check_states(step: TrainingStep, stored: TensorReader) -> None:
-    """Raise InputError for trained weights without the optimizer's state."""
-    made = {number: _state_names(step, group) for number, group in step.groups().items()}
-    for entry in step.state.tables["weights"]:
-        for name in _called(step, located(step.plan, entry)[0]) if entry["trained"] else []:
-            kept, wanted = stored.tensors.get(name), made[entry["group"]] if entry["trained"] else set()
-            found = {*kept.states, *(() if kept.steps is None else ("step",))} if kept is not None else set()
-            # Is None before the first step that was not skipped.
-            if found not in (set(), wanted):
-                raise InputError(
-                    f"{stored.directory} has {', '.join(sorted(found))} of {name}, but the optimizer "
-                    f"{step.plan['optimizer']['name']} goes on from {', '.join(sorted(wanted)) or 'nothing'}; "
-                    "load the weights only."
-                )
 
 
 def _state_names(step: TrainingStep, group: Mapping[str, Any]) -> set[str]:
@@ -174,16 +153,24 @@ def _read_fixed(step: TrainingStep, stored: TensorReader) -> dict[str, Tensor]:
 
 
 def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's state of the trained weights of a rank by local name."""
+    """Return the optimizer's state of the trained weights of a rank by local name; none before the first step that was
+    not skipped. Raises InputError for a state of another optimizer.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for entry in step.state.tables["weights"]:
-        if entry["trained"]:
-            name, ranges = located(step.plan, entry)
-            key = next(n for n in _called(step, name) if n in stored.tensors)
-            kept, shape = stored.tensors[key], step.state.weights[entry["name"]].shape
-            states = {s: stored.read(key, ranges, s).reshape(shape) for s in kept.states}
-            counted = {} if kept.steps is None else {"step": torch.tensor(kept.steps, dtype=torch.float32)}
-            found[entry["name"]] = {**counted, **states}
+    made = {number: _state_names(step, group) for number, group in step.groups().items()}
+    for entry in (entry for entry in step.state.tables["weights"] if entry["trained"]):
+        name, ranges = located(step.plan, entry)
+        name = next(n for n in _called(step, name) if n in stored.tensors)
+        kept, wanted = stored.tensors[name], made[entry["group"]]
+        counted = {} if kept.steps is None else {"step": torch.tensor(kept.steps, dtype=torch.float32)}
+        if {*kept.states, *counted} not in (set(), wanted):
+            raise InputError(
+                f"{stored.directory} has {', '.join(sorted([*kept.states, *counted]))} of {name}, but the optimizer "
+                f"{step.plan['optimizer']['name']} goes on from {', '.join(sorted(wanted)) or 'nothing'}; "
+                "load the weights only."
+            )
+        shape = step.state.weights[entry["name"]].shape
+        found[entry["name"]] = {**counted, **{s: stored.read(name, ranges, s).reshape(shape) for s in kept.states}}
     return found
 
 

@@ -5,9 +5,11 @@ A table of changes by what they do; each is refused by whatever reads the direct
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,12 +119,22 @@ def put(path: str, value: Any) -> Change:
 
     def turn(plan: dict[str, Any]) -> None:
         *parents, last = (int(key) if key.isdigit() else key for key in path.split("/"))
-        place: Any = plan
-        for key in parents:
-            place = place[key]
-        place[last] = value
+        at(plan, parents)[last] = value
 
     return sealed(turn)
+
+
+def at(found: Any, way: Sequence[Any]) -> Any:
+    """Return what a way of keys and numbers leads to."""
+    return functools.reduce(operator.getitem, way, found)
+
+
+def misfits(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the place of each value in a JSON object, of the first one in each list, and one of another type."""
+    yield way, [] if isinstance(value, dict) else {}
+    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from misfits(item, (*way, key))
 
 
 _HASH = "0" * 64

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 import errno
-import functools
 import json
-import operator
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from damaged import DAMAGES, EVERY, FILES, put, sealed, text
+from damaged import DAMAGES, EVERY, FILES, at, misfits, put, sealed, text
 
 import superscaler as ss
 from superscaler.cli.main import main
@@ -106,14 +103,6 @@ def test_what_may_not_be_read_is_one_line(
         assert told.startswith(f"{folder}/program_0.py cannot be read: Permission denied; write it again")
 
 
-def misfits(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the place of each value in a JSON object, of the first one in each list, and one of another type."""
-    yield way, [] if isinstance(value, dict) else {}
-    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from misfits(item, (*way, key))
-
-
 @pytest.mark.parametrize(("file", "types", "some"), [("plan.json", PlanHead, 80), ("explain.json", Account, 70)])
 def test_a_value_of_another_type_is_refused(file: str, types: type[Head], some: int, saved: Path) -> None:
     found = json.loads((saved / file).read_text())
@@ -122,7 +111,7 @@ def test_a_value_of_another_type_is_refused(file: str, types: type[Head], some: 
     for way, other in places:
         *parents, last = way
         changed = copy.deepcopy(found)
-        functools.reduce(operator.getitem, parents, changed)[last] = other
+        at(changed, parents)[last] = other
         with pytest.raises(InputError, match=rf"{file} is damaged \({re.escape(', '.join(map(str, parents or way)))}"):
             check_types(saved / file, json.dumps(changed).encode(), types)
 
