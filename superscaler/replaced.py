@@ -1,7 +1,8 @@
-"""Attributes of objects, classes and modules, replaced within a block."""
+"""Attributes of objects, and levels of loggers, replaced within a block."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,3 +23,16 @@ def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+
+
+@contextmanager
+def quiet(level: int, *names: str) -> Iterator[None]:
+    """Hold back messages of these loggers below a level in the block."""
+    before = {logger: logger.level for logger in map(logging.getLogger, names)}
+    try:
+        for logger in before:
+            logger.setLevel(level)
+        yield
+    finally:
+        for logger, old in before.items():
+            logger.setLevel(old)

@@ -11,27 +11,26 @@ from torch import Tensor
 
 from superscaler.comm.communicator import Communicator, Group, Handle, Later, padded, split, trimmed
 
+Tensors = Sequence[Tensor]
+Dims = Sequence[int]
+# Per tensor: the sizes of its uneven chunks, or none.
+Sizes = Sequence[Sequence[int]]
 
-def all_reduce(
-    communicator: Communicator, tensors: Sequence[Tensor], group: Group, largest: bool = False
-) -> tuple[Handle, ...]:
+
+def all_reduce(communicator: Communicator, tensors: Tensors, group: Group, largest: bool = False) -> tuple[Handle, ...]:
     """Sum several tensors as one; the results are views of one buffer."""
     work = communicator.all_reduce(torch.cat([x.reshape(-1) for x in tensors]), group, owned=True, largest=largest)
     return _views(work, [x.numel() for x in tensors])
 
 
-def reduce(communicator: Communicator, tensors: Sequence[Tensor], group: Group, root: int) -> tuple[Handle, ...]:
+def reduce(communicator: Communicator, tensors: Tensors, group: Group, root: int) -> tuple[Handle, ...]:
     """Sum several tensors as one, for the rank at place `root` of the group."""
     work = communicator.reduce(torch.cat([x.reshape(-1) for x in tensors]), group, root, owned=True)
     return _views(work, [x.numel() for x in tensors])
 
 
 def all_gather(
-    communicator: Communicator,
-    tensors: Sequence[Tensor],
-    group: Group,
-    dims: Sequence[int],
-    sizes: Sequence[Sequence[int]] = (),
+    communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = ()
 ) -> tuple[Handle, ...]:
     """Gather several tensors as one, each along its own dim, uneven chunks by its own `sizes` there."""
     sizes = sizes or [()] * len(tensors)
@@ -44,11 +43,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    communicator: Communicator,
-    tensors: Sequence[Tensor],
-    group: Group,
-    dims: Sequence[int],
-    sizes: Sequence[Sequence[int]] = (),
+    communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = ()
 ) -> tuple[Handle, ...]:
     """Sum several tensors as one, each scattered along its own dim (uneven chunks by its own `sizes`); the results are
     views of one buffer.

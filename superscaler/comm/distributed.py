@@ -207,7 +207,7 @@ class DistributedCommunicator(c.Communicator):
     def _reduce(self, what: str, group: Group, x: Tensor, owned: bool, largest: bool) -> Handle:
         buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
         kind = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        return self._start(what, group, dist.all_reduce, lambda: buffer, buffer, kind)
+        return self._begin(what, group, dist.all_reduce, buffer, kind).giving(lambda: buffer)
 
     def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Handle:
         gathered = torch.empty((len(group), *x.shape), dtype=x.dtype, device=x.device)
@@ -217,22 +217,20 @@ class DistributedCommunicator(c.Communicator):
                 return gathered.flatten(0, 1)
             return c.join(c.to_plan_order(gathered, group), dim)
 
-        return self._start(what, group, _all_gather, finish, _bytes(gathered), _bytes(x.detach().contiguous()))
+        return self._begin(what, group, _all_gather, _bytes(gathered), _bytes(x.detach().contiguous())).giving(finish)
 
     def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Handle:
         outgoing = c.from_plan_order(chunks, group)
         incoming = torch.empty_like(outgoing)
-        return self._start(
-            what, group, dist.all_to_all_single, lambda: finish(c.to_plan_order(incoming, group)),
-            _bytes(incoming), _bytes(outgoing),
-        )  # fmt: skip
+        operation = self._begin(what, group, dist.all_to_all_single, _bytes(incoming), _bytes(outgoing))
+        return operation.giving(lambda: finish(c.to_plan_order(incoming, group)))
 
     def _scatter(self, what: str, group: Group, chunks: Sequence[Tensor]) -> Handle:
         # The reduce_scatter of gloo is its slowest collective: exchanging the chunks and adding them is twice as fast.
         if self._is_gloo:
             return super()._scatter(what, group, chunks)
         outgoing, chunk = c.from_plan_order(chunks, group), torch.empty_like(chunks[0])
-        return self._start(what, group, _reduce_scatter, lambda: chunk, chunk.view(-1), outgoing.view(-1))
+        return self._begin(what, group, _reduce_scatter, chunk.view(-1), outgoing.view(-1)).giving(lambda: chunk)
 
     def _sum_to(self, what: str, group: Group, x: Tensor, root: int, owned: bool) -> Handle:
         # gloo reduces in place, on all ranks.
@@ -309,11 +307,6 @@ class DistributedCommunicator(c.Communicator):
             self.barrier()
             self._groups.clear()
             dist.destroy_process_group()
-
-    def _start(
-        self, what: str, group: Group, function: Callable[..., Any], finish: Callable[[], Tensor], *args: Any
-    ) -> Handle:
-        return self._begin(what, group, function, *args).giving(finish)
 
     def _begin(self, what: str, group: Group, function: Callable[..., Any], *args: Any) -> _Operation:
         members = tuple(sorted(group))

@@ -152,7 +152,7 @@ def _beyond(captured: Captured, error: Exception) -> str:
                 found |= {read.name: captured.batch[read.name]} if read.name in captured.batch else {}
                 todo.append(read)
     inputs = ", ".join(f"{name} has {x.min()} to {x.max()}" for name, x in found.items() if x.numel())
-    where = source_of(node.meta.get("stack_trace") or "") if node else ""
+    where = source_of(node) if node else ""
     return (
         f"{where or forward_line(captured.call.module)} does not run on the example batch: {brief(error).rstrip('.')}"
         f"{f' (input {inputs})' if inputs else ''}; capture with a batch whose indices are in range."

@@ -6,7 +6,6 @@ weights -> drop idle detaches -> infer indices -> name factors -> Model
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -138,18 +137,17 @@ def capture(
         with torch.autocast(device.type, enabled=False):
             return export(module, *inputs, cast, is_trained, is_kept)[0]
 
-    start = exported_at = time.perf_counter()
-    key = key_of(cache, module, inputs, *chosen) if cache else ""
-    kept = load(key, module, check) if cache else None
-    read_at = time.perf_counter()
+    seconds = dict.fromkeys(("export", "capture", "check"), 0.0)
+    with timed(seconds, "capture"):
+        key = key_of(cache, module, inputs, *chosen) if cache else ""
+        kept = load(key, module, check) if cache else None
     is_new, is_asked = kept is None, False
     if kept is None:
         with torch.autocast(device.type, enabled=False), without_garbage_collection(), watched(False) as seen:
-            start = time.perf_counter()
-            exported, form = export(module, *inputs, cast, is_trained, is_kept)
-            exported_at = time.perf_counter()
-            kept = (*_read(module, exported, form, training, device), inputs_of(exported), "")
-            read_at = time.perf_counter()
+            with timed(seconds, "export"):
+                exported, form = export(module, *inputs, cast, is_trained, is_kept)
+            with timed(seconds, "capture"):
+                kept = (*_read(module, exported, form, training, device), inputs_of(exported), "")
         # A key that changed while the model ran (it loaded code, or set a buffer) is no later capture's key. Files that
         # the model reads in its forward are not part of any key.
         reads_nothing = not seen.own and not seen.unknown
@@ -157,7 +155,6 @@ def capture(
     model, values, names, checked = kept
     model = replace(model, optimizer=training.optimizer)
     _warn_of_underflow(model)
-    seconds = {"export": exported_at - start, "capture": read_at - exported_at, "check": 0.0}
     modes = tuple(m.training for m in module.modules())
     call = Call(module, tuple(args), dict(kwargs or {}), names, modes, cast, frozenset(training.groups))
     captured = Captured(model, values, call, program, seconds, call.batch(), _fixed(module, model), checked)

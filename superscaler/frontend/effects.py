@@ -232,7 +232,7 @@ def _recorded() -> Iterator[dict[tuple[int, str], str]]:
 
     def record(self: nn.Module, name: str, value: Any) -> None:
         frame = sys._getframe(1)
-        places[id(self), name] = user_line(f'File "{frame.f_code.co_filename}", line {frame.f_lineno}')
+        places[id(self), name] = user_line([(frame.f_code.co_filename, frame.f_lineno)])
         original(self, name, value)
 
     with replaced((nn.Module, "__setattr__", record)):

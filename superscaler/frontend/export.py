@@ -26,7 +26,7 @@ from superscaler.frontend.effects import StateWasSet, call, refuse_hooks
 from superscaler.frontend.refusals import Lost, explain, forward_line
 from superscaler.frontend.results import returned
 from superscaler.frontend.rewrites import custom_ops as experts
-from superscaler.replaced import replaced
+from superscaler.replaced import quiet, replaced
 
 # Synonyms of operators that have a rule, and composites that torch decomposes into such operators.
 _COMPOSITE = """absolute broadcast_tensors clip divide greater greater_equal hinge_embedding_loss kl_div less less_equal
@@ -49,10 +49,10 @@ def export(
     is_trained: bool = True,
     is_kept: bool = False,
 ) -> tuple[ExportedProgram, str]:
-    """Return the functional, semantic-level ATen graph of the module's loss if it is trained, and of what else it
-    returns if that is kept, with the form of that; what ran without gradients is detached, what autocast does is casts.
+    """Return a functional program of semantic-level ATen operators, and the form of its kept results (see `results`).
 
-    Raises CaptureError where the module does not return a loss, or torch cannot export it (with the line).
+    Its outputs are the loss (`is_trained`) and the other results (`is_kept`). Calls without gradients are detached, and
+    autocast is casts. Raises CaptureError for a module without a loss, or one that torch cannot export (with the line).
     """
     forms: list[str] = []
     refuse_hooks(module)
@@ -156,15 +156,8 @@ def _only_wanted(
             forms.append(form)
             return tensors
 
-    levels = {logger: logger.level for logger in map(logging.getLogger, _TALKATIVE)}
-    for logger in levels:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with _as_it_is(module, kind, only_wanted):
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+    with quiet(logging.CRITICAL, *_TALKATIVE), _as_it_is(module, kind, only_wanted):
+        yield
 
 
 def _called(module: nn.Module) -> tuple[type[nn.Module], Callable[..., Any]]:

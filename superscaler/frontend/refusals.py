@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, SimpleNamespace
@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from superscaler.errors import CaptureError
-from superscaler.frontend.trace import FRAME, source_of
+from superscaler.frontend.trace import FRAME, innermost
 from superscaler.frontend.users.samples import is_derivative
 from superscaler.replaced import replaced
 from superscaler.specs.registered import REGISTERED
@@ -79,7 +79,7 @@ class Lost(Exception):
 
 def explain(module: nn.Module, error: BaseException) -> CaptureError:
     """Return one sentence about a failed export, with the user's own line if the exception shows it."""
-    name, where = type(module).__name__, user_line("".join(traceback.format_exception(error)))
+    name, where = type(module).__name__, user_line(FRAME.findall("".join(traceback.format_exception(error))))
     if isinstance(error, Lost):
         return CaptureError(f"{where or forward_line(module)} {error}.")
     text = str(error).strip()
@@ -100,11 +100,10 @@ def explain(module: nn.Module, error: BaseException) -> CaptureError:
     )
 
 
-def user_line(stack: str) -> str:
+def user_line(frames: Sequence[tuple[str, Any]]) -> str:
     """Return `file:line` of the innermost frame of the user's own code, else of a library's other than torch, or ''."""
-    own = [f'File "{f}", line {n}' for f, n in FRAME.findall(stack) if not f.startswith(_LIBRARIES)]
-    other = [f'File "{f}", line {n}' for f, n in FRAME.findall(stack) if is_model(f)]
-    return source_of("\n".join(own)) or source_of("\n".join(other))
+    own = [(file, line) for file, line in frames if not file.startswith(_LIBRARIES)]
+    return innermost(own) or innermost([(file, line) for file, line in frames if is_model(file)])
 
 
 def forward_line(module: nn.Module) -> str:
@@ -116,7 +115,7 @@ def forward_line(module: nn.Module) -> str:
 def line_of(function: Any) -> str:
     """Return `file:line` of a function of the user's own, or ''."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return user_line(f'File "{code.co_filename}", line {code.co_firstlineno}') if code else ""
+    return user_line([(code.co_filename, code.co_firstlineno)]) if code else ""
 
 
 def is_model(file: str, own: bool = False) -> bool:

@@ -271,7 +271,7 @@ def _read_call(trace: Trace, node: Node) -> None:
     if "_assert" in str(node.target) or value is None:
         trace.graph.erase_node(node)
         return
-    meta = {"module": _module(node), "source": source_of(node.meta.get("stack_trace") or ""), "region": mark_of(node)}
+    meta = {"module": _module(node), "source": source_of(node), "region": mark_of(node)}
     results = trace.name_call(node, node.name, meta, value)
     for part in parts if isinstance(value, list | tuple) else ():
         part.replace_all_uses_with(results[part.args[1]])  # type: ignore[index]
@@ -281,7 +281,7 @@ def _read_call(trace: Trace, node: Node) -> None:
 def _refuse_unknown(node: Node) -> None:
     value = node.meta.get("val")
     values = [v for v in (value if isinstance(value, list | tuple) else [value]) if v is not None]
-    where, runs = source_of(node.meta.get("stack_trace") or "") or "the model", f"runs {node.target}"
+    where, runs = source_of(node) or "the model", f"runs {node.target}"
     if not isinstance(node.target, torch._ops.OpOverload):
         raise CaptureError(
             f"{where} {runs}, which chooses at run time what is computed; compute both branches and select with "
@@ -314,8 +314,7 @@ def _refuse_mutation(exported: ExportedProgram) -> None:
     changed = {**signature.user_inputs_to_mutate, **getattr(signature, "parameters_to_mutate", {})}
     if changed:
         node = next(node for node in exported.graph.nodes if node.name in changed)
-        lines = (source_of(n.meta.get("stack_trace") or "") for n in (node, *node.all_input_nodes))
-        where = next(filter(None, lines), "the model")
+        where = next(filter(None, map(source_of, (node, *node.all_input_nodes))), "the model")
         raise CaptureError(
             f"{where} changes {len(changed)} parameters or inputs in place: {', '.join(changed.values())}; "
             "compute new tensors (of an input, a clone)."
@@ -333,13 +332,15 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _NOT_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
-def source_of(stack: str) -> str:
-    """Return `file:line` of the innermost frame of a stack trace that is neither torch's nor ours, or ''."""
-    frames = [(f, line) for f, line in FRAME.findall(stack) if not f.startswith((*_NOT_MODEL, "<"))]
-    if not frames:
-        return ""
-    path, line = frames[-1]
-    return f"{shorten(path)}:{line}"
+def source_of(node: Node) -> str:
+    """Return `file:line` of the innermost frame of an exported node that is neither torch's nor ours, or ''."""
+    return innermost(FRAME.findall(node.meta.get("stack_trace") or ""))
+
+
+def innermost(frames: Sequence[tuple[str, Any]]) -> str:
+    """Return `file:line` of the last of these files and lines that is neither torch's nor ours, or ''."""
+    found = [f"{shorten(file)}:{line}" for file, line in frames if not file.startswith((*_NOT_MODEL, "<"))]
+    return found[-1] if found else ""
 
 
 def shorten(path: str) -> str:

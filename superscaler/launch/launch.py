@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from superscaler.errors import InputError, RuntimeFailure
 from superscaler.interrupt import LAUNCHER
+from superscaler.replaced import quiet
 from superscaler.timing import cores
 
 # Shown lines of a failed rank's standard error, for ranks that do not write to the terminal.
@@ -170,14 +171,11 @@ def _agent_environment(threads: int) -> Iterator[None]:
     variables = {name: os.environ.get(name) for name in names}
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in signals}
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     os.environ["OMP_NUM_THREADS"], os.environ[LAUNCHER] = str(threads), str(os.getpid())
     try:
-        yield
+        with quiet(logging.CRITICAL, "torch.distributed.elastic"):
+            yield
     finally:
-        logger.setLevel(level)
         for name, value in variables.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from superscaler.errors import InputError
 from superscaler.models import family
 from superscaler.models.family import Family
+from superscaler.replaced import quiet
 from superscaler.specs.options import Options
 
 Values = dict[str, Any]
@@ -52,7 +52,8 @@ def from_library(
 def _from_config(config: str, model: str, values: Values) -> nn.Module:
     """Return the model class of the library with random weights, for its config class with these values."""
     transformers = library()
-    with _quiet():
+    # The library advises about configs, for those who load trained weights.
+    with quiet(logging.ERROR, "transformers"):
         module: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**values))
     if model.endswith(("ForCausalLM", "LMHeadModel")):
         # Not every class of the library names its loss; without a name it warns in the first step.
@@ -70,18 +71,6 @@ def library() -> ModuleType:
             "install it with: pip install 'superscaler[hf]'"
         ) from None
     return transformers
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back the library's advice about configs, which is for those who load trained weights."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _tokens(options: Options, step: int) -> dict[str, Tensor]:

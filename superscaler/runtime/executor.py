@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,16 @@ from superscaler.runtime.scaler import Scaler
 Box = Sequence[Sequence[int]]
 Segment = Callable[..., tuple[Tensor, ...]]
 Pairs = Sequence[tuple[str, Tensor]]
+T = TypeVar("T")
+
+
+def _over_group(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a method of `Rank` for a function of (communicator, what, group, ...); it takes the number of a group."""
+
+    def run(rank: Rank, what: Any, group: int, *more: Any, **options: Any) -> T:
+        return function(rank.communicator, what, tuple(rank.tables["groups"][group]), *more, **options)
+
+    return run
 
 
 @dataclass(eq=False, repr=False)
@@ -195,42 +205,20 @@ class Rank:
 
     # Communication.
 
-    def all_reduce(self, x: Tensor, group: int, largest: bool = False) -> Handle:
-        return self.communicator.all_reduce(x, self._group(group), largest=largest)
-
-    def all_reduce_bucket(self, tensors: Sequence[Tensor], group: int, largest: bool = False) -> tuple[Handle, ...]:
-        return buckets.all_reduce(self.communicator, tensors, self._group(group), largest)
-
-    def all_gather(self, x: Tensor, group: int, dim: int, sizes: Sequence[int] = ()) -> Handle:
-        return self.communicator.all_gather(x, self._group(group), dim, sizes)
-
-    def all_gather_bucket(
-        self, tensors: Sequence[Tensor], group: int, dims: Sequence[int], sizes: Sequence[Sequence[int]] = ()
-    ) -> tuple[Handle, ...]:
-        return buckets.all_gather(self.communicator, tensors, self._group(group), dims, sizes)
-
-    def reduce_scatter(self, x: Tensor, group: int, dim: int, sizes: Sequence[int] = ()) -> Handle:
-        return self.communicator.reduce_scatter(x, self._group(group), dim, sizes)
-
-    def reduce_scatter_bucket(
-        self, tensors: Sequence[Tensor], group: int, dims: Sequence[int], sizes: Sequence[Sequence[int]] = ()
-    ) -> tuple[Handle, ...]:
-        return buckets.reduce_scatter(self.communicator, tensors, self._group(group), dims, sizes)
-
-    def reduce(self, x: Tensor, group: int, root: int) -> Handle:
-        return self.communicator.reduce(x, self._group(group), root)
-
-    def reduce_bucket(self, tensors: Sequence[Tensor], group: int, root: int) -> tuple[Handle, ...]:
-        return buckets.reduce(self.communicator, tensors, self._group(group), root)
-
-    def rd_gather(self, x: Tensor, group: int, root: int, dim: int) -> Handle:
-        return self.communicator.rd_gather(x, self._group(group), root, dim)
-
-    def all_to_all(self, x: Tensor, group: int, split_dim: int, concat_dim: int) -> Handle:
-        return self.communicator.all_to_all(x, self._group(group), split_dim, concat_dim)
+    # Collectives over the group with a number, as the communicator runs them.
+    all_reduce = _over_group(Communicator.all_reduce)
+    all_gather = _over_group(Communicator.all_gather)
+    reduce_scatter = _over_group(Communicator.reduce_scatter)
+    reduce = _over_group(Communicator.reduce)
+    rd_gather = _over_group(Communicator.rd_gather)
+    all_to_all = _over_group(Communicator.all_to_all)
+    all_reduce_bucket = _over_group(buckets.all_reduce)
+    all_gather_bucket = _over_group(buckets.all_gather)
+    reduce_scatter_bucket = _over_group(buckets.reduce_scatter)
+    reduce_bucket = _over_group(buckets.reduce)
 
     def broadcast(self, x: Tensor | None, group: int, shape: Sequence[int], dtype: str) -> Handle:
-        ranks = self._group(group)
+        ranks = tuple(self.tables["groups"][group])
         return self.communicator.broadcast(x, ranks[0], ranks, tuple(shape), getattr(torch, dtype))
 
     def together(self) -> AbstractContextManager[None]:
@@ -250,9 +238,6 @@ class Rank:
 
     def to_device(self, x: Tensor) -> Handle:
         return self._copies.start(x, to_host=False)
-
-    def _group(self, number: int) -> tuple[int, ...]:
-        return tuple(self.tables["groups"][number])
 
     # The end of a step.
 

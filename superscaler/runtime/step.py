@@ -21,7 +21,6 @@ from superscaler.ir.model import later
 from superscaler.launch.jobs import how_to_start
 from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.executor import Rank, take
-from superscaler.runtime.results import put_together
 from superscaler.runtime.scaler import Scaler
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
@@ -361,3 +360,31 @@ def load(directory: str | Path, manifest: bool = True) -> Step:
     state = step.state
     step.watch = watch(step.rank, step.world, f"{path}/", lambda: (state.steps, state.works), communicator.start)
     return step
+
+
+class Outputs(dict[str, Any]):
+    """A dict whose values are attributes too, like those of an output object of a module."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the step returns no {name}, but {', '.join(self)}") from None
+
+
+def put_together(form: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a result of a form, with tensors by name, None for a tensor that is not here.
+
+    >>> put_together({"dict": {"logits": {"tensor": "return.logits"}, "kept": {"value": 2}}}, {})
+    {'logits': None, 'kept': 2}
+    """
+    ((kind, inner),) = (form or {"value": None}).items()
+    match kind:
+        case "tensor":
+            return tensors.get(inner)
+        case "dict":
+            return Outputs({key: put_together(value, tensors) for key, value in inner.items()})
+        case "list" | "tuple":
+            made = [put_together(value, tensors) for value in inner]
+            return made if kind == "list" else tuple(made)
+    return inner
