@@ -14,6 +14,7 @@ from superscaler.cluster.mesh import Mesh
 from superscaler.cluster.seconds import Wiring, least, lines
 from superscaler.errors import InputError, unknown
 from superscaler.specs.arguments import checked
+from superscaler.specs.file_errors import reading
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SHAPE = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
@@ -195,10 +196,8 @@ class Cluster:
 def _from_file(path: Path) -> Cluster:
     if not os.path.isfile(path):
         raise InputError(f"there is no cluster file {path}; {_FORMS}.")
-    try:
+    with reading(f"cluster file {path}", "give a YAML file in UTF-8", (ValueError,), "text in UTF-8"):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cluster file {path} cannot be read: {error}.") from None
     return _from_yaml(text, str(path))
 
 

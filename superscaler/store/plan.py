@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self
 from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 
 from superscaler.errors import InputError, unknown
-from superscaler.specs.file_errors import DAMAGE, reading, refuse
+from superscaler.specs.file_errors import reading, refuse
 from superscaler.specs.options import OPTIMIZERS
 from superscaler.store import folder as disk
 from superscaler.store.folder import Checked, Count, Draft, Hash, Head, hash_without, is_inside
@@ -287,15 +287,11 @@ def plan_files(directory: Path) -> frozenset[str]:
 
 def _listed(folder: Path) -> frozenset[str]:
     """Return the names of all files of the plan of any version whose plan.json is in a folder."""
-    try:
+    hint = "nothing beside it is replaced; choose another --out, or empty that directory yourself"
+    with reading(folder / PLAN_FILE, hint, kind="plan that compile writes"):
         names = json.loads((folder / PLAN_FILE).read_bytes())["manifest"]["files"].keys()
         if not {EXPLAIN_FILE, RUN_FILE} <= names or not all(_OURS.fullmatch(n) and is_inside(n) for n in names):
-            raise KeyError
-    except (OSError, *DAMAGE):
-        raise InputError(
-            f"{folder / PLAN_FILE} is not what compile writes, or was damaged. Nothing in {folder} is replaced; choose "
-            "another --out, or empty that directory yourself."
-        ) from None
+            raise ValueError("it lists other files")
     return frozenset((PLAN_FILE, WEIGHTS_FILE, *names))
 
 

@@ -15,9 +15,18 @@ from torch import Tensor
 from superscaler.errors import InputError
 from superscaler.store.pieces import located, whole
 from superscaler.store.save import TrainingStep, share
-from superscaler.store.tensors import TensorReader, missing, newest, open_checkpoint, open_stored, read_named
+from superscaler.store.tensors import (
+    Target,
+    TensorReader,
+    newest,
+    open_checkpoint,
+    open_stored,
+    read_targets,
+    set_targets,
+)
 
 T = TypeVar("T")
+Values = list[tuple[Target, Tensor]]
 
 
 def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
@@ -27,7 +36,7 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
     read and checked all they need; a failure then raises InputError on all ranks.
     """
 
-    def read() -> tuple[Mapping[str, Any], dict[str, Tensor], dict[str, dict[str, Any]]]:
+    def read() -> tuple[Mapping[str, Any], Values, dict[str, dict[str, Any]]]:
         stored = open_checkpoint(path)
         _check_plan(step, stored)
         weights, states = _read(step, stored), _read_states(step, stored)
@@ -36,7 +45,7 @@ def restore(step: TrainingStep, path: str | Path) -> Mapping[str, Any]:
         return stored.head, weights, states
 
     head, weights, states = _agreed(step, read)
-    _set_weights(step, weights)
+    set_targets(weights)
     _set_states(step, states)
     if step.state.scaler and head["scaler"]:
         step.state.scaler.load_state_dict(head["scaler"])
@@ -52,12 +61,12 @@ def load_weights(step: TrainingStep, path: str | Path) -> list[str]:
     with `model.safetensors` or its index); the optimizer starts anew. Returns the names that were not read.
     """
 
-    def read() -> tuple[set[str], dict[str, Tensor]]:
+    def read() -> tuple[set[str], Values]:
         stored = open_stored(path)
         return stored.names, _read(step, stored)
 
     names, weights = _agreed(step, read)
-    _set_weights(step, weights)
+    set_targets(weights)
     # Rank 0 knows all names.
     unread = json.dumps(sorted(names.difference(_names(step)))) if step.rank == 0 else ""
     return list(json.loads(share(step.state.communicator, unread)))
@@ -113,42 +122,36 @@ def _names(step: TrainingStep) -> Iterator[str]:
     yield from step.fixed
 
 
-def _read(step: TrainingStep, stored: TensorReader) -> dict[str, Tensor]:
-    """Return the weights of a rank by local name, and on rank 0 the tensors on no device; checked, not yet set."""
-    found = {}
-    is_whole = stored.head.get("optimizer") is not None
-    for entry in step.state.tables["weights"]:
-        tensor = step.plan["tensors"].get(entry["tensor"])
-        if tensor is None:
-            continue
-        local, (name, ranges) = step.state.weights[entry["name"]], located(step.plan, entry)
-        # A checkpoint without this older version has the newest one, to which the older ones were equal.
-        name = name if name in stored.tensors else newest(name)
-        value = read_named(stored, _called(step, name), tuple(tensor["shape"]), local.dtype, ranges)
-        if value is not None:
-            found[entry["name"]] = value.reshape(local.shape)
-        elif is_whole or tensor["kind"] == "parameter":
-            raise missing(stored, name)
-    return found | _read_fixed(step, stored)
-
-
 def _called(step: TrainingStep, name: str) -> list[str]:
     """Return all names of a tied parameter, the kept one first."""
     return [name, *(alias for alias, kept in step.plan["aliases"].items() if kept == name)]
 
 
-def _read_fixed(step: TrainingStep, stored: TensorReader) -> dict[str, Tensor]:
-    found = {}
+def _targets(step: TrainingStep, stored: TensorReader) -> Iterator[Target]:
+    """Yield the resident weights of a rank, and on rank 0 the tensors on no device."""
+    is_whole = stored.head.get("optimizer") is not None
+    for entry in step.state.tables["weights"]:
+        if tensor := step.plan["tensors"].get(entry["tensor"]):
+            name, ranges = located(step.plan, entry)
+            # A checkpoint without this older version has the newest one, to which the older ones were equal.
+            names = _called(step, name if name in stored.tensors else newest(name))
+            is_needed = is_whole or tensor["kind"] == "parameter"
+            yield Target(step.state.weights[entry["name"]], names, tuple(tensor["shape"]), ranges, is_needed)
     for name, value in step.fixed.items():
-        read = read_named(stored, _called(step, name), tuple(value.shape), value.dtype, whole(value.shape))
-        if read is None:
-            continue
-        if name not in step.plan["tensors"] and not torch.equal(read, value):
+        yield Target(value, _called(step, name), tuple(value.shape), whole(value.shape), is_needed=False)
+
+
+def _read(step: TrainingStep, stored: TensorReader) -> Values:
+    """Return the tensors of a rank with their values: checked, not yet set."""
+    found = read_targets(stored, _targets(step, stored))
+    constants = {id(value): name for name, value in step.fixed.items() if name not in step.plan["tensors"]}
+    for target, value in found:
+        if id(target.tensor) in constants and not torch.equal(value, target.tensor):
             raise InputError(
-                f"{stored.directory} has other values of {name} than the module had at capture, and the plan is made "
-                "with these; set the module's weights with ss.load_weights before ss.capture, and compile it again."
+                f"{stored.directory} has other values of {target.names[0]} than the module had at capture, and the "
+                "plan is made with these; set the module's weights with ss.load_weights before ss.capture, and compile "
+                "it again."
             )
-        found[f"fixed/{name}"] = read
     return found
 
 
@@ -172,12 +175,6 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
         shape = step.state.weights[entry["name"]].shape
         found[entry["name"]] = {**counted, **{s: stored.read(name, ranges, s).reshape(shape) for s in kept.states}}
     return found
-
-
-def _set_weights(step: TrainingStep, weights: Mapping[str, Tensor]) -> None:
-    for name, value in weights.items():
-        target = step.fixed[name[len("fixed/") :]] if name.startswith("fixed/") else step.state.weights[name].detach()
-        target.copy_(value)
 
 
 def _set_states(step: TrainingStep, states: Mapping[str, dict[str, Any]]) -> None:

@@ -6,10 +6,10 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -170,30 +170,46 @@ def _plain(directory: Path, files: Iterable[str], index: Mapping[str, str] | Non
     return TensorReader(directory, tensors)
 
 
-def read_named(
-    stored: TensorReader, names: list[str], shape: tuple[int, ...], dtype: torch.dtype, ranges: Ranges
-) -> Tensor | None:
-    """Return a piece of the tensor with all these (tied) names, None if none is stored.
+class Target(NamedTuple):
+    """A tensor of this process: the piece `ranges` of a user's tensor of this `shape`, which has (tied) `names`."""
 
-    Raises InputError for another shape, a dtype that this one cannot hold exactly, and for tensors that are tied here
-    and differ there.
+    tensor: Tensor
+    names: Sequence[str]
+    shape: tuple[int, ...]
+    ranges: Ranges
+    is_needed: bool
+
+
+def read_targets(stored: TensorReader, targets: Iterable[Target]) -> list[tuple[Target, Tensor]]:
+    """Return tensors with their stored values, without those that are not stored; nothing is set.
+
+    Raises InputError for a needed tensor that is not stored, for another shape, a dtype that this one cannot hold
+    exactly, and for tensors that are tied here and differ there.
     """
-    found: Tensor | None = None
-    first = ""
-    for name in names:
-        entry = stored.tensors.get(name)
-        if entry is None:
-            continue
-        if tuple(entry.shape) != shape or not _is_exact(getattr(torch, entry.dtype, None), dtype):
-            raise InputError(
-                f"{name} is {entry.dtype} of shape {tuple(entry.shape)} in {stored.directory}, but "
-                f"{str(dtype).removeprefix('torch.')} of shape {shape} in this model; they are of different models."
-            )
-        value = stored.read(name, ranges).to(dtype)
-        if found is not None and not torch.equal(found, value):
-            raise InputError(f"{first} and {name} differ in {stored.directory}, but this model ties them.")
-        found, first = (value, name) if found is None else (found, first)
+    found = []
+    for target in targets:
+        names = [name for name in target.names if name in stored.tensors]
+        values = [_value(stored, name, target) for name in names]
+        for name, value in zip(names[1:], values[1:], strict=True):
+            if not torch.equal(values[0], value):
+                raise InputError(f"{names[0]} and {name} differ in {stored.directory}, but this model ties them.")
+        if values:
+            found.append((target, values[0].reshape(target.tensor.shape)))
+        elif target.is_needed:
+            near = difflib.get_close_matches(target.names[0], stored.tensors, n=1, cutoff=0.5)
+            own = f"{target.names[0]}, one of the model's own{f'; it has {near[0]}' if near else ''}"
+            raise InputError(f"{stored.directory} has no {own}. They are of different models.")
     return found
+
+
+def _value(stored: TensorReader, name: str, target: Target) -> Tensor:
+    entry, dtype = stored.tensors[name], target.tensor.dtype
+    if tuple(entry.shape) != target.shape or not _is_exact(getattr(torch, entry.dtype, None), dtype):
+        raise InputError(
+            f"{name} is {entry.dtype} of shape {tuple(entry.shape)} in {stored.directory}, but "
+            f"{str(dtype).removeprefix('torch.')} of shape {target.shape} in this model; they are of different models."
+        )
+    return stored.read(name, target.ranges).to(dtype)
 
 
 def _is_exact(theirs: torch.dtype | None, ours: torch.dtype) -> bool:
@@ -203,11 +219,10 @@ def _is_exact(theirs: torch.dtype | None, ours: torch.dtype) -> bool:
     return theirs.is_floating_point and ours.is_floating_point and torch.promote_types(theirs, ours) == ours
 
 
-def missing(stored: TensorReader, name: str) -> InputError:
-    """Return the error of a tensor that is not stored."""
-    near = difflib.get_close_matches(name, stored.tensors, n=1, cutoff=0.5)
-    hint = f"; it has {near[0]}" if near else ""
-    return InputError(f"{stored.directory} has no {name}, one of the model's own{hint}. They are of different models.")
+def set_targets(found: Iterable[tuple[Target, Tensor]]) -> None:
+    with torch.no_grad():
+        for target, value in found:
+            target.tensor.copy_(value)
 
 
 def load_weights(module: nn.Module, path: str | Path) -> list[str]:
@@ -217,20 +232,14 @@ def load_weights(module: nn.Module, path: str | Path) -> list[str]:
     stored stay as they are. Returns the names there that the module lacks. Raises InputError, with nothing changed, for
     a damaged file, a missing parameter, and for another shape or dtype.
     """
-    stored = open_stored(path)
-    found: list[tuple[Tensor, Tensor]] = []
-    tensors = named(module)
-    for names, tensor in tensors:
-        if tensor.is_meta:
-            raise InputError(f"{names[0]} is on the meta device; give it memory first: module.to_empty(device='cpu').")
-        value = read_named(stored, names, tuple(tensor.shape), tensor.dtype, whole(tensor.shape))
-        if value is not None:
-            found.append((tensor, value))
-        elif isinstance(tensor, nn.Parameter):
-            raise missing(stored, names[0])
-    with torch.no_grad():
-        for tensor, value in found:
-            tensor.copy_(value)
+    stored, tensors = open_stored(path), named(module)
+    if empty := next((names[0] for names, tensor in tensors if tensor.is_meta), None):
+        raise InputError(f"{empty} is on the meta device; give it memory first: module.to_empty(device='cpu').")
+    targets = (
+        Target(tensor, names, tuple(tensor.shape), whole(tensor.shape), isinstance(tensor, nn.Parameter))
+        for names, tensor in tensors
+    )
+    set_targets(read_targets(stored, targets))
     return sorted(stored.names - {name for names, _ in tensors for name in names})
 
 

@@ -109,7 +109,7 @@ def test_out_with_a_plan_file_of_another_kind_is_refused(
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert run("compile", MODEL, *ONE, "--out", str(tmp_path)) == 2
     err = capsys.readouterr().err
-    assert f"{tmp_path}/plan.json is not what compile writes, or was damaged" in err
+    assert f"{tmp_path}/plan.json is no plan that compile writes, or is damaged" in err
     assert len(err.splitlines()) == 1
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 

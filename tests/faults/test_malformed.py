@@ -120,7 +120,7 @@ CLUSTERS: dict[str, Case] = {
     "nothing": Case("", "must be a mapping with the keys name, preset"),
     "a list": Case("[1, 2]", "must be a mapping"),
     "no YAML": Case("name: [", "is not YAML"),
-    "no UTF-8": Case(b"name: \xff\xfe\x00", "cannot be read"),
+    "no UTF-8": Case(b"name: \xff\xfe\x00", "is no text in UTF-8"),
     "a zero byte": Case("name: a\0b\n", "is not YAML"),
     "two documents": Case(f"{_LAB}---\n{_LAB}", "is not YAML"),
     "lists too deep": Case("a: " + "[" * 5000 + "]" * 5000, "nested too deep"),

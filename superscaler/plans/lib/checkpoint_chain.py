@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superscaler.plans.lib.shared import layers, stretches
+from superscaler.specs.file_errors import reading
 from superscaler.verbs import Graph, InputError, Op
 
 # Where more choices than this are left, bytes are rounded up to this fraction of the limit.
@@ -97,10 +98,8 @@ def cheapest(graph: Graph, limit: float, times: str, parts: int) -> list[Run]:
 
 
 def _seconds(times: str) -> dict[str, float]:
-    try:
+    with reading(f"times={times}", "give a file that exists", kind="JSON object of seconds by block"):
         return {str(path): float(number) for path, number in json.loads(Path(times).read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"times={times} is no JSON object of seconds by block: {error}.") from None
 
 
 def _unit(graph: Graph, path: str, ops: Sequence[Op], seconds: dict[str, float], parts: int) -> Unit:
