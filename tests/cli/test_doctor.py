@@ -77,9 +77,16 @@ def test_the_range_of_torch_is_that_of_the_package() -> None:
 
 
 @pytest.mark.dist
-def test_a_measured_cluster_is_taken_by_other_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_cluster_is_taken_by_other_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By those of docs/clusters.md."""
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    (text,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    measure, use = (line.split()[1:] for line in text.splitlines())
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "cluster.yaml"
-    assert run("doctor", "--measure", "--cluster", "local:2", "--out", str(file), "--json") == 0
+    assert run(*measure, "--json") == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     cluster = Cluster.parse(str(file))
     assert str(cluster) == found["cluster"]
@@ -92,7 +99,7 @@ def test_a_measured_cluster_is_taken_by_other_commands(tmp_path: Path, capfd: py
     errors = sorted(abs(s["fitted"] / s["seconds"] - 1) for s in found["samples"])
     assert errors[-1] == pytest.approx(found["largest_error"])
     assert errors[len(errors) // 2] < 1
-    assert run("validate", "mlp", "--plan", "data_parallel", "--cluster", str(file)) == 0
+    assert run(*use) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Clusters: what is built, how text reads and prints, and what bad text is told."""
+"""Clusters and meshes: what is built, how text reads and prints, what bad text is told; docs/clusters.md is true."""
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 
@@ -24,14 +25,6 @@ def test_devices_are_numbered_server_by_server() -> None:
     assert (cluster.servers, cluster.devices_per_server, cluster.kind) == (2, 2, "v100")
 
 
-def test_a_local_cluster_is_one_server_of_which_nothing_is_known() -> None:
-    cluster = Cluster.local(3)
-    assert [device.server for device in cluster.devices] == [0, 0, 0]
-    assert cluster.device_kind is None
-    assert cluster.is_local
-    assert not Cluster.preset("v100", 1, 3).is_local
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_hold_bytes_and_flops_per_second(name: str) -> None:
     kind = Cluster.preset(name, 1, 1).device_kind
@@ -42,35 +35,25 @@ def test_presets_hold_bytes_and_flops_per_second(name: str) -> None:
     assert 10**13 < kind.flops["float32"] * 4 < kind.flops["float16"] < 10**16
 
 
+positive = st.floats(1e-30, 1e30)
+
+
 @given(
     name=st.one_of(
         st.just(LOCAL), st.sampled_from(sorted(PRESETS)), st.text(min_size=1, max_size=9).filter(str.isprintable)
     ),
     kind=st.sampled_from([LOCAL, *sorted(PRESETS)]),
     servers=st.integers(1, 5),
-    per_server=st.integers(1, 9),
-)
-def test_every_cluster_reads_back_from_its_text(name: str, kind: str, servers: int, per_server: int) -> None:
-    cluster = Cluster.of(name, kind, servers, per_server)
-    assert Cluster.parse(str(cluster)) == cluster
-
-
-positive = st.floats(1e-30, 1e30)
-
-
-@given(
-    kind=st.sampled_from([LOCAL, *sorted(PRESETS)]),
-    links=st.builds(
-        Links, *[st.builds(Link, alpha=st.floats(0, 1), bandwidth=positive)] * 4, nics=st.sampled_from([None, 1, 3, 12])
-    ),
+    links=st.none()
+    | st.builds(Links, *[st.builds(Link, alpha=st.floats(0, 1), bandwidth=positive)] * 4, nics=st.sampled_from([1, 3])),
     device=st.none() | st.tuples(st.integers(1, 10**15), st.dictionaries(st.text(min_size=1, max_size=5), positive)),
 )
-def test_what_replaces_a_preset_reads_back(
-    kind: str, links: Links, device: tuple[int, dict[str, float]] | None
+def test_every_cluster_reads_back_from_its_text(
+    name: str, kind: str, servers: int, links: Links | None, device: tuple[int, dict[str, float]] | None
 ) -> None:
     flops = {**(PRESETS[kind].flops if kind in PRESETS else {}), **(device[1] if device else {})}
     told = DeviceKind(kind, device[0], flops) if device else None
-    cluster = Cluster.of(kind, kind, 1, 6, links, told)
+    cluster = Cluster.of(name, kind, servers, 6, links, told)
     assert Cluster.parse(str(cluster)) == cluster
     assert hash(Cluster.parse(str(cluster))) == hash(cluster)
 
@@ -91,6 +74,12 @@ def test_a_file_replaces_what_is_known_of_the_devices() -> None:
     local = Cluster.parse(text.replace("a100", "local"))
     assert local.device_kind == DeviceKind("local", 40 * 10**9, {"float8": 1e15})
     assert local.is_local
+
+
+def test_a_short_text_is_the_spec() -> None:
+    for spec in ("local:4", "v100:4x8", "h200:2x1"):
+        assert str(Cluster.parse(spec)) == spec
+    assert Cluster.parse("local:4").device_kind is None
 
 
 LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
@@ -121,30 +110,12 @@ LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
         ("device: {flops: {float32: x}}}", "device.flops.float32 is 'x', but input should be a valid number."),
         ("device: {flops: {1: 2}}}", "device.flops.1"),
         ("1: 2}", "unknown key '1'"),
+        ("preset: local, device: {memory: 1e9}}", "nothing is known about local devices; add device.flops too"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(more: str, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        Cluster.parse(LAB + more)
-
-
-def test_half_of_what_is_known_of_a_local_device_is_refused() -> None:
-    text = LAB.replace("v100", "local") + "device: {memory: 1e9}}"
-    with pytest.raises(InputError, match=r"nothing is known about local devices; add device\.flops too"):
-        Cluster.parse(text)
-
-
-@pytest.mark.parametrize("spec", ["local:1", "local:4", "v100:4x8", "a100:1x8", "h100:128x8", "h200:2x1"])
-def test_the_text_of_a_cluster_is_its_spec(spec: str) -> None:
-    assert str(Cluster.parse(spec)) == spec
-
-
-def test_a_file_gives_a_cluster_a_name(tmp_path: Path) -> None:
-    path = tmp_path / "lab.yaml"
-    path.write_text("name: lab\nservers: 2\ndevices_per_server: 4\npreset: a100\n")
-    cluster = Cluster.parse(str(path))
-    assert (cluster.name, cluster.kind, cluster.servers, len(cluster.devices)) == ("lab", "a100", 2, 8)
-    assert Cluster.parse(str(cluster)) == cluster
+        Cluster.parse((LAB.replace("preset: v100, ", "") if more.startswith("preset") else LAB) + more)
 
 
 @pytest.mark.parametrize(
@@ -173,19 +144,72 @@ def test_bad_text_is_told_what_to_write(spec: str, message: str) -> None:
         Cluster.parse(spec)
 
 
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "list.yml"
-    path.write_text("- 1\n- 2\n")
-    with pytest.raises(InputError, match=r"list\.yml must be a mapping with the keys name, preset, servers"):
-        Cluster.parse(str(path))
-
-
-def test_an_unknown_preset_is_refused() -> None:
-    with pytest.raises(InputError, match="unknown preset 'h20'; did you mean 'h200'"):
-        Cluster.preset("h20", 1, 1)
-
-
-@pytest.mark.parametrize("count", ["2", 2.5, None])
+@pytest.mark.parametrize("count", ["2", 2.5])
 def test_a_number_of_devices_is_whole(count: object) -> None:
     with pytest.raises(InputError, match="both must be whole numbers"):
         Cluster.local(count)  # type: ignore[arg-type]
+
+
+# Meshes.
+
+
+def test_places_along_some_axes_are_a_mesh_of_the_others() -> None:
+    mesh = Cluster.local(12).mesh(pp=2, dp=-1, tp=2)
+    assert str(mesh) == "pp=2,dp=3,tp=2"
+    assert [device.id for device in mesh.at(pp=1, tp=0).devices] == [6, 8, 10]
+    assert mesh.at(dp=2).sizes == {"pp": 2, "tp": 2}
+    assert [device.id for device in mesh.at(pp=1, dp=1, tp=1).devices] == [9]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp": 2, "tp": 3}, "mesh dp=2,tp=3 needs 6 devices, but there are 8; make the two numbers equal"),
+        ({"dp": 3, "tp": -1}, "mesh dp=3,tp=-1: 3 does not divide the 8 devices; choose 1, 2, 4 or 8"),
+        ({"dp": -1, "tp": -1}, "mesh dp=-1,tp=-1: every size must be at least 1, and one may be -1"),
+        ({"dp": 0, "tp": 8}, "mesh dp=0,tp=8: every size must be at least 1"),
+        ({"dp": 8.0}, "mesh dp=8.0: every size must be at least 1"),
+    ],
+)
+def test_sizes_that_are_not_the_number_of_devices_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        Cluster.local(8).mesh(**sizes)
+
+
+def test_places_that_a_mesh_lacks_are_refused() -> None:
+    mesh = Cluster.local(8).mesh(data=2, tensor=4)
+    with pytest.raises(InputError, match=r"mesh data=2,tensor=4: unknown axis 'date'; did you mean 'data'"):
+        mesh.at(date=1)
+    with pytest.raises(InputError, match=r"has places 0 to 3 along tensor, but not 4"):
+        mesh.at(tensor=4)
+
+
+# The page.
+
+PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_python_and_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab.yaml").write_text(blocks("yaml")[0])
+    example = doctest.DocTestParser().get_doctest("\n".join(blocks("python")), {}, "clusters.md", None, 0)
+    assert len(example.examples) > 5
+    words: list[str] = []
+    assert doctest.DocTestRunner().run(example, out=words.append).failed == 0, "".join(words)
+    lab = Cluster.parse("lab.yaml")
+    assert lab.links.network == Link(5e-6, 24e9)
+    assert Cluster.parse(str(lab)) == lab
+
+
+def test_the_table_of_presets() -> None:
+    for name, links in LINKS.items():
+        cells = re.search(rf"^\| `{name}` \| (.*) \|$", PAGE, re.MULTILINE)
+        assert cells is not None
+        *told, nics = cells[1].split(" | ")
+        for link, cell in zip((links.device, links.pair, links.intra, links.network, links.host), told, strict=True):
+            assert [float(x) for x in cell.split(", ")] == pytest.approx([link.alpha * 1e6, link.bandwidth / 1e9])
+        assert nics == ("1 a device" if links.nics is None else f"{links.nics} a server")
