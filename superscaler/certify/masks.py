@@ -50,11 +50,13 @@ from superscaler.ir.program import (
     Loss,
     Program,
     Recv,
+    Role,
     Send,
     Slice,
     Update,
     Value,
     Wait,
+    names,
 )  # fmt: skip
 
 
@@ -81,7 +83,8 @@ class Masks:
     def run(self, cohort: Cohort, at: int, read: Sequence[Content | None]) -> Sequence[Content]:
         self.cohorts[cohort.number] = cohort
         i = cohort.code[at]
-        self.memories.hold(i, () if isinstance(i, Accumulate) else read)
+        held = len(read) - len(names(i, Role.SUM))
+        self.memories.hold(i, () if isinstance(i, Accumulate) else read[:held])
         found: Sequence[Content] = getattr(self, f"_{type(i).__name__.lower()}")(cohort, at, i, read)
         return found
 
@@ -176,22 +179,38 @@ class Masks:
         into, value = read
         if i.in_place != (i.out == i.into):
             raise Refusal(f"adds to {i.into} in place but makes {i.out}." if i.in_place else f"makes {i.out} anew.")
-        if i.in_place and into.held is not None:
-            raise Refusal(f"changes {i.into} in place, which {describe(self.program, into.held)} holds.")
+        if i.in_place:
+            self._check_free(i.into, into)
         self.memories.hold(i, read)
-        require_same_kind(into, value)
-        self._check_largest(into, i.largest)
-        must_equal(value.box, into.box, f"{i.value} is")
-        found = self.sums.sum(into, into.box, read)
+        found = self._added(into, value, i.value, i.largest)
         if i.in_place:
             self.memories.change(i, into)
         return [found]
+
+    def _check_free(self, name: Value, into: Content) -> None:
+        if into.held is not None:
+            raise Refusal(f"changes {name} in place, which {describe(self.program, into.held)} holds.")
+
+    def _added(self, into: Content, value: Content, name: object, largest: bool = False) -> Content:
+        require_same_kind(into, value)
+        self._check_largest(into, largest)
+        must_equal(value.box, into.box, f"{name} is")
+        return self.sums.sum(into, into.box, (into, value))
 
     def _forward(self, cohort: Cohort, at: int, i: Forward, read: Sequence[Content]) -> Sequence[Content]:
         return self.passes.forward(cohort, at, i, read)
 
     def _backward(self, cohort: Cohort, at: int, i: Backward, read: Sequence[Content | None]) -> Sequence[Content]:
-        return self.passes.backward(cohort, at, i, read)
+        sums = names(i, Role.SUM)
+        made = list(self.passes.backward(cohort, at, i, read[: len(read) - len(sums)]))
+        first = len(made) - len(sums)
+        for n, (name, into) in enumerate(zip(sums, read[len(read) - len(sums) :], strict=True), first):
+            if into is not None:
+                self._check_free(name, into)
+                self.memories.hold(i, (into,))
+                made[n] = self._added(into, made[n], f"its addend of {name}")
+                self.memories.change(i, into)
+        return made
 
     # Communication.
 

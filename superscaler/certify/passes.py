@@ -165,7 +165,7 @@ class Passes:
                 how = describe(self.program, content.changed)
                 raise Refusal(f"needs {kind_of(content)} as its forward read it, whose memory {how} has changed.")
         first, addends = tape.kept or (i, self._addends(tape, i, read[:count]))
-        if first is not i and any(None not in pair for pair in zip(first.outputs, i.outputs, strict=True)):
+        if first is not i and any(a and b for a, b in zip(made_by(first), made_by(i), strict=True)):
             raise Refusal("makes a gradient that its first half has made.")
         if i.half == "input":
             self.tapes[cohort.number, i.task] = replace(tape, kept=(i, addends))
@@ -195,17 +195,24 @@ class Passes:
         """Return the gradients made by a backward, or by half of one."""
         segment, run = tape.function, tape.run
         wanted = [n for n, wants in enumerate(run.grads) if wants]
-        if len(i.outputs) != len(wanted) or len(i.wide) not in (0, len(wanted)):
+        if {len(i.outputs), len(i.wide) or len(wanted), len(i.sums) or len(wanted)} != {len(wanted)}:
             raise Refusal(f"makes {len(i.outputs)} gradients of {len(wanted)} aliases.")
+        names = *i.outputs, *i.sums
+        if any(out and total for out, total in zip(i.outputs, i.sums, strict=False)):
+            raise Refusal("gives a gradient that it adds to a sum.")
+        if len(set(names) - {None}) < len(names) - names.count(None):
+            raise Refusal("gives several gradients one name.")
         found = []
-        for k, (n, out) in enumerate(zip(wanted, i.outputs, strict=True)):
+        for k, (n, out) in enumerate(zip((*wanted, *wanted), names, strict=False)):
+            k %= len(wanted)
             spec = self.model.tensors[segment.function.inputs[n]]
             is_wide = spec.name in self.from_weights and spec.wide_dtype != spec.dtype
             if is_wide != bool(i.wide and i.wide[k]):
                 raise Refusal(f"{'does not make' if is_wide else 'makes'} the gradient of {spec.name} float32.")
             if out is not None:
                 dtype = spec.wide_dtype if is_wide else spec.dtype
-                memory = (Memory(held=i),)
+                # A sum has memory of its own.
+                memory = (Memory(held=None if out in i.sums else i),)
                 content = Content(
                     self.model.origin(spec.name), True, tape.inputs[n].box, addends.get(n, {}), dtype, memory
                 )
@@ -296,3 +303,9 @@ class Passes:
                 key: Chain = ("use", op.name, k, mirror[0][0] if mirror else (), tuple(link for link, _ in links))
                 found.setdefault(key, []).append(segment.carried(n, key, op.inputs[k], inner, at))
         return {chain: joined(some) for chain, some in found.items()}
+
+
+def made_by(i: Backward) -> list[bool]:
+    """Return which gradients a backward makes: its outputs, and what it adds to sums."""
+    sums = i.sums or (None,) * len(i.outputs)
+    return [(out or total) is not None for out, total in zip(i.outputs, sums, strict=True)]

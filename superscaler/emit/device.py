@@ -168,7 +168,7 @@ class _Writer:
         )
 
     def write(self) -> str:
-        lines = [f"{name} = {{}}" for name in self.spelling.dicts]
+        lines = [f"{name} = {{}}" for name in self.spelling.dicts] + self.spelling.lists
         for run in self.runs:
             self.count = run.count
             if run.count == 1:
@@ -187,6 +187,7 @@ class _Writer:
             if isinstance(now[0], p.Forward) and (where := self._function(now[0]).module) != module:
                 module = where
                 yield from [f"# {module}"] * bool(module)
+            yield from self.spelling.declared(now[0])
             if at in ends:
                 yield "with rt.together():"
                 end = ends[at]
@@ -250,18 +251,21 @@ class _Writer:
                 return self._free(i.names)
 
     def _free(self, names: Sequence[Value]) -> str:
-        several = self.spelling.tuple_items(names)
+        several = self.spelling.ended(names)
         cleared = [name[1:].replace(".values()", ".clear()") for name in several if name.startswith("*")]
         others = [name for name in several if not name.startswith("*")]
         return "\n".join([f"del {', '.join(others)}"] * bool(others) + cleared)
 
     def _backward(self, i: p.Backward) -> str:
-        names = i.outputs if not i.half else tuple(n for n in i.outputs if n is not None)
+        pairs = [*zip(i.outputs, i.sums or (None,) * len(i.outputs), strict=True)]
+        made = [pair for pair in pairs if not i.half or pair != (None, None)]
+        names = tuple(out for out, total in made if total is None)
         left = f"{self.tuple_of(names, '_')} = " if set(names) - {None} else ""
         given = [self._task(i), *([] if i.half == "weight" else [self.tuple_of(i.gradients)])]
-        given += [f'"{_bits([n is not None for n in i.outputs])}"'] if i.half else []
+        given += [f'"{_bits([pair != (None, None) for pair in pairs])}"'] if i.half else []
         given += [f'"{_bits(i.wide)}"'] if any(i.wide) and i.half != "input" else []
         given += [f"again={self.tuple_of(i.again)}"] if i.again else []
+        given += [f"into={{{self.spelling.into([total for _, total in made])}}}"] if any(i.sums) else []
         return f"{left}rt.backward{i.half and '_'}{i.half}({', '.join(given)})"
 
     def _pairs(self, weights: Sequence[Value], values: Sequence[Value]) -> str:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from superscaler.ir.codes import NONE, Loop, Rolled, Run
-from superscaler.ir.program import ONE, Free, Instruction, Recv, Role, Send, Slice, Task, Value, names
+from superscaler.ir.program import ONE, VALUES, Free, Instruction, Recv, Role, Send, Slice, Task, Value, names
 
 # The variable of a loop: the first microbatch of its body.
 TURN = "m"
@@ -124,9 +124,14 @@ class Spelling:
             self.kept |= set(map(_family, run.moving)) - run.own()
         freed = {_family(v) for run in runs if run.count > 1 for i, *_ in run.rows for v in names(i, Role.END)}
         # By family, the live values of families that only loops make, in the order in which they were made.
-        self._there: dict[Value, list[int]] = {family: [] for family in self.kept - freed}
+        summed = {_family(v) for run in runs for i, *_ in run.rows for v in names(i, Role.SUM)}
+        self._there: dict[Value, list[int]] = {family: [] for family in self.kept - freed - summed}
         self._moving: set[Value] = set()
         self._first, self._period = 0, 1
+        # By family of a sum, the list that it is in: the list as a value, and the place there.
+        self._lists = lists_of(runs)
+        self._size = Counter(of for of, _ in self._lists.values())
+        self._known = set[str]()
 
     @property
     def dicts(self) -> list[str]:
@@ -136,6 +141,7 @@ class Spelling:
         """Enter the body of a loop; return its head."""
         self._moving, self._period = loop.moving, loop.period
         self._first = min(value.microbatch for value in self._moving)
+        self._known = set()
         made = [(there, v.microbatch) for v in loop.made() if (there := self._there.get(_family(v))) is not None]
         for turn in range(loop.count):
             for there, microbatch in made:
@@ -149,6 +155,44 @@ class Spelling:
     def value(self, value: Value) -> str:
         if value == ONE:
             return f"rt.{value}"
+        if _family(value) in self._lists:
+            name, place = self.list_of(value)
+            return f"{name}[{place}]"
+        return self._plain(value)
+
+    def list_of(self, value: Value) -> tuple[str, int]:
+        """Return the list of a sum, and the place of the sum in it."""
+        of, place = self._lists[_family(value)]
+        return self._plain(of._replace(microbatch=value.microbatch)), place
+
+    @property
+    def lists(self) -> list[str]:
+        """Return the lines that make the lists of sums of no microbatch."""
+        return [f"{of} = rt.sums({size})" for of, size in self._size.items() if of.microbatch == NONE]
+
+    def declared(self, i: Instruction) -> Iterator[str]:
+        """Yield the lines that make the lists of sums of a microbatch, before the first instruction that adds to
+        them.
+        """
+        for value in names(i, Role.SUM):
+            name, _ = self.list_of(value)
+            if value.microbatch != NONE and name not in self._known:
+                self._known.add(name)
+                yield f"{name} = rt.sums(1)"
+
+    def _size_of(self, value: Value | None) -> int:
+        return 0 if value is None else self._size[self._lists[_family(value)][0]]
+
+    def into(self, values: Sequence[Value | None]) -> str:
+        """Return the source of the lists of sums, by the number of the first value that is added there."""
+        found = dict[str, int]()
+        for n, value in enumerate(values):
+            if value is not None:
+                name, place = self.list_of(value)
+                found.setdefault(name, n - place)
+        return ", ".join(f"{n}: {name}" for name, n in found.items())
+
+    def _plain(self, value: Value) -> str:
         is_moving = value in self._moving
         if value.microbatch == NONE or not (is_moving or _family(value) in self.kept):
             return str(value)
@@ -182,8 +226,11 @@ class Spelling:
     def tuple_items(self, values: Sequence[Value | None], gap: str = "None") -> list[str]:
         """Return the sources of values in order. All values of a dict, in its order, are written as one."""
         found = []
-        for _, some in groupby(values, lambda v: None if v is None else _family(v)):
+        for key, some in groupby(values, self._group):
             own = list(some)
+            if isinstance(key, str) and [self.list_of(v)[1] for v in own if v] == [*range(self._size_of(own[0]))]:
+                found.append(f"*{key}")
+                continue
             numbers = [NONE if v is None else v.microbatch for v in own]
             if own[0] is not None and NONE not in numbers and numbers == self._there.get(_family(own[0])):
                 found.append(f"*{own[0].spelled('')}.values()")
@@ -191,10 +238,60 @@ class Spelling:
                 found += [gap if v is None else self.value(v) for v in own]
         return found
 
+    def ended(self, values: Sequence[Value]) -> list[str]:
+        """Return the sources of values that end together, sums as their lists."""
+        others = [v for v in values if _family(v) not in self._lists]
+        lists = (self.list_of(v)[0] for v in values if _family(v) in self._lists)
+        return [*self.tuple_items(others), *dict.fromkeys(lists)]
+
+    def _group(self, value: Value | None) -> Value | str | None:
+        if value is None or _family(value) not in self._lists:
+            return None if value is None else _family(value)
+        return self.list_of(value)[0]
+
+
+def lists_of(runs: Sequence[Section]) -> dict[Value, tuple[Value, int]]:
+    """Return, for each family of sums, the list that it is in and its place there.
+
+    Sums of no microbatch that backwards add to one after the other, and that end together, share a list.
+    """
+    rows = [i for run in runs for i, *_ in run.rows]
+    uses: dict[Value, list[int]] = {}
+    for n, i in enumerate(rows):
+        for value in (*names(i, Role.SUM), *names(i, Role.END)):
+            uses.setdefault(value, []).append(n)
+    taken = {v.name for i in rows for v in _values(i)}
+    found = dict[Value, tuple[Value, int]]()
+    for i in rows:
+        for _, some in groupby(getattr(i, "sums", ()), lambda v: v and (v.microbatch == NONE, uses[v])):
+            own = [v for v in some if v is not None and _family(v) not in found]
+            for group in [own] if _is_list(own, rows) else [[v] for v in own]:
+                of = group[0] if len(group) == 1 else _list_name(group, taken)
+                found |= {_family(v): (of, place) for place, v in enumerate(group)}
+    return found
+
+
+def _is_list(sums: Sequence[Value], rows: Sequence[Instruction]) -> bool:
+    """Return whether all instructions that add to one of some sums add to all of them, one after the other."""
+    if len(sums) < 2 or sums[0].microbatch != NONE:
+        return False
+    each = [some for i in rows if sums[0] in (some := getattr(i, "sums", ()))]
+    return all(some[(at := some.index(sums[0])) : at + len(sums)] == tuple(sums) for some in each)
+
+
+def _list_name(sums: Sequence[Value], taken: set[str]) -> Value:
+    """Return a name for a list of sums, after what their names share."""
+    columns = zip(*(v.name.split("_") for v in sums), strict=False)
+    shared = "_".join(first for first, *_ in takewhile(lambda words: len({*words}) == 1, columns)).strip("_") or "sums"
+    while shared in taken or shared.endswith("_m") or Value.parse(shared) != Value(shared):
+        shared += "_"
+    taken.add(shared)
+    return Value(shared, True)
+
 
 def _family(value: Value) -> Value:
     return value._replace(microbatch=0)
 
 
 def _values(i: Instruction) -> tuple[Value, ...]:
-    return tuple(value for role in (Role.READ, Role.WRITE, Role.END) for value in names(i, role))
+    return tuple(value for role in VALUES for value in names(i, role))

@@ -50,7 +50,9 @@ class Domain(Protocol[V]):
     """The meaning of instructions. Every value has one row per device of the cohort that holds it."""
 
     def run(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V]:
-        """Return the values that an instruction writes. `read`: the values of its fields, in order; None is a gap."""
+        """Return the values that an instruction writes. `read`: the values of its fields, in order; None is a gap. The
+        values of its sums come last, None for one that it makes.
+        """
 
     def start(self, cohort: Cohort, at: int, read: Sequence[V | None]) -> Sequence[V | None]:
         """Return the values given to a communication, as they are when it starts. Later changes do not affect them."""
@@ -171,7 +173,7 @@ class _Interpreter(Generic[V]):
                 return True
             case Wait():
                 return self._wait(run, i)
-        read = self._read(run, i)
+        read = [*self._read(run, i), *self._sums(run, i)]
         if isinstance(i, Send | Recv | Collective | Copy):
             self._start(run, i, read)
         else:
@@ -189,13 +191,19 @@ class _Interpreter(Generic[V]):
                 raise Refusal(f"reads {name}, {self._missing(run, name)}.")
         return found
 
+    def _sums(self, run: _Run[V], i: Instruction) -> Iterator[V | None]:
+        for name in names(i, Role.SUM):
+            if name in run.gone or name in run.handles:
+                raise Refusal(f"adds to {name}, {run.gone.get(name, 'a handle')}.")
+            yield run.values.get(name)
+
     def _missing(self, run: _Run[V], name: Value) -> str:
         later = any(name in writes(i) for i in run.cohort.code[run.at :])
         return run.gone.get(name, "which is made later" if later else "which nothing makes")
 
     def _write(self, run: _Run[V], i: Instruction, made: Sequence[V]) -> None:
         for name, value in zip(writes(i), made, strict=True):
-            if name not in reads(i):
+            if name not in (*reads(i), *names(i, Role.SUM)):
                 self._check_new(run, name)
             run.values[name] = value
 

@@ -25,6 +25,7 @@ class Role(Enum):
 
     READ = "names that are read"
     WRITE = "names that are made"
+    SUM = "names of sums that are added to in place; the first addition makes them"
     END = "names that nothing reads any more"
     EVEN = "numbers that move evenly along a fold"
     GROUP = "devices of a collective, in order"
@@ -117,6 +118,7 @@ Reads = Annotated[tuple[Value, ...], Role.READ]
 Gaps = Annotated[tuple[Value | None, ...], Role.READ]
 Write = Annotated[Value, Role.WRITE]
 Writes = Annotated[tuple[Value, ...], Role.WRITE]
+Sums = Annotated[tuple[Value | None, ...], Role.SUM]
 Group = Annotated[tuple[int, ...], Role.GROUP]
 Notes = Annotated[tuple[Provenance, ...], Role.NOTE]
 
@@ -152,7 +154,8 @@ class Forward:
 @dataclass(frozen=True, slots=True)
 class Backward:
     """Run the mirror of a part: gradients of its saved outputs (None: nobody read them) to gradients of its aliases
-    (None: nobody reads them). `wide`: which of these become float32.
+    (None: nobody reads them). Gradients of weights are added to their `sums` over parts and microbatches where these
+    exist; then they are no outputs. `wide`: which gradients become float32.
 
     In a split backward, `half` is `input` (it keeps the tensors that the other half needs) or `weight` (it is given
     nothing more).
@@ -164,6 +167,7 @@ class Backward:
     wide: tuple[bool, ...] = ()
     half: str = ""
     again: Reads = ()
+    sums: Sums = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +355,10 @@ ROLES = {kind: _roles(kind) for kind in KINDS}
 FIELDS = {(k, role): tuple(n for n, r in ROLES[k].items() if r is role) for k in KINDS for role in (None, *Role)}
 
 
+# The roles of fields with names.
+VALUES = (Role.READ, Role.WRITE, Role.SUM, Role.END)
+
+
 def names(i: Instruction, role: Role) -> tuple[Value, ...]:
     """Return the names in the fields of an instruction with a role."""
     found: list[Value] = []
@@ -365,7 +373,8 @@ def reads(i: Instruction) -> tuple[Value, ...]:
 
 
 def writes(i: Instruction) -> tuple[Value, ...]:
-    return names(i, Role.WRITE)
+    """Return the names that an instruction makes, those of sums last."""
+    return names(i, Role.WRITE) + names(i, Role.SUM)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@
       T[2] = [(0, 0), (16, 0), (32, 0), (48, 0)]
 
 Each section is one program. T lists the fields that differ between its devices, in the order of the devices. After
-`loop 30 of 18` come the first two of a loop's 30 repetitions, 18 instructions each. In a folded program, `fold` lists
+`loop 30 of 10` come the first two of a loop's 30 repetitions, 10 instructions each. In a folded program, `fold` lists
 the devices by base and place; a section then has the devices of one base at place 0 and at place 1 of each axis. In a
 function an op has its inputs (%k is input k of the function) and, per index, where a part starts and ends, and at which
 coordinate.
@@ -50,7 +50,7 @@ _FLAGS = {
     (k.__name__, f.name): f.default
     for k in (Weight, *KINDS)
     for f in fields(k)
-    if f.default is False or f.default == "" or f.name in ("again", "root")
+    if f.default is False or f.default == "" or f.name in ("again", "root", "sums")
 }
 _ROLES: Mapping[str, Mapping[str, Role | None]] = {"Weight": _WEIGHT, **{kind.__name__: ROLES[kind] for kind in KINDS}}
 _KINDS: Mapping[str, type] = {"Weight": Weight, **{kind.__name__: kind for kind in KINDS}}

@@ -214,12 +214,16 @@ class _Builder:
         if kind not in halves:
             return
         gradients = self._gradients(segment, key) if kind == segment.taking else ()
-        made = {n: self._gradient(segment, key, n) for n, half in own.items() if half == kind}
+        mine = [n for n, half in own.items() if half == kind]
+        totals = {n: total for n in mine if (total := self._total(segment, key, n)) is not None}
+        made = {n: self._gradient(segment, key, n) for n in mine if n not in totals}
         outputs, wide = tuple(map(made.get, own)), tuple(self._is_wide(segment.aliases[n].tensor) for n in own)
+        sums = tuple(map(totals.get, own)) if totals else ()
         half = "" if len(halves) == 1 else "input" if kind == segment.taking else "weight"
         regathered = [self.values.value(place) for place in self._regathered(segment, key)]
         weights = tuple(name for name in regathered if name is not None)
-        self.code.write(node.device, Backward(task(segment.number, key), gradients, outputs, wide, half, weights))
+        run = Backward(task(segment.number, key), gradients, outputs, wide, half, weights, sums)
+        self.code.write(node.device, run)
         at = segment.keys.index(key) if self.schedule.edges.graph.pieces else None
         for number, output in made.items():
             if output is not None:
@@ -239,6 +243,15 @@ class _Builder:
             is_one = loss in self.losses and self.schedule.edges.seeds_gradient(loss, row)
             gradients.append(ONE if is_one else name)
         return tuple(gradients)
+
+    def _total(self, segment: Segment, key: Key, number: int) -> Value | None:
+        """Return the sum that a backward adds the gradient of an alias to, None if it adds to none."""
+        alias = segment.aliases[number]
+        if not alias.is_weight:
+            return None
+        like = self.code.like(self.model.origin(alias.tensor), is_gradient=True)
+        box = alias.box(segment.keys.index(key))
+        return self.values.total(Place(BACKWARD, segment.number, key, number), like, box)
 
     def _gradient(self, segment: Segment, key: Key, alias: int) -> Value | None:
         """Return a name for the gradient of an alias, None if nobody reads it."""

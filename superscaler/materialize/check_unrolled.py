@@ -27,8 +27,10 @@ from superscaler.ir.program import (
     Loss,
     Program,
     Recv,
+    Role,
     Send,
     Value,
+    names,
     reads,
     writes,
 )  # fmt: skip
@@ -38,12 +40,13 @@ from superscaler.schedule.dependencies import Schedule
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.steady_state import SteadyState
 
-MADE, READ, FREED = range(3)
+MADE, READ, FREED, ADDED = range(4)
 
 
 @dataclass(frozen=True)
 class Uses:
-    """A table of all uses of values on a device [rows]: value family, role (MADE, READ or FREED), microbatch, time.
+    """A table of all uses of values on a device [rows]: value family, role, microbatch, time. A sum is MADE and
+    ADDED to by each instruction that adds to it; other values are MADE, READ and FREED.
 
     A family is a value without its microbatch. Forward and backward work counts as a value that is made.
     """
@@ -73,7 +76,8 @@ class Uses:
         order = np.lexsort((when, made))
         made, when = made[order], when[order]
         first = np.append(True, made[1:] != made[:-1])
-        if (made[~first] % self.width != 0).any():
+        again = made[~first]
+        if (again[~np.isin(again, self.key(ADDED)[0])] % self.width != 0).any():
             raise Aperiodic
         made, when = made[first], when[first]
         freed, end = self.key(FREED)
@@ -138,7 +142,8 @@ def _rows(code: Rolled, cache: UsesCache) -> Iterator[Ints]:
 
 def uses(i: Instruction) -> Iterator[tuple[Hashable, int, int]]:
     """Yield (value family, role, microbatch) for all values of an instruction."""
-    for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, i.names if isinstance(i, Free) else ())):
+    ends = i.names if isinstance(i, Free) else ()
+    for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, ends), (ADDED, names(i, Role.SUM))):
         yield from ((_family(v), role, v.microbatch) for v in some if v != ONE)
     if isinstance(i, Forward | Backward):
         yield Work(type(i), getattr(i, "half", ""), i.task.segment, i.task.part), MADE, i.task.microbatch

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from superscaler.ir.codes import NONE, Loop, Rolled, Run, Span, find_spans, mover, steady_spans
-from superscaler.ir.program import FIELDS, ROLES, Backward, Forward, Instruction, Loss, Role, Value
+from superscaler.ir.program import FIELDS, ROLES, VALUES, Backward, Forward, Instruction, Loss, Role, Value
 
 
 class Aperiodic(Exception):
     """The code of a few microbatches does not determine the code of all."""
 
 
-_NAMES = {kind: (*FIELDS[kind, Role.READ], *FIELDS[kind, Role.WRITE], *FIELDS[kind, Role.END]) for kind in ROLES}
+_NAMES = {kind: tuple(n for role in VALUES for n in FIELDS[kind, role]) for kind in ROLES}
 _KEPT = {
     kind: tuple(n for role in (None, Role.GROUP, Role.PEER) for n in FIELDS[kind, role] if n != "task")
     for kind in ROLES

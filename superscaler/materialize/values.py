@@ -42,6 +42,21 @@ class Values:
             name = whole if box is None else self.code.cut(rank, whole, transfer.tensor, box, transfer.pieces[p].box)
             names[key] = self.code.add(rank, names[key], name) if key in names else name
 
+    def total(self, place: Place, like: Value, box: Box) -> Value | None:
+        """Return the sum that a backward adds a gradient to: it and others, of the same box, are read as one value.
+        None if it is a value of its own.
+        """
+        (number, p), *others = self.pieces_of.get(place, [(-1, 0)])
+        if number < 0 or others or len(places := self.transfers[number].pieces[p].places) < 2:
+            return None
+        if box != self.transfers[number].pieces[p].box or any(len(self.pieces_of[other]) > 1 for other in places):
+            return None
+        key = number, place.key[0], p
+        if key not in self.writer.names:
+            microbatch = self.code.common(other.key[1] for other in places) if self.code.inner else -1
+            self.writer.names[key] = self.code.fresh(place.key[0], like._replace(microbatch=microbatch))
+        return self.writer.names[key]
+
     def value(self, place: Place) -> Value | None:
         """Return the name of the value read at a place: the sum of its transfers, None if nothing arrives."""
         owners = tuple(self.readers_of.get(place, ()))

@@ -23,6 +23,8 @@ from superscaler.runtime.scaler import Scaler
 Box = Sequence[Sequence[int]]
 Segment = Callable[..., tuple[Tensor, ...]]
 Pairs = Sequence[tuple[str, Tensor]]
+# Lists of sums, each by the number of the first gradient that is added to it.
+Sums = Mapping[int, list[Tensor | None]]
 T = TypeVar("T")
 
 
@@ -141,18 +143,25 @@ class Rank:
         return own.detach().requires_grad_()
 
     def backward(
-        self, tag: str, gradients: Sequence[Tensor | None], wide: str = "", again: Sequence[Tensor] = ()
+        self,
+        tag: str,
+        gradients: Sequence[Tensor | None],
+        wide: str = "",
+        again: Sequence[Tensor] = (),
+        into: Sums | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the gradients of a segment's aliases, given those of its saved outputs (None: not read).
 
         Gradients with a 1 in `wide` are float32, because they are added up before their use. `again`: the weights that
-        the forward did not keep.
+        the forward did not keep. Gradients are added to the sums `into` instead, by the number of their first one.
         """
         if again:
             self._dropped.pop(tag).give(again)
         edges, aliases = self._tapes.pop(tag)
         found = halves.grad(_given(edges, gradients), list(map(get_gradient_edge, aliases)))
-        return self._done("B", tag, gradients, _filled(aliases, found, "1" * len(aliases), wide))
+        filled = _filled(aliases, found, "1" * len(aliases), wide)
+        del found
+        return self._done("B", tag, gradients, _added(filled, into or {}))
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> tuple[Tensor, ...]:
         """Return the gradients of a segment's aliases with a 1 in `wanted`; keep the tensors that `backward_weight`
@@ -161,12 +170,18 @@ class Rank:
         edges, aliases = self._tapes.pop(tag)
         found, rest = halves.first_half(_given(edges, gradients), aliases, [w == "1" for w in wanted])
         self._rests[tag] = aliases, rest
-        return self._done("B", tag, gradients, _filled(aliases, found, wanted))
+        return self._done("B", tag, gradients, tuple(_filled(aliases, found, wanted)))
 
-    def backward_weight(self, tag: str, wanted: str, wide: str = "") -> tuple[Tensor, ...]:
-        """Return the gradients of a segment's aliases with a 1 in `wanted`, without those of `backward_input`."""
+    def backward_weight(self, tag: str, wanted: str, wide: str = "", into: Sums | None = None) -> tuple[Tensor, ...]:
+        """Return the gradients of a segment's aliases with a 1 in `wanted`, without those of `backward_input` and those
+        that are added to sums.
+        """
         aliases, rest = self._rests.pop(tag)
-        return _filled(aliases, halves.second_half(rest), wanted, wide)
+        return _added(_filled(aliases, halves.second_half(rest), wanted, wide), into or {})
+
+    def sums(self, count: int) -> list[Tensor | None]:
+        """Return a list for `count` sums of gradients, which the first addition makes."""
+        return [None] * count
 
     def random(self, number: int) -> Callable[[int], Tensor]:
         """Return a function that draws the k-th random tensor of a segment on this device."""
@@ -336,15 +351,26 @@ def _given(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | No
     return [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None and e is not None]
 
 
-def _filled(
-    aliases: Sequence[Tensor], found: Sequence[Tensor | None], wanted: str, wide: str = ""
-) -> tuple[Tensor, ...]:
+def _filled(aliases: Sequence[Tensor], found: Sequence[Tensor | None], wanted: str, wide: str = "") -> list[Tensor]:
     """Return the gradients of the aliases with a 1 in `wanted`: zeros for missing ones, float32 where `wide` has a
     1.
     """
     rows = ((k, a, g) for k, (a, g, w) in enumerate(zip(aliases, found, wanted, strict=True)) if w == "1")
     whole = ((k, torch.zeros_like(a) if g is None else g) for k, a, g in rows)
-    return tuple(g.float() if wide[k : k + 1] == "1" else g for k, g in whole)
+    return [g.float() if wide[k : k + 1] == "1" else g for k, g in whole]
+
+
+def _added(gradients: list[Tensor], into: Sums) -> tuple[Tensor, ...]:
+    """Add gradients to their sums in place, and return the others. A first gradient is copied: it may share memory."""
+    for first, sums in sorted(into.items(), reverse=True):
+        some = [gradients.pop(first) for _ in sums]
+        if known := [total for total in sums if total is not None]:
+            torch._foreach_add_(known, some)
+            continue
+        some.reverse()
+        for n in range(len(sums)):
+            sums[n] = some.pop().clone()
+    return tuple(gradients)
 
 
 def take(x: Tensor, slots: Sequence[Sequence[int]], box: Box) -> Tensor:

@@ -25,6 +25,7 @@ from superscaler.ir.model_text import parse_model
 from superscaler.ir.program import Forward, Task
 from superscaler.ir.program_text import parse_program
 from superscaler.ops.table import biased_products, unfused
+from superscaler.runtime.executor import Sums
 from superscaler.runtime.origins import BACKWARD, GIVEN, KINDS, SUM, Bad, Line, Origin, Watch, counted, tensors_in
 from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE
 from superscaler.store.save import TrainingStep, share
@@ -186,27 +187,34 @@ class WatchedRank:
 
     def backward(self, tag: str, gradients: Sequence[Tensor | None], *options: Any, **more: Any) -> Any:
         starts, ends, _ = self._tapes.pop(tag)
-        return self._mirror(tag, starts, gradients, ends, lambda: self.rank.backward(tag, gradients, *options, **more))
+        run = partial(self.rank.backward, tag, gradients, *options, **more)
+        return self._mirror(tag, starts, gradients, ends, run, **more)
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> Any:
         starts, ends, _ = self._tapes[tag]
         ends = [end for end, flag in zip(ends, wanted, strict=True) if flag == "1"]
-        return self._mirror(tag, starts, gradients, ends, lambda: self.rank.backward_input(tag, gradients, wanted))
+        return self._mirror(tag, starts, gradients, ends, partial(self.rank.backward_input, tag, gradients, wanted))
 
-    def backward_weight(self, tag: str, wanted: str, *options: Any) -> Any:
+    def backward_weight(self, tag: str, wanted: str, *options: Any, **more: Any) -> Any:
         _, ends, _ = self._tapes.pop(tag)
         ends = [end for end, flag in zip(ends, wanted, strict=True) if flag == "1"]
-        return self._mirror(tag, [], [], ends, lambda: self.rank.backward_weight(tag, wanted, *options))
+        return self._mirror(
+            tag, [], [], ends, partial(self.rank.backward_weight, tag, wanted, *options, **more), **more
+        )
 
     def _mirror(
-        self, tag: str, starts: Edges, gradients: Sequence[Tensor | None], ends: Edges, run: Callable[[], Any]
-    ) -> Any:
+        self, tag: str, starts: Edges, gradients: Sequence[Tensor | None], ends: Edges, run: Callable[[], Any],
+        into: Sums | None = None, **_: Any,
+    ) -> Any:  # fmt: skip
         """Run a backward; its gradients have the origins that arrive at the segment's inputs."""
         with self._within(tag):
             line = self.watch.line(self.watch.frame())
             self.watch.enter(starts, gradients)
-            made = run()
-            for end, x in zip(ends, made, strict=True):
+            made, left = run(), dict(enumerate(ends))
+            for first, sums in (into or {}).items():
+                for n, x in enumerate(tensors_in(sums), first):
+                    self.watch.leave(left.pop(n), x, line, self.watch.read([x]))
+            for end, x in zip(left.values(), made, strict=True):
                 self.watch.leave(end, x, line)
         return made
 

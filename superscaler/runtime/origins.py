@@ -202,10 +202,10 @@ class Watch(TorchFunctionMode):
             if edge is not None and gradient is not None and (bad := self.bad.get(gradient)) is not None:
                 self.arriving.setdefault((edge.node, edge.output_nr), []).append(bad)
 
-    def leave(self, edge: GradientEdge | None, gradient: Tensor, line: Line) -> None:
-        """Record the gradient that a backward gives at an edge."""
+    def leave(self, edge: GradientEdge | None, gradient: Tensor, line: Line, before: Sequence[Bad] = ()) -> None:
+        """Record the gradient that a backward gives at an edge, or the sum that it adds it to, which was `before`."""
         read = self.arriving.get((edge.node, edge.output_nr), []) if edge is not None else []
-        self.mark(gradient, read, line, BACKWARD, partial(self.made, str(line), gradient, {}))
+        self.mark(gradient, [*before, *read], line, BACKWARD, partial(self.made, str(line), gradient, {}))
 
     def _follow(self, outputs: Iterable[Tensor], line: Line, read: list[Bad], values: Mapping[str, Any]) -> None:
         """Watch the nodes of the backward of a call."""

@@ -57,6 +57,8 @@ ENTRIES: Mapping[type, Sequence[tuple[str, ...]]] = {
 }
 # What moves along a fold.
 MOVING = ("box", "at", "flag", "weight box", "weight flag")
+# Fields whose names may be left out.
+GAPS = ("gradients", "sources", "sums")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -222,7 +224,7 @@ def _of_instruction(program: Program, i: Instruction, n: int) -> Found:
         elif name == "tensor" and isinstance(i, Load):
             for other in _like(program, value):
                 yield "tensor", f"{where} is {other}", _set(n, path, other)
-        elif isinstance(value, Value) and isinstance(i, Backward | Collective) and path[0] in ("gradients", "sources"):
+        elif isinstance(value, Value) and isinstance(i, Backward | Collective) and path[0] in GAPS:
             yield "gap", f"{where} is nothing", _set(n, path, None)
     if isinstance(i, Collective):
         for kind in KINDS:
@@ -240,7 +242,7 @@ def _of_instruction(program: Program, i: Instruction, n: int) -> Found:
             yield kind, f"entry {k} of {group[0]} is left out", _entries(n, group, [*range(k), *range(k + 1, 1000)])
             if isinstance(i, Combine):
                 yield kind, f"entry {k} of {group[0]} is there twice", _entries(n, group, [*range(1000), k])
-    for name in FIELDS[type(i), Role.WRITE]:
+    for name in (*FIELDS[type(i), Role.WRITE], *FIELDS[type(i), Role.SUM]):
         value = getattr(i, name)
         if not isinstance(value, Value):
             for a, b in pairs(len(value)):
@@ -271,7 +273,7 @@ def _of_reads(
     rank: int, i: Instruction, n: int, known: Sequence[Value], kinds: Mapping[Value, Any]
 ) -> Iterator[tuple[str, Change]]:
     """Let each name that is read be another one of equal shape that was made before."""
-    for name in FIELDS[type(i), Role.READ]:
+    for name in (*FIELDS[type(i), Role.READ], *FIELDS[type(i), Role.SUM]):
         for path, old in leaves(getattr(i, name), (name,)):
             if old is None or old not in kinds:
                 continue
@@ -305,9 +307,14 @@ def shapes(program: Program, device: Device) -> dict[Value, tuple[bool, tuple[in
                 dtype = next((found[v][2] for v in reads(i) if v in found), getattr(i, "dtype", "float64"))
                 shape = getattr(i, "shape", None) or next((found[v][1] for v in reads(i) if v in found), ())
                 kinds = [(False, shape, dtype)] * len(writes(i))
-        outputs = i.outputs if isinstance(i, Backward) else writes(i)
+        outputs = gradients_of(i) if isinstance(i, Backward) else writes(i)
         found |= {name: kind for name, kind in zip(outputs, kinds, strict=True) if name is not None}
     return found
+
+
+def gradients_of(i: Backward) -> list[Value | None]:
+    """Return the names of the gradients of all aliases, or of the sums to which they are added."""
+    return [out or total for out, total in zip(i.outputs, i.sums or i.outputs, strict=True)]
 
 
 def _output(program: Program, function: Function, number: int) -> tuple[tuple[int, ...], str]:
