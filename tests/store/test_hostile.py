@@ -87,6 +87,10 @@ def tree(folder: Path) -> dict[str, Any]:
     }
 
 
+def binary(change: Callable[[bytes], bytes]) -> Change:
+    return lambda file: file.write_bytes(change(file.read_bytes()))
+
+
 # Manifests.
 
 
@@ -107,10 +111,9 @@ def put(path: str, value: Any) -> Change:
     return edited(lambda found: at(found, parents).update({last: value}))
 
 
-def pieces(*ranges: Any) -> Change:
-    """Return what gives a.weight, of shape (6, 4), these pieces."""
-    made = [{"shard": SHARD, "key": "a_weight", "ranges": r} for r in ranges]
-    return put("tensors/a.weight/pieces", made)
+def rows(start: int, end: int) -> list[Any]:
+    """Return the ranges of some rows of a.weight, of shape (6, 4)."""
+    return [[[start, end]], [[0, 4]]]
 
 
 def text(change: Callable[[str], str], file: str = MANIFEST) -> Change:
@@ -140,6 +143,13 @@ OTHERS: list[tuple[str, Any]] = [
     (f"{A}dtype", "int64"), (f"{A}dtype", "float16"), (f"{A}states", ["exp_avg"]), (f"{A}states", ["momentum_buffer"]),
     (f"{A}states", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]), (f"{A}steps", None),
 ]  # fmt: skip
+PIECES: dict[str, list[Any]] = {
+    "none": [], "one twice": [rows(0, 6)] * 2, "an overlap and a gap": [rows(0, 3)] * 2,
+    "an overlap": [rows(0, 4), rows(3, 6)], "a gap": [rows(0, 2), rows(3, 6)], "beyond the tensor": [rows(0, 7)],
+    "far beyond": [rows(0, 2**60)], "below zero": [rows(-1, 5)], "backwards": [rows(6, 0)],
+    "runs that overlap": [[[[0, 3], [0, 3]], [[0, 4]]]], "a run of three ends": [[[[0, 3, 6]], [[0, 4]]]],
+    "ranges of one dim": [[[[0, 6]]]], "ranges of true": [[[[False, 6]], [[0, 4]]]],
+}  # fmt: skip
 MANIFESTS: dict[str, Change] = {
     **{f"text {t[:9]!r} {len(t)}": text(lambda _, t=t: t) for t in ("3", "[{}]", "null", "", "[" * 200_000)},
     "half": text(lambda t: t[: len(t) // 2]),
@@ -152,22 +162,11 @@ MANIFESTS: dict[str, Change] = {
     "a hash of another": edited(lambda m: m.update(step=2), is_signed=False),
     "no hash": edited(lambda m: m.pop("sha256"), is_signed=False),
     **{f"{path} {str(value)[:40]}": put(path, value) for path, value in VALUES},
-    "no pieces": pieces(),
-    "a piece twice": pieces([[[0, 6]], [[0, 4]]], [[[0, 6]], [[0, 4]]]),
-    "pieces that overlap and leave a gap": pieces([[[0, 3]], [[0, 4]]], [[[0, 3]], [[0, 4]]]),
-    "pieces that overlap": pieces([[[0, 4]], [[0, 4]]], [[[3, 6]], [[0, 4]]]),
-    "pieces with a gap": pieces([[[0, 2]], [[0, 4]]], [[[3, 6]], [[0, 4]]]),
-    "a piece beyond the tensor": pieces([[[0, 7]], [[0, 4]]]),
-    "a piece far beyond": pieces([[[0, 2**60]], [[0, 4]]]),
-    "a piece below zero": pieces([[[-1, 5]], [[0, 4]]]),
-    "a piece backwards": pieces([[[6, 0]], [[0, 4]]]),
-    "runs that overlap": pieces([[[0, 3], [0, 3]], [[0, 4]]]),
-    "a run of three ends": pieces([[[0, 3, 6]], [[0, 4]]]),
-    "ranges of one dim": pieces([[[0, 6]]]),
-    "ranges of true": pieces([[[False, 6]], [[0, 4]]]),
+    **{f"pieces: {name}": put(f"{A}pieces", [{"shard": SHARD, "key": "a_weight", "ranges": r} for r in ranges])
+       for name, ranges in PIECES.items()},
     "a name with an escape": more("\x1b[2J"),
     "no name": more(""),
-}
+}  # fmt: skip
 OTHER_MANIFESTS: dict[str, Change] = {
     **{f"{path} {value}": put(path, value) for path, value in OTHERS},
     "another shape": put("tensors/a.weight", {"shape": [4, 6], "dtype": "float32", "states": [], "steps": None,
@@ -223,10 +222,6 @@ def head(change: Callable[[Any], object]) -> Change:
 
 def first(**changes: Any) -> Change:
     return head(lambda h: next(v for k, v in h.items() if k in ("a_weight", "a.weight")).update(changes))
-
-
-def binary(change: Callable[[bytes], bytes]) -> Change:
-    return lambda file: file.write_bytes(change(file.read_bytes()))
 
 
 HEADS: dict[str, Change] = {
@@ -376,10 +371,12 @@ def indexed(content: Any) -> Callable[[Path], Path]:
     return made("model-1.safetensors", content)
 
 
-def folder(make: Change) -> Callable[[Path], Path]:
+def alone(name: str, make: Change) -> Callable[[Path], Path]:
+    """Return what makes a folder with this alone."""
+
     def build(place: Path) -> Path:
         (place / "hf").mkdir()
-        make(place / "hf")
+        make(place / "hf" / name)
         return place / "hf"
 
     return build
@@ -398,12 +395,12 @@ WEIGHTS: dict[str, Callable[[Path], Path]] = {
     **{f"an index {str(content)[:20]} {len(content)}": indexed(content) for content in INDICES},
     **{f"an index to {f}": indexed({"weight_map": {n: f for n, _ in Net().named_parameters()}}) for f in ELSEWHERE},
     "an index of a tensor that is not there": indexed({"weight_map": {"other": "model-1.safetensors"}}),
-    "an empty folder": folder(lambda f: None),
-    "a pickle of torch.save": folder(lambda f: torch.save({"a.weight": torch.zeros(6, 4)}, f / "pytorch_model.bin")),
-    "a folder as weights": folder(lambda f: (f / "model.safetensors").mkdir()),
-    "a pipe as weights": folder(lambda f: os.mkfifo(f / "model.safetensors")),
-    "a link to nothing": folder(lambda f: (f / "model.safetensors").symlink_to("nowhere")),
-    "a link to itself": folder(lambda f: (f / "model.safetensors").symlink_to("model.safetensors")),
+    "an empty folder": alone("", lambda f: None),
+    "a pickle": alone("pytorch_model.bin", lambda f: torch.save({"a.weight": torch.zeros(6, 4)}, f)),
+    "a folder as weights": alone("model.safetensors", Path.mkdir),
+    "a pipe as weights": alone("model.safetensors", os.mkfifo),
+    **{f"a link to {target}": alone("model.safetensors", lambda f, t=target: f.symlink_to(t))
+       for target in ("nowhere", "model.safetensors")},
     "nothing at all": lambda place: place / "nowhere",
     "a pipe": lambda place: os.mkfifo(place / "pipe") or place / "pipe",
     "a name that is too long": lambda place: place / ("x" * 300),
@@ -430,13 +427,13 @@ def test_hostile_weights_are_refused(name: str, step: Step, place: Path, capsys:
         command(capsys, place, "import", str(path), "--out", str(place / "out"))
 
 
-METADATA: dict[str, Change] = {
-    "nothing": lambda file: file.write_bytes(b""),
-    "a text": lambda file: file.write_text("metadata"),
-    "another object": lambda file: file.write_bytes(pickle.dumps({"a": 1})),
-    "half": binary(lambda data: data[:50]),
-    "a shard less": lambda file: next(file.parent.glob("*.distcp")).unlink(),
-    "half a shard": lambda file: binary(lambda data: data[:30])(next(file.parent.glob("*.distcp"))),
+METADATA: dict[str, tuple[str, Change]] = {
+    "nothing": (".metadata", binary(lambda data: b"")),
+    "a text": (".metadata", lambda file: file.write_text("metadata")),
+    "another object": (".metadata", lambda file: file.write_bytes(pickle.dumps({"a": 1}))),
+    "half": (".metadata", binary(lambda data: data[:50])),
+    "a shard less": ("*.distcp", Path.unlink),
+    "half a shard": ("*.distcp", binary(lambda data: data[:30])),
 }
 
 
@@ -447,7 +444,8 @@ def test_a_broken_distributed_checkpoint_is_refused(
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint", "export", str(original), "--format", "distributed", "--out", str(place / "theirs")])
     assert not ended.value.code
-    METADATA[name](place / "theirs" / ".metadata")
+    pattern, spoil = METADATA[name]
+    spoil(next((place / "theirs").glob(pattern)))
     capsys.readouterr()
     for trust in ([], ["--trust"]):
         command(capsys, place, "import", str(place / "theirs"), "--out", str(place / "out"), *trust)

@@ -93,37 +93,30 @@ def test_what_is_missing_is_named(tmp_path: Path, at: dict[str, str] | None, tex
         import_operators({"runtime_test_missing.op.default": at}, {"operators/1/c.py": text.encode()}, tmp_path)
 
 
-PROGRAM = """
-import torch, superscaler as ss
-
-@ss.register("b.. -> b..")
-def twice(x):
-    return x * 2
-
+def compiled(head: str, call: str, end: str) -> str:
+    """Return what a process of its own prints that compiles a model which calls operators defined in `head`."""
+    program = f"""
+import sys, torch, superscaler as ss
+{head}
 class Model(torch.nn.Linear):
     def forward(self, x):
-        return twice(super().forward(x)).mean()
+        return {call}.mean()
 
 model = Model(4, 4)
 graph = ss.capture(model, (torch.ones(2, 4),), optimizer=torch.optim.SGD(model.parameters()))
 plan = ss.compile(graph, "data_parallel", "local:2")
+{end}
 """
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
 
 def test_a_plan_with_an_operator_of_no_file_is_not_saved(tmp_path: Path) -> None:
-    program = (
-        PROGRAM
-        + f"""
-assert plan.verify()["equal"]
-assert "twice" in plan.explain()
-try:
-    plan.save({str(tmp_path / "plan")!r})
-except ss.PlanError as error:
-    print(error)
-"""
+    head = '@ss.register("b.. -> b..")\ndef twice(x):\n    return x * 2\n'
+    end = 'assert plan.verify()["equal"]\nassert "twice" in plan.explain()\n'
+    end += f"try:\n    plan.save({str(tmp_path / 'plan')!r})\nexcept ss.PlanError as error:\n    print(error)\n"
+    assert "ss_main.twice.default was registered outside of any file" in compiled(
+        head, "twice(super().forward(x))", end
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
-    assert "ss_main.twice.default was registered outside of any file" in done.stdout
     assert not (tmp_path / "plan").exists()
 
 
@@ -244,26 +237,14 @@ def test_an_operator_that_another_file_registers_is_refused(project: Path, tmp_p
 
 
 def test_files_of_one_name_are_copied_apart(tmp_path: Path) -> None:
-    head = "import sys, torch, superscaler as ss\nfrom pathlib import Path\n"
-    head += "from superscaler.specs.user_file import load_file\n"
+    head = "from pathlib import Path\nfrom superscaler.specs.user_file import load_file\n"
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "ops.py").write_text(
             f"import superscaler as ss\n\n@ss.register('b.. -> b..')\ndef times{number}(x):\n    return {number} * x\n"
         )
         head += f"times{number} = load_file(Path({str(tmp_path)!r}, '{number}', 'ops.py')).times{number}\n"
-    program = (
-        head
-        + f"""
-class Model(torch.nn.Linear):
-    def forward(self, x):
-        return times1(times2(super().forward(x))).mean()
-
-model = Model(4, 4)
-graph = ss.capture(model, (torch.ones(2, 4),), optimizer=torch.optim.SGD(model.parameters()))
-ss.compile(graph, "single", "local:1").save({str(tmp_path / "plan")!r})
-"""
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
+    end = f'ss.compile(graph, "single", "local:1").save({str(tmp_path / "plan")!r})'
+    compiled(head, "times1(times2(super().forward(x)))", end)
     assert len(list((tmp_path / "plan" / "operators").rglob("ops.py"))) == 2
     assert float(loss(tmp_path / "plan")) != 0
