@@ -1,4 +1,4 @@
-"""What a rank keeps of a segment, and does at the end of a step."""
+"""What a rank keeps of a segment, copies to its host, and does at the end of a step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import superscaler as ss
 from benchmarks.live import Live
 from superscaler.comm.threads import ThreadCommunicator
 from superscaler.runtime.executor import Rank, Segment
+from superscaler.runtime.saved_tensors import Copies
 
 
 class Net(nn.Module):
@@ -63,3 +64,30 @@ def test_of_inputs_only_what_backwards_read_is_kept(function: Segment, kept: int
         assert live.live // y.nbytes == kept
         (gradient,) = rank.backward("s0", (torch.ones_like(y),))
     assert torch.equal(gradient, torch.full((1000,), 1.0 if kept == 1 else 6.0))
+
+
+def test_on_a_cpu_a_copy_is_apart_from_what_it_is_of() -> None:
+    copies, x = Copies(torch.device("cpu")), torch.arange(6.0).reshape(2, 3).T.requires_grad_()
+    work = copies.start(x, to_host=True)
+    with torch.no_grad():
+        x.zero_()
+    copies.flush()
+    assert torch.equal(work.wait(), torch.arange(6.0).reshape(2, 3).T)
+    assert not work.wait().requires_grad
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copies_are_pinned_and_in_time() -> None:
+    device = torch.device("cuda", 0)
+    copies = Copies(device)
+    for size in (1 << 20, 1 << 24):
+        x = torch.rand(size, device=device)
+        expected = (x * 3).sum()
+        there = copies.start(x * 3, to_host=True).wait()
+        assert there.is_pinned()
+        assert there.device.type == "cpu"
+        work = copies.start(there, to_host=False)
+        back = work.wait()
+        assert back.device == device
+        assert torch.equal(back.sum(), expected)
+    copies.flush()

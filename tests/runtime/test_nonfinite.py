@@ -22,6 +22,8 @@ from superscaler.train.launch import train
 
 PIPELINES = {"pipeline_1f1b:stages=2,microbatches=2": 2, "zb_h1:stages=2,microbatches=2": 2}
 PLANS = {"single": 1, "data_parallel": 2, "tensor_parallel": 2, **PIPELINES}
+PIPELINE = ("pipeline_1f1b:stages=2,microbatches=2", "local:2")
+BATCH = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 LOOPS = "pipeline_1f1b:stages=2,microbatches=32"
 
 
@@ -54,22 +56,22 @@ class Net(nn.Module):
         return (x if self.last is None else self.last(x)).square().sum()
 
 
+def captured(module: nn.Module, batch: Tensor, **options: Any) -> ss.Graph:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    return ss.capture(module, (torch.zeros_like(batch),), optimizer=optimizer, **options)
+
+
 def run(
-    module: nn.Module,
+    graph: ss.Graph,
     plan: str,
     folder: Path | None,
     *,
     steps: int = 1,
     change: Callable[[Step], object] = lambda step: None,
-    batch: Tensor | None = None,
-    **capture: Any,
+    batch: Tensor = BATCH,
 ) -> list[Any]:
     """Train some steps on threads and return what each rank has then: losses, weights."""
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)) if batch is None else batch
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    made = ss.compile(
-        ss.capture(module, (torch.zeros_like(x),), optimizer=optimizer, **capture), plan, f"local:{PLANS.get(plan, 2)}"
-    )
+    made = ss.compile(graph, plan, f"local:{PLANS.get(plan, 2)}")
     if folder is not None:
         made.save(folder)
     found = made.compiled
@@ -82,7 +84,7 @@ def run(
         change(step)
         before = {n: w.detach().clone() for n, w in step.state.weights.items()}
         try:
-            losses = [float(step({"x": x}, check_finite=True)) for _ in range(steps)]
+            losses = [float(step({"x": batch}, check_finite=True)) for _ in range(steps)]
         except RuntimeFailure:
             assert all(torch.equal(w.nan_to_num(7.0), before[n].nan_to_num(7.0)) for n, w in step.state.weights.items())
             assert step.state.steps == 0
@@ -92,54 +94,54 @@ def run(
     return run_ranks(PLANS.get(plan, 2), work)
 
 
-def failure(module: nn.Module, plan: str, folder: Path | None, **options: Any) -> str:
+def failure(module: nn.Module | ss.Graph, plan: str, folder: Path | None, **options: Any) -> str:
+    graph = module if isinstance(module, ss.Graph) else captured(module, options.get("batch", BATCH))
     with pytest.raises(RuntimeFailure) as caught:
-        run(module, plan, folder, **options)
+        run(graph, plan, folder, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_an_op_within_a_segment_is_named_with_its_layer(plan: str, tmp_path: Path) -> None:
-    text = failure(Net(lambda h: (h - 100).log()), plan, tmp_path / "plan")
-    first = (
-        r"step 1 is not finite \(its loss is nan\), which comes from the forward of log \(blocks\.2\) at segments.py:"
-    )
-    then = r"\d+ \(log = torch.log\(sub\)\) on rank \d.*, which made (\d+) of \1 elements not finite \(\1 nan\) "
-    last = r"of finite ones, sub from -1\d\d.* to -\d.*\. No weight was changed by it\."
-    assert re.search(first + then + last, text)
-    assert ("rank 1, microbatch 0" in text) == (plan in PIPELINES)
+def test_an_op_within_a_segment_is_named_with_its_layer(tmp_path: Path) -> None:
+    graph = captured(Net(lambda h: (h - 100).log()), BATCH)
+    for number, plan in enumerate(PLANS):
+        text = failure(graph, plan, tmp_path / f"{number}")
+        what = r"step 1 is not finite \(its loss is nan\), which comes from the forward of log \(blocks\.2\) at "
+        where = r"segments.py:\d+ \(log = torch.log\(sub\)\) on rank \d.*, which made (\d+) of \1 elements not finite "
+        last = r"\(\1 nan\) of finite ones, sub from -1\d\d.* to -\d.*\. No weight was changed by it\."
+        assert re.search(what + where + last, text)
+        assert ("rank 1, microbatch 0" in text) == (plan in PIPELINES)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_an_op_whose_backward_alone_fails_is_named(plan: str, tmp_path: Path) -> None:
+def test_an_op_whose_backward_alone_fails_is_named(tmp_path: Path) -> None:
     # The forward of both is finite, and so is the loss.
-    text = failure(Net(lambda h: (h * 0).abs().sqrt()), plan, tmp_path / "a")
-    assert "is not finite (the gradient of blocks." in text
-    assert "the backward of sqrt (blocks.2) at segments.py:" in text
-    text = failure(Net(lambda h: torch.where(h > 100, (h * 0).log(), h)), plan, tmp_path / "b")
-    assert "the backward of log (blocks.2) at segments.py:" in text
-    assert "elements not finite (" in text
-    assert " nan) of finite ones, d_log from " in text
+    root = captured(Net(lambda h: (h * 0).abs().sqrt()), BATCH)
+    log = captured(Net(lambda h: torch.where(h > 100, (h * 0).log(), h)), BATCH)
+    for plan in ("single", "tensor_parallel", "zb_h1:stages=2,microbatches=2"):
+        text = failure(root, plan, tmp_path / "a")
+        assert "is not finite (the gradient of blocks." in text
+        assert "the backward of sqrt (blocks.2) at segments.py:" in text
+        text = failure(log, plan, tmp_path / "b")
+        assert "the backward of log (blocks.2) at segments.py:" in text
+        assert "elements not finite (" in text
+        assert " nan) of finite ones, d_log from " in text
 
 
-def test_what_is_given_is_named(tmp_path: Path) -> None:
+def test_what_is_given_is_named() -> None:
     def spoil(step: Step) -> None:
         for name, weight in step.state.weights.items():
             if name == "blocks_1_up_weight":
                 weight.detach()[1, 2] = math.nan
 
+    graph = captured(Net(), BATCH)
     for plan in PLANS:
-        text = failure(Net(), plan, None, change=spoil)
+        text = failure(graph, plan, None, change=spoil)
         assert "weight blocks.1.up.weight on rank " in text
         assert re.search(
             r", which has 1 of (32|16) elements not finite \(1 nan\) before the step: it was loaded so, or an ", text
         )
-        text = failure(Net(), plan, None, batch=torch.tensor([[1.0, math.inf, 2.0, 3.0]] * 4))
-        assert re.search(
-            r"input x on rank 0, which has \d of \d+ elements not finite \(\d inf\)",
-            text,
-        )
+        text = failure(graph, plan, None, batch=torch.tensor([[1.0, math.inf, 2.0, 3.0]] * 4))
+        assert re.search(r"input x on rank 0, which has \d of \d+ elements not finite \(\d inf\)", text)
 
 
 def test_what_overflows_first_and_what_makes_nan_of_it_are_named(tmp_path: Path) -> None:
@@ -148,13 +150,14 @@ def test_what_overflows_first_and_what_makes_nan_of_it_are_named(tmp_path: Path)
     assert re.search(r"; sub \(blocks.2\) at segments.py:\d+ .* made nan of that\. No weight", text)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_mask_of_infinities_is_not_blamed(plan: str, tmp_path: Path) -> None:
+def test_a_mask_of_infinities_is_not_blamed(tmp_path: Path) -> None:
     mask = torch.zeros(8).masked_fill(torch.arange(8) > 3, -math.inf)
-    fine = Net(lambda h: (h + mask).softmax(-1))
-    assert all(math.isfinite(loss) for losses, _ in run(fine, plan, None, steps=2) for loss in losses)
-    text = failure(Net(lambda h: (h + mask).softmax(-1), last=lambda x: (x - 100).log()), plan, tmp_path / "plan")
-    assert "the forward of log at segments.py:" in text
+    fine = captured(Net(lambda h: (h + mask).softmax(-1)), BATCH)
+    bad = captured(Net(lambda h: (h + mask).softmax(-1), last=lambda x: (x - 100).log()), BATCH)
+    for plan in ("single", "data_parallel", "zb_h1:stages=2,microbatches=2"):
+        assert all(math.isfinite(loss) for losses, _ in run(fine, plan, None, steps=2) for loss in losses)
+        text = failure(bad, plan, tmp_path / "plan")
+        assert "the forward of log at segments.py:" in text
 
 
 class Sum(nn.Module):
@@ -168,21 +171,16 @@ class Sum(nn.Module):
         return (x * self.weight).sum()
 
 
-def test_a_sum_over_ranks_that_overflows_is_named() -> None:
+def test_a_sum_that_overflows_is_named(tmp_path: Path) -> None:
+    """Over ranks, and over microbatches."""
     text = failure(Sum(), "data_parallel", None, batch=torch.full((2, 4), 3e38))
     comes = r"\(the gradient of weight\), which comes from program_0.py:\d+ \(\w+ = rt.all_reduce\(.*\)\) on rank 0, "
     sums = r"which gave 4 of 4 elements not finite \(4 inf\): all that is summed is finite, and the sum too large"
     assert re.search(comes + sums, text)
-
-
-def test_a_sum_over_microbatches_that_overflows_is_named(tmp_path: Path) -> None:
-    plan = "pipeline_1f1b:stages=1,microbatches=2"
-    PLANS[plan] = 1
-    text = failure(Sum(), plan, tmp_path / "plan", batch=torch.full((2, 4), 3e38))
-    adds = (
-        r'program_0.py:\d+ \(rt.backward\("s0_m1", .*into={0: d_weight}\)\) on rank 0, microbatch 1, which made 4 of 4'
-    )
-    assert re.search(adds, text)
+    PLANS["pipeline_1f1b:stages=1,microbatches=2"] = 1
+    text = failure(Sum(), "pipeline_1f1b:stages=1,microbatches=2", tmp_path, batch=torch.full((2, 4), 3e38))
+    adds = r'\(rt.backward\("s0_m1", .*into={0: d_weight}\)\) on rank 0, microbatch 1, which made 4 of 4'
+    assert re.search(rf"program_0.py:\d+ {adds}", text)
 
 
 class Halves(nn.Module):
@@ -197,27 +195,24 @@ class Halves(nn.Module):
 
 
 def test_a_skipped_step_of_a_loss_scale_stops_nothing(tmp_path: Path) -> None:
-    options = {"autocast": "fp16", "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**30)}
-    before = Halves()
-    kept = {n: p.detach().clone() for n, p in before.named_parameters()}
-    for losses, weights in run(before, "data_parallel", None, steps=2, **options):
+    module = Halves()
+    graph = captured(module, BATCH, autocast="fp16", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**30))
+    for losses, weights in run(graph, "data_parallel", None, steps=2):
         assert all(math.isfinite(loss) for loss in losses)
         # Both steps were skipped.
         assert losses[0] == losses[1]
-        assert torch.equal(weights["first_weight"], kept["first.weight"])
-    text = failure(Halves(), "data_parallel", tmp_path / "plan", batch=torch.full((2, 4), 6e4), **options)
+        assert torch.equal(weights["first_weight"], module.first.weight)
+    text = failure(graph, "data_parallel", tmp_path / "plan", batch=torch.full((4, 4), 6e4))
     assert "its loss is " in text
     assert re.search(r"which comes from the forward of \w+.* at segments.py:.*-?inf\) of finite ones, ", text)
 
 
-@pytest.mark.parametrize("plan", ["single", "data_parallel"])
-def test_a_finite_step_is_the_same_step(plan: str) -> None:
+def test_a_finite_step_is_the_same_step() -> None:
     module = Net()
-    losses, weights = run(module, plan, None, steps=3)[0]
+    losses, weights = run(captured(module, BATCH), "data_parallel", None, steps=3)[0]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
     for loss in losses:
-        here = module(x)
+        here = module(BATCH)
         assert here.item() == pytest.approx(loss, rel=1e-5)
         optimizer.zero_grad()
         here.backward()
@@ -227,25 +222,21 @@ def test_a_finite_step_is_the_same_step(plan: str) -> None:
 
 @pytest.mark.dist
 def test_processes_end_and_say_it(tmp_path: Path) -> None:
-    module = Net(lambda h: (h - 100).log())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    graph = ss.capture(module, (torch.randn(4, 4),), optimizer=optimizer)
-    ss.compile(graph, "pipeline_1f1b:stages=2,microbatches=2", "local:2").save(tmp_path / "plan")
-    with pytest.raises(
-        RuntimeFailure, match=r"^rank 1 of 2 failed .* the forward of log \(blocks.2\) at segments.py:"
-    ) as end:
+    ss.compile(captured(Net(lambda h: (h - 100).log()), BATCH), *PIPELINE).save(tmp_path / "plan")
+    where = r"^rank 1 of 2 failed .* the forward of log \(blocks.2\) at segments.py:"
+    with pytest.raises(RuntimeFailure, match=where) as end:
         train(tmp_path / "plan", world=2, steps=2, check_finite=True)
     assert "\n" not in str(end.value)
-    assert all(math.isnan(loss) for loss in train(tmp_path / "plan", world=2, steps=2)["losses"])
 
 
-@pytest.mark.parametrize("bad", [0, 20, 31])
-def test_the_repetition_of_a_loop_is_named(bad: int, tmp_path: Path) -> None:
-    batch = torch.randn(32, 4)
-    batch[bad] += 1e6
-    text = failure(Net(lambda h: (1e4 - h.abs()).log()), LOOPS, tmp_path / "plan", batch=batch)
-    assert "the forward of log (blocks.2) at segments.py" in text
-    assert f"rank 1, microbatch {bad}," in text
+def test_the_repetition_of_a_loop_is_named(tmp_path: Path) -> None:
+    graph = captured(Net(lambda h: (1e4 - h.abs()).log()), torch.randn(32, 4))
+    for bad in (0, 20, 31):
+        batch = torch.randn(32, 4)
+        batch[bad] += 1e6
+        text = failure(graph, LOOPS, tmp_path / "plan", batch=batch)
+        assert "the forward of log (blocks.2) at segments.py" in text
+        assert f"rank 1, microbatch {bad}," in text
     assert "    for m in range(" in (tmp_path / "plan" / "program_1.py").read_text()
 
 
