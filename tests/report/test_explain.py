@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from torch import nn
 
 from superscaler.cli.main import main
 from superscaler.compiler import finish
-from superscaler.models import build
-from superscaler.plan import Plan, capture, compile
+from superscaler.plan import Plan, compile
 from superscaler.report.facts import account, manifest, ranges
 from superscaler.report.words import read
 from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
-from tests.graphs import graph_of
+from tests.graphs import graph_of, step_of
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
 MLP = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
+FILES = [PLAN_FILE, EXPLAIN_FILE, "program_0.py", "segments.py", "run.py", "initial.safetensors"]
 PLANS = [
     ("data_parallel", "local:2"),
     ("tensor_parallel", "local:2"),
@@ -75,33 +76,21 @@ def blocks_of(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("spec", [spec for spec, _ in PLANS])
-def test_the_bytes_of_the_blocks_add_up_to_those_of_the_program(spec: str, plans: dict[str, Plan]) -> None:
+def test_bytes_and_weights_of_the_blocks_add_up_to_those_of_the_program(spec: str, plans: dict[str, Plan]) -> None:
     plan = plans[spec]
-    moves = [row for block in blocks_of(plan).values() for row in block["moves"]]
-    totals = account(plan.compiled)["totals"]
+    blocks, totals = blocks_of(plan).values(), account(plan.compiled)["totals"]
+    moves = [row for block in blocks for row in block["moves"]]
     assert plan.counts["bytes_moved"] > 0
     assert sum(row.get("moved", 0) for row in moves) == plan.counts["bytes_moved"]
     assert sum(row["moved"] for row in totals) == plan.counts["bytes_moved"]
     for direction in ("forward", "backward"):
         told = sum(row.get("moved", 0) for row in moves if row["direction"] == direction)
         assert told == sum(row["moved"] for row in totals if row["direction"] == direction)
-
-
-@pytest.mark.parametrize("spec", [spec for spec, _ in PLANS])
-def test_the_weights_of_the_blocks_are_all_that_devices_hold(spec: str, plans: dict[str, Plan]) -> None:
-    plan = plans[spec]
-    model = plan.compiled.graph.model
-    rows = [row for block in blocks_of(plan).values() for row in block["weights"] if row["kind"] == "parameter"]
-    weights = [
-        w for d in plan.compiled.program.devices for w in d.weights if model.tensors[w.tensor].kind == "parameter"
-    ]
-    assert sum(len(row["of"]) for row in rows) == sum(t.kind == "parameter" for t in model.tensors.values())
-    held = 0
-    for weight in weights:
-        elements = 1
-        for lo, hi in weight.box:
-            elements *= hi - lo
-        held += 4 * elements
+    kinds = {t.name: t.kind for t in plan.compiled.graph.model.tensors.values()}
+    rows = [row for block in blocks for row in block["weights"] if row["kind"] == "parameter"]
+    assert sum(len(row["of"]) for row in rows) == list(kinds.values()).count("parameter")
+    weights = [w for d in plan.compiled.program.devices for w in d.weights if kinds[w.tensor] == "parameter"]
+    held = sum(4 * prod(hi - lo for lo, hi in weight.box) for weight in weights)
     assert sum(row["held_bytes"] for row in rows) == held
 
 
@@ -126,6 +115,12 @@ def test_equal_blocks_are_told_once_with_megatrons_collectives(plans: dict[str, 
     assert gradient["layouts"] == "R(1)V(2)D(1,2) -> R(2)V(1)D(1,2)"
 
 
+def layouts(plan: Plan, direction: str, of: str = "") -> set[str]:
+    """Return the layouts between which collectives of these tensors convert."""
+    rows = [row for block in blocks_of(plan).values() for row in block["moves"] if row["direction"] == direction]
+    return {row["layouts"] for row in rows if row["way"] == "collective" and row["tensor"].endswith(of)}
+
+
 def by_batch(graph: Graph, cluster: Cluster, update: Callable[[Op, int], Algorithm]) -> None:
     """Cut the batch; `update` says what becomes of the updates."""
     n = len(cluster.devices)
@@ -141,33 +136,26 @@ def by_batch(graph: Graph, cluster: Cluster, update: Callable[[Op, int], Algorit
     ],
 )
 def test_a_gradient_is_told_as_its_update_reads_it(update: Callable[[Op, int], Algorithm], goal: str) -> None:
-    built = build("mlp:layers=1,hidden=8,inputs=8,classes=8,batch=8")
-    graph = capture(built.module, built.args, built.kwargs, torch.optim.SGD(built.module.parameters()))
+    graph = graph_of("mlp:layers=1,hidden=8,inputs=8,classes=8,batch=8")
     plan = compile(graph, partial(by_batch, update=update), "local:4")
-    rows = [row for block in blocks_of(plan).values() for row in block["moves"] if row["direction"] == "backward"]
-    told = {row["layouts"] for row in rows if row["way"] == "collective" and row["tensor"].endswith("weight")}
-    assert told == {f"R(1)V(4)D(1,1) -> {goal}"}
+    assert layouts(plan, "backward", "weight") == {f"R(1)V(4)D(1,1) -> {goal}"}
 
 
-class Counts(nn.Module):
+class Counts(nn.Linear):
     """A buffer that holds a sum over the batch."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+        super().__init__(4, 4)
         self.register_buffer("last", torch.zeros(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.last.copy_(x.sum(0))
-        return self.linear(x).square().mean()
+        return super().forward(x).square().mean()
 
 
 def test_a_value_is_told_as_the_write_of_its_buffer_reads_it() -> None:
-    module = Counts()
-    graph = capture(module, (torch.randn(8, 4),), optimizer=torch.optim.SGD(module.parameters()))
-    plan = compile(graph, "data_parallel", "local:2")
-    rows = [row for block in blocks_of(plan).values() for row in block["moves"] if row["direction"] == "forward"]
-    assert {row["layouts"] for row in rows if row["way"] == "collective"} == {"R(1)V(2)D(1) -> R(2)V(1)D(1)"}
+    plan = compile(step_of(Counts(), torch.randn(8, 4)), "data_parallel", "local:2")
+    assert layouts(plan, "forward") == {"R(1)V(2)D(1) -> R(2)V(1)D(1)"}
 
 
 def test_what_equal_blocks_share_belongs_to_none_of_them() -> None:
@@ -219,19 +207,15 @@ def test_json_is_the_saved_account_with_its_manifest(
     assert {k: found[k] for k in stored} == stored
 
 
-def test_an_irregular_plan_is_told(tmp_path: Path) -> None:
-    source = tmp_path / "mine.py"
-    source.write_text(
-        "import superscaler as ss\n\n\n"
-        "def mine(graph, cluster):\n"
-        "    for op in graph.forward_ops:\n"
-        "        made = ss.op_trans(graph, op, ss.Split('batch', sizes=(6, 2)))\n"
-        "        ss.op_assign(graph, made, [0, 1])\n"
-        "        if op.target == 'aten.gelu.default':\n"
-        "            inner = ss.op_trans(graph, made[0], ss.Split('batch', 2))\n"
-        "            ss.op_assign(graph, inner, 0)\n"
-    )
-    text = plan_of(f"{source}:mine", "local:2", MLP).explain()
+def test_an_irregular_plan_is_told() -> None:
+    def mine(graph: Graph, cluster: Cluster) -> None:
+        for op in graph.forward_ops:
+            made = op_trans(graph, op, Split("batch", sizes=(6, 2)))
+            op_assign(graph, made, [0, 1])
+            if op.target == "aten.gelu.default":
+                op_assign(graph, op_trans(graph, made[0], Split("batch", 2)), 0)
+
+    text = compile(graph_of(MLP), mine, "local:2").explain()
     assert "batch into 2 of sizes 6, 2 (0 | 1)" in text
     assert "1 of these cut further (batch into 2)" in text
 
@@ -286,19 +270,15 @@ def test_diff_tells_what_changed(other: dict[str, Any], line: str) -> None:
     assert line in told
 
 
-def test_swapped_devices_are_another_plan(tmp_path: Path) -> None:
+def test_swapped_devices_are_another_plan() -> None:
     """The journal does not tell devices, and the account only sets of them: the manifest must."""
-    source = tmp_path / "mine.py"
-    source.write_text(
-        "import superscaler as ss\n\n\n"
-        "def mine(graph, cluster, first=0):\n"
-        "    for op in graph.forward_ops:\n"
-        "        ss.op_assign(graph, ss.op_trans(graph, op, ss.Split('batch', 4)), [first, 0, 1, 1 - first])\n"
-    )
-    a, b = (plan_of(f"{source}:mine:first={first}", "local:2", MLP) for first in (0, 1))
-    assert [str(e).split(": ")[1] for e in a.compiled.graph.journal] == [
-        str(e).split(": ")[1] for e in b.compiled.graph.journal
-    ]
+
+    def mine(graph: Graph, cluster: Cluster, first: int) -> None:
+        for op in graph.forward_ops:
+            op_assign(graph, op_trans(graph, op, Split("batch", 4)), [first, 0, 1, 1 - first])
+
+    a, b = (compile(graph_of(MLP), partial(mine, first=first), "local:2") for first in (0, 1))
+    assert list(map(str, a.compiled.graph.journal)) == list(map(str, b.compiled.graph.journal))
     assert manifest(a.compiled, {})["plan"] != manifest(b.compiled, {})["plan"]
     assert a.diff(b)
 
@@ -321,71 +301,60 @@ def test_the_manifest_does_not_depend_on_where_files_are(tmp_path: Path) -> None
 # compile into a directory that holds a plan
 
 
-def test_an_equal_plan_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(tmp_path / "plan")]
-    assert run(*arguments) == 0
-    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "plan").iterdir()}
-    assert "written to" in capsys.readouterr().out
-    assert run(*arguments) == 0
-    assert "unchanged: " in capsys.readouterr().out
-    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "plan").iterdir()} == before
-    assert run(*arguments, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["unchanged"] is True
-
-
 def test_compiling_the_same_again_is_not_compiling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was written is told again without scheduling anything; a touched file is noticed, and all is done anew."""
-    arguments = ["compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(tmp_path / "plan")]
+    folder = tmp_path / "plan"
+    arguments = ["compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(folder)]
     runs: list[object] = []
     monkeypatch.setattr("superscaler.plan.finish", lambda *a: (runs.append(a), finish(*a))[1])
     assert run(*arguments) == 0
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     first = capsys.readouterr().out.splitlines()
+    assert "written to" in first[-2] + first[-1]
     assert run(*arguments) == 0
     again = capsys.readouterr().out.splitlines()
-    assert len(runs) == 1
+    assert "unchanged: " in again[-2] + again[-1]
     assert again[:-2] == first[:-2]
-    for name in (PLAN_FILE, EXPLAIN_FILE, "program_0.py", "segments.py", "run.py", "initial.safetensors"):
-        file = tmp_path / "plan" / name
+    assert run(*arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["unchanged"] is True
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+    assert len(runs) == 1
+    for name in FILES:
+        file = folder / name
         file.write_bytes(file.read_bytes().replace(b"a", b"b", 1))
-        before = len(runs)
+        count = len(runs)
         assert run(*arguments) == 0
-        assert len(runs) == before + 1, name
+        assert len(runs) == count + 1, name
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"model": MLP.replace("hidden=8", "hidden=16")},
-        {"--plan": "tensor_parallel"},
-        {"--cluster": "v100:1x2"},
-        {"--seed": "1"},
-        {"--lr": "0.01"},
-        {"--optimizer": "sgd"},
-        {"--autocast": "bf16"},
-    ],
-)
-def test_a_changed_plan_is_written(changed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+CHANGED = [
+    {"model": MLP.replace("hidden=8", "hidden=16")}, {"--plan": "tensor_parallel"}, {"--cluster": "v100:1x2"},
+    {"--seed": "1"}, {"--lr": "0.01"}, {"--optimizer": "sgd"}, {"--autocast": "bf16"},
+]  # fmt: skip
+
+
+def test_a_changed_plan_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual = {"model": MLP, "--plan": "data_parallel", "--cluster": "local:2"}
-    for options in (usual, {**usual, **changed}):
-        named = {k: v for k, v in options.items() if k != "model"}
-        pairs = [word for pair in named.items() for word in pair]
-        assert run("compile", options["model"], *pairs, "--out", str(tmp_path / "plan"), "--json") == 0
-        assert json.loads(capsys.readouterr().out)["unchanged"] is False
+    for number, changed in enumerate(({}, *CHANGED)):
+        options = {**usual, **changed}
+        if number:
+            shutil.copytree(tmp_path / "0", tmp_path / str(number))
+        model, out = options.pop("model"), str(tmp_path / str(number))
+        pairs = [word for pair in options.items() for word in pair]
+        assert run("compile", model, *pairs, "--out", out, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["unchanged"] is False, changed
 
 
-@pytest.mark.parametrize(
-    "name", [PLAN_FILE, EXPLAIN_FILE, "program_0.py", "segments.py", "run.py", "initial.safetensors"]
-)
-@pytest.mark.parametrize("is_removed", [True, False])
+@pytest.mark.parametrize(("name", "is_removed"), [*((name, False) for name in FILES), ("run.py", True)])
 def test_a_directory_that_was_touched_is_written_again(
     name: str, is_removed: bool, directory: Path, plans: dict[str, Plan]
 ) -> None:
     plan, file = plans["data_parallel"], directory / name
     assert plan.save(directory) is False
     whole = file.read_bytes()
-    if is_removed and name != PLAN_FILE:
+    if is_removed:
         file.unlink()
     elif name == PLAN_FILE:
         file.write_bytes(whole.replace(b'"seed": 0', b'"seed": 1'))
