@@ -124,13 +124,3 @@ def test_a_copied_constant_that_repeats_is_viewed_over_dims_too() -> None:
 )
 def test_kinds_of_masks(mask: Tensor, kind: str) -> None:
     assert constants.kind_of_mask(mask) == kind
-
-
-def test_repeated_elements_are_kept_once_and_nothing_else_changes() -> None:
-    for x in (torch.zeros(3, 4), torch.arange(3).expand(2, 3), torch.eye(3), torch.ones(0, 3), torch.tensor(2.0),
-              torch.tensor([[1, 2], [1, 2], [1, 3]]), torch.tensor([1.0, float("nan")])):  # fmt: skip
-        found = constants._repeated(x)
-        assert found.shape == x.shape
-        assert torch.equal(found.nan_to_num(7), x.nan_to_num(7))
-    assert constants.compact(constants._repeated(torch.zeros(3, 4))).shape == (1, 1)
-    assert constants.compact(constants._repeated(torch.arange(3).repeat(2, 1))).shape == (1, 3)

@@ -17,27 +17,52 @@ def names(captured: Captured | ss.Graph, tensor: str) -> tuple[tuple[str, ...], 
     return captured.model.tensors[tensor].slots
 
 
-def test_names_of_gpt2(gpt2_captured: Captured) -> None:
-    block = "transformer.h.1"
-    assert names(gpt2_captured, "input_ids") == (("batch",), ("sequence",))
-    assert names(gpt2_captured, "transformer.wte.weight") == (("vocabulary",), ("hidden",))
-    assert names(gpt2_captured, "transformer.wpe.weight") == (("wpe.rows",), ("hidden",))
-    packed = ("h.1.attn.c_attn.packed", "h.1.attn.heads", "h.1.attn.head_dim")
-    assert names(gpt2_captured, f"{block}.attn.c_attn.weight") == (("hidden",), packed)
-    assert names(gpt2_captured, f"{block}.attn.c_proj.weight") == (packed[1:], ("hidden",))
-    assert names(gpt2_captured, f"{block}.mlp.c_fc.weight") == (("hidden",), ("h.1.mlp",))
-    assert names(gpt2_captured, f"{block}.mlp.c_proj.weight") == (("h.1.mlp",), ("hidden",))
+H, ATTENTION = "h.1.attn.heads", "aten.scaled_dot_product_attention.default"
+PACKED = ("h.1.attn.c_attn.packed", H, "h.1.attn.head_dim")
+KV, GROUPS = "layers.1.self_attn.kv_heads", "layers.1.self_attn.groups"
+# The slots of tensors of a model, and the marks of factors of its ops.
+SLOTS = {
+    "gpt2": {
+        "input_ids": (("batch",), ("sequence",)),
+        "transformer.wte.weight": (("vocabulary",), ("hidden",)),
+        "transformer.wpe.weight": (("wpe.rows",), ("hidden",)),
+        "transformer.h.1.attn.c_attn.weight": (("hidden",), PACKED),
+        "transformer.h.1.attn.c_attn.bias": (PACKED,),
+        "transformer.h.1.attn.c_proj.weight": (PACKED[1:], ("hidden",)),
+        "transformer.h.1.mlp.c_fc.weight": (("hidden",), ("h.1.mlp",)),
+        "transformer.h.1.mlp.c_proj.weight": (("h.1.mlp",), ("hidden",)),
+    },
+    "llama": {
+        "model.layers.1.self_attn.q_proj.weight": ((KV, GROUPS, "head_dim"), ("hidden",)),
+        "model.layers.1.self_attn.k_proj.weight": ((KV, "head_dim"), ("hidden",)),
+        "model.layers.1.self_attn.v_proj.weight": ((KV, "layers.1.self_attn.value_dim"), ("hidden",)),
+        "model.layers.1.self_attn.o_proj.weight": (("hidden",), (KV, GROUPS, "layers.1.self_attn.value_dim")),
+        "model.layers.1.mlp.gate_proj.weight": (("layers.1.mlp",), ("hidden",)),
+        # The head of this model is not tied: what it predicts are classes of their own.
+        "lm_head.weight": (("classes",), ("hidden",)),
+        "model.embed_tokens.weight": (("vocabulary",), ("hidden",)),
+    },
+}
+MARKS = {
+    "gpt2": [
+        ("aten.mm.default", "h.1.attn.c_attn", H, "spatial"), ("aten.split.Tensor", "h.1.attn", H, "spatial"),
+        (ATTENTION, "h.1.attn", H, "spatial"), ("aten.mm.default", "h.1.attn.c_proj", H, "summed"),
+    ],
+    "llama": [
+        *((ATTENTION, "layers.1.self_attn", f, "spatial") for f in (KV, GROUPS)),
+        *(("aten.linear.default", "layers.1.self_attn.o_proj", f, "summed") for f in (KV, GROUPS)),
+    ],
+}  # fmt: skip
 
 
-def test_names_of_llama(llama_captured: Captured) -> None:
-    attention = "layers.0.self_attn"
-    query = names(llama_captured, f"model.{attention}.q_proj.weight")[0]
-    assert query == (f"{attention}.kv_heads", f"{attention}.groups", "head_dim")
-    assert names(llama_captured, f"model.{attention}.v_proj.weight")[0] == (query[0], f"{attention}.value_dim")
-    assert names(llama_captured, "model.layers.1.mlp.gate_proj.weight") == (("layers.1.mlp",), ("hidden",))
-    # The head of this model is not tied: what it predicts are classes of their own.
-    assert names(llama_captured, "lm_head.weight") == (("classes",), ("hidden",))
-    assert names(llama_captured, "model.embed_tokens.weight") == (("vocabulary",), ("hidden",))
+@pytest.mark.parametrize("name", SLOTS)
+def test_dims_of_models_are_named_and_cut(name: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(f"{name}_captured").model
+    assert {tensor: model.tensors[tensor].slots for tensor in SLOTS[name]} == SLOTS[name]
+    for target, module, factor, mark in MARKS[name]:
+        op = next(op for op in model.ops if op.target == target and op.module.endswith(module))
+        assert {index.factor: index.mark for index in op.indices}[factor] == mark, op.notation()
+        assert target != ATTENTION or op.args[3:6] == (None, 0.0, True)
 
 
 class Stages(nn.Module):
