@@ -178,41 +178,33 @@ def test_nothing_in_a_block_is_whole_but_what_the_algorithm_needs_whole() -> Non
 
 
 def test_pair_tensors_hold_residues_twice_and_one_of_them_is_cut() -> None:
-    graph = graph_of(DROPPING)
-    pairs = [op for op in inside(graph) if op.outputs[0].slots and _factors(op).count(RESIDUES) == 2]
+    def factors(op: Op) -> list[str]:
+        return [op.indices[i].factor for i in op.outputs[0].slots if i is not None]
+
+    ops = inside(graph_of(DROPPING))
+    pairs = [op for op in ops if op.outputs[0].slots and factors(op).count(RESIDUES) == 2]
     assert len(pairs) > 100
     for op in pairs:
         cut = op.find(RESIDUES)
         first = next(i for i in op.outputs[0].slots if i is not None and op.indices[i].factor == RESIDUES)
-        assert cut == first
-        assert op.indices[cut].mark == "spatial"
-    products = [op for op in inside(graph) if op.target == "aten.einsum.default"]
+        assert (cut, op.indices[first].mark) == (first, "spatial")
+    products = [op for op in ops if op.target == "aten.einsum.default"]
     summed = [next(i.factor for i in op.indices if i.mark == "summed") for op in products]
     assert summed == [SEQUENCES, RESIDUES, RESIDUES] * (len(products) // 3)
 
 
-def _factors(op: Op) -> list[str]:
-    return [op.indices[i].factor for i in op.outputs[0].slots if i is not None]
-
-
-def test_heads_are_one_factor_from_the_projection_to_the_bias_of_the_pairs() -> None:
+def test_heads_are_one_factor_and_the_ones_of_dropout_a_number() -> None:
     graph = graph_of(DROPPING)
+    slots = {name: tensor.slots for name, tensor in graph.model.tensors.items()}
     for name in ("row", "column", "start", "end"):
         block = f"blocks.1.{name}"
-        heads = graph.model.tensors[f"{block}.qkv.weight"].slots[0][1]
+        heads = slots[f"{block}.qkv.weight"][0][1]
         assert graph.factors[heads].size == 4
-        assert graph.model.tensors[f"{block}.out.weight"].slots[1][0] == heads
-        if name != "column":
-            assert graph.model.tensors[f"{block}.bias.weight"].slots[0] == (heads,)
-
-
-def test_the_ones_of_dropout_are_a_number_that_is_expanded() -> None:
-    found = graph_of(DROPPING).captured
-    constants = {n: v for n, v in found.values.items() if found.model.tensors[n].kind == "constant"}
-    assert max(v.numel() for v in constants.values()) == 12 * 12
-    drops = [op for op in found.model.ops if op.target == "ss.dropout"]
-    assert len(drops) == 3 * 2 * 5
-    assert not any(op.has_mirror for op in drops)
+        assert slots[f"{block}.out.weight"][1][0] == heads
+        assert name == "column" or slots[f"{block}.bias.weight"][0] == (heads,)
+    values = graph.captured.values
+    assert max(v.numel() for n, v in values.items() if graph.model.tensors[n].kind == "constant") == 12 * 12
+    assert [op.has_mirror for op in graph.ops if op.target == "ss.dropout"] == [False] * (3 * 2 * 5)
 
 
 def test_recycled_passes_have_no_mirrors() -> None:

@@ -75,21 +75,18 @@ def test_a_function_gives_the_model_and_reads_its_folder(source: Path) -> None:
     path = list(sys.path)
     built = build(f"{source}:net:width=6,scale=0.5,bias=false,name=abc")
     assert sys.path == path
-    assert built.module.linear.weight.shape == (6, 6)
-    assert built.module.linear.bias is None
-    assert built.module.scale == 0.5
-    assert built.kwargs == {"y": 3}
-    assert built.make_batch is None
+    linear = built.module.linear
+    assert (linear.weight.shape, linear.bias, built.module.scale) == ((6, 6), None, 0.5)
+    assert (built.kwargs, built.make_batch) == ({"y": 3}, None)
     assert built.module(*built.args, **built.kwargs).shape == ()
+    first, second = (torch.manual_seed(0) and build(f"{source}:net").module.linear.weight for _ in range(2))
+    assert torch.equal(first, second)
 
 
-def test_defaults_and_two_results_are_enough(source: Path) -> None:
+def test_defaults_and_two_results_are_enough_and_keys_without_types_are_read_by_their_looks(source: Path) -> None:
     assert build(f"{source}:net").module.linear.weight.shape == (4, 4)
     assert build(f"{source}:pair:width=3").kwargs == {}
     assert build(f"{source}:net:name=none").kwargs == {"y": 0}
-
-
-def test_keys_of_no_declared_type_are_read_by_their_looks(source: Path) -> None:
     built = build(f"{source}:any_key:a=1,b=0.5,c=true,d=text")
     assert built.module.options == {"a": 1, "b": 0.5, "c": True, "d": "text"}
 
@@ -123,10 +120,3 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     broken.write_text("import there_is_no_such_module\n")
     with pytest.raises(InputError, match="No module named 'there_is_no_such_module'"):
         build(f"{broken}:f")
-
-
-def test_the_function_may_use_the_generator(source: Path) -> None:
-    torch.manual_seed(0)
-    first = build(f"{source}:net").module.linear.weight
-    torch.manual_seed(0)
-    assert torch.equal(first, build(f"{source}:net").module.linear.weight)
