@@ -61,6 +61,19 @@ def equal(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Ran:
     return Ran(compiled, found)
 
 
+class Around(nn.Module):
+    """A module around a function, which is called with the module, for its layers, and the inputs."""
+
+    def __init__(self, function: Callable[..., Any], **layers: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
 def captured(
     make: Callable[[], tuple[nn.Module, Any]],
     lr: float = 0.1,

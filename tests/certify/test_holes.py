@@ -13,19 +13,7 @@ from small_plans import exact
 from superscaler.certify.certificate import CHECKS
 from superscaler.errors import ScheduleError
 from superscaler.ir.fold import Folded
-from superscaler.ir.program import (
-    Combine,
-    Free,
-    Function,
-    Load,
-    Program,
-    Recv,
-    Send,
-    Slice,
-    Update,
-    Value,
-    Wait,
-)
+from superscaler.ir.program import Combine, Free, Function, Load, Program, Recv, Send, Slice, Update, Value, Wait
 
 Edit = Callable[[Program], Program]
 

@@ -1,4 +1,7 @@
-"""Values that lie in the memory of others: what changes that memory makes them stale, and no stale value is read."""
+"""Values that lie in the memory of others: what changes that memory makes them stale, and no stale value is read.
+
+Nothing but copies goes between a device and its host.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.certify.certificate import check_program
+from superscaler.certify.hosts import on_host
 from superscaler.errors import ScheduleError
 from superscaler.ir.program import (
     Accumulate,
     Backward,
     Collective,
+    Copy,
+    Device,
     Forward,
     Free,
     Instruction,
@@ -26,19 +32,16 @@ from superscaler.ir.program import (
     Wait,
 )  # fmt: skip
 from superscaler.plans import resolve
+from tests.graphs import graph_of
+from tests.ran import Around, captured, exact
+from tests.rewrites import offloaded, swapped
 
 Code = list[Instruction]
 
 
-class Viewed(nn.Module):
+def product(m: Around, x: Tensor) -> Tensor:
     """A product whose backward reads a view of the weight of another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.e = (nn.Linear(4, 4, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.e(self.a(x).tanh()).square().sum() + (self.b(x).tanh() @ self.e.weight.detach()).square().sum()
+    return m.e(m.a(x).tanh()).square().sum() + (m.b(x).tanh() @ m.e.weight.detach()).square().sum()
 
 
 def viewed(graph: ss.Graph, cluster: ss.Cluster) -> None:
@@ -51,8 +54,8 @@ def viewed(graph: ss.Graph, cluster: ss.Cluster) -> None:
 
 @cache
 def program(world: int, plan: str = "") -> Program:
-    module = Viewed()
-    graph = ss.capture(module, (torch.randn(4, 4),), optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    layers = {name: nn.Linear(4, 4, bias=False) for name in "abe"}
+    graph = captured(lambda: (Around(product, **layers), torch.randn(4, 4)))
     return ss.compile(graph, plan or viewed, f"local:{world}").compiled.program
 
 
@@ -130,3 +133,37 @@ def test_what_changes_a_memory_that_is_read_later_is_refused(
     devices[0] = replace(devices[0], instructions=tuple(code))
     with pytest.raises(ScheduleError, match=told):
         check_program(replace(made, devices=tuple(devices)))
+
+
+def turned(device: Device) -> Device:
+    code = list(device.instructions)
+    n = at(code, Copy)
+    code[n] = replace(code[n], to_host=not code[n].to_host)  # type: ignore[call-arg, union-attr]
+    return replace(device, instructions=tuple(code))
+
+
+def left_out(device: Device) -> Device:
+    """What is brought to the device is read where it is."""
+    copy = next(i for i in device.instructions if isinstance(i, Copy) and not i.to_host)
+    wait = next(n for n, i in enumerate(device.instructions) if isinstance(i, Wait) and i.work == copy.work)
+    out = device.instructions[wait].out  # type: ignore[union-attr]
+    code = list(device.instructions)
+    for n, i in enumerate(code):
+        if hasattr(i, "inputs") and out in i.inputs:
+            code[n] = replace(i, inputs=tuple(copy.source if v == out else v for v in i.inputs))  # type: ignore[call-arg]
+    return replace(device, instructions=tuple(code))
+
+
+def brought(device: Device) -> Device:
+    return replace(device, weights=tuple(replace(w, host=False) for w in device.weights))
+
+
+@pytest.mark.parametrize(("change", "told"), [(turned, "Copy of"), (left_out, "Forward s"), (brought, "Copy of")])
+def test_a_value_in_the_wrong_memory_is_named(change: Callable[[Device], Device], told: str) -> None:
+    program = exact(graph_of("gpt2:size=tiny", "SGD"), offloaded(swapped("single")), 1).program
+    (device,) = program.devices
+    check_program(program)
+    assert {w.name for w in device.weights if w.trained} <= on_host(program, device)
+    wrong = Program(program.model, program.functions, (change(device),), program.notes)
+    with pytest.raises(ScheduleError, match=f"{told}.* reads a value in the other memory"):
+        check_program(wrong)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.errors import PlanError
-from tests.ran import captured, equal, trained
+from tests.ran import Around, captured, equal, trained
 
 
 class Convolutions(nn.Module):
@@ -116,24 +116,19 @@ def test_channels_are_cut_with_their_statistics() -> None:
     assert held["blocks.0.1.running_mean"] == ((4, 8),)
 
 
-class Noisy(nn.Module):
+def noisy(m: Around, x: Tensor, y: Tensor) -> Tensor:
     """Drop-path, noise, and both kinds of Bernoulli masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = F.gelu(self.up(x))
-        h = h / 0.8 * (torch.rand(h.shape[0], 1) + 0.8).floor()
-        h = h + 0.1 * torch.randn_like(h)
-        h = h * torch.bernoulli(torch.full_like(h, 0.7)) * torch.empty_like(h).bernoulli_(0.6)
-        return F.mse_loss(self.down(h), y)
+    h = F.gelu(m.up(x))
+    h = h / 0.8 * (torch.rand(h.shape[0], 1) + 0.8).floor()
+    h = h + 0.1 * torch.randn_like(h)
+    h = h * torch.bernoulli(torch.full_like(h, 0.7)) * torch.empty_like(h).bernoulli_(0.6)
+    return F.mse_loss(m.down(h), y)
 
 
 @pytest.mark.parametrize(("plan", "devices"), [("data_parallel", 4), ("tensor_parallel", 2)])
 def test_every_plan_draws_the_same_random_numbers(plan: str, devices: int) -> None:
-    graph = captured(lambda: (Noisy(), (torch.randn(8, 6), torch.randn(8, 3))))
+    module = Around(noisy, up=nn.Linear(6, 12), down=nn.Linear(12, 3))
+    graph = captured(lambda: (module, (torch.randn(8, 6), torch.randn(8, 3))))
     equal(graph, plan, devices)
     drawn = [op for op in graph.ops if op.target in ("ss.uniform", "ss.normal")]
     assert len(drawn) == 4

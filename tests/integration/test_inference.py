@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import superscaler as ss
 from benchmarks.live import Live
 from superscaler.artifact import initial_values
 from superscaler.errors import CaptureError, InputError
-from superscaler.ir.program import Backward, Forward, Free, Give, Load, reads, writes
+from superscaler.ir.program import Backward, Forward, Free, Instruction, Load, reads, writes
+from superscaler.runtime.executor import Rank
 from superscaler.runtime.step import Step
 from superscaler.store.checkpoint import CheckpointHead
 from superscaler.store.folder import read
@@ -68,6 +70,7 @@ def net(kind: str = "object", depth: int = 3) -> tuple[Net, Tensor]:
     return Net(kind, depth), torch.randn(8, 8)
 
 
+@cache
 def fixed(kind: str = "object") -> tuple[ss.Graph, Net, Tensor]:
     module, x = net(kind)
     return ss.capture(module.eval(), (x,), optimizer=None), module, x
@@ -87,6 +90,16 @@ def check(graph: ss.Graph, plan: SProgram | str, devices: int) -> None:
     for device in ran.program.devices:
         runs = [i for i in device.instructions if isinstance(i, Forward | Backward)]
         assert all(isinstance(i, Forward) and not i.saved and not any(i.grads) for i in runs)
+        check_freed(device.instructions)
+
+
+def check_freed(code: Sequence[Instruction]) -> None:
+    """Check that all but what is loaded or given last is freed right after its last use."""
+    last = {name: at for at, i in enumerate(code) for name in (*reads(i), *writes(i))}
+    freed = {name: at for at, i in enumerate(code) if isinstance(i, Free) for name in i.names}
+    loaded = {i.out for i in code if isinstance(i, Load)}
+    assert freed.keys() >= last.keys() - loaded - {n for n, at in last.items() if at == len(code) - 1}
+    assert all(at == last[name] + 1 for name, at in freed.items())
 
 
 @pytest.mark.parametrize(
@@ -145,18 +158,12 @@ def test_tuples_and_tensors_come_back_as_they_are() -> None:
     assert torch.equal(found[1][1], x)
     assert torch.equal(found[2], module.head.weight)
     graph, module, x = fixed("tensor")
-    (found,) = last("single", graph)
-    torch.testing.assert_close(found, module(x).detach())
-
-
-def test_idle_ranks_have_the_outputs_too() -> None:
-    graph, module, x = fixed("tensor")
-
-    def first(graph: ss.Graph, cluster: ss.Cluster) -> None:
-        ss.op_assign(graph, graph.forward_ops, cluster.devices[0])
-
-    for found in last(first, graph, 3):
+    # Idle ranks have it too.
+    for found in last(lambda graph, _: ss.op_assign(graph, graph.forward_ops, 0), graph, 3):
         torch.testing.assert_close(found, module(x).detach())
+    graph, module, x = fixed("loss")
+    (found,) = last("single", graph)
+    torch.testing.assert_close(found.loss, module(x)["loss"].detach())
 
 
 def test_a_plan_may_place_an_output_itself() -> None:
@@ -214,13 +221,7 @@ def test_the_mode_of_the_module_counts() -> None:
     assert [op.name for op in fixed("tensor")[0].ops if not op.is_forward] == ["return"]
 
 
-def test_a_loss_is_an_output_where_nothing_is_trained() -> None:
-    module, x = net("loss")
-    (found,) = last("single", ss.capture(module.eval(), (x,), optimizer=None))
-    torch.testing.assert_close(found.loss, module(x)["loss"].detach())
-
-
-@pytest.mark.parametrize(("plan", "devices"), [*PLANS, ("zero:stage=3", 2)])
+@pytest.mark.parametrize(("plan", "devices"), [*PLANS[1:], ("zero:stage=3", 2)])
 def test_a_step_that_trains_keeps_outputs_beside_its_loss(plan: str, devices: int) -> None:
     module, x = net("loss")
     module.norm.eval()
@@ -266,29 +267,15 @@ def test_what_is_no_tensor_is_refused() -> None:
 
 
 def test_a_wrong_output_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from superscaler.runtime.executor import Rank
+    graph, give = fixed()[0], Rank.give
 
-    graph, *_ = fixed()
-    give = Rank.give
-    monkeypatch.setattr(
-        Rank, "give", lambda self, name, x, shape: give(self, name, x + (name == "return.hidden.0"), shape)
-    )
+    def wrong(self: Rank, name: str, x: Tensor, shape: Any) -> Any:
+        return give(self, name, x + (name == "return.hidden.0"), shape)
+
+    monkeypatch.setattr(Rank, "give", wrong)
     result = ss.compile(graph, "data_parallel", "local:2").verify()
     assert not result["equal"]
     assert result["first_difference"].startswith("the output return.hidden.0[0:8, 0:8] on device 0 is off by")
-
-
-@pytest.mark.parametrize(("plan", "devices"), PLANS[1:4])
-def test_values_are_freed_after_their_last_use(plan: str, devices: int) -> None:
-    graph, *_ = fixed()
-    for device in ss.compile(graph, plan, ss.Cluster.local(devices)).compiled.program.devices:
-        code = device.instructions
-        last = {name: at for at, i in enumerate(code) for name in (*reads(i), *writes(i))}
-        freed = {name: at for at, i in enumerate(code) if isinstance(i, Free) for name in i.names}
-        loaded = {i.out for i in code if isinstance(i, Load)}
-        assert freed.keys() >= last.keys() - loaded - {n for n, at in last.items() if at == len(code) - 1}
-        assert all(at == last[name] + 1 for name, at in freed.items())
-        assert len([i for i in code if isinstance(i, Give)]) == 3
 
 
 def peak(depth: int, optimizer: Callable[[nn.Module], Any]) -> int:

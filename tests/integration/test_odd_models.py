@@ -15,100 +15,72 @@ from superscaler.emit.segments import emit_segments
 from superscaler.report.model import describe
 from tests.frontend import own
 from tests.graphs import graph_of
-from tests.ran import SProgram, captured, equal
+from tests.ran import Around, SProgram, captured, equal
 
 
-class Systems(nn.Module):
-    """Solves a linear system per sample, and scores it by a determinant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Linear(6, 6), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.mix(x)
-        gram = h @ h.mT + 6 * torch.eye(5)
-        found = torch.linalg.solve(gram, h)
-        factor = torch.linalg.cholesky(gram)
-        return F.mse_loss(self.out(found).squeeze(-1), y) + factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).mean()
+def systems(m: Around, x: Tensor, y: Tensor) -> Tensor:
+    """Solve a linear system per sample, and score it by a determinant."""
+    h = m.mix(x)
+    gram = h @ h.mT + 6 * torch.eye(5)
+    found = torch.linalg.solve(gram, h)
+    factor = torch.linalg.cholesky(gram)
+    return F.mse_loss(m.out(found).squeeze(-1), y) + factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).mean()
 
 
-class Distances(nn.Module):
-    """The second smallest distance to learned centers, and how it grows along a path."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.centers = nn.Linear(4, 4), nn.Parameter(torch.randn(6, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        near = torch.cdist(self.mix(x), self.centers).kthvalue(2, -1).values
-        return torch.cummax(near, 1).values.logsumexp(-1).mean()
+def distances(m: Around, x: Tensor) -> Tensor:
+    """Return the second smallest distance to learned centers, as it grows along a path."""
+    near = torch.cdist(m.mix(x), m.centers).kthvalue(2, -1).values
+    return torch.cummax(near, 1).values.logsumexp(-1).mean()
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer, and a loop over a cell on top of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer, self.cell = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=True), nn.GRUCell(8, 8)
-        self.head = nn.Linear(8, 20)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x, _ = self.layer(self.table(ids))
-        state, states = torch.zeros(ids.shape[0], 8), []
-        for step in x.unbind(1):
-            state = self.cell(step, state)
-            states.append(state)
-        return F.cross_entropy(self.head(torch.stack(states, 1)).flatten(0, 1), labels.flatten())
+def recurrent(m: Around, ids: Tensor, labels: Tensor) -> Tensor:
+    """Run a recurrent layer, and a loop over a cell on top of it."""
+    x, _ = m.layer(m.table(ids))
+    state, states = torch.zeros(ids.shape[0], 8), []
+    for step in x.unbind(1):
+        state = m.cell(step, state)
+        states.append(state)
+    return F.cross_entropy(m.head(torch.stack(states, 1)).flatten(0, 1), labels.flatten())
 
 
-class Warped(nn.Module):
-    """An image sampled on a learned grid."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pose, self.convolution, self.head = nn.Linear(4, 6), nn.Conv2d(2, 3, 3, padding=1), nn.Linear(3, 1)
-
-    def forward(self, image: Tensor, z: Tensor, y: Tensor) -> Tensor:
-        grid = F.affine_grid(self.pose(z).view(-1, 2, 3), [image.shape[0], 2, 6, 6], align_corners=False)
-        seen = F.grid_sample(image, grid, align_corners=False)
-        return F.mse_loss(self.head(self.convolution(seen).mean((2, 3)))[:, 0], y)
+def warped(m: Around, image: Tensor, z: Tensor, y: Tensor) -> Tensor:
+    """Sample an image on a learned grid."""
+    grid = F.affine_grid(m.pose(z).view(-1, 2, 3), [image.shape[0], 2, 6, 6], align_corners=False)
+    seen = F.grid_sample(image, grid, align_corners=False)
+    return F.mse_loss(m.head(m.convolution(seen).mean((2, 3)))[:, 0], y)
 
 
-class Windows(nn.Module):
-    """Medians over overlapping windows of a signal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scores(x.unfold(1, 3, 1)).quantile(0.5, 1).logsumexp(-1).mean()
+def windows(m: Around, x: Tensor) -> Tensor:
+    """Return medians over overlapping windows of a signal."""
+    return m.scores(x.unfold(1, 3, 1)).quantile(0.5, 1).logsumexp(-1).mean()
 
 
-def words() -> Tensor:
-    return torch.randint(0, 20, (8, 5))
+def step_of(function: Callable[..., Tensor]) -> ss.Graph:
+    words, linear = (torch.randint(0, 20, (8, 5)) for _ in range(2)), nn.Linear
+    layers, inputs = {
+        systems: ({"mix": linear(6, 6), "out": linear(6, 1)}, (torch.randn(8, 5, 6), torch.randn(8, 5))),
+        distances: ({"mix": linear(4, 4), "centers": nn.Parameter(torch.randn(6, 4))}, torch.randn(8, 5, 4)),
+        recurrent: (
+            {"table": nn.Embedding(20, 8), "layer": nn.LSTM(8, 8, batch_first=True), "cell": nn.GRUCell(8, 8),
+             "head": linear(8, 20)}, tuple(words),
+        ),
+        warped: (
+            {"pose": linear(4, 6), "convolution": nn.Conv2d(2, 3, 3, padding=1), "head": linear(3, 1)},
+            (torch.randn(8, 2, 6, 6), torch.randn(8, 4), torch.randn(8)),
+        ),
+        windows: ({"scores": linear(3, 4)}, torch.randn(8, 7)),
+    }[function]  # fmt: skip
+    return captured(lambda: (Around(function, **layers), inputs))
 
 
-ODD: dict[type[nn.Module], tuple[Callable[[], tuple[Tensor, ...]], set[str]]] = {
-    Systems: (
-        lambda: (torch.randn(8, 5, 6), torch.randn(8, 5)),
-        {"aten.linalg_solve.default", "aten.linalg_cholesky.default"},
-    ),
-    Distances: (lambda: (torch.randn(8, 5, 4),), {"aten.kthvalue.default"}),
-    Recurrent: (lambda: (words(), words()), set()),
-    Warped: (
-        lambda: (torch.randn(8, 2, 6, 6), torch.randn(8, 4), torch.randn(8)),
-        {"aten.affine_grid_generator.default"},
-    ),
-    Windows: (lambda: (torch.randn(8, 7),), {"aten.quantile.scalar"}),
-}
+UNKNOWN = [(systems, {"aten.linalg_solve.default", "aten.linalg_cholesky.default"}),
+           (distances, {"aten.kthvalue.default"}), (recurrent, set()),
+           (warped, {"aten.affine_grid_generator.default"}), (windows, {"aten.quantile.scalar"})]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ODD, ids=lambda kind: kind.__name__)
-def test_an_odd_model_is_equal_and_says_what_is_frozen(kind: type[nn.Module]) -> None:
-    inputs, unknown = ODD[kind]
-    graph = captured(lambda: (kind(), inputs()))
+@pytest.mark.parametrize(("function", "unknown"), UNKNOWN)
+def test_an_odd_model_is_equal_and_says_what_is_frozen(function: Callable[..., Tensor], unknown: set[str]) -> None:
+    graph = step_of(function)
     found = describe(graph.model)
     assert set(found["unsupported"]) == unknown
     assert {row["operator"] for row in found["frozen"] if row["reason"] == "no rule"} == unknown

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -22,29 +23,34 @@ from superscaler.models import build
 from superscaler.report.facts import summary
 from superscaler.runtime.step import Step
 from tests.graphs import graph_of
-from tests.ran import SProgram, captured, equal, exact, on_ranks, trained
+from tests.ran import Around, SProgram, captured, equal, exact, on_ranks, trained
 from tests.rewrites import on_top, recomputed, sharded
 from tests.sweeps import few
 
 
-class Normed(nn.Module):
-    """Blocks with batch norms, whose buffers change, and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)
-        )
-        self.out = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.h:
-            x = x + block(x)
-        return nn.functional.cross_entropy(self.out(x), y)
+def in_blocks(m: Around, x: Tensor, y: Tensor) -> Tensor:
+    x = m.into(x)
+    for block in m.h:
+        x = x + block(x)
+    return nn.functional.cross_entropy(m.out(x), y)
 
 
+def of_blocks(count: int, batch: int, *layers: nn.Module) -> ss.Graph:
+    h = nn.ModuleList(copy.deepcopy(nn.Sequential(*layers)) for _ in range(count))
+    module = Around(in_blocks, into=nn.Linear(16, 16), h=h, out=nn.Linear(16, 4))
+    return captured(lambda: (module, (torch.randn(batch, 16), torch.randint(0, 4, (batch,)))))
+
+
+@cache
 def normed() -> ss.Graph:
-    return captured(lambda: (Normed(), (torch.randn(8, 16), torch.randint(0, 4, (8,)))))
+    """Capture blocks with batch norms, whose buffers change, and dropout."""
+    return of_blocks(2, 8, nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3))
+
+
+@cache
+def stack() -> ss.Graph:
+    """Capture blocks whose insides are far larger than what one hands to the next, and than their weights."""
+    return of_blocks(8, 4096, nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
 
 PLANS = ["single", "data_parallel", "tensor_parallel", "pipeline_1f1b:microbatches=2"]
@@ -79,14 +85,12 @@ def test_dropout_is_drawn_again_alike() -> None:
 
 
 def test_recomputed_blocks_take_less_than_half_of_the_memory() -> None:
-    graph = graph_of("gpt2:size=tiny,layers=4,seq=128", "SGD")
-
     def peak(step: Step) -> int:
         with Live() as live:
-            step(graph.captured.batch)
+            step(stack().captured.batch)
         return live.peak
 
-    plans = (ss.compile(graph, plan, "local:1") for plan in ("single", recomputed("single")))
+    plans = (ss.compile(stack(), plan, "local:1") for plan in ("single", recomputed("single")))
     before, after = (on_ranks(plan, peak)[0] for plan in plans)
     assert after < before / 2
 
@@ -202,25 +206,21 @@ def test_a_plan_saves_what_the_model_checkpoints_or_computes_other_regions_again
         ss.compile(graph, on_top("single", late), "local:1")
 
 
-class Sampled(nn.Module):
+def sampled(m: Around, x: Tensor, y: Tensor) -> Tensor:
     """A region with a batch norm, whose buffers change, random numbers, and a part without gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.normed, self.out = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+    def noisy(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            noise = torch.rand_like(x) * m.into(x)
+        return m.normed(x + noise) * scale, x.argmax(-1)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        def noisy(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                noise = torch.rand_like(x) * self.into(x)
-            return self.normed(x + noise) * scale, x.argmax(-1)
-
-        h, _ = checkpoint(noisy, self.into(x), scale=x[:1], use_reentrant=False)
-        return nn.functional.cross_entropy(self.out(h), y)
+    h, _ = checkpoint(noisy, m.into(x), scale=x[:1], use_reentrant=False)
+    return nn.functional.cross_entropy(m.out(h), y)
 
 
 def test_what_is_random_or_changes_in_a_region_is_as_in_one_forward() -> None:
-    graph = captured(lambda: (Sampled(), (torch.randn(8, 16), torch.randint(0, 4, (8,)))))
+    module = Around(sampled, into=nn.Linear(16, 16), normed=nn.BatchNorm1d(16), out=nn.Linear(16, 4))
+    graph = captured(lambda: (module, (torch.randn(8, 16), torch.randint(0, 4, (8,)))))
     for plan, world in (("single", 1), ("data_parallel", 2)):
         ran = equal(graph, plan, world)
         assert ran.found["reference"] == "eager"
@@ -228,18 +228,13 @@ def test_what_is_random_or_changes_in_a_region_is_as_in_one_forward() -> None:
 
 
 def test_only_regions_with_a_backward_are_computed_again() -> None:
-    class Tuned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-            self.layers[:2].requires_grad_(False)
+    def tuned(m: Around, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            x = checkpoint(lambda x, f=layer: torch.tanh(f(x)), x, use_reentrant=False)
+        return checkpoint(lambda x: (torch.sigmoid(x) * x).mean(), x, use_reentrant=False)
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = checkpoint(lambda x, f=layer: torch.tanh(f(x)), x, use_reentrant=False)
-            return checkpoint(lambda x: (torch.sigmoid(x) * x).mean(), x, use_reentrant=False)
-
-    plan = equal(captured(lambda: (Tuned(), torch.randn(4, 8))), "data_parallel")
+    layers = nn.ModuleList(nn.Linear(8, 8).requires_grad_(k > 1) for k in range(4))
+    plan = equal(captured(lambda: (Around(tuned, layers=layers), torch.randn(4, 8))), "data_parallel")
     again = {op.checkpoint for op in plan.graph.forward_ops if op.region}
     assert again == {"layers.2", "layers.3", "sigmoid"}
 

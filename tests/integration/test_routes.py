@@ -81,14 +81,6 @@ def test_value_parts_cross_servers_once(before: list[int]) -> None:
     assert "step 1 of 3 of the cheapest path to another layout" in plan.explain()
 
 
-def test_copies_to_copies_cross_servers_once() -> None:
-    """Of 4 equal copies each sends a quarter to another server, where they are joined."""
-    plan = plan_of("copies", "copies", [0, 1, 2, 3], [7, 6, 5, 4], LARGE)
-    moves = [m for m in plan.compiled.moves if not m.is_backward and m.way != "local"]
-    assert {m.kind for m in moves} == {"send", "all_gather"}
-    assert sum(m.moved for m in moves if m.kind == "send") == 8192 * 16384 * 4
-
-
 def test_messages_of_one_point_start_together() -> None:
     """Rows on some devices become columns on the same ones in another order, forward and backward."""
     emitted = equal(GRAPH, written("batch", "outer", [0, 1, 2, 3], [1, 0, 3, 2]), "v100:2x4").compiled.emitted

@@ -217,12 +217,7 @@ def scattered(graph: Graph, cluster: Cluster) -> None:
     author.optimizers()
 
 
-PLANS: list[tuple[Any, int]] = [
-    ("data_parallel", 4),
-    (cut_each(sums), 2),
-    (cut_each(columns), 2),
-    (scattered, 3),
-]
+PLANS: list[tuple[Any, int]] = [("data_parallel", 4), (cut_each(sums), 2), (cut_each(columns), 2), (scattered, 3)]
 # Models with an op that needs the whole batch, so that no microbatch can be done apart.
 COUPLED = ("losses_weighted_by_class", "in_place_by_index", "biases", "constants")
 

@@ -12,7 +12,7 @@ from superscaler.ir.program import Backward, Collective, Forward, Program, Send,
 from superscaler.materialize import buckets
 from superscaler.schedule import segments
 from tests.graphs import graph_of
-from tests.ran import equal
+from tests.ran import equal, exact
 
 
 @ss.sprogram
@@ -57,6 +57,13 @@ def test_any_size_of_buckets_gives_the_same_step(limit: int, monkeypatch: pytest
         shared = [i for i in device.instructions if isinstance(i, Collective) and len(i.works) > 1]
         assert bool(shared) == (limit > 1)
         assert all(i.bytes <= 2 * limit for i in shared)
+
+
+@pytest.mark.parametrize("less", [0, 1])
+def test_a_bucket_may_be_full(less: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of("gpt2:size=tiny")
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", sum(t.nbytes for t in graph.model.parameters()) - less)
+    assert [kinds["reduce_scatter"] for kinds, _ in count(exact(graph, zero).program)] == [1 + less] * 2
 
 
 def test_uneven_slices_travel_in_collectives_too() -> None:

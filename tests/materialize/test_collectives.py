@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.ir.program import Collective
 from tests.graphs import graph_of
-from tests.ran import captured
+from tests.ran import Around, captured
 
 WORLD = 3
 
@@ -58,24 +58,20 @@ def test_gradients_are_summed_for_the_one_device_that_updates_their_weight() -> 
     assert equal_on_processes(plan) == 2 * (WORLD - 1) * 8 * sum(prod(w.shape) for w in weights) + scalars
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 12, bias=False), nn.Linear(12, 4, bias=False)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.down(nn.functional.gelu(self.up(x))), y)
+def wide(m: Around, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(m.down(nn.functional.gelu(m.up(x))), y)
 
 
 @pytest.mark.dist
 def test_slices_are_gathered_on_the_one_device_that_goes_on() -> None:
-    graph = captured(lambda: (Wide(), (torch.randn(5, 4), torch.randn(5, 4))))
+    layers = {"up": nn.Linear(4, 12, bias=False), "down": nn.Linear(12, 4, bias=False)}
+    graph = captured(lambda: (Around(wide, **layers), (torch.randn(5, 4), torch.randn(5, 4))))
     width = next(i.factor for op in graph.ops for i in op.indices if i.size == 12)
 
     @ss.sprogram
     def narrowing(graph: ss.Graph, cluster: ss.Cluster) -> None:
         for op in graph.ops:
-            if op.target == "aten.gelu.default" or op.inputs[0].tensor == "x":
+            if op.target == "aten.gelu.default" or op.inputs[0].tensor == "inputs_0":
                 ss.op_assign(graph, ss.op_trans(graph, op, ss.Split(width, WORLD)), [2, 0, 1])
             elif op.is_forward:
                 ss.op_assign(graph, op, 1)

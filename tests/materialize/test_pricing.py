@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import superscaler as ss
 from superscaler.cluster import Cluster
@@ -16,7 +16,7 @@ from superscaler.materialize.lowering import lower, seconds
 from superscaler.materialize.steps import Collective, Context, Lowered
 from superscaler.materialize.sums import reduction
 from superscaler.schedule.transfers import BACKWARD, UPDATE, End, Place, Transfer
-from tests.ran import captured, equal
+from tests.ran import Around, captured, equal
 
 SIZE = 4096
 
@@ -83,17 +83,9 @@ def test_slices_across_servers_are_summed_in_finer_ones_where_that_is_cheaper(se
     assert seconds(found, given, 4) < 0.3 * seconds(other, given, 4)
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(256, 1024)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.up(x)).square().mean()
-
-
 def test_a_plan_whose_slices_lie_across_servers_is_equal() -> None:
-    graph = captured(lambda: (Wide(), torch.randn(8, 256)))
+    module = Around(lambda m, x: torch.tanh(m.up(x)).square().mean(), up=nn.Linear(256, 1024))
+    graph = captured(lambda: (module, torch.randn(8, 256)))
 
     def across(graph: ss.Graph, cluster: ss.Cluster) -> None:
         for op in graph.ops:

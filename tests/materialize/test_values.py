@@ -11,27 +11,22 @@ from superscaler.errors import TransformError
 from superscaler.ir.program import Collective
 from superscaler.plan import Graph
 from superscaler.verbs import Split, ValueSplit, op_assign, op_trans
-from tests.ran import captured, equal
+from tests.ran import Around, captured, equal
 
 
-class Scaled(nn.Module):
+def scaled(m: Around, x: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy, scaled, plus a mean of activations, plus a weight penalty: ops after the sum over the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        out = self.second(hidden) + x
-        loss = nn.functional.cross_entropy(self.head(out), labels, ignore_index=2)
-        return loss * 0.5 + 0.1 * hidden.pow(2).mean() + 0.01 * self.head.weight.pow(2).sum()
+    hidden = torch.tanh(m.first(x))
+    out = m.second(hidden) + x
+    loss = nn.functional.cross_entropy(m.head(out), labels, ignore_index=2)
+    return loss * 0.5 + 0.1 * hidden.pow(2).mean() + 0.01 * m.head.weight.pow(2).sum()
 
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     labels = torch.tensor([2, 2, 2, 0, 1, 3, 4, 0])
-    return captured(lambda: (Scaled(), (torch.randn(8, 8), labels)))
+    layers = {"first": nn.Linear(8, 16), "second": nn.Linear(16, 8), "head": nn.Linear(8, 5)}
+    return captured(lambda: (Around(scaled, **layers), (torch.randn(8, 8), labels)))
 
 
 @pytest.mark.parametrize(

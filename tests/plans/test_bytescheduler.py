@@ -11,7 +11,6 @@ from superscaler.errors import InputError
 from superscaler.ir.program import Backward, Collective, Forward, Update, Value, Wait
 from superscaler.plans import resolve
 from tests.graphs import graph_of
-from tests.integration.test_unroll import losses_of, shuffled
 from tests.rewrites import unrolled
 
 GPT = "gpt2:size=tiny"
@@ -36,14 +35,6 @@ def test_the_next_forward_runs_while_gradients_of_later_layers_are_summed(ahead:
     first = [str(i.works[0]) for i in starts]
     wte, last = (next(n for n, name in enumerate(first) if word in name) for word in ("wte", "ln_f"))
     assert (wte < last) == (ahead != "")
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_losses_are_those_of_data_parallelism(optimizer: str) -> None:
-    graph = graph_of(GPT, optimizer)
-    batches = shuffled(graph.captured.batch, 4)
-    plain, both = (ss.compile(graph, resolve(plan), "local:2") for plan in ("data_parallel", "bytescheduler"))
-    assert losses_of(both, batches) == pytest.approx(losses_of(plain, batches), rel=1e-6)
 
 
 def seconds(plan: ss.Plan, link: float) -> tuple[float, list[int]]:

@@ -82,6 +82,10 @@ def test_a_plan_of_a_file_is_a_factor_too(spec: str, tmp_path: Path) -> None:
         ("hybrid:2", "'hybrid:2': hybrid says where everything is"),
         ("data:2 x zero", "unknown plan 'data'; did you mean 'dap'? Known: "),
         ("zero:2,stag=1 x data_parallel:2", "unknown key 'stag'; did you mean 'stage'"),
+        ("hybrid:dp=2,tp=2,pp=2", "mesh pp=2,dp=2,tp=2 needs 8 devices, but there are 4"),
+        ("hybrid:dp=0,tp=2,pp=2", "every size must be at least 1"),
+        ("hybrid:dq=2", "dq"),
+        ("hybird", "did you mean 'hybrid'"),
     ],
 )
 def test_a_wrong_product_is_refused(spec: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 
@@ -14,8 +15,7 @@ import superscaler as ss
 from superscaler import plans
 from superscaler.errors import InputError
 from superscaler.ir.fold import Folded
-from superscaler.plans import names, resolve
-from superscaler.plans.lib.schedules import schedule_1f1b
+from superscaler.plans import names
 from superscaler.plans.lib.shared import stages, tensor_splits
 from tests.graphs import graph_of
 from tests.ran import captured, equal
@@ -35,43 +35,9 @@ def test_stages_that_do_not_fit_are_refused_with_both_numbers(count: int) -> Non
         stages(chain(7), count)
 
 
-@pytest.mark.parametrize(("count", "microbatches"), [(1, 1), (3, 2), (4, 8)])
-def test_1f1b_keeps_as_many_microbatches_as_stages_follow(count: int, microbatches: int) -> None:
-    for stage, row in enumerate(schedule_1f1b(count, microbatches)):
-        assert sorted((w.kind, w.microbatch) for w in row) == sorted(
-            (kind, m) for kind in "FB" for m in range(microbatches)
-        )
-        alive, most = 0, 0
-        for work in row:
-            alive += 1 if work.kind == "F" else -1
-            most = max(most, alive)
-            assert work.stage == stage
-        assert most == min(count - stage, microbatches)
-
-
 def test_tensor_splits_that_divide_nothing_are_refused() -> None:
     with pytest.raises(InputError, match="tensor parallelism into 5 parts divides no factor of this model"):
         tensor_splits(chain(3), 5)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("hybrid:dp=2,tp=2,pp=2", "mesh pp=2,dp=2,tp=2 needs 8 devices, but there are 4"),
-        ("hybrid:dp=0,tp=2,pp=2", "every size must be at least 1"),
-        ("hybrid:dq=2", "dq"),
-        ("hybird", "did you mean 'hybrid'"),
-    ],
-)
-def test_a_wrong_plan_is_refused(spec: str, message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        resolve(spec)(chain(), ss.Cluster.local(4))
-
-
-def test_every_plan_of_the_library_has_a_name_and_a_text() -> None:
-    assert {"single", "data_parallel", "tensor_parallel", "pipeline_1f1b", "hybrid"} <= set(names())
-    for name in names():
-        assert callable(resolve(name))
 
 
 def test_every_plan_of_the_library_is_short() -> None:
@@ -101,3 +67,20 @@ def test_a_stage_may_have_nothing_to_train(plan: str, frozen: tuple[int, ...]) -
 class Square(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
+
+
+def test_the_examples_give_what_the_page_says() -> None:
+    text = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    example = doctest.DocTestParser().get_doctest(text, {}, "plans.md", None, 0)
+    assert len(example.examples) > 20
+    words: list[str] = []
+    assert doctest.DocTestRunner().run(example, out=words.append).failed == 0, "".join(words)
+
+
+def test_what_the_page_names_is_there() -> None:
+    named = set(re.findall(r"\bss\.(\w+)", PAGE)) | set(re.findall(r"^\| `(\w+)\(", PAGE, re.MULTILINE))
+    assert len(named) > 20
+    assert all(hasattr(ss, name) for name in named)

@@ -52,11 +52,7 @@ def idle(table: Table) -> float:
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [
-        ("GPipe", schedules.gpipe),
-        ("Interleaved1F1B", schedules.interleaved),
-        ("DualPipeV", schedules.dualpipe_v),
-    ],
+    [("GPipe", schedules.gpipe), ("Interleaved1F1B", schedules.interleaved), ("DualPipeV", schedules.dualpipe_v)],
 )
 def test_rows_are_equal(name: str, rule: Rule, p: int, m: int) -> None:
     assert rule(p, m) == torchs(name, p, m)

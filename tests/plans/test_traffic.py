@@ -23,6 +23,7 @@ import pytest
 import superscaler as ss
 from superscaler.ir.program import Collective, Program, Send, links
 from tests.graphs import graph_of
+from tests.plans.test_equal import MESHED
 
 # Of both models.
 BATCH, TOKENS, HIDDEN, KEYS = 8, 32, 64, 32
@@ -31,7 +32,7 @@ GPT, LLAMA = "gpt2:size=tiny", "llama:size=tiny"
 
 @cache
 def program(model: str, layers: int, plan: str, devices: int) -> Program:
-    graph = graph_of(f"{model}{',layers=1' * (layers == 1)}", "SGD")
+    graph = graph_of(model + ",layers=1" * (layers == 1 and model != MESHED), "SGD")
     return ss.compile(graph, plan, f"local:{devices}").compiled.program
 
 
@@ -115,6 +116,6 @@ def test_a_loss_over_a_cut_vocabulary_takes_three_numbers_a_token(model: str, de
 
 
 def test_axial_parallelism_has_collectives_only() -> None:
-    spec = "alphafold2:size=tiny,passes=1,sequences=8,residues=8"
+    spec = MESHED
     found = program(spec, 1, "dap", 4)
     assert {kind for _, kind in moved(found)} == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"}

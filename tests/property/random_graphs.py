@@ -64,20 +64,8 @@ class Builder:
         if only:
             self.weights_only.add(made)
         operands = tuple(Operand(t, slots) for t, slots in inputs)
-        self.ops.append(
-            Op(
-                name,
-                target,
-                args,
-                (),
-                operands,
-                (Operand(made, out),),
-                tuple(indices),
-                has_mirror=grad,
-                linear=linear,
-                from_weights=only,
-            )
-        )
+        kept = {"has_mirror": grad, "linear": linear, "from_weights": only}
+        self.ops.append(Op(name, target, args, (), operands, (Operand(made, out),), tuple(indices), **kept))
         return made
 
     def product(self, a: str, b: str) -> str:

@@ -12,24 +12,19 @@ import superscaler as ss
 from superscaler.errors import ScheduleError
 from superscaler.schedule import order
 from superscaler.schedule.order import OTHERS, SEPARATE, SPLIT
-from tests.ran import captured, equal
+from tests.ran import Around, captured, equal
 
 
-class Crossed(nn.Module):
+def network(m: Around, x: Tensor) -> Tensor:
     """z -> q -> a, and c; the result reads q, a and c."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.z, self.q, self.a, self.c = (nn.Linear(4, 4, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(self.z(x))
-        a, c = self.a(q), self.c(x)
-        return (q * c).sum() + a.sum()
+    q = m.q(m.z(x))
+    a, c = m.a(q), m.c(x)
+    return (q * c).sum() + a.sum()
 
 
 def crossed() -> ss.Graph:
-    return captured(lambda: (Crossed(), torch.randn(4, 4)))
+    layers = {name: nn.Linear(4, 4, bias=False) for name in "zqac"}
+    return captured(lambda: (Around(network, **layers), torch.randn(4, 4)))
 
 
 def ops_of(graph: ss.Graph, module: str) -> list[ss.Op]:

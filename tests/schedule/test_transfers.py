@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,34 +12,24 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.compiler import Compiled
 from superscaler.ir.program import Collective, Send
-from tests.ran import captured, equal
+from superscaler.schedule.residents import follow
+from tests.graphs import graph_of
+from tests.ran import Around, captured, equal
 
 
-class Axial(nn.Module):
+def axial_attention(m: Around, x: Tensor, y: Tensor) -> Tensor:
     """Attention along each axis of a grid in turn, around a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.rows, self.columns = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = nn.functional.gelu(self.into(x))
-        x = x + self.rows(torch.softmax(x @ x.transpose(-1, -2), -1) @ x)
-        turned = x.transpose(1, 2)
-        x = x + self.columns(torch.softmax(turned @ turned.transpose(-1, -2), -1) @ turned).transpose(1, 2)
-        return nn.functional.mse_loss(x, y)
+    x = nn.functional.gelu(m.into(x))
+    x = x + m.rows(torch.softmax(x @ x.transpose(-1, -2), -1) @ x)
+    turned = x.transpose(1, 2)
+    x = x + m.columns(torch.softmax(turned @ turned.transpose(-1, -2), -1) @ turned).transpose(1, 2)
+    return nn.functional.mse_loss(x, y)
 
 
-class Tied(nn.Module):
+def tied_head(m: Around, x: Tensor, y: Tensor) -> Tensor:
     """An embedding whose weight also makes the logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.middle = nn.Embedding(16, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = nn.functional.gelu(self.middle(self.words(x)))
-        return nn.functional.cross_entropy((hidden @ self.words.weight.t()).flatten(0, 1), y.flatten())
+    hidden = nn.functional.gelu(m.middle(m.words(x)))
+    return nn.functional.cross_entropy((hidden @ m.words.weight.t()).flatten(0, 1), y.flatten())
 
 
 def moved(plan: Compiled) -> tuple[Counter[str], dict[str, int]]:
@@ -54,13 +45,19 @@ def moved(plan: Compiled) -> tuple[Counter[str], dict[str, int]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_residual_that_is_read_as_it_is_and_along_another_axis_is_one_all_to_all(world: int) -> None:
-    graph = captured(lambda: (Axial(), (torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8))))
+    layers = {name: nn.Linear(8, 8) for name in ("into", "rows", "columns")}
+    batch = torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8)
+    graph = captured(lambda: (Around(axial_attention, **layers), batch))
 
     def axial(graph: ss.Graph, cluster: ss.Cluster) -> None:
         names = [op.name for op in graph.ops]
         columns = names[names.index("transpose_1") : names.index("linear_2") + 1]
         for op in graph.ops:
-            cut = ss.Split("x.2" if op.name in columns else "x.1", world) if op.is_forward else ss.Replicate(world)
+            cut = (
+                ss.Split("inputs_0.2" if op.name in columns else "inputs_0.1", world)
+                if op.is_forward
+                else ss.Replicate(world)
+            )
             ss.op_assign(graph, ss.op_trans(graph, op, cut), cluster.devices)
 
     kinds, weights = moved(equal(graph, axial, world).compiled)
@@ -73,7 +70,8 @@ def test_a_residual_that_is_read_as_it_is_and_along_another_axis_is_one_all_to_a
 @pytest.mark.parametrize("rest", ["vocabulary", "hidden"])
 def test_a_tied_weight_that_is_read_whole_and_in_slices_comes_by_collectives(rest: str) -> None:
     """At rest as the logits read it, it is gathered; at rest otherwise, their slices are cut out of the whole."""
-    graph = captured(lambda: (Tied(), (torch.randint(16, (4, 8)), torch.randint(16, (4, 8)))))
+    module = Around(tied_head, words=nn.Embedding(16, 8), middle=nn.Linear(8, 8))
+    graph = captured(lambda: (module, (torch.randint(16, (4, 8)), torch.randint(16, (4, 8)))))
 
     def tied(graph: ss.Graph, cluster: ss.Cluster) -> None:
         for op in graph.ops:
@@ -84,3 +82,19 @@ def test_a_tied_weight_that_is_read_whole_and_in_slices_comes_by_collectives(res
     kinds, weights = moved(equal(graph, tied).compiled)
     assert not kinds["send"]
     assert weights["words.weight"] == 8 * 16 * 8
+
+
+def test_a_weight_rests_in_the_slices_in_which_it_is_read() -> None:
+    graph = graph_of("mlp", "SGD")
+    op = next(op for op in graph.ops if not op.is_forward)
+    tensor = graph.model.tensors[op.inputs[0].tensor]
+    size, *others = tensor.extents
+    rest = [(0, n) for n in others]
+    uneven = [(0, ((0, 3), *rest)), (1, ((3, size), *rest)), (2, ((3, size), *rest)), (3, ((0, 3), *rest))]
+    found = follow(op, tensor, uneven)
+    assert [axis.sizes for axis in found.axes] == [(3, size - 3), (1, 1)]
+    assert np.array_equal(found.devices, [[0, 3], [1, 2]])
+    # One slice is on more devices than the other.
+    found = follow(op, tensor, uneven[:3])
+    assert [axis.sizes for axis in found.axes] == [(1, 1, 1)]
+    assert np.array_equal(found.devices, [0, 1, 2])
