@@ -1,7 +1,5 @@
 """`superscaler capture`: the contents of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`superscaler checkpoint`: the contents of a checkpoint, and its import and export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

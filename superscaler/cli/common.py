@@ -1,6 +1,4 @@
-"""Shared parts of the commands: their arguments, the printing of results, and the way from text to a model and a
-plan.
-"""
+"""Shared parts of the commands: arguments, printing, and the way from text to a model and a plan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """`superscaler compile`: a model, a plan and a cluster -> a plan directory."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`superscaler doctor`: checks of this machine."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import re

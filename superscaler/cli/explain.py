@@ -1,7 +1,5 @@
 """`superscaler explain` and `superscaler diff`: the contents of plan directories, in words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`superscaler launch`: how a saved plan is started, on one server or on many."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

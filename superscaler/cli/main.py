@@ -1,7 +1,5 @@
 """`superscaler`: the commands together, and how their errors end the process."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

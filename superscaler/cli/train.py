@@ -1,7 +1,5 @@
 """`superscaler train`: compile a plan and train with it on this machine."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Mapping

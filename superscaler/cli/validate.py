@@ -1,7 +1,5 @@
 """`superscaler validate`: whether a plan can run, without running it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Devices and the servers they are in: what a plan is compiled for."""
 
-from __future__ import annotations
-
 from superscaler.cluster.cluster import Cluster, Device
 from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Link, Links
 from superscaler.cluster.mesh import Mesh

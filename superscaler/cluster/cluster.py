@@ -113,10 +113,7 @@ class Cluster:
     @classmethod
     @checked
     def parse(cls, spec: str) -> Cluster:
-        """Return the cluster that `local:4`, `v100:4x8`, a YAML file or one line of YAML describes.
-
-        Raises InputError that says what is wrong with it.
-        """
+        """Return the cluster of `local:4`, `v100:4x8`, a YAML file or a line of YAML. Raises InputError."""
         if spec.endswith((".yaml", ".yml")):
             return _from_file(Path(spec))
         if spec.startswith("{"):

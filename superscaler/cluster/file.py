@@ -3,8 +3,6 @@
 `links` and `device` replace numbers of the preset: `links: {network: {bandwidth: 24e9}, nics: 8}`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """From measured times of collectives to the links that explain them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The kinds of device and the links of a cluster by class, and what is known about those of the presets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

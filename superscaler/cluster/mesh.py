@@ -46,10 +46,7 @@ class Mesh:
         object.__setattr__(self, "devices", devices)
 
     def at(self, **places: int) -> Mesh:
-        """Return the devices at some places, numbered from 0, along some axes: a mesh of the other axes.
-
-        Raises InputError for an axis or a place that the mesh does not have.
-        """
+        """Return the mesh of the other axes at some places, from 0. Raises InputError for an unknown axis or place."""
         for name, place in places.items():
             if name not in self.sizes:
                 raise InputError(f"mesh {self}: {unknown('axis', name, self.sizes)}")

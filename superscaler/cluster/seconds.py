@@ -4,8 +4,6 @@ Everything is linear in the size of the source, so that what depends on the grou
 latency and one slope per group, for each way in which the collective may be done.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,9 +17,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The facts that the time of a collective depends on, beside its groups and its size. `rings`: devices know rings
-    only.
-    """
+    """The facts that the time of a collective depends on, beside groups and size. `rings`: nothing but rings."""
 
     links: Links
     per_server: int
@@ -156,9 +152,7 @@ def _by_server(wiring: Wiring, group: Iterable[int]) -> dict[int, list[int]]:
 
 
 def _between(kind: str, members: _Members, amount: float) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the bytes out of and into each server, where all send and receive alike; a broadcast goes down a chain
-    from its first server, a reduce up one.
-    """
+    """Return the bytes out of and into each server; a broadcast goes down a chain from its first, a reduce up."""
     if len(members) == 1:
         return {}, {}
     servers = list(members)

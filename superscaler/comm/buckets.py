@@ -1,7 +1,5 @@
 """Several tensors in one collective: flattened and joined, each with its own range of the result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -45,9 +43,7 @@ def all_gather(
 def reduce_scatter(
     communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = ()
 ) -> tuple[Handle, ...]:
-    """Sum several tensors as one, each scattered along its own dim (uneven chunks by its own `sizes`); the results are
-    views of one buffer.
-    """
+    """Sum several tensors as one, each scattered along its own dim; the results are views of one buffer."""
     sizes, mine = sizes or [()] * len(tensors), group.index(communicator.rank)
     chunks = [_chunks(x, group, dim, some) for x, dim, some in zip(tensors, dims, sizes, strict=True)]
     work = communicator.reduce_scatter(torch.cat([some.flatten(1) for some in chunks], 1).reshape(-1), group, 0)

@@ -3,8 +3,6 @@
 A group is a tuple of ranks in *plan order*: its k-th entry owns the k-th chunk. The order need not be ascending.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -63,25 +61,19 @@ class Communicator(ABC):
     bytes_outside_plan = 0
 
     def set_if_unset(self, name: str, value: str) -> str:
-        """Return the first value set under this name since the launch, also by a rank before its restart; set it to
-        `value` (not empty) if there is none.
-        """
+        """Return the first value of a name since the launch, over restarts; set it (not empty) if there is none."""
         return value
 
     def all_reduce(
         self, x: Tensor, group: Group, *, owned: bool = False, planned: bool = True, largest: bool = False
     ) -> Handle:
-        """Sum over the group, or take the `largest`, bit-identical on all ranks. `owned`: the result may replace x.
-        `planned`: x belongs to the plan.
-        """
+        """Sum, or take the `largest`, the same bits everywhere. `owned`: x may be replaced; `planned`: by the plan."""
         if len(group) == 1:
             return Later(lambda: x if owned else x.detach().clone())
         return self._reduce(self._enter("all_reduce", group, x.shape, x.dtype, planned), group, x, owned, largest)
 
     def all_gather(self, x: Tensor, group: Group, dim: int, sizes: Sequence[int] = ()) -> Handle:
-        """Concatenate the chunks of the ranks along `dim`, in group order: equal chunks, or chunks of `sizes` (padded
-        to travel).
-        """
+        """Concatenate the ranks' chunks along `dim` in group order; those of uneven `sizes` are padded to travel."""
         if len(group) == 1:
             return Later(lambda: x)
         if not sizes:
@@ -115,9 +107,7 @@ class Communicator(ABC):
         return self._sum_to(self._enter("reduce", group, x.shape, x.dtype), group, x, root, owned)
 
     def rd_gather(self, x: Tensor, group: Group, root: int, dim: int) -> Handle:
-        """Concatenate the equal chunks of the ranks along `dim`, in group order, on the rank at place `root`; the
-        result of other ranks is undefined.
-        """
+        """Concatenate equal chunks along `dim`, in group order, on the rank at place `root`; others get undefined."""
         if len(group) == 1:
             return Later(lambda: x)
         return self._gather_to(self._enter("rd_gather", group, x.shape, x.dtype), group, x, root, dim)

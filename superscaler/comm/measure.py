@@ -1,7 +1,5 @@
 """Measured times of the collectives that plans run, as a rank on this machine."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The meeting of ranks: torchrun's environment, the store that all ranks share, and the network that joins them."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket
@@ -24,9 +22,7 @@ _SIOCGIFADDR, _ELSEWHERE = 0x8915, "192.0.2.1"
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The launch data of a rank from torchrun: its number, its number on its server, the counts of ranks and servers,
-    and the address of the store.
-    """
+    """The launch data of a rank from torchrun: its numbers, those of ranks and servers, the store's address."""
 
     rank: int = 0
     local_rank: int = 0
@@ -37,9 +33,7 @@ class Launched:
 
 
 def launched() -> Launched:
-    """Return the launch data in the environment; without torchrun, rank 0 of 1. Raises InputError if it makes no
-    sense.
-    """
+    """Return the launch data in the environment; alone, rank 0 of 1. Raises InputError if it makes no sense."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     world = _number("WORLD_SIZE", 1)

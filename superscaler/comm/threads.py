@@ -222,9 +222,7 @@ class ThreadCommunicator(c.Communicator):
         return x
 
     def _exchange(self, what: str, group: Group, value: T, readers: int = 0) -> Callable[[], list[T]]:
-        """Bring a value to the group's next meeting; return a function that waits for all values, in group order.
-        `readers`: how many of the group read them (0: all).
-        """
+        """Bring a value to the group's next meeting; return a wait for all. `readers`: how many of them (0: all)."""
         key = group, self._entered[group]
         self._entered[group] += 1
         with self._hub.changed:

@@ -1,7 +1,5 @@
 """Autocast as casts in the graph: the casts of torch's own kernels, as often as eager autocast makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -92,10 +90,7 @@ def forget_stand_ins(exported: ExportedProgram) -> None:
 
 
 def open_regions(exported: ExportedProgram) -> None:
-    """Put the ops of autocast regions between an enter and an exit, so that decomposition casts them one by one.
-
-    torch.export makes a region the call of a submodule, in which ops would lose their module and their line.
-    """
+    """Put the ops of autocast regions between enter and exit: they are cast one by one, and keep module and line."""
     _open(exported.graph_module, "")
     exported.graph_module.recompile()
 

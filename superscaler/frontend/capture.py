@@ -4,8 +4,6 @@ export (experts and autocast are made explicit) -> read -> fold constants -> sim
 weights -> drop idle detaches -> infer indices -> name factors -> Model
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -43,9 +41,7 @@ from superscaler.timing import timed, without_garbage_collection
 
 @dataclass(frozen=True)
 class Call:
-    """What was captured: a call of the user's module, its autocast, which submodules were in training mode, and which
-    parameters the optimizer updates.
-    """
+    """What was captured: a module's call, its autocast, the modes of its submodules, and the updated parameters."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -338,8 +334,7 @@ class Builder:
     def in_place(self, what: PTensor | Node, name: str, target: str, *others: Node, group: int = 0) -> Op:
         """Return the op that sets a tensor at the end of the step, element by element, from others of its shape."""
         tensor = self.tensor(what) if isinstance(what, Node) else what
-        factors = [factor for dim in tensor.slots for factor in dim]
-        slots = tuple(range(len(factors)))
+        slots = tuple(range(len(tensor.factors)))
         return Op(
             name=name,
             target=target,
@@ -347,7 +342,7 @@ class Builder:
             kwargs=(),
             inputs=tuple(Operand(name, slots) for name in (tensor.name, *(x.name for x in others))),
             outputs=(Operand(tensor.name, slots),),
-            indices=tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, factors, strict=True)),
+            indices=tuple(Index(size, f, "spatial") for size, f in zip(tensor.extents, tensor.factors, strict=True)),
             kind="optimizer",
             module=tensor.name.rpartition(".")[0] if tensor.kind != "output" else "",
             from_weights=True,
@@ -370,9 +365,7 @@ _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "genera
 
 
 def _literal(value: Any, numbers: Iterator[int]) -> Any:
-    """Return an argument as a plain value: tensors as their number among the operands, dtypes as text, devices and
-    memory layouts left out.
-    """
+    """Return an argument as a plain value: tensors as operand numbers, dtypes as text, devices and layouts as None."""
     if isinstance(value, Node):
         return Ref(next(numbers))
     if isinstance(value, list | tuple):

@@ -5,8 +5,6 @@ into live objects: options, versions, files of code, and the module as seen from
 kept: `verify` exports it again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform
@@ -69,9 +67,7 @@ def key_of(name: str, module: nn.Module, inputs: Any, *options: Any) -> str:
 
 
 def _functions(module: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Yield the functions behind the names of torch's functions and of the methods of a module's classes: no file shows
-    that one was replaced.
-    """
+    """Yield torch's functions and the methods of a module by name: no file shows that one was replaced."""
     kinds = {kind for m in module.modules() for kind in type(m).__mro__ if kind is not object}
     owners = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds} | {"functional": nn.functional}
     for home, owner in sorted(owners.items()):

@@ -1,7 +1,5 @@
 """The model's own `torch.utils.checkpoint` regions: run once, as written, and marked in the exported program."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count

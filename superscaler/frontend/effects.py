@@ -1,7 +1,5 @@
 """Side effects of a forward that a captured step would lose: found while it runs, and refused."""
 
-from __future__ import annotations
-
 import inspect
 import random
 import sys
@@ -28,18 +26,12 @@ State = dict[str, tuple[Any, Any]]
 
 
 class StateWasSet(Exception):
-    """The first call of a module set state that later calls find, so the graph of a later call is needed.
-
-    `restore` sets this state anew, because torch.export resets the attributes of a module.
-    """
+    """The first call of a module set state that later calls find, so the graph of a later one is needed."""
 
     def __init__(self, message: str, found: Sequence[tuple[Any, str]]) -> None:
         super().__init__(message)
-        self._values = [
-            (owner, name, vars(owner)[name])
-            for owner, name in found
-            if name in vars(owner) and not isinstance(owner, type)
-        ]
+        kept = ((owner, name) for owner, name in found if name in vars(owner) and not isinstance(owner, type))
+        self._values = [(owner, name, vars(owner)[name]) for owner, name in kept]
 
     def restore(self) -> None:
         for owner, name, value in self._values:
@@ -63,9 +55,7 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 def refuse_shared(module: nn.Module, trained: Mapping[str, Any]) -> None:
-    """Raise CaptureError for a tensor of a module that is a view of a trained parameter: its copy would not follow
-    updates.
-    """
+    """Raise CaptureError for a view of a trained parameter in a module: its copy would not follow updates."""
     parameters = [(name, p) for name, p in module.named_parameters() if name in trained]
     spans = {p.untyped_storage()._cdata: (name, p) for name, p in parameters}
     others: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
@@ -131,9 +121,8 @@ def call(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 def _message(module: nn.Module, path: str, state: State, places: Mapping[tuple[int, str], str]) -> str:
     owner = state[path][0]
-    where = places.get((id(owner), path.rpartition(".")[2]), "") or forward_line(
-        owner if isinstance(owner, nn.Module) else module
-    )
+    forward = forward_line(owner if isinstance(owner, nn.Module) else module)
+    where = places.get((id(owner), path.rpartition(".")[2])) or forward
     return (
         f"{where} changes {path} in every call, which the captured step would not; pass such state in as an input, and "
         "return what you want to watch."
@@ -152,10 +141,7 @@ def _draws() -> list[Any]:
 
 
 def _state(module: nn.Module) -> State:
-    """Return what modules, their classes and plain objects, and the user's functions that they run keep between calls.
-
-    Tensors and plain values count as they are, of containers what they hold; of frozen and gradient switches the value.
-    """
+    """Return what modules, their classes, plain objects and the user's functions keep between calls, by path."""
     found: State = {f"{name}.requires_grad": (p, p.requires_grad) for name, p in module.named_parameters()}
     seen: set[int] = set()
     for kind in dict.fromkeys(kind for m in module.modules() for kind in type(m).__mro__ if _is_own(kind)):

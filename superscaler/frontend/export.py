@@ -1,7 +1,5 @@
 """Export: a module and its example arguments become a program whose outputs are its loss and other kept results."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -172,9 +170,8 @@ def _called(module: nn.Module) -> tuple[type[nn.Module], Callable[..., Any]]:
         with _as_it_is(module, kind, own):
             return module(*args, **kwargs)
 
-    return type(
-        kind.__name__, (kind,), {"__call__": lambda self, *args, **kwargs: self.forward(*args, **kwargs)}
-    ), whole
+    plain = {"__call__": lambda self, *args, **kwargs: self.forward(*args, **kwargs)}
+    return type(kind.__name__, (kind,), plain), whole
 
 
 @contextmanager
@@ -219,9 +216,7 @@ class _Explicit(TorchFunctionMode):
 
 
 def _without_gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function under no_grad: its results are detached, and what it changes in place keeps the gradient that it
-    had before, if any.
-    """
+    """Run a function: its results are detached; what it changes in place keeps the gradient from before."""
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype.is_floating_point]
     # Inference tensors have no version counter, and need none: no gradient flows to them.
     given = [x for x in given if not x.is_inference()]

@@ -1,8 +1,4 @@
-"""Inference of indices: unify indices along every edge of the graph, then read off each op's indices, marks and
-slots.
-"""
-
-from __future__ import annotations
+"""Inference of indices: unify them along every edge of the graph, then read off each op's indices and slots."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,9 +23,7 @@ Slots = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """A call with its indices: the class and the mark of each, and the index whose end bounds it in parts, if any;
-    slots as in `ir.Operand`.
-    """
+    """A call with its indices: the class and mark of each, the index whose end bounds it, if any; slots as in `ir`."""
 
     call: Node
     classes: tuple[Span, ...]
@@ -127,10 +121,7 @@ def _match(have: list[Span], indices: list[int], classes: list[Span]) -> tuple[l
 
 
 def signature(node: Node) -> tuple[Signature, bool]:
-    """Return the indices of a call, and whether its operator has a rule.
-
-    Raises CaptureError where the notation that a user registered does not fit the call.
-    """
+    """Return the indices of a call, and whether it has a rule. Raises CaptureError if a user's notation misfits."""
     site, operator = _site(node), node.target
     if site.target in REGISTERED:
         return _registered(node, site, REGISTERED[site.target]), True

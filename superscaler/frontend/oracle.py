@@ -45,9 +45,7 @@ def pieces(model: Model, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Reference(NamedTuple):
-    """The results of one step of the unsplit program. A gradient is None if the loss does not depend on the parameter;
-    the loss is None if nothing is trained.
-    """
+    """The results of one step of the unsplit program: no loss if nothing is trained, None for a missing gradient."""
 
     loss: Tensor | None
     gradients: dict[str, Tensor | None]

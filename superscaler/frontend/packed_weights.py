@@ -4,8 +4,6 @@ Slices of a projection's result move up to its weight (`x W` sliced is `x` times
 indices of its own and can be cut by itself. The weight becomes one parameter per segment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
@@ -20,6 +18,8 @@ Cut = tuple[int, tuple[int, ...]]
 # piece -> (parameter, dim, start, end)
 Segments = dict[str, tuple[str, int, int, int]]
 
+# Products with a weight -> the dim of the weight that becomes the last one of the result.
+_PRODUCTS = {"aten.linear.default": 0, "aten.mm.default": 1, "aten.matmul.default": 1}
 _ELEMENTWISE = ("aten.add.Tensor", "aten.mul.Tensor", "aten._to_copy.default")
 
 
@@ -48,9 +48,7 @@ _SLICES = ("aten.slice.Tensor", "aten.split_with_sizes.default", "aten.split.Ten
 
 
 def _segments(packed: Node) -> Cut | None:
-    """Return the cut that the readers of a tensor make together, if each reads segments of one dim, and all of it is
-    read.
-    """
+    """Return the cut that all readers of a tensor make together, if they read segments of one dim and all of it."""
     ranges: dict[tuple[int, int], None] = {}
     dims = set()
     for node in packed.users:
@@ -99,12 +97,8 @@ def _above(node: Node, cut: Cut) -> dict[Node, Cut]:
     (dim, ends), name, operands = cut, target_of(node), reads(node)
     after = shape_of(node)
     rank = len(after)
-    if name == "aten.linear.default" and dim == rank - 1:
-        return {operands[1]: (0, ends)}
-    if name == "aten.mm.default" and dim == 1:
-        return {operands[1]: (1, ends)}
-    if name == "aten.matmul.default" and dim == rank - 1 and len(shape_of(operands[1])) == 2:
-        return {operands[1]: (1, ends)}
+    if name in _PRODUCTS and dim == rank - 1 and len(shape_of(operands[1])) == 2:
+        return {operands[1]: (_PRODUCTS[name], ends)}
     if name in _TRANSPOSES and rank == 2 and shape_of(operands[0]) != after:
         return {operands[0]: (1 - dim, ends)}
     if name in _ELEMENTWISE and "alpha" not in node.kwargs:

@@ -1,7 +1,5 @@
 """Refusals: things that a captured step cannot hold, in one sentence: the user's line, its effect, and the remedy."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re
@@ -83,18 +81,18 @@ def explain(module: nn.Module, error: BaseException) -> CaptureError:
     if isinstance(error, Lost):
         return CaptureError(f"{where or forward_line(module)} {error}.")
     text = str(error).strip()
-    said = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}".rstrip(".")
+    message = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}".rstrip(".")
     if found := _INPUT.search(text):
         return CaptureError(
             f"{name} is given an input of type {found[1]}; give tensors (torch.as_tensor makes one of an array), "
             "numbers or text, or lists, tuples and dicts of them."
         )
     for pattern, what, remedy in _KNOWN:
-        if re.search(pattern, said):
-            short = said.split(" (unhinted")[0].split(". ")[0]
+        if re.search(pattern, message):
+            short = message.split(" (unhinted")[0].split(". ")[0]
             return CaptureError(f"{where or forward_line(module)} {what}; {remedy}. (torch.export: {short})")
     return CaptureError(
-        f"torch.export cannot capture {name}{f' at {where}' if where else ''}: {said}. "
+        f"torch.export cannot capture {name}{f' at {where}' if where else ''}: {message}. "
         "Run the module once on these arguments; where that works, the line branches on data, mutates state, or does "
         "something else while torch.export traces it."
     )

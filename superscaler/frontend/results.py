@@ -1,7 +1,5 @@
 """Results of a module as data: the places of its tensors, and the form that a step returns."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -40,9 +38,7 @@ def loss_of(output: Any, name: str) -> Tensor:
 
 
 def returned(output: Any, name: str, is_trained: bool, is_kept: bool) -> tuple[tuple[Tensor, ...], str]:
-    """Return the tensors that a step returns, the trained loss last, and the form of the others in JSON, if they are
-    kept.
-    """
+    """Return the tensors of a step, the trained loss last, and the form of the others in JSON, if they are kept."""
     loss = loss_of(output, name) if is_trained else None
     form, tensors = form_and_tensors(output, name, loss) if is_kept else (None, {})
     if loss is None and not tensors:

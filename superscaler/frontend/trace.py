@@ -1,8 +1,4 @@
-"""The trace: an exported program as a torch.fx graph that later steps of capture rewrite, and the values of its
-leaves.
-"""
-
-from __future__ import annotations
+"""The trace: an exported program as a torch.fx graph to be rewritten, and the values of its leaves."""
 
 import operator
 import os
@@ -227,9 +223,7 @@ def place_of(node: Node) -> str:
 
 
 def read(exported: ExportedProgram, canonical: Mapping[str, str], kept: Sequence[str] = ()) -> Trace:
-    """Return the graph of an exported program. `canonical`: the kept name of each parameter name; `kept`: the names of
-    its outputs but the loss.
-    """
+    """Return the graph of a program. `canonical`: kept names of parameters; `kept`: names of outputs but the loss."""
     _refuse_mutation(exported)
     trace = Trace(deepcopy(exported.graph))
     _read_leaves(trace, exported, canonical)

@@ -1,7 +1,5 @@
 """The training half of a captured step: which tensors need gradients, and the ops of the optimizer."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace

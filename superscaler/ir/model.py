@@ -64,6 +64,11 @@ class PTensor:
         return tuple(prod(next(sizes) for _ in dim) for dim in self.slots)
 
     @property
+    def factors(self) -> tuple[str, ...]:
+        """Return the factor of each slot, as `extents` has their sizes."""
+        return tuple(factor for dim in self.slots for factor in dim)
+
+    @property
     def nbytes(self) -> int:
         return prod(self.shape) * width(self.dtype)
 

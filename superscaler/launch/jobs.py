@@ -1,7 +1,5 @@
 """Commands and job files that start a plan: torchrun on one server or on several, Slurm, Kubernetes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence
@@ -27,9 +25,7 @@ _FORMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The program to start (`run.py` of a plan) and its options, on the servers of a cluster; the number of restarts of
-    all ranks after a failure; the name of the job.
-    """
+    """The program to start, its options, cluster and name, and how often all ranks restart after a failure."""
 
     cluster: Cluster
     program: Path

@@ -1,8 +1,4 @@
-"""The launcher of a program's ranks on this machine: starts and watches them, and names the rank that failed and the
-reason.
-"""
-
-from __future__ import annotations
+"""The launcher of a program's ranks on this machine: starts and watches them, and names the rank that failed."""
 
 import json
 import logging
@@ -44,9 +40,7 @@ answer(Path(__file__).parent, *sys.argv[1:])
 
 
 def call(function: Callable[..., T], world: int, *arguments: str) -> list[T]:
-    """Return the results of `function(*arguments)`, a function of a module, on each of `world` ranks, in JSON's types.
-    Raises as `launch`.
-    """
+    """Return the results, as JSON has them, of `function(*arguments)` on each of `world` ranks. Raises as `launch`."""
     with tempfile.TemporaryDirectory(prefix="superscaler-") as name:
         folder = Path(name)
         (folder / "call.py").write_text(_CALL)

@@ -1,7 +1,5 @@
 """A rank as a whole process: its end, and the report of its failure to the launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -43,9 +41,7 @@ def run_rank(function: Callable[[], None], *, log: Path | None = None) -> None:
 
 
 class _Brief(ErrorHandler):
-    """An error handler that records only the text of an error that a user can cause; torchrun shows it for every
-    rank.
-    """
+    """An error handler that records only the text of a user's error; torchrun shows it for every rank."""
 
     def record_exception(self, e: BaseException) -> None:
         if isinstance(e, PlanError):

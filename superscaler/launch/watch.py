@@ -4,8 +4,6 @@ It is a thread that reads the position of the rank's own thread: its line of the
 for other ranks. Each rank publishes its position every second, and watches that of the next rank.
 """
 
-from __future__ import annotations
-
 import json
 import linecache
 import os
@@ -38,9 +36,7 @@ Progress = tuple[int, int]
 
 @dataclass
 class Spot:
-    """The position of a rank: the step, the number of segments run, a line of the plan's code (0: none), whether it
-    waits there, and since when.
-    """
+    """The position of a rank: the step, the segments run, the plan's line (0: none), if and since when it waits."""
 
     step: int = 0
     works: int = 0
@@ -51,9 +47,7 @@ class Spot:
 
 
 class Watch:
-    """A watch over the thread that made it. `folder`: of the plan's code. `progress`: returns the number of steps and
-    of segments done.
-    """
+    """A watch over the thread that made it. `folder`: of the plan's code; `progress`: steps and segments done."""
 
     def __init__(self, store: Store, rank: int, world: int, folder: str, progress: Callable[[], Progress]) -> None:
         self._store, self._rank, self._world = store, rank, world

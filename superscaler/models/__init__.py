@@ -1,7 +1,5 @@
 """A model's spec -> the module, the example inputs of one training step, and a maker of batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -11,8 +11,6 @@ AlphaFold2's own for 87m. Transitions are 4 times as wide. What the Evoformer of
 extra MSA, structure module, recycled positions) is left out.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -3,8 +3,6 @@
 All have the loss of their task inside, and a size `tiny` without dropout, so that runs can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from superscaler.errors import InputError

@@ -1,7 +1,5 @@
 """Named models: their sizes, and how they are built and fed. Batches are random, by the seed and the step only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

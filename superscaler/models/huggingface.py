@@ -1,7 +1,5 @@
 """Models of the Hugging Face library, unmodified, from a config."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from types import ModuleType

@@ -1,7 +1,5 @@
 """A multilayer perceptron that classifies vectors, with its loss inside."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from torch import Tensor, nn

@@ -13,7 +13,7 @@ from superscaler.verbs import Graph, InputError, Split, op_trans
 
 @along_axis()
 def dap(graph: Graph, n: int, axis: str) -> None:
-    read = [[f for dim in graph.model.tensors[name].slots for f in dim if f != "batch"] for name in graph.model.inputs]
+    read = [[f for f in graph.model.tensors[name].factors if f != "batch"] for name in graph.model.inputs]
     axes = list(dict.fromkeys(max(read, key=lambda factors: len(set(factors)))))
     if len(axes) < 2 or any(graph.factors[f].size % n for f in axes):
         sizes = ", ".join(f"{f} of {graph.factors[f].size}" for f in axes)

@@ -1,7 +1,5 @@
 """Facts of a plan as plain data: splits, places, weights and communication by block; its hashes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform
@@ -221,9 +219,7 @@ def _groups_text(groups: Sequence[Sequence[int]], kind: str = "") -> tuple[str, 
 
 
 def _totals(moves: Iterable[TransferRow]) -> list[dict[str, Any]]:
-    """Return, for each direction, way and kind, the number of transfers, the bytes of their sources, and bytes on
-    links.
-    """
+    """Return the transfers by direction, way and kind: their number, the bytes of sources, and bytes on links."""
     found = sorted(group(moves, lambda m: (_direction(m), m.way, m.kind)).items(), reverse=True)
     return [{"direction": d, "way": way, "kind": kind, **_add(some)} for (d, way, kind), some in found]
 

@@ -1,10 +1,8 @@
 """The contents of a captured model as plain data: operators, factors, totals, and uncuttable indices with reasons."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable
 from math import prod
 from typing import Any, TypeVar
 
@@ -75,24 +73,19 @@ def collapse(name: str) -> str:
 def frozen_indices(model: Model, op: Op) -> list[tuple[str, str]]:
     """Return (factor, reason) for each index that the op cannot be cut on, without repetitions."""
     if op.target in model.unsupported:
-        return [(factor, "no rule") for factor in dict.fromkeys(_read_factors(model, op))]
+        read = dict.fromkeys(f for o in op.inputs for f in model.tensors[o.tensor].factors)
+        return [(factor, "no rule") for factor in read]
     needed = {i for o in op.inputs for i in o.slots if i is not None}
     found = {op.indices[i].factor: "needs the whole dim" for i in needed if op.indices[i].mark == "frozen"}
     for operand in op.inputs:
-        factors = (f for dim in model.tensors[operand.tensor].slots for f in dim)
+        factors = model.tensors[operand.tensor].factors
         found |= {f: "reads the dim whole" for f, i in zip(factors, operand.slots, strict=True) if i is None}
     made = {i.factor: "makes the dim whole" for k, i in enumerate(op.indices) if i.mark == "frozen" and k not in needed}
     return list((found or made).items())
 
 
-def _read_factors(model: Model, op: Op) -> Iterator[str]:
-    return (f for o in op.inputs for dim in model.tensors[o.tensor].slots for f in dim)
-
-
 def _operators(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
-    """Return, for each operator, its count, the notation of its first op, and the number of its ops frozen on each
-    index.
-    """
+    """Return each operator with its count, the notation of its first op, and its frozen indices."""
     rows = []
     for target, ops in sorted(group(forward, lambda op: op.target).items(), key=lambda item: -len(item[1])):
         frozen = Counter(f for op in ops for f in dict.fromkeys(collapse(f) for f, _ in frozen_indices(model, op)))
@@ -101,9 +94,7 @@ def _operators(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
 
 
 def _factors(model: Model, forward: list[Op]) -> list[dict[str, Any]]:
-    """Return each factor: its size, the numbers of ops in which it is spatial, summed and frozen, its inputs and
-    parameters.
-    """
+    """Return each factor: its size, the numbers of ops by mark, its inputs and parameters."""
     marks: dict[str, Counter[str]] = defaultdict(Counter)
     for op in forward:
         for factor, mark in {(i.factor, i.mark) for i in op.indices}:

@@ -1,7 +1,5 @@
 """The paths of a plan as a picture: layouts as grids of device numbers, and the collectives between them, in SVG."""
 
-from __future__ import annotations
-
 import colorsys
 from collections.abc import Iterator, Mapping
 from html import escape

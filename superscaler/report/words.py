@@ -1,7 +1,5 @@
 """A saved plan in words, and the comparison of two plans: from plan.json and explain.json, without torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,10 +18,7 @@ _VERSIONS = ("superscaler", "torch", "python")
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Return the report of a plan directory: explain.json with the manifest and the seed of plan.json.
-
-    Raises InputError for anything but a whole, unedited plan directory of this version.
-    """
+    """Return explain.json with manifest and seed. Raises InputError for a damaged or edited directory."""
     plan = read_plan(directory)
     plan.check()
     found, kept = plan.json(EXPLAIN_FILE, Account), plan.head["manifest"]

@@ -164,9 +164,7 @@ class Rank:
         return self._done("B", tag, gradients, _added(filled, into or {}))
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> tuple[Tensor, ...]:
-        """Return the gradients of a segment's aliases with a 1 in `wanted`; keep the tensors that `backward_weight`
-        needs.
-        """
+        """Return the gradients of the aliases with a 1 in `wanted`; keep what `backward_weight` needs."""
         edges, aliases = self._tapes.pop(tag)
         found, rest = halves.first_half(_given(edges, gradients), aliases, [w == "1" for w in wanted])
         self._rests[tag] = aliases, rest
@@ -303,9 +301,7 @@ class Rank:
         self.steps += 1
 
     def _unscale(self, scaler: Scaler, gradients: dict[str, Tensor]) -> bool:
-        """Divide the gradients by the loss scale, choose the next scale, and return whether all gradients of all ranks
-        are finite.
-        """
+        """Divide the gradients by the loss scale, choose the next; return whether those of all ranks are finite."""
         found = self._world_sum(scaler.unscale(gradients))
         scaler.update(found)
         return not float(found)
@@ -320,10 +316,7 @@ class Rank:
             gradients.update({name: gradient * scale for name, gradient in gradients.items()})
 
     def loss(self, parts: Sequence[Tensor], counted: int, of: Sequence[int] = ()) -> Tensor:
-        """Return the loss of the step: the sum of the counted parts of all devices, equal on all of them.
-
-        `of`: the iteration of each part; then the loss of each iteration is returned.
-        """
+        """Return the sum of the counted parts of all devices, equal on all. `of`: their iterations, a loss each."""
         kept: list[list[Tensor]] = [[] for _ in range(self.iterations)]
         for part, counts, turn in zip(parts, self.tables["counted"][counted], of or (0,) * len(parts), strict=True):
             if counts:
@@ -352,9 +345,7 @@ def _given(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | No
 
 
 def _filled(aliases: Sequence[Tensor], found: Sequence[Tensor | None], wanted: str, wide: str = "") -> list[Tensor]:
-    """Return the gradients of the aliases with a 1 in `wanted`: zeros for missing ones, float32 where `wide` has a
-    1.
-    """
+    """Return the gradients of the aliases with a 1 in `wanted`, zeros for missing ones; float32 with a 1 in `wide`."""
     rows = ((k, a, g) for k, (a, g, w) in enumerate(zip(aliases, found, wanted, strict=True)) if w == "1")
     whole = ((k, torch.zeros_like(a) if g is None else g) for k, a, g in rows)
     return [g.float() if wide[k : k + 1] == "1" else g for k, g in whole]

@@ -1,7 +1,5 @@
 """Functions of emitted code that torch lacks: normalized losses, and random numbers that no plan changes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -56,10 +54,7 @@ def normalized(scores: Tensor, largest: Tensor, total: Tensor, dim: int, dtype: 
 
 
 def picked(scores: Tensor, labels: Tensor, box: Box = (), extents: Sizes = ()) -> Tensor:
-    """Return the score in (N, classes, ...) of each label (N, ...), zero for a label outside of the box.
-
-    `scores` has the classes `box` of `extents`, by default all.
-    """
+    """Return the score in (N, classes, ...) of each label, zero outside of the classes `box` of `extents`."""
     classes = scores.shape[1]
     places, is_elsewhere = _find(labels, box or [(0, classes)], extents or [classes])
     return scores.gather(1, places.unsqueeze(1)).squeeze(1).masked_fill(is_elsewhere, 0.0)
@@ -68,9 +63,7 @@ def picked(scores: Tensor, labels: Tensor, box: Box = (), extents: Sizes = ()) -
 def class_sums(
     scores: Tensor, labels: Tensor, largest: Tensor, box: Box = (), extents: Sizes = ()
 ) -> tuple[Tensor, Tensor]:
-    """Return `exp_sum` and `picked` of (N, classes, ...) scores, with gradients that are added before they are
-    narrowed.
-    """
+    """Return `exp_sum` and `picked` of (N, classes, ...) scores; gradients are added, then narrowed."""
     wide = scores.to(largest.dtype)
     return exp_sum(wide, largest, 1), picked(wide, labels, box, extents)
 
@@ -240,9 +233,7 @@ def _block(
 
 
 def attention_merge(first: Tensor, first_total: Tensor, second: Tensor, second_total: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention to the keys of two blocks, and its log-sum-exp, from the results of `attention_block` for
-    each.
-    """
+    """Return attention to two blocks of keys, and its log-sum-exp, from `attention_block` of each."""
     total = torch.logaddexp(first_total, second_total)
     one, other = ((some - total).exp().unsqueeze(-1) for some in (first_total, second_total))
     return (one * first + other * second).to(first.dtype), total

@@ -1,7 +1,5 @@
 """Whether torch's fused update of weights is the plain one on this machine, found by running both."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache

@@ -5,8 +5,6 @@ the origin. Only values that reach the loss, a gradient or another rank are aske
 harmless.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

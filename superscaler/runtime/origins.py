@@ -4,8 +4,6 @@ A watch runs emitted code as it is. It sees each call of torch in it (a `TorchFu
 backward (a hook), and finds the line in the emitted file in the frames of the interpreter.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,9 +26,7 @@ FORWARD, BACKWARD, GIVEN, SUM = KINDS = ("forward", "backward", "given", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The call that made non-finite numbers from finite ones, in words; `turned`: the call that made nan from
-    infinity.
-    """
+    """The call that made non-finite numbers from finite ones; `turned`: the one that made nan of infinity."""
 
     kind: str
     number: int

@@ -1,7 +1,5 @@
 """Tensors that a backward reads again from elsewhere: weights gathered anew, copies in the host's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,9 +12,7 @@ from superscaler.comm.communicator import Handle, Later
 
 
 class RegatheredTensors:
-    """The weights of a tape. Tensors that autograd saves of them, and of their views, are made again from the
-    regathered ones.
-    """
+    """The weights of a tape. What autograd saves of them, or of their views, is made again from regathered ones."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.given: Sequence[Tensor] = ()

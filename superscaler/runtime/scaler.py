@@ -1,7 +1,5 @@
 """The loss scale of a rank, kept as `torch.amp.GradScaler` keeps it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

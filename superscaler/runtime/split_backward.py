@@ -4,8 +4,6 @@ The first half walks the autograd graph to its leaves once. Where a node on the 
 incoming gradient is kept; the second half continues from there, to the other leaves only.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,9 +93,7 @@ def _nodes(starts: Iterable[Node]) -> Nodes:
 def _ways(
     nodes: Nodes, number: Mapping[Node, int], is_first: Sequence[bool]
 ) -> tuple[dict[Node, bool], dict[Node, set[int]]]:
-    """Return, for each node, whether it leads to first leaves, and the other leaves that it leads to by a way of their
-    own.
-    """
+    """Return for each node whether it leads to first leaves, and the other leaves that it reaches by its own way."""
     is_passed, own = dict[Node, bool](), dict[Node, set[int]]()
     for node, edges in nodes.items():
         n = number.get(node, -1)

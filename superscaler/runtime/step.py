@@ -177,9 +177,7 @@ class Step:
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes of the plan that this rank put on links since the start; all ranks together put
-        `plan.counts` a step.
-        """
+        """Return the bytes of the plan that this rank put on links since the start (`plan.counts`: all in a step)."""
         return self.state.communicator.moved
 
     @property
@@ -233,9 +231,7 @@ class Step:
 
 
 def check_batches(given: Any, plan: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """Return the tensors of a batch, or of a list of batches (one for each iteration), by their names in the plan.
-    Raises InputError for anything else.
-    """
+    """Return the tensors of a batch, or of one for each iteration, by name. Raises InputError for anything else."""
     count = plan.get("iterations", 1)
     if count == 1:
         check_batch(given, plan)

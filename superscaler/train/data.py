@@ -1,7 +1,5 @@
 """Batches that depend on the seed and the step number only, so that every rank and every plan sees the same ones."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence

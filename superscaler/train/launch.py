@@ -1,7 +1,5 @@
 """Training of a plan directory with processes of this machine."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import dataclass, fields

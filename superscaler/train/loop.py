@@ -1,7 +1,5 @@
 """The training loop of one rank, which the `run.py` of a plan directory calls under torchrun."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json
@@ -22,22 +20,8 @@ from superscaler.launch.process import run_rank
 from superscaler.runtime.step import Step, load
 from superscaler.specs.file_errors import writing
 from superscaler.store.save import Saver
+from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
-from superscaler.train.resume import (
-    STOP,
-    add_options,
-    check_saving,
-    continued,
-    data_of,
-    path,
-    report,
-    saving_folder,
-    say,
-    signs,
-    start_of,
-    stop_requests,
-    warn,
-)
 
 # Seconds between two progress lines where they do not overwrite each other.
 _INTERVAL = 1.0
@@ -53,36 +37,36 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[Path], Step] = lo
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options of `main`."""
     made = argparse.ArgumentParser(description="Train this plan; start it with torchrun.")
-    made.add_argument("directory", nargs="?", type=path, help="the plan; default: the folder of this program")
+    made.add_argument("directory", nargs="?", type=resume.path, help="the plan; default: the folder of this program")
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--clip", type=float, help="largest global norm of the gradients")
     made.add_argument("--check-finite", action="store_true", help="stop at a loss or gradient that is not finite")
-    made.add_argument("--data", type=path, help="a text file, read as bytes; default: Python's standard library")
+    made.add_argument("--data", type=resume.path, help="a text file, read as bytes; default: Python's standard library")
     made.add_argument("--seed", type=int, default=0, help="seed of the batches")
-    made.add_argument("--metrics", type=path, help="file for one JSON object a step; a run that goes on adds to it")
-    add_options(made)
-    made.add_argument("--launched", type=path, help=argparse.SUPPRESS)
+    made.add_argument("--metrics", type=resume.path, help="file of a JSON object a step; a run that goes on adds to it")
+    resume.add_options(made)
+    made.add_argument("--launched", type=resume.path, help=argparse.SUPPRESS)
     return made
 
 
 def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Path], Step]) -> None:
     """Train on this rank; rank 0 reports."""
     check_options(options.steps, options.clip)
-    folder = saving_folder(options.save, options.resume)
+    folder = resume.saving_folder(options.save, options.resume)
     with ExitStack() as stack:
-        asked = stack.enter_context(stop_requests(options.launched)) if folder else None
+        asked = stack.enter_context(resume.stop_requests(options.launched)) if folder else None
         step = load(directory)
         if not step.trains:
             raise InputError(f"{directory} trains nothing (inference); run it as step = ss.load(...); step(batch).")
         if step.watch is not None:
             step.watch.log = options.launched
         if folder is not None:
-            options = continued(step, options, folder)
-        check_saving(options, folder)
-        start, seed = start_of(step, options)
+            options = resume.continued(step, options, folder)
+        resume.check_saving(options, folder)
+        start, seed = resume.start_of(step, options)
         batches = choose_batches(step, options.data, seed)
-        position = {"seed": seed, "data": data_of(options.data), "model": options.named}
-        saver = Saver(step, folder, options.keep, warn) if folder else None
+        position = {"seed": seed, "data": resume.data_of(options.data), "model": options.named}
+        saver = Saver(step, folder, options.keep, resume.warn) if folder else None
         if saver is not None:
             saver.open()
         reporter, why = None, ""
@@ -102,13 +86,13 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
                     reporter.add(turn, value, seconds, _count_tokens(batch), step.last_norm)
             done, every = number + turns.step, options.save_every or math.inf
             if saver is not None and asked is not None:
-                is_asked, has_failed = signs(saver, asked)
+                is_asked, has_failed = resume.signs(saver, asked)
                 if has_failed:
                     saver.finish()
                 if is_asked or done == options.steps or done % every < min(turns.step, every):
                     saver.save(position)
                 why = "SIGTERM" if is_asked else ""
-                why = "a failed save" if saver.failures and options.on_failed_save == STOP else why
+                why = "a failed save" if saver.failures and options.on_failed_save == resume.STOP else why
             if why:
                 break
         if saver is not None:
@@ -116,7 +100,7 @@ def train_rank(options: argparse.Namespace, directory: Path, load: Callable[[Pat
     # Not closed after an error: closing waits for the other ranks.
     step.close()
     if saver is not None and step.rank == 0:
-        report(saver, why, start, options.launched)
+        resume.report(saver, why, start, options.launched)
 
 
 def _turns(step: Step, start: int, steps: int) -> range:
@@ -150,7 +134,7 @@ def choose_batches(step: Step, data: Path | None, seed: int) -> Callable[[int], 
             f"--data is text for models that read input_ids and labels of one shape, but this one reads {names}."
         )
     if step.rank == 0:
-        say(f"data: random tensors for {names}, the same at each run with seed {seed}")
+        resume.say(f"data: random tensors for {names}, the same at each run with seed {seed}")
     return lambda number: synthetic_batch(step.inputs, number, seed, step.bounds)
 
 
@@ -190,12 +174,12 @@ class Metrics:
                 os.truncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
             self._left_out += 1
             if self._left_out == 1:
-                warn(f"--metrics {self._path} cannot be written: {error.strerror}; training goes on.")
+                resume.warn(f"--metrics {self._path} cannot be written: {error.strerror}; training goes on.")
 
     def close(self) -> None:
         self._file.close()
         if self._left_out:
-            warn(f"--metrics {self._path} is incomplete: it has no line of {self._left_out} steps.")
+            resume.warn(f"--metrics {self._path} is incomplete: it has no line of {self._left_out} steps.")
 
 
 class Reporter:
@@ -221,12 +205,12 @@ class Reporter:
         )
         if self._is_finite and not math.isfinite(loss):
             self._is_finite = False
-            warn(f"the loss of step {number + 1} is {loss}; --check-finite names the operator that made it so.")
+            resume.warn(f"the loss of step {number + 1} is {loss}; --check-finite names the operator that made it so.")
         self._show(text if norm is None else f"{text}  norm {norm:.3f}", is_last=number + 1 == self._steps)
 
     def _show(self, text: str, *, is_last: bool) -> None:
         if sys.stderr.isatty():
-            say(f"\r\x1b[2K{text}", end="\n" if is_last else "")
+            resume.say(f"\r\x1b[2K{text}", end="\n" if is_last else "")
         elif is_last or time.monotonic() - self._shown >= _INTERVAL:
             self._shown = time.monotonic()
-            say(text)
+            resume.say(text)

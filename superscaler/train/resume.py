@@ -1,7 +1,5 @@
 """Saving and resuming in the training loop: the options, the start of training, and its early end."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal
@@ -101,9 +99,7 @@ def continued(step: Step, options: argparse.Namespace, folder: Path) -> argparse
 
 
 def check_resume(resume: Path, steps: int, data: Path | None) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raises InputError if `steps` leave nothing to train, or if it was trained on
-    other data.
-    """
+    """Return a checkpoint's manifest. Raises InputError if nothing is left to train, or for other data."""
     with reading(resume, "name a folder of checkpoints"):
         is_empty = not resume.exists() or (resume.is_dir() and not any(resume.iterdir()))
     if is_empty:
@@ -137,9 +133,7 @@ def _data_text(data: dict[str, Any] | None) -> str:
 
 
 def start_of(step: Step, options: argparse.Namespace) -> tuple[int, int]:
-    """Load the checkpoint or weights in the options. Returns the number of the first step, and the seed of the
-    batches.
-    """
+    """Load the checkpoint or weights in the options. Returns the first step, and the seed of the batches."""
     if options.weights is not None:
         unread = step.load_weights(options.weights)
         if unread and step.rank == 0:
@@ -161,9 +155,7 @@ def _some(things: list[Any]) -> str:
 
 @contextmanager
 def stop_requests(launched: Path | None) -> Iterator[Callable[[], bool]]:
-    """Give a function that returns whether this rank was asked to stop: by SIGTERM, or by a file in the launcher's
-    folder.
-    """
+    """Give a function that returns whether SIGTERM, or a file in the launcher's folder, asked this rank to stop."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
@@ -173,9 +165,7 @@ def stop_requests(launched: Path | None) -> Iterator[Callable[[], bool]]:
 
 
 def signs(saver: Saver, asked: Callable[[], bool]) -> tuple[bool, bool]:
-    """Return, alike on all ranks, whether any rank was asked to stop, and whether any rank's part of a save has
-    failed.
-    """
+    """Return on all ranks whether any was asked to stop, and whether any rank's part of a save has failed."""
     communicator = saver.step.state.communicator
     here = torch.tensor([float(asked()), float(saver.has_failed)], device=communicator.device)
     found = communicator.all_reduce(here, tuple(range(communicator.world)), planned=False).wait()

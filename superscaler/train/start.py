@@ -1,7 +1,5 @@
 """The start of a rank. The `run.py` of a plan directory calls it before the import of torch, which takes seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from superscaler.interrupt import begin_rank

@@ -35,7 +35,7 @@ class Steps:
     def dims(self, operand: Operand) -> list[Dim]:
         """Return the slots of each dim of an operand of the op."""
         tensor = self.model.tensors[operand.tensor]
-        slots = zip(operand.slots, (f for dim in tensor.slots for f in dim), tensor.extents, strict=True)
+        slots = zip(operand.slots, tensor.factors, tensor.extents, strict=True)
         found = iter([Slot(*slot) for slot in slots])
         return [[next(found) for _ in dim] for dim in tensor.slots]
 

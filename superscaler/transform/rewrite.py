@@ -210,8 +210,7 @@ class Insert:
 
 def copy_op(tensor: str, copied: PTensor, maker: Op) -> Op:
     """Return the op that copies a tensor made by `maker`."""
-    factors = [factor for dim in copied.slots for factor in dim]
-    indices = tuple(Index(size, f, "spatial") for size, f in zip(copied.extents, factors, strict=True))
+    indices = tuple(Index(size, f, "spatial") for size, f in zip(copied.extents, copied.factors, strict=True))
     read, made = (Operand(name, tuple(range(len(indices)))) for name in (tensor, copied.name))
     op = Op(copied.name, "ss.identity", (Ref(0),), (), (read,), (made,), indices, module=maker.module)
     return replace(op, from_data=maker.from_data, from_weights=maker.from_weights)

@@ -1,7 +1,5 @@
 """Comparison of a plan directory with a module: its model and weights, which no hash can judge."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest

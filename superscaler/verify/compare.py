@@ -1,7 +1,5 @@
 """Comparison of a plan's tensors with those of one device, step by step and iteration by iteration."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter, defaultdict
@@ -28,9 +26,7 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The state of a rank after a step: the loss, its slices of gradients, weights and optimizer state by local name,
-    the bytes that it put on links, and its outputs.
-    """
+    """The state of a rank after a step, by local names; `moved`: the bytes that it put on links."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor | None]

@@ -60,10 +60,7 @@ class _Gradients(nn.Module):
 
 
 class Eager:
-    """A captured module that takes steps on copies of its tensors: in float64, or (not `is_wide`) in its own dtypes.
-
-    Raises Unlike for a module that cannot be the oracle.
-    """
+    """A captured module that steps on copies of its tensors, in float64 if `is_wide`. Raises Unlike if it cannot."""
 
     def __init__(self, captured: Captured, batch: Mapping[str, Tensor], is_wide: bool = True) -> None:
         self.is_wide = is_wide
@@ -131,9 +128,7 @@ def _floats(module: nn.Module) -> torch.dtype | None:
 
 
 def _draws(model: Model, draw: Draw) -> Callable[..., Tensor]:
-    """Return a function that gives the uniform numbers of the module's next random call; the graph has them in
-    order.
-    """
+    """Return a function that gives the uniform numbers of the next random call, in the order of the graph."""
     ops = (op for op in model.ops if op.target in RANDOM and row_of(op.target).rate is None)
 
     def following(shape: tuple[int, ...]) -> Tensor:

@@ -1,7 +1,5 @@
 """The first tensor of a plan that differs from the model, in the order of execution, against one device."""
 
-from __future__ import annotations
-
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,9 +44,7 @@ class Event:
 
 
 def first_difference(exact: Compiled, values: Values, batch: Values, timeout: float) -> str:
-    """Return one sentence: the first tensor in execution order that differs from the model's, its mask, device and
-    op.
-    """
+    """Return one sentence: the first wrong tensor in execution order, its mask, device and op."""
     whole, gradients = model_step(exact.graph.model, {**values, **batch})
     events, failure = _record(exact, values, batch, timeout)
     found = next(_Search(exact, whole, gradients, events).differences(), "")
@@ -112,9 +108,7 @@ def on_threads(exact: Compiled, values: Values, run: Callable[[Step], T], timeou
 def _record(
     exact: Compiled, values: Values, batch: Values, timeout: float
 ) -> tuple[dict[tuple[int, str, str], Event], str]:
-    """Return the inputs and outputs of each segment, by device, tag and kind, and the reason if the step did not
-    end.
-    """
+    """Return inputs and outputs of each segment by device, tag and kind, and why the step did not end, if so."""
     events: dict[tuple[int, str, str], Event] = {}
 
     def run(step: Step) -> None:
@@ -243,9 +237,7 @@ class _Search:
         return take(whole, slots_of(self.model, tensor), box)
 
     def _error(self, kind: str, tensor: str, box: Box, have: Tensor) -> float:
-        """Return the largest difference, relative to the largest element of the tensor; 0 for a tensor that nothing
-        reads.
-        """
+        """Return the largest difference, relative to the tensor's largest element; 0 if nothing reads the tensor."""
         if kind == "F" and tensor in self.unread:
             return 0.0
         whole = (self.whole if kind == "F" else self.gradients)[self.model.origin(tensor)]

@@ -1,7 +1,5 @@
 """The oracles of a plan's steps: the user's module, its exported program, or the graph on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

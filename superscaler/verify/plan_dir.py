@@ -1,7 +1,5 @@
 """Checks of a plan directory: its program is certified, and its code and data are those of the program."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

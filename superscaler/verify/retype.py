@@ -1,7 +1,5 @@
 """Retyping: the plan for the same model in another floating-point type, whose steps can be compared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

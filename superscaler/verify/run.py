@@ -1,7 +1,5 @@
 """The certificate: steps of a plan in float64 and as trained against the user's module, on every replica."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -117,10 +115,7 @@ def _is_large(compiled: Compiled) -> bool:
 def certify(
     exact: Compiled, backend: str = "threads", batch: Values | None = None, timeout: float = 60.0
 ) -> dict[str, Any]:
-    """Verify a plan that is already in float64. `timeout`: of a message, in seconds.
-
-    A plan that a check refuses is not run: its errors are infinite.
-    """
+    """Verify a plan in float64. `timeout`: of a message, in seconds. A plan that a check refuses is not run."""
     captured, model = exact.graph.captured, exact.graph.model
     values = {k: retyped(v, torch.float64) for k, v in initial_values(model, captured.values).items()}
     inputs = {k: retyped(v, torch.float64) for k, v in (batch or captured.batch).items()}

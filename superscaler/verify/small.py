@@ -4,8 +4,6 @@ Sizes of factors shrink to the needs of the cuts, the mesh to a few places along
 few. Each op runs on tensors of the new shapes, to find the factors that may shrink.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import lcm, prod
@@ -45,10 +43,7 @@ class Small:
 
 
 def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Small:
-    """Return a plan at a small shape, with the first elements of a batch (default: of the example).
-
-    Raises InputError where an op that cannot run smaller forbids it.
-    """
+    """Return a plan at a small shape, and a batch of first elements. Raises InputError if an op forbids it."""
     whole = compiled.graph
     graph = whole.copy() if compiled.full_fold is None else restrict(whole, compiled.full_fold, PLACES)
     _drop_microbatches(graph)
@@ -176,16 +171,12 @@ def _looked_up(model: Model, values: Mapping[str, Tensor]) -> dict[str, str]:
                 within |= {i.factor for i in made.indices}
         if sources <= safe and not within:
             continue
-        own = {f for o in numbers for f in _factors(model, o.tensor)}
+        own = {f for o in numbers for f in model.tensors[o.tensor].factors}
         for o in op.inputs:
-            for f, i in zip(_factors(model, o.tensor), o.slots, strict=True):
+            for f, i in zip(model.tensors[o.tensor].factors, o.slots, strict=True):
                 if f not in own | within and (i is None or op.indices[i].mark != "spatial"):
                     found.setdefault(f, f"{op.name} looks it up by numbers that the model makes")
     return found
-
-
-def _factors(model: Model, tensor: str) -> list[str]:
-    return [f for dim in model.tensors[tensor].slots for f in dim]
 
 
 def _probe(model: Model, sizes: Mapping[str, int], free: Set[str]) -> tuple[dict[str, int], dict[str, str]]:
@@ -198,7 +189,7 @@ def _probe(model: Model, sizes: Mapping[str, int], free: Set[str]) -> tuple[dict
         own = None if shapes is None else _own(model, op, sizes, shapes)
         if own is not None and free >= own.keys() and all(own.values()):
             return own, {}
-        touched = (f for o in (*op.inputs, *op.outputs) for f in _factors(model, o.tensor))
+        touched = (f for o in (*op.inputs, *op.outputs) for f in model.tensors[o.tensor].factors)
         own_size = {f: model.factors[f].size for f in (*touched, *(i.factor for i in op.indices))}
         kept = {f: n for f, n in own_size.items() if sizes[f] != n}
         for f in list(kept):
@@ -209,10 +200,8 @@ def _probe(model: Model, sizes: Mapping[str, int], free: Set[str]) -> tuple[dict
 
 
 def _own(model: Model, op: Op, sizes: Mapping[str, int], shapes: Sequence[Shape]) -> dict[str, int] | None:
-    """Return the factors that an op gives another size, each a dim that no operand has; None if it differs
-    elsewhere.
-    """
-    given = {f for o in op.inputs for f in _factors(model, o.tensor)}
+    """Return the factors that an op resizes, each a dim that no operand has; None if it differs elsewhere."""
+    given = {f for o in op.inputs for f in model.tensors[o.tensor].factors}
     found: dict[str, int] = {}
     for o, shape in zip(op.outputs, shapes, strict=True):
         slots = model.tensors[o.tensor].slots
@@ -264,7 +253,7 @@ def _resized(model: Model, sizes: Mapping[str, int]) -> Model:
     """Return the model with other sizes of factors."""
     tensors = {}
     for name, tensor in model.tensors.items():
-        extents = tuple(sizes.get(f, e) for f, e in zip(_factors(model, name), tensor.extents, strict=True))
+        extents = tuple(sizes.get(f, e) for f, e in zip(tensor.factors, tensor.extents, strict=True))
         tensors[name] = replace(tensor, extents=extents, shape=tensor.local_shape(extents))
     ops = tuple(
         replace(op, indices=tuple(replace(i, size=sizes.get(i.factor, i.size)) for i in op.indices)) for op in model.ops
@@ -296,9 +285,7 @@ def _leading(whole: Model, small: Model, name: str, value: Tensor) -> Tensor:
 
 
 def _batch(whole: Model, small: Model, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch for the small model: the first elements of the example, or drawn numbers where it has no
-    values.
-    """
+    """Return a batch for the small model: the first elements of the example, or drawn numbers for one on meta."""
     limits, uncounted, found = bounds(small), ignored(small), {}
     generator = torch.Generator().manual_seed(0)
     for name, value in batch.items():

@@ -4,8 +4,6 @@ A plan splits sums differently from torch, and uses other kernels. The effect is
 products and sums in parts, and with other adding operators computed in float64 and rounded up or down at random.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import superscaler as ss
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.capture import capture
-from superscaler.frontend.users.register import _LIBRARIES
+from superscaler.frontend.users.register import _DEFINED
 from superscaler.specs.registered import REGISTERED
 from superscaler.specs.user_file import load_file
 from tests.frontend import own
@@ -302,9 +302,9 @@ def test_a_captured_graph_keeps_an_operator_that_is_registered_again() -> None:
             return ss.register("b h -> b h", twice, check=False)(x).sum()
 
     captured = ss.capture(Model(), (torch.ones(4, 4),), optimizer=None).captured
-    before = _LIBRARIES["ss_test_register.twice.default"]
+    before = _DEFINED["ss_test_register.twice.default"][1]
     assert Model()(torch.ones(4, 4)) == 32
-    assert _LIBRARIES["ss_test_register.twice.default"] is before
+    assert _DEFINED["ss_test_register.twice.default"][1] is before
     assert captured.exported.module()(torch.ones(4, 4)) == (32,)
 
 

@@ -535,7 +535,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_looks_before_its_first_step_whether_it_can_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("superscaler.train.loop.stop_requests", lambda _: nullcontext(lambda: False))
+    monkeypatch.setattr("superscaler.train.resume.stop_requests", lambda _: nullcontext(lambda: False))
     held = lock(tmp_path / "held", is_first=True)
 
     def work(step: Step) -> list[str]:

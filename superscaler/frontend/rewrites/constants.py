@@ -1,7 +1,5 @@
 """Constants: values that depend on no input and no parameter, and simplifications by them (causal masks)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -113,9 +111,7 @@ def compact(x: Tensor) -> Tensor:
 
 
 def _store(trace: Trace, constants: list[Node]) -> None:
-    """Keep the constants that calls read, equal ones once. A constant with one number everywhere becomes an expanded
-    scalar.
-    """
+    """Keep the constants that calls read, equal ones once. One number everywhere becomes an expanded scalar."""
     masks = {x for node in trace.calls() if "attention" in target_of(node) for x in reads(node)}
     numbers = {leaf for leaf in constants if leaf not in masks and _is_filled(leaf.meta["value"])}
     for node in trace.calls():
@@ -246,10 +242,7 @@ _SIMPLER: Mapping[str, Callable[..., None]] = {
 
 
 def kind_of_mask(mask: Tensor) -> str:
-    """Return "open" for a mask [..., queries, keys] that hides nothing, "causal" for one that hides the future, or "".
-
-    A causal mask lets each query see the keys up to its own number, and no other.
-    """
+    """Return "open" for a mask [..., queries, keys] that hides nothing, "causal" if it hides the future, or ""."""
     seen = compact(mask)
     if mask.dim() < 2:
         return ""

@@ -1,7 +1,5 @@
 """Operators of `ss.*` that capture puts in the place of torch's, mixtures of experts included."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ NotImplemented if the call stays as it is. Of several results it returns the fir
 reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """One form for calls that mean the same: decompositions, fused chains, defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from math import pi, sqrt

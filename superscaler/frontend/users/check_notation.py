@@ -1,7 +1,5 @@
 """Trials of a registered operator on small random operands: it must run, and its notation must be true."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 record (one call) -> ops_of (its indices) -> prove (each index and each pair of indices, in 2 and 3 parts)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise, product

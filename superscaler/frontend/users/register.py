@@ -1,11 +1,9 @@
 """Operators of users: `@ss.register("b s h^, h^ -> b s h")` makes a function one op of every captured graph."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
@@ -26,9 +24,8 @@ from superscaler.ops.notation import operand_dims
 from superscaler.specs.registered import REGISTERED, Registered
 from superscaler.specs.user_file import root_of
 
-# An operator exists as long as its library object; it calls the function that was registered last.
-_LIBRARIES: dict[str, tuple[str, Library]] = {}
-_FUNCTIONS: dict[str, FunctionType] = {}
+# Operator -> its schema, its library, with which it ends, and the function that was registered last, which it calls.
+_DEFINED: dict[str, tuple[str, Library, FunctionType]] = {}
 
 
 def register(
@@ -72,7 +69,7 @@ def register(
         except BaseException:
             del REGISTERED[str(made)]
             raise
-        return what if overload else _caller(what, made)
+        return what if overload else wraps(what)(lambda *args, **kwargs: made(*args, **kwargs))
 
     return add if op is None else add(op)
 
@@ -123,17 +120,17 @@ def _define(function: Any, rule: Registered) -> OpOverload:
         schema = infer_schema(_annotated(function, rule.notation), mutates_args=())
     except ValueError as error:
         raise InputError(f"{rule.place}: {name} cannot be an operator: {error}") from None
-    _FUNCTIONS[target] = function
-    known, library = _LIBRARIES.get(target, ("", None))
+    library: Any
+    known, library, _ = _DEFINED.get(target, ("", None, None))
     if known != schema:
         if library is not None:
             library._destroy()
         library = Library(namespace, "FRAGMENT")
-        _LIBRARIES[target] = schema, library
         library.define(name + schema)
         # A composite operator: autograd differentiates its inner calls, and run_decompositions({}) does not split it.
         # Captured graphs keep the operator, and torch does not check that it still exists.
-        library.impl(name, lambda *args, **kwargs: _FUNCTIONS[target](*args, **kwargs), "CompositeImplicitAutograd")
+        library.impl(name, lambda *args, **kwargs: _DEFINED[target][2](*args, **kwargs), "CompositeImplicitAutograd")
+    _DEFINED[target] = schema, library, function
     return getattr(getattr(torch.ops, namespace), name).default
 
 
@@ -156,14 +153,6 @@ def _type_of(default: Any) -> Any:
     if default is inspect.Parameter.empty:
         return Tensor
     return Tensor | None if default is None else type(default)
-
-
-def _caller(function: Any, overload: OpOverload) -> Callable[..., Any]:
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return overload(*args, **kwargs)
-
-    return call
 
 
 def _check_operands(overload: OpOverload, rule: Registered) -> None:

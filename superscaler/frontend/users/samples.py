@@ -1,7 +1,5 @@
 """Random operands for checks of the user's functions, and the check of a function's own backward on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log10

@@ -81,7 +81,7 @@ def sequences(graph: Graph, plan: str, count: int, parts: str = "devices") -> li
     found, weights = dict[str, None](), graph.model.weights
     for block in graph.blocks:
         read = [graph.model.tensors[o.tensor] for op in block.ops for o in op.inputs if o.tensor in weights]
-        own = {f for tensor in read for dim in tensor.slots for f in dim} | {"batch"}
+        own = {f for tensor in read for f in tensor.factors} | {"batch"}
         given = graph.model.tensors[block.ops[-1].outputs[0].tensor].slots
         tokens = [f for dim in given for f in dim if f not in own]
         fitting = [f for f in tokens if graph.factors[f].size % count == 0]
@@ -107,8 +107,7 @@ def reads_ahead(graph: Graph, op: Op, factors: Sequence[str]) -> str:
     """
     first = next((i for f in factors if (i := op.find(f)) is not None), None)
     for operand in op.inputs:
-        own = [f for dim in graph.model.tensors[operand.tensor].slots for f in dim]
-        for factor, i in zip(own, operand.slots, strict=True):
+        for factor, i in zip(graph.model.tensors[operand.tensor].factors, operand.slots, strict=True):
             if factor in factors and (first is None or i is None or first not in (i, op.indices[i].until)):
                 return operand.tensor
     return ""
