@@ -326,7 +326,7 @@ class _Writer:
             "all_to_all": f", {way.give}, {way.take}",
             "broadcast": f', {way.shape}, "{i.dtype}"',
         }[i.kind]
-        return f"{'' if work is None else f'{work} = '}rt.{i.kind}({shown[0]}, {group}{root}{extra})"
+        return f"{'' if work is None else f'{self.name(work)} = '}rt.{i.kind}({shown[0]}, {group}{root}{extra})"
 
     def _given(self, i: p.Collective, k: int) -> str:
         """Return the source of the k-th tensor given to a collective, in slots where these matter."""

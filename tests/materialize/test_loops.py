@@ -66,6 +66,7 @@ PLANS = [
     ("chimera:microbatches=32", 2),
     ("gradient_accumulation:microbatches=32", 1),
     ("hybrid:dp=2,tp=1,pp=2,microbatches=32", 4),
+    ("hybrid:dp=1,tp=2,pp=2,microbatches=32", 4),
 ]
 
 
@@ -113,7 +114,7 @@ def work(i: Instruction) -> object:
     return type(i), kept, *(len(names(i, role)) for role in (Role.READ, Role.WRITE, Role.SUM))
 
 
-@pytest.mark.parametrize(("plan", "devices"), PLANS[:2])
+@pytest.mark.parametrize(("plan", "devices"), [*PLANS[:2], PLANS[-1]])
 def test_a_plan_with_loops_equals_the_model(mlp: Graph, plan: str, devices: int) -> None:
     equal(mlp, plan, devices)
 
