@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-from superscaler.cli.main import main
 from superscaler.compiler import finish
 from superscaler.plan import Plan, compile
 from superscaler.report.facts import account, manifest, ranges
@@ -24,6 +23,7 @@ from superscaler.report.words import read
 from superscaler.store.plan import EXPLAIN_FILE, PLAN_FILE, PlanHead
 from superscaler.verbs import Algorithm, Cluster, Graph, Op, Replicate, Split, op_assign, op_trans
 from tests.graphs import graph_of, step_of
+from tests.ran import command
 
 GPT2 = "gpt2:size=tiny,layers=3,batch=4"
 MLP = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
@@ -35,12 +35,6 @@ PLANS = [
     ("hybrid:tp=2,pp=2,microbatches=2", "local:4"),
     ("pipeline_1f1b:stages=2,microbatches=4", "local:2"),
 ]
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
 
 
 def plan_of(spec: str, cluster: str, model: str = GPT2, lr: float = 1e-3) -> Plan:
@@ -166,7 +160,7 @@ def test_what_equal_blocks_share_belongs_to_none_of_them() -> None:
     assert sum(len(row["of"]) for row in shared) >= 2
 
 
-def test_a_pipeline_tells_its_order_and_its_messages(plans: dict[str, Plan]) -> None:
+def test_a_pipeline_tells_its_order_and_its_messages_and_each_way_its_reason(plans: dict[str, Plan]) -> None:
     text = plans["pipeline_1f1b:stages=2,microbatches=4"].explain()
     assert "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3" in text
     assert "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3" in text
@@ -174,9 +168,6 @@ def test_a_pipeline_tells_its_order_and_its_messages(plans: dict[str, Plan]) -> 
     assert "backward: send over 1 -> 0, " in text
     assert "one device sends to one other" in text
     assert "4 microbatches of batch" in text
-
-
-def test_every_way_of_communication_is_told_with_its_reason(plans: dict[str, Plan]) -> None:
     rows = [row for block in blocks_of(plans["hybrid:tp=2,pp=2,microbatches=2"]).values() for row in block["moves"]]
     assert {row["way"] for row in rows} == {"local", "collective", "messages"}
     assert all(row["reason"] for row in rows)
@@ -199,7 +190,7 @@ def test_json_is_the_saved_account_with_its_manifest(
     saved: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = saved["data_parallel"]
-    assert run("explain", str(directory), "--json") == 0
+    assert command("explain", str(directory), "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     saved = json.loads((directory / PLAN_FILE).read_text())["manifest"]
     assert found["manifest"].items() <= saved.items()
@@ -230,19 +221,11 @@ def test_numbers_of_devices_are_told_in_few_words_and_none_is_lost() -> None:
 # diff
 
 
-def test_equal_plans_do_not_differ(saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan_of("data_parallel", "local:2").save(tmp_path / "again")
-    assert run("diff", str(saved["data_parallel"]), str(tmp_path / "again"), "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal"] is True
-    assert found["differences"] == []
-
-
 def test_diff_tells_splits_orders_and_bytes(
-    saved: dict[str, Path], plans: dict[str, Plan], capsys: pytest.CaptureFixture[str]
+    saved: dict[str, Path], plans: dict[str, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = "hybrid:dp=2,tp=2", "hybrid:tp=2,pp=2,microbatches=2"
-    assert run("diff", str(saved[first]), str(saved[second])) == 1
+    assert command("diff", saved[first], saved[second]) == 1
     out = capsys.readouterr().out
     assert "  - op_trans Split('batch', parts=2, axis='dp'), 31 times" in out
     assert "  + op_trans Microbatch(2), 31 times" in out
@@ -252,7 +235,10 @@ def test_diff_tells_splits_orders_and_bytes(
     assert f"  + {b:,} bytes on links" in out
     assert "model:" not in out
     assert plans[first].diff(plans[second]) == out.rstrip("\n")
-    assert plans[first].diff(plans[first]) == ""
+    plans[first].save(tmp_path / "again")
+    assert command("diff", saved[first], tmp_path / "again", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["equal"], found["differences"]) == (True, [])
 
 
 @pytest.mark.parametrize(
@@ -284,15 +270,12 @@ def test_swapped_devices_are_another_plan() -> None:
 
 
 def test_the_manifest_does_not_depend_on_where_files_are(tmp_path: Path) -> None:
-    text = (
-        "import superscaler as ss\n\n\n"
-        "def mine(graph, cluster):\n    for op in graph.ops:\n        ss.op_assign(graph, op, 0)\n"
-    )
+    text = "import superscaler as ss\n\ndef mine(graph, cluster):\n    ss.op_assign(graph, graph.ops, 0)\n"
     found = []
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
+    for folder, before in (("a", ""), ("b", "\n")):
         source = tmp_path / folder / "mine.py"
-        source.write_text(("\n" if folder == "b" else "") + text)
+        source.parent.mkdir()
+        source.write_text(before + text)
         plan = plan_of(f"{source}:mine", "local:1", MLP)
         found.append(manifest(plan.compiled, plan.compiled.graph.captured.values))
     assert found[0] == found[1]
@@ -309,15 +292,15 @@ def test_compiling_the_same_again_is_not_compiling(
     arguments = ["compile", MLP, "--plan", "data_parallel", "--cluster", "local:2", "--out", str(folder)]
     runs: list[object] = []
     monkeypatch.setattr("superscaler.plan.finish", lambda *a: (runs.append(a), finish(*a))[1])
-    assert run(*arguments) == 0
+    assert command(*arguments) == 0
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     first = capsys.readouterr().out.splitlines()
     assert "written to" in first[-2] + first[-1]
-    assert run(*arguments) == 0
+    assert command(*arguments) == 0
     again = capsys.readouterr().out.splitlines()
     assert "unchanged: " in again[-2] + again[-1]
     assert again[:-2] == first[:-2]
-    assert run(*arguments, "--json") == 0
+    assert command(*arguments, "--json") == 0
     assert json.loads(capsys.readouterr().out)["unchanged"] is True
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
     assert len(runs) == 1
@@ -325,7 +308,7 @@ def test_compiling_the_same_again_is_not_compiling(
         file = folder / name
         file.write_bytes(file.read_bytes().replace(b"a", b"b", 1))
         count = len(runs)
-        assert run(*arguments) == 0
+        assert command(*arguments) == 0
         assert len(runs) == count + 1, name
 
 
@@ -343,7 +326,7 @@ def test_a_changed_plan_is_written(tmp_path: Path, capsys: pytest.CaptureFixture
             shutil.copytree(tmp_path / "0", tmp_path / str(number))
         model, out = options.pop("model"), str(tmp_path / str(number))
         pairs = [word for pair in options.items() for word in pair]
-        assert run("compile", model, *pairs, "--out", out, "--json") == 0
+        assert command("compile", model, *pairs, "--out", out, "--json") == 0
         assert json.loads(capsys.readouterr().out)["unchanged"] is False, changed
 
 
@@ -377,41 +360,26 @@ def test_other_initial_weights_are_another_plan(tmp_path: Path) -> None:
 # wrong input
 
 
-def damage_plan(directory: Path) -> None:
-    (directory / PLAN_FILE).write_text("{")
+def changing(file: str, old: str, new: str) -> Callable[[Path], object]:
+    """Return what replaces a text of a file, which must be there."""
 
+    def change(directory: Path) -> None:
+        text = (directory / file).read_text()
+        assert old in text
+        (directory / file).write_text(text.replace(old, new))
 
-def damage_explain(directory: Path) -> None:
-    (directory / EXPLAIN_FILE).write_text('{"version": 3')
-
-
-def change_explain(directory: Path) -> None:
-    file = directory / EXPLAIN_FILE
-    file.write_text(file.read_text().replace('"world": 2', '"world": 3'))
-
-
-def forget_manifest(directory: Path) -> None:
-    plan = json.loads((directory / PLAN_FILE).read_text())
-    del plan["manifest"]
-    (directory / PLAN_FILE).write_text(json.dumps(plan))
-
-
-def age_plan(directory: Path) -> None:
-    file = directory / PLAN_FILE
-    file.write_text(file.read_text().replace(f'"version": {PlanHead.VERSION}', '"version": 0'))
+    return change
 
 
 WRONG = [
-    (damage_plan, "is damaged"),
-    (lambda d: (d / PLAN_FILE).write_text("[]"), "is damaged"),
-    (lambda d: (d / PLAN_FILE).write_bytes(b"\xff\xfe"), "is damaged"),
-    (lambda d: (d / PLAN_FILE).write_text('{"manifest": 3}'), "is of version None, but this superscaler reads"),
-    (damage_explain, f"{EXPLAIN_FILE} is not what compile wrote there"),
-    (change_explain, f"{EXPLAIN_FILE} is not what compile wrote there"),
-    (forget_manifest, "is damaged (manifest is "),
+    (lambda d: (d / PLAN_FILE).write_text("{"), "is damaged"),
+    (changing(EXPLAIN_FILE, '"world": 2', '"world": 3'), f"{EXPLAIN_FILE} is not what compile wrote there"),
     (lambda d: (d / EXPLAIN_FILE).unlink(), f"{EXPLAIN_FILE} is missing"),
-    (age_plan, f"is of version 0, but this superscaler reads version {PlanHead.VERSION}"),
-    (lambda d: shutil.rmtree(d), "is not a plan directory"),
+    (
+        changing(PLAN_FILE, f'"version": {PlanHead.VERSION}', '"version": 0'),
+        f"is of version 0, but this superscaler reads version {PlanHead.VERSION}",
+    ),
+    (shutil.rmtree, "is not a plan directory"),
 ]
 
 
@@ -422,7 +390,7 @@ def test_wrong_directories_are_one_message_and_exit_code_2(
     assert read(directory)["world"] == 2
     spoil(directory)
     for arguments in (["explain", str(directory)], ["diff", str(saved["data_parallel"]), str(directory), "--json"]):
-        assert run(*arguments) == 2
+        assert command(*arguments) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("error: ")

@@ -11,20 +11,14 @@ import pytest
 import torch
 
 import superscaler as ss
-from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.ir.layout import Layout
 from superscaler.plan import Plan
 from superscaler.report.picture import draw
 from superscaler.report.words import duration, size
+from tests.ran import command
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
 
 
 class Product(torch.nn.Module):
@@ -113,7 +107,7 @@ def test_the_steps_move_what_the_plan_says(plan: Plan) -> None:
 def test_the_command_draws_what_the_plan_draws(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory, file = tmp_path / "plan", tmp_path / "b.svg"
     plan.save(directory)
-    assert run("explain", str(directory), "--svg", str(file)) == 0
+    assert command("explain", str(directory), "--svg", str(file)) == 0
     assert capsys.readouterr().out == f"{len(plan._account['paths'])} paths of several steps drawn in {file}\n"
     plan.draw(tmp_path / "a.svg")
     assert file.read_bytes() == (tmp_path / "a.svg").read_bytes()
@@ -130,7 +124,7 @@ def test_wrong_input_is_one_message(plan: Plan, tmp_path: Path, capsys: pytest.C
         ("missing", "a.svg", "is not a plan directory"),
         ("plan", "plan/plan.json", "is there and is no drawing of a plan"),
     ):
-        assert run("explain", str(tmp_path / directory), "--svg", str(tmp_path / file)) == 2
+        assert command("explain", str(tmp_path / directory), "--svg", str(tmp_path / file)) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("error: ")

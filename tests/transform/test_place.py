@@ -12,7 +12,6 @@ from chains import chain
 from superscaler.cluster import Cluster, Mesh
 from superscaler.errors import InputError, TransformError
 from superscaler.ir.graph import Graph
-from superscaler.ir.grid import Axis
 from superscaler.verbs import Algorithm, Microbatch, Replicate, Split, Stage, op_assign, op_trans, place
 
 BATCH, HIDDEN = Split("batch", 2, axis="dp"), Split("hidden", 3, axis="tp")
@@ -76,13 +75,6 @@ def test_some_parts_and_the_update_of_a_weight_are_placed_on_a_mesh() -> None:
     assert devices(graph, "update.w") == [0, 1]
 
 
-def test_microbatches_on_a_mesh_cost_nothing() -> None:
-    graph = chain(size=64)
-    cut(graph, Microbatch(32), BATCH)
-    op_assign(graph, graph.op("mul0"), Cluster.local(2).mesh(dp=2))
-    assert graph.grids["mul0"].once.shape == (1, 2)
-
-
 @pytest.mark.parametrize(
     ("algorithms", "message"),
     [
@@ -105,11 +97,6 @@ def test_a_stage_is_a_number_from_zero() -> None:
     graph = chain()
     with pytest.raises(TransformError, match=r"mul0 cannot be at stage -1 of pp; give 0, 1, 2"):
         cut(graph, Stage(-1, "pp"))
-
-
-def test_a_name_does_not_tell_axes_apart() -> None:
-    assert Axis(0, (2, 2), name="dp") == Axis(0, (2, 2))
-    assert repr(Axis(0, (2, 2), name="dp")) == repr(Axis(0, (2, 2)))
 
 
 def test_parts_of_a_cut_are_at_the_places_that_it_names() -> None:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.plan import Plan
 from tests.graphs import graph_of, step_of
+from tests.ran import command
 from tests.sweeps import slow
 
 
@@ -107,10 +107,8 @@ def test_what_cannot_shrink_says_why() -> None:
 
 
 def test_the_command_tells_what_shrank(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["verify", "gpt2:size=tiny", "--plan", "data_parallel", "--cluster", "local:4", "--shapes", "small"]
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert not ended.value.code
+    shape = ("--plan", "data_parallel", "--cluster", "local:4", "--shapes", "small")
+    assert command("verify", "gpt2:size=tiny", *shape) == 0
     told = capsys.readouterr().out
     assert "batch 8 -> 6" in told
     assert "devices 4 -> 3" in told
