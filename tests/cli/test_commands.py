@@ -99,30 +99,20 @@ def test_capture_json_has_what_the_tables_show(capsys: pytest.CaptureFixture[str
 
 
 def test_a_model_without_trained_parameters_is_not_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tmp_path / "frozen.py"
-    source.write_text("import torch\n\n\ndef f():\n    return torch.nn.Identity(), (torch.ones(()),)\n")
-    assert run("capture", f"{source}:f") == 0
-    assert run("capture", f"{source}:f", "--optimizer", "adamw") == 2
+    (tmp_path / "frozen.py").write_text(
+        "import torch\n\n\ndef f():\n    return torch.nn.Identity(), (torch.ones(()),)\n"
+    )
+    assert run("capture", f"{tmp_path}/frozen.py:f", "--optimizer", "adamw") == 2
     assert "no parameter that requires a gradient" in capsys.readouterr().err
-
-
-def test_compile_writes_a_plan_directory_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out_dir = tmp_path / "plan"
-    assert run("compile", MODEL, *TWO, "--out", str(out_dir), "--json") == 0
-    found = last(capsys.readouterr().out)
-    assert {"export", "total"} <= found["seconds"].keys()
-    assert found["distinct_programs"] == 1
-    assert found["parts"] > 0
-    assert found["instructions"] > 0
-    assert found["bytes_moved"] > 0
-    assert found["cluster"] == "local:2"
-    plan = json.loads((out_dir / PLAN_FILE).read_text())
-    assert plan["world"] == 2
-    assert (out_dir / "run.py").is_file()
 
 
 def test_compile_replaces_a_plan_but_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out_dir = tmp_path / "plan"
+    assert run("compile", MODEL, *TWO, "--out", str(out_dir), "--json") == 0
+    found = last(capsys.readouterr().out)
+    assert {"export", "total"} <= found["seconds"].keys()
+    assert (found["distinct_programs"], found["cluster"]) == (1, "local:2")
+    assert min(found[key] for key in ("parts", "instructions", "bytes_moved")) > 0
     assert run("compile", MODEL, *TWO, "--out", str(out_dir)) == 0
     assert "start it with: torchrun --nproc-per-node 2 " in capsys.readouterr().out
     assert run("compile", MODEL, "--plan", "single", "--cluster", "local:1", "--out", str(out_dir)) == 0
@@ -132,13 +122,6 @@ def test_compile_replaces_a_plan_but_nothing_else(tmp_path: Path, capsys: pytest
     assert run("compile", MODEL, *TWO, "--out", str(tmp_path / "notes")) == 2
     assert run("compile", MODEL, *TWO, "--out", str(tmp_path / "notes" / "mine.txt")) == 2
     assert (tmp_path / "notes" / "mine.txt").read_text() == "keep"
-
-
-def test_validate_tells_that_a_plan_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("validate", MODEL, *TWO, "--json") == 0
-    found = last(capsys.readouterr().out)
-    assert found["conservation"] is True
-    assert found["deadlock_free"] is True
 
 
 def test_validate_ends_with_1_when_something_is_unassigned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,6 +148,8 @@ def test_verify_gives_the_certificate(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["deadlock_free"] is True
     assert max(found[k] for k in ("loss_error", "gradient_error", "parameter_error")) < 1e-12
     assert "equal to one device" in err
+    assert (found["reference"], found["module_compared"], found["note"]) == ("eager", True, "")
+    assert "was not compared" not in err
 
 
 def test_verify_of_shapes_only_draws_weights_and_inputs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,16 +161,11 @@ def test_verify_of_shapes_only_draws_weights_and_inputs(capsys: pytest.CaptureFi
 
 
 def test_verify_at_small_shapes_says_that_the_module_was_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    for model in (MODEL, MODEL + ",device=meta"):
-        assert run("verify", model, *TWO, "--shapes", "small", "--json") == 0
-        out, err = capsys.readouterr()
-        assert (last(out)["equal"], last(out)["reference"], last(out)["module_compared"]) == (True, "graph", False)
-        assert "against the captured graph only" in err
-        assert "note: the module itself was not compared: it has the shapes of the capture" in err
-    assert run("verify", MODEL, *TWO, "--json") == 0
+    assert run("verify", MODEL + ",device=meta", *TWO, "--shapes", "small", "--json") == 0
     out, err = capsys.readouterr()
-    assert (last(out)["reference"], last(out)["module_compared"], last(out)["note"]) == ("eager", True, "")
-    assert "was not compared" not in err
+    assert (last(out)["equal"], last(out)["reference"], last(out)["module_compared"]) == (True, "graph", False)
+    assert "against the captured graph only" in err
+    assert "note: the module itself was not compared: it has the shapes of the capture" in err
 
 
 INFERENCE = """
@@ -247,13 +227,8 @@ def test_verify_ends_with_1_when_not_equal(monkeypatch: pytest.MonkeyPatch, caps
         **{"equal": False, "loss_error": 0.5, "gradient_error": float("nan"), "parameter_error": 0.0},
         **{"conservation": True, "deadlock_free": False, "worst_tensor": "head.weight on device 1"},
         "first_difference": "head.weight[0:10, 0:64] on device 1 arrives off by 0.5 at linear (head)",
-        **{
-            "shrunk": {},
-            "reference": "export",
-            "note": "the module has no data",
-            "stale": [0],
-            "module_compared": False,
-        },
+        **{"shrunk": {}, "reference": "export", "note": "the module has no data", "stale": [0]},
+        "module_compared": False,
         **{"trains": True, "outputs": [], "dropped": [0, 0]},
         **{"trained_dtype": "float32", "trained_error": 0.5, "trained_allowed": 0.0},
     }
@@ -284,27 +259,15 @@ def test_autocast_is_known_to_all_commands_that_capture(tmp_path: Path, capsys: 
 
 
 @pytest.mark.dist
-def test_train_in_float16_scales_the_loss(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("train", MODEL, *TWO, "--steps", "4", "--autocast", "fp16", "--clip", "1", "--json") == 0
+def test_train_in_float16_scales_the_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = "--steps", "4", "--autocast", "fp16", "--clip", "1", "--out", str(tmp_path / "plan")
+    assert run("train", MODEL, *TWO, *options, "--json") == 0
     found = last(capfd.readouterr().out)
+    assert (tmp_path / "plan" / PLAN_FILE).is_file()
+    assert (found["world"], found["tokens_per_second"] > 0) == (2, True)
     assert len(found["losses"]) == 4
     assert len(found["gradient_norms"]) == 4
     assert None not in found["losses"] + found["gradient_norms"]
-
-
-@pytest.mark.dist
-def test_train_starts_processes_and_the_loss_falls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = "gpt2:size=tiny,layers=1,batch=4"
-    out_dir = tmp_path / "plan"
-    assert (
-        run("train", model, *TWO, "--steps", "6", "--lr", "1e-2", "--clip", "1", "--out", str(out_dir), "--json") == 0
-    )
-    found = last(capfd.readouterr().out)
-    assert len(found["losses"]) == 6
-    assert found["losses"][-1] < found["losses"][0]
-    assert found["world"] == 2
-    assert found["tokens_per_second"] > 0
-    assert (out_dir / PLAN_FILE).is_file()
 
 
 def test_plans_of_one_model_are_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from superscaler.ir.program import (
     Recv,
     Role,
     Send,
-    Slice,
     Update,
     Value,
     Wait,
@@ -58,9 +57,8 @@ class Mutation:
 TABLE: list[Mutation] = []
 DP, TP = "data_parallel", "tensor_parallel:vocabulary=false"
 PIPE = "pipeline_1f1b:stages=2,microbatches=4"
-HYBRID = "hybrid:dp=2,tp=2,vocabulary=false"
 GRID = "hybrid:dp=1,tp=2,pp=2,microbatches=2,vocabulary=false"
-WORLD = {GRID: 4, DP: 2, TP: 2, PIPE: 2, HYBRID: 4}
+WORLD = {GRID: 4, DP: 2, TP: 2, PIPE: 2}
 
 
 def mutation(spec: str, *culprits: str, model: str = "mlp") -> Callable[[Edit], Edit]:
@@ -162,11 +160,6 @@ def bucket_of(code: Code) -> tuple[int, Collective]:
     return next((n, i) for n, i in enumerate(code) if isinstance(i, Collective) and len(i.works) > 1)
 
 
-def drop_backward(code: Code, task: str) -> None:
-    """Drop a backward, which adds its gradients to sums."""
-    assert any(code.pop(at(code, Backward, task=task)).sums)
-
-
 def edit_op(exact: Compiled, op: str, new: Callable[[Any], Any]) -> Compiled:
     """Change an op in the last of the functions that have it."""
     functions = list(exact.program.functions)
@@ -195,46 +188,13 @@ def remove_op(function: Function, name: str) -> Function:
 
 
 @mutation(TP, "linear_product_1")
-def all_reduce_of_an_activation_dropped(exact: Compiled, code: list[Code]) -> None:
-    for mine in code:
-        skip_collective(mine, "linear_product_1_work")
-
-
-@mutation(TP, "linear_product_1")
 def all_reduce_dropped_on_one_device(exact: Compiled, code: list[Code]) -> None:
     skip_collective(code[1], "linear_product_1_work")
-
-
-@mutation(DP, "d_layers_0_weight")
-def tensors_of_a_bucket_swapped(exact: Compiled, code: list[Code]) -> None:
-    n, bucket = bucket_of(code[1])
-    code[1][n] = replace(bucket, sources=bucket.sources[::-1], ways=bucket.ways[::-1])
-
-
-@mutation(HYBRID, "layers.0.weight", "layers.0.bias", "layers.1.weight")
-def gradients_reduced_over_the_wrong_group(exact: Compiled, code: list[Code]) -> None:
-    """Rows of the mesh for columns: tensor-parallel peers add up the slices of each other."""
-    for rank, mine in enumerate(code):
-        for n, i in enumerate(mine):
-            if isinstance(i, Collective) and len(i.works) > 1 and i.group == (rank % 2, rank % 2 + 2):
-                mine[n] = replace(i, group=(rank // 2 * 2, rank // 2 * 2 + 1))
-
-
-@mutation(TP, "linear_product_2")
-def all_gather_in_reversed_order(exact: Compiled, code: list[Code]) -> None:
-    for mine in code:
-        change(mine, Collective, {"kind": "all_gather"}, group=(1, 0))
 
 
 @mutation(TP, "all_gather of linear_product_2")
 def order_of_a_group_reversed_on_one_device(exact: Compiled, code: list[Code]) -> None:
     change(code[1], Collective, {"kind": "all_gather"}, group=(1, 0))
-
-
-@mutation(DP, "cross_entropy_loss_count")
-def count_of_labels_not_reduced(exact: Compiled, code: list[Code]) -> None:
-    for mine in code:
-        skip_collective(mine, "cross_entropy_loss_count_work")
 
 
 @mutation(PIPE, "linear[0:4, 0:64] on device 1, microbatch 0", "linear is read as [0:4, 0:64], but it has [4:8")
@@ -252,36 +212,7 @@ def send_dropped(exact: Compiled, code: list[Code]) -> None:
     del code[0][at(code[0], Send, message=2)]
 
 
-@mutation(PIPE, "send of linear_m0", "linear is read as [0:4, 0:64], but it has [4:8")
-def receive_dropped(exact: Compiled, code: list[Code]) -> None:
-    """The second microbatch is used twice."""
-    first, second = (i.work for i in code[1] if isinstance(i, Recv) and i.message in (1, 2))
-    del code[1][at(code[1], Recv, work=first)]
-    wait = at(code[1], Wait, work=first)
-    code[1][wait] = replace(code[1][wait], work=second)
-    code[1].insert(wait - 1, code[1].pop(at(code[1], Recv, work=second)))
-
-
 # What runs, and when.
-
-
-@mutation(PIPE, "s0_m2", "linear[8:12", "linear is read as [8:12")
-def forward_of_a_microbatch_missing(exact: Compiled, code: list[Code]) -> None:
-    del code[0][at(code[0], Forward, task="s0_m2")]
-    rename(code[0], named("linear_m2"), named("linear_m1"))
-    drop_backward(code[0], "s0_m2")
-
-
-@mutation(PIPE, "s0_m1")
-def microbatch_run_twice(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], Forward, task="s0_m1")
-    code[0].insert(n, code[0][n])
-
-
-@mutation(PIPE, "layers.0.weight")
-def gradient_of_a_microbatch_left_out(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[0], Backward, task="s0_m2")
-    code[0][n] = replace(code[0][n], sums=(None, *code[0][n].sums[1:]))
 
 
 @mutation(TP, "s3")
@@ -297,20 +228,7 @@ def op_dropped_from_the_schedule_too(exact: Compiled, code: list[Code]) -> Compi
     return replace(changed, schedule=replace(exact.schedule, segments=segments))
 
 
-@mutation(DP, "gelu_1", "linear_product_2")
-def op_missing_from_the_segment_of_one_device(exact: Compiled, code: list[Code]) -> Compiled:
-    functions = list(exact.program.functions)
-    n = next(n for n, f in enumerate(functions) if any(o.name == "gelu_1" for o in f.ops))
-    functions[n] = remove_op(functions[n], "gelu_1")
-    return with_program(exact, replace(exact.program, functions=tuple(functions)))
-
-
 # What is computed.
-
-
-@mutation(DP, "gelu_1")
-def other_function_with_the_same_shape(exact: Compiled, code: list[Code]) -> Compiled:
-    return edit_op(exact, "gelu_1", lambda op: replace(op, target="aten.tanh.default", kwargs=()))
 
 
 @mutation(DP, "scaled_dot_product_attention", model="gpt2:size=tiny")
@@ -328,11 +246,6 @@ def wrong_rows_of_a_weight_at_rest(exact: Compiled, code: list[Code]) -> Compile
     return with_program(exact, replace(exact.program, devices=devices))
 
 
-@mutation(TP, "linear_product_2")
-def wrong_box_of_a_slice(exact: Compiled, code: list[Code]) -> None:
-    change(code[1], Slice, {"source": "d_linear_product_2"}, ranges=((0, 16), (0, 5)))
-
-
 @mutation(DP, "rand_like", model="noise")
 def random_numbers_of_the_wrong_part(exact: Compiled, code: list[Code]) -> Compiled:
     tables = exact.emitted.tables
@@ -344,12 +257,6 @@ def random_numbers_of_the_wrong_part(exact: Compiled, code: list[Code]) -> Compi
 @mutation(DP, "cross_entropy_loss")
 def loss_counted_on_one_device_only(exact: Compiled, code: list[Code]) -> None:
     change(code[1], Loss, {}, counted=(False,))
-
-
-@mutation(DP, "layers.0.weight", "cross_entropy_loss")
-def gradient_of_the_loss_left_out(exact: Compiled, code: list[Code]) -> None:
-    n = at(code[1], Backward, task="s2")
-    code[1][n] = replace(code[1][n], gradients=(None,))
 
 
 # Updates.
@@ -402,12 +309,6 @@ def use_of_a_tied_weight_left_out(exact: Compiled, code: list[Code]) -> None:
     code[0][n] = replace(combine, pieces=combine.pieces[1:], boxes=combine.boxes[1:])
 
 
-@mutation(HYBRID, "the gradient of transformer.wte.weight", model="gpt2:size=tiny")
-def slices_of_a_gradient_joined_before_they_are_summed(exact: Compiled, code: list[Code]) -> None:
-    name = "d_transformer_wte_weight"
-    change(code[0], Collective, {"kind": "all_gather", "sources": f"{name}__3"}, sources=(named(name),))
-
-
 # What was emitted, where the program is right.
 
 
@@ -429,15 +330,6 @@ def other_function_in_the_emitted_text(exact: Compiled, code: list[Code]) -> Com
 @mutation(PIPE, "labels[4:8] on device 1, microbatch 1", "labels is read as [4:8]")
 def labels_of_another_microbatch(exact: Compiled, code: list[Code]) -> None:
     change(code[1], Load, {"tensor": "labels", "out": "labels_s1"}, box=((0, 4),))
-
-
-@mutation(PIPE, "the gradient of linear[0:4, 0:64] on device 0, microbatch 0", "the gradient of linear is read as [0:4")
-def gradients_of_microbatches_swapped(exact: Compiled, code: list[Code]) -> None:
-    one, two = named("d_linear"), named("d_linear__2")
-    first, second = at(code[1], Send, source=one), at(code[1], Send, source=two)
-    code[1][first] = replace(code[1][first], source=two)
-    code[1][second] = replace(code[1][second], source=one)
-    code[1].insert(second - 1, code[1].pop(first))
 
 
 @mutation(DP, "the gradient of layers.0.weight", "the gradient of layers.1.weight")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutations import DP, GRID, HYBRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report, with_code
+from mutations import DP, GRID, PIPE, TABLE, TIMEOUT, TP, Mutation, intact, report, with_code
 
 from superscaler.artifact import initial_values
 from superscaler.verify import certify
@@ -30,8 +30,8 @@ def test_no_instruction_can_be_left_out(spec: str) -> None:
             assert result["first_difference"], gone
 
 
-PLANS = [("mlp", spec) for spec in (DP, TP, PIPE, HYBRID, GRID)]
-PLANS += few([("gpt2:size=tiny", spec) for spec in (DP, TP, PIPE, HYBRID, GRID)], 4)
+PLANS = [("mlp", spec) for spec in (DP, TP, PIPE, GRID)]
+PLANS += few([("gpt2:size=tiny", spec) for spec in (DP, TP, PIPE, GRID)], 3)
 
 
 @pytest.mark.parametrize(("model", "spec"), [*PLANS, ("noise", DP)])
