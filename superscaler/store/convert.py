@@ -65,17 +65,10 @@ def export_distributed(path: Path, out: Path) -> list[str]:
     model |= {alias: model[kept] for alias, kept in stored.head["aliases"].items() if kept in model}
     states = {name: _states(stored, name) for name, entry in stored.tensors.items() if entry.steps is not None}
     state = {"model": model} | ({"optimizer": {"state": states}} if states else {})
-    with _replaced(out) as folder, _quiet():
+    # The library warns that there is a single process, which is intended.
+    with _replaced(out) as folder, warnings.catch_warnings(action="ignore", category=UserWarning):
         save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
     return sorted(file.name for file in out.iterdir())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the library's warning about a single process, which is intended."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def _states(stored: TensorReader, name: str) -> dict[str, Tensor]:
@@ -138,7 +131,7 @@ def _read_distributed(source: Path) -> tuple[dict[str, Tensor], dict[str, dict[s
         if any(name.startswith(_MODEL) for name in kept):
             kept = {n: t for n, t in kept.items() if n.startswith((_MODEL, _STATE))}
         state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in kept.items()}
-        with _quiet():
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             load(state, storage_reader=FileSystemReader(source), no_dist=True)
     tensors = {n.removeprefix(_MODEL): value for n, value in state.items() if not n.startswith(_STATE)}
     states: dict[str, dict[str, Tensor]] = {}

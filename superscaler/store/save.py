@@ -76,6 +76,7 @@ class _Save:
     is_given_up: threading.Event = field(default_factory=threading.Event)
     # Set when a caller waits for the save.
     hurry: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread = field(init=False)
 
 
 class Saver:
@@ -104,9 +105,8 @@ class Saver:
         self._on_failure = on_failure
         self._owners = owners(step.plan)
         self._save: _Save | None = None
-        self._thread: threading.Thread | None = None
+        # The locked file while the folder is held; -1 on a rank that saves nothing.
         self._lock: int | None = None
-        self._is_open = False
         # The copies of the last save: the next one copies into their memory.
         self._copies: dict[str, Tensor] = {}
 
@@ -127,9 +127,9 @@ class Saver:
         tensors, entries = snapshot(self.step, self._owners[self.step.rank], self._copies)
         self._copies = tensors
         draft = Draft(self.directory / made, CheckpointHead)
-        save = _Save(draft, steps, _head(self.step, training), entries, tensors)
-        self._save, self._thread = save, threading.Thread(target=self._write, args=(save,), daemon=True)
-        self._thread.start()
+        self._save = save = _Save(draft, steps, _head(self.step, training), entries, tensors)
+        save.thread = threading.Thread(target=self._write, args=(save,), daemon=True)
+        save.thread.start()
 
     def _begin(self, steps: int) -> str:
         """Return the name of a new folder, or `!` and the reason why there is none."""
@@ -140,14 +140,14 @@ class Saver:
 
     def open(self) -> None:
         """Hold the folder until `close`, so that no other run saves there. Raises InputError where that cannot be."""
-        if self._is_open:
+        if self._lock is not None:
             return
         for is_first in (True, False):
             is_mine = is_first == (self.step.rank == 0) and (is_first or self._owners[self.step.rank])
             if error := share(self.step.state.communicator, self._hold(is_first) if is_mine else ""):
                 self.close()
                 raise InputError(f"{error.rstrip('.')}.")
-        self._is_open = True
+        self._lock = -1 if self._lock is None else self._lock
 
     def _hold(self, is_first: bool) -> str:
         """Lock the folder; return the error in words, empty if none."""
@@ -165,26 +165,25 @@ class Saver:
 
     def close(self) -> None:
         """Let other runs save into the folder."""
-        if self._lock is not None:
+        if self._lock not in (None, -1):
             os.close(self._lock)
-        self._lock, self._is_open = None, False
+        self._lock = None
         # The next save of this run checks whether another run holds the folder.
         self.step.state.communicator.barrier()
 
     def finish(self) -> None:
         """Wait until the save under way is whole, or has failed."""
-        save, thread = self._save, self._thread
-        if save is None or thread is None:
+        save, communicator = self._save, self.step.state.communicator
+        if save is None:
             return
-        communicator = self.step.state.communicator
         save.hurry.set()
         save.is_written.wait()
         error = share(communicator, save.error)
         if error:
             save.is_given_up.set()
-        thread.join()
+        save.thread.join()
         error = error or share(communicator, save.error)
-        self._save = self._thread = None
+        self._save = None
         if error:
             if self.step.rank == 0:
                 discard(save.draft.path)
