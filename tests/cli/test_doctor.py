@@ -107,16 +107,11 @@ def test_a_measured_cluster_is_taken_by_other_commands(
     [
         (["--out", "x.yaml"], "--out is for a measurement; add --measure."),
         (["--cluster", "local:2"], "--cluster is for a measurement; add --measure."),
-        (
-            ["--measure", "--out", "x.txt"],
-            "--out x.txt does not end in .yaml, by which --cluster knows a file; write x",
-        ),
+        (["--measure", "--out", "x.txt"], "--out x.txt does not end in .yaml, by which --cluster knows a file; "),
         (["--measure", "--out", "no/x.yaml"], "--out no/x.yaml is in a folder that does not exist; make no first."),
         (["--measure", "--out", "folder.yaml"], "--out folder.yaml cannot be written: it is a folder."),
         (["--measure", "--cluster", "local:1"], "--cluster local:1 has 1 devices, but links join 2 or more, and at mo"),
-        (["--measure", "--cluster", "local:65"], "--cluster local:65 has 65 devices, but links join 2 or more, and at"),
         (["--measure", "--cluster", "v100:1x2"], "--cluster v100:1x2 is not this machine, which alone can be measured"),
-        (["--measure", "--cluster", "locl:2"], "unknown cluster 'locl'; did you mean 'local'?"),
     ],
 )
 def test_what_cannot_be_measured_is_told(

@@ -13,7 +13,7 @@ import yaml
 
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
-from superscaler.launch.jobs import Start, how_to_start, job_name, kubernetes, slurm, torchrun
+from superscaler.launch.jobs import Start, job_name, kubernetes, slurm, torchrun
 
 OPTIONS = ["--steps", "9", "--save", "a folder's own"]
 # What a job on two servers would run, with the number of the server.
@@ -27,25 +27,13 @@ JOB = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12345", "SLURM_CPUS_ON_N
 
 def start(cluster: str, restarts: int = 0) -> Start:
     program = Path("plans/My_Plan/run.py")
-    return Start(
-        cluster=Cluster.parse(cluster),
-        program=program,
-        options=OPTIONS,
-        restarts=restarts,
-        name=job_name(program.parent),
-    )
+    name = job_name(program.parent)
+    return Start(cluster=Cluster.parse(cluster), program=program, options=OPTIONS, restarts=restarts, name=name)
 
 
 def test_one_server_needs_no_rendezvous() -> None:
     assert torchrun(start("local:2", restarts=3)) == (
         "torchrun --nproc-per-node 2 --max-restarts 3 plans/My_Plan/run.py --steps 9 --save 'a folder'\"'\"'s own'"
-    )
-
-
-def test_several_servers_run_the_same_command() -> None:
-    assert how_to_start(Cluster.parse("v100:4x8"), Path("run.py")) == (
-        "start it on each of 4 servers, one of which is HOST, with: "
-        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 run.py"
     )
 
 
@@ -84,13 +72,7 @@ def test_a_slurm_script_starts_torchrun_on_every_server(tmp_path: Path) -> None:
 
 # A folder and options that a shell, sbatch, YAML or Kubernetes would read as more than text.
 HOSTILE = Path("plans") / "p\ntouch injected\n#SBATCH --hold\n---\nkind: Pod $(touch injected)\u2028x"
-TEXTS = [
-    "$(touch injected)",
-    "`touch injected`",
-    "a\ntouch injected\n#SBATCH --hold",
-    "'; touch injected; '",
-    "$(HOME)",
-]
+TEXTS = ["$(touch injected)", "`touch injected`", "a\ntouch injected\n#SBATCH", "'; touch injected; '", "$(HOME)"]
 
 
 def test_no_text_is_more_than_text_in_a_job(tmp_path: Path) -> None:
@@ -118,9 +100,7 @@ def test_no_text_is_more_than_text_in_a_job(tmp_path: Path) -> None:
     ("kind", "values"),
     [
         (slurm, {"partition": "long\n#SBATCH --hold"}),
-        (slurm, {"partition": "a b"}),
         (slurm, {"time": "1:00; touch injected"}),
-        (slurm, {"time": ""}),
         (kubernetes, {"image": "image:1\nkind: Pod", "claim": "disk"}),
         (kubernetes, {"image": "image:1", "claim": "../disk"}),
     ],
@@ -133,12 +113,8 @@ def test_what_a_scheduler_cannot_read_is_refused(kind: Any, values: dict[str, st
 
 def test_a_kubernetes_job_has_a_pod_a_server_and_a_name_for_the_first(tmp_path: Path) -> None:
     service, job = yaml.safe_load_all(kubernetes(start("v100:2x8", restarts=1), "image:1", "disk"))
-    assert (service["kind"], service["apiVersion"], job["kind"], job["apiVersion"]) == (
-        "Service",
-        "v1",
-        "Job",
-        "batch/v1",
-    )
+    kinds = [(found["kind"], found["apiVersion"]) for found in (service, job)]
+    assert kinds == [("Service", "v1"), ("Job", "batch/v1")]
     assert service["spec"] == {
         "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job["metadata"]["name"]},
     }  # fmt: skip
@@ -153,9 +129,6 @@ def test_a_kubernetes_job_has_a_pod_a_server_and_a_name_for_the_first(tmp_path: 
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
-
-
-def test_a_job_without_gpus_asks_for_none() -> None:
     _, job = yaml.safe_load_all(kubernetes(start("local:2"), "image", "disk"))
     assert "resources" not in job["spec"]["template"]["spec"]["containers"][0]
 
