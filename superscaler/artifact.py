@@ -230,9 +230,7 @@ def _texts(compiled: Compiled) -> dict[str, str]:
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:
-    """Return explain.json of a directory that holds the plan of this transformed graph, whole and unedited; None
-    otherwise.
-    """
+    """Return explain.json of a directory that holds the plan of this transformed graph, whole and unedited, or None."""
     try:
         recover(directory)
         plan = read_plan(directory)

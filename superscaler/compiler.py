@@ -156,9 +156,7 @@ def finish(planned: Graph, cluster: Cluster, seconds: Mapping[str, float] | None
 def _compiled(
     planned: Graph, cluster: Cluster, full_fold: Fold | None, steady: SteadyState | None, phases: dict[str, float]
 ) -> tuple[Schedule, Program]:
-    """Compile the first microbatches if they determine all; compile all if they do not, or if the plan does not
-    hold.
-    """
+    """Compile the first microbatches if they determine all and the plan holds, else compile all."""
     if steady is not None:
         with contextlib.suppress(Aperiodic, PlanError):
             return _folded(planned, cluster, full_fold, phases, steady)

@@ -41,9 +41,7 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase, capture included: `export` is torch's own, `certify` once done; `total` is
-        their sum.
-        """
+        """Return the seconds of each phase: `export` is torch's own, `certify` once done; `total` is their sum."""
         phases = {**self.compiled.graph.captured.seconds, **self.compiled.seconds, **self._certified}
         phases.pop("total")
         phases["total"] = sum(phases.values())

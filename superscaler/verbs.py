@@ -1,6 +1,4 @@
-"""The verbs `op_trans`, `op_assign` and `op_order`, and the algorithms of `op_trans`: everything that a plan
-imports.
-"""
+"""The verbs `op_trans`, `op_assign`, `op_order`, and algorithms of `op_trans`: everything that a plan imports."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from superscaler.plans import resolve
 from superscaler.runtime.step import Step
 from superscaler.verify import certify
 from superscaler.verify.locate import on_threads
-from superscaler.verify.retype import retype
+from superscaler.verify.oracles import retype
 
 SProgram = Callable[[ss.Graph, ss.Cluster], Any]
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def exact(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Comp
     """Return a plan on so many devices, or on a cluster, compiled in float64 without dropout."""
     where = ss.Cluster.parse(f"local:{cluster}" if isinstance(cluster, int) else cluster)
     planned, _ = transform(graph, resolve(plan) if isinstance(plan, str) else plan, where)
-    return finish(retype(planned, "float64", dropout=False), where)
+    return finish(retype(planned, "float64"), where)
 
 
 def equal(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Ran:

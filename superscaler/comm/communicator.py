@@ -104,13 +104,13 @@ class Communicator(ABC):
         """Sum over the group for the rank at place `root`; the result of other ranks is undefined."""
         if len(group) == 1:
             return Later(lambda: x)
-        return self._sum_to(self._enter("reduce", group, x.shape, x.dtype), group, x, root, owned)
+        return self._reduce(self._enter("reduce", group, x.shape, x.dtype), group, x, owned, root=root)
 
     def rd_gather(self, x: Tensor, group: Group, root: int, dim: int) -> Handle:
         """Concatenate equal chunks along `dim`, in group order, on the rank at place `root`; others get undefined."""
         if len(group) == 1:
             return Later(lambda: x)
-        return self._gather_to(self._enter("rd_gather", group, x.shape, x.dtype), group, x, root, dim)
+        return self._gather(self._enter("rd_gather", group, x.shape, x.dtype), group, x, dim, root)
 
     def broadcast(
         self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype
@@ -161,13 +161,16 @@ class Communicator(ABC):
     def close(self) -> None:
         """Flush, wait for all ranks to do so, and leave. The communicator cannot be used afterwards."""
 
-    # The operations in groups of two ranks or more; `what` names the operation in errors.
+    # The operations in groups of two ranks or more; `what` names them in errors. With a `root`, only the rank at that
+    # place has a result.
 
     @abstractmethod
-    def _reduce(self, what: str, group: Group, x: Tensor, owned: bool, largest: bool) -> Handle: ...
+    def _reduce(
+        self, what: str, group: Group, x: Tensor, owned: bool, largest: bool = False, root: int | None = None
+    ) -> Handle: ...
 
     @abstractmethod
-    def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Handle: ...
+    def _gather(self, what: str, group: Group, x: Tensor, dim: int, root: int | None = None) -> Handle: ...
 
     @abstractmethod
     def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: Finish) -> Handle:
@@ -175,12 +178,6 @@ class Communicator(ABC):
 
     def _scatter(self, what: str, group: Group, chunks: Sequence[Tensor]) -> Handle:
         return self._swap(what, group, chunks, sum_in_order)
-
-    @abstractmethod
-    def _sum_to(self, what: str, group: Group, x: Tensor, root: int, owned: bool) -> Handle: ...
-
-    @abstractmethod
-    def _gather_to(self, what: str, group: Group, x: Tensor, root: int, dim: int) -> Handle: ...
 
     @abstractmethod
     def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Handle:

@@ -204,20 +204,29 @@ class DistributedCommunicator(c.Communicator):
             if members not in self._groups:
                 self._groups[members] = self._call(f"{self.prefix}connecting", dist.new_group, list(members))
 
-    def _reduce(self, what: str, group: Group, x: Tensor, owned: bool, largest: bool) -> Handle:
+    def _reduce(
+        self, what: str, group: Group, x: Tensor, owned: bool, largest: bool = False, root: int | None = None
+    ) -> Handle:
+        # gloo reduces in place, on all ranks.
         buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
+        if root is not None:
+            return self._rooted(what, group, root, dist.reduce, buffer, group[root]).giving(lambda: buffer)
         kind = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         return self._begin(what, group, dist.all_reduce, buffer, kind).giving(lambda: buffer)
 
-    def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Handle:
+    def _gather(self, what: str, group: Group, x: Tensor, dim: int, root: int | None = None) -> Handle:
         gathered = torch.empty((len(group), *x.shape), dtype=x.dtype, device=x.device)
+        mine = _bytes(x.detach().contiguous())
 
         def finish() -> Tensor:
             if dim == 0 and group == tuple(sorted(group)) and x.dim():
                 return gathered.flatten(0, 1)
             return c.join(c.to_plan_order(gathered, group), dim)
 
-        return self._begin(what, group, _all_gather, _bytes(gathered), _bytes(x.detach().contiguous())).giving(finish)
+        if root is None:
+            return self._begin(what, group, _all_gather, _bytes(gathered), mine).giving(finish)
+        incoming = list(map(_bytes, gathered)) if group[root] == self.rank else None
+        return self._rooted(what, group, root, dist.gather, mine, incoming, group[root]).giving(finish)
 
     def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Handle:
         outgoing = c.from_plan_order(chunks, group)
@@ -232,21 +241,10 @@ class DistributedCommunicator(c.Communicator):
         outgoing, chunk = c.from_plan_order(chunks, group), torch.empty_like(chunks[0])
         return self._begin(what, group, _reduce_scatter, chunk.view(-1), outgoing.view(-1)).giving(lambda: chunk)
 
-    def _sum_to(self, what: str, group: Group, x: Tensor, root: int, owned: bool) -> Handle:
-        # gloo reduces in place, on all ranks.
-        buffer = x.detach().contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
-        operation = self._begin(what, group, dist.reduce, buffer, group[root])
-        return self._given(operation, group[root]).giving(lambda: buffer)
-
-    def _gather_to(self, what: str, group: Group, x: Tensor, root: int, dim: int) -> Handle:
-        gathered = torch.empty((len(group), *x.shape), dtype=x.dtype, device=x.device)
-        incoming = list(map(_bytes, gathered)) if group[root] == self.rank else None
-        operation = self._begin(what, group, dist.gather, _bytes(x.detach().contiguous()), incoming, group[root])
-        return self._given(operation, group[root]).giving(lambda: c.join(c.to_plan_order(gathered, group), dim))
-
-    def _given(self, operation: _Operation, root: int) -> _Operation:
-        """Return an operation for whose result only one rank waits."""
-        if self.rank != root:
+    def _rooted(self, what: str, group: Group, root: int, function: Callable[..., Any], *args: Any) -> _Operation:
+        """Start an operation for whose result only the rank at place `root` waits."""
+        operation = self._begin(what, group, function, *args)
+        if self.rank != group[root]:
             self._sends.add(operation)
         return operation
 

@@ -145,25 +145,19 @@ class ThreadCommunicator(c.Communicator):
         named = sorted({tuple(group) for group in groups})
         self._exchange(f"prepare of {named} over ranks {self._everyone()}", self._everyone(), None)()
 
-    def _reduce(self, what: str, group: Group, x: Tensor, owned: bool, largest: bool) -> Handle:
-        parts = self._exchange(f"{what}, the largest" if largest else what, group, _copy(x))
+    def _reduce(
+        self, what: str, group: Group, x: Tensor, owned: bool, largest: bool = False, root: int | None = None
+    ) -> Handle:
+        parts = self._exchange(f"{what}, the largest" if largest else what, group, _copy(x), root)
         return c.Later(lambda: reduce(torch.maximum, parts()) if largest else c.sum_in_order(parts()))
 
-    def _gather(self, what: str, group: Group, x: Tensor, dim: int) -> Handle:
-        parts = self._exchange(what, group, _copy(x))
+    def _gather(self, what: str, group: Group, x: Tensor, dim: int, root: int | None = None) -> Handle:
+        parts = self._exchange(what, group, _copy(x), root)
         return c.Later(lambda: c.join(parts(), dim))
 
     def _swap(self, what: str, group: Group, chunks: Sequence[Tensor], finish: c.Finish) -> Handle:
         parts, mine = self._exchange(what, group, list(map(_copy, chunks))), group.index(self.rank)
         return c.Later(lambda: finish([chunks[mine] for chunks in parts()]))
-
-    def _sum_to(self, what: str, group: Group, x: Tensor, root: int, owned: bool) -> Handle:
-        parts = self._exchange(f"{what} to rank {group[root]}", group, _copy(x), readers=1)
-        return c.Later(lambda: c.sum_in_order(parts()))
-
-    def _gather_to(self, what: str, group: Group, x: Tensor, root: int, dim: int) -> Handle:
-        parts = self._exchange(f"{what} to rank {group[root]}", group, _copy(x), readers=1)
-        return c.Later(lambda: c.join(parts(), dim))
 
     def _spread(self, what: str, group: Group, buffer: Tensor, source: int) -> Handle:
         parts = self._exchange(f"{what} from rank {source}", group, _copy(buffer))
@@ -221,12 +215,14 @@ class ThreadCommunicator(c.Communicator):
             raise RuntimeFailure(f"{what}: expected {shape} {dtype}, but {came} came.")
         return x
 
-    def _exchange(self, what: str, group: Group, value: T, readers: int = 0) -> Callable[[], list[T]]:
-        """Bring a value to the group's next meeting; return a wait for all. `readers`: how many of them (0: all)."""
-        key = group, self._entered[group]
+    def _exchange(self, what: str, group: Group, value: T, root: int | None = None) -> Callable[[], list[T]]:
+        """Bring a value to the group's next meeting; return a wait for all, which only a `root`, if any, calls."""
+        key, absent = (group, self._entered[group]), 0
+        if root is not None:
+            what, absent = f"{what} to rank {group[root]}", len(group) - 1
         self._entered[group] += 1
         with self._hub.changed:
-            meeting = self._hub.meetings.setdefault(key, _Meeting(what, {}, len(group) - (readers or len(group))))
+            meeting = self._hub.meetings.setdefault(key, _Meeting(what, {}, absent))
             if meeting.what != what:
                 raise RuntimeFailure(f"{what} meets {meeting.what} of another rank.")
             meeting.brought[self.rank] = value

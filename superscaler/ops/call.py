@@ -48,9 +48,7 @@ class Site:
         return [d % max(rank, 1) for d in ([value] if isinstance(value, int) else value)]
 
     def alike(self, operand: str, result: str | None = None) -> str:
-        """Return the notation of a call in which all operands have one form. The results have it too, or the form
-        `result`.
-        """
+        """Return the notation of a call whose operands have one form, as have the results, or the form `result`."""
         results = [operand if result is None else result] * len(self.outs)
         return f"{', '.join([operand] * len(self.ins))} -> {', '.join(results)}"
 
@@ -74,9 +72,7 @@ def ranges_of(op: Op, box: Box, tensors: Mapping[str, PTensor], number: int, dim
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """An op on one part: the box of its indices, and the names and local shapes of its operands. `parts`: the source of
-    the ranges that it gets as data, see `Row.placed`.
-    """
+    """An op on one part: its box, and the names and local shapes of its operands. `parts`: see `Row.placed`."""
 
     op: Op
     box: Box

@@ -1,7 +1,5 @@
 """Operators on elements beside those that torch tags as pointwise, and operators that draw or count elements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from superscaler.ir.model import Op

@@ -1,7 +1,5 @@
 """Normalizations, and operators on space: convolutions, pools, grids."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from math import prod
@@ -55,9 +53,7 @@ def _each(value: Any, count: int) -> list[Any]:
 
 
 def _convolution(site: Site) -> Sized | None:
-    """Cut the batch, groups, output channels and windows that do not overlap, and input channels where no bias is
-    added.
-    """
+    """Cut batch, groups, output channels, disjoint windows, and input channels if no bias is added."""
     groups, (x, kernel) = site.argument(8 if _is_general(site) else 6, "groups", 1), site.ins[:2]
     if len(x) != len(kernel):
         return None

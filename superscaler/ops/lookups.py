@@ -1,7 +1,5 @@
 """Operators that read or write at integer positions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from superscaler.ops.call import Local, Site
@@ -57,9 +55,7 @@ def _indexed(site: Site, count: int) -> tuple[str, list[str]] | None:
 
 
 def _index_write(mark: str = "") -> Recipe:
-    """Return the recipe of index_add and its like: the dims that are not indexed can be cut; a written dim has
-    `mark`.
-    """
+    """Return the recipe of index_add and its like: dims that are not indexed are cut; a written one has `mark`."""
 
     def recipe(site: Site) -> str:
         dim, names, entry = site.dims(1, "dim")[0], site.letters, f"i{mark}"
@@ -76,9 +72,7 @@ def _index_add(x: Local) -> str:
 
 
 def _gather(site: Site) -> str:
-    """Cut the dims of the index tensor that are as large as the operand's; the gathered dim is cut in the index tensor
-    only.
-    """
+    """Cut the dims of the index that are as large as the operand's; the gathered one is cut in the index only."""
     dim, names = site.dims(1, "dim")[0], site.letters
     short = {d for d, (a, b) in enumerate(zip(site.ins[0], site.outs[0], strict=True)) if a != b} - {dim}
     own = whole(["i" if d == dim else name for d, name in enumerate(names)], short)

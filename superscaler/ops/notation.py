@@ -10,8 +10,6 @@ last operands.
 in causal attention. Parts read s up to their end on l. Where l has another size they read s whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

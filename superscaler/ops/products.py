@@ -1,7 +1,5 @@
 """Products of tensors, and attention."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -78,9 +76,7 @@ def _is_behind(x: Local) -> bool:
 
 
 def _rows(x: Local) -> str:
-    """Return the range of the queries of a part; '' for all. If it reads keys up to their end, its sizes determine
-    them.
-    """
+    """Return the range of the queries of a part; '' for all, and if it reads keys up to their end."""
     own, whole = ranges_of(x.op, x.box, x.tensors, *_QUERIES)
     return x.part(*_QUERIES) or (f"{own}, {whole}" if extents(own) != whole else "")
 
@@ -122,9 +118,7 @@ def _attention_flops(op: Op, ins: Sequence[Shape], outs: Sequence[Shape]) -> int
 
 
 def _experts(site: Site) -> Sized:
-    """Cut tokens and outputs, but not inputs; experts, their choices and the width are summed, as the result is linear
-    in them.
-    """
+    """Cut tokens and outputs, not inputs; experts, choices and width are summed: the result is linear in them."""
     width = {"s": 2, "f": site.ins[4][2]}
     return "t a^, t k+, t k+, e+ (s^ f+) a^, e+ o f+ -> t o", width
 

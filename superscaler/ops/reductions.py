@@ -1,7 +1,5 @@
 """Reductions, softmax and losses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from superscaler.ops.call import Local, Site
@@ -38,9 +36,7 @@ def _softmax(site: Site) -> str:
 
 
 def _loss(site: Site) -> str | None:
-    """Return the notation of a loss of elements: not reduced, summed, or averaged (the mean squared error only, whose
-    text divides).
-    """
+    """Return the notation of a loss of elements: not reduced, summed, or averaged (the mean squared error only)."""
     if site.outs[0]:
         return elementwise(site)
     return site.alike("d..+", "") if len(set(site.ins)) == 1 else None

@@ -1,7 +1,5 @@
 """Rows of operators, the facts that torch does not state: `row("mm", "m k+, k n -> m n", ...)`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -83,9 +81,7 @@ def elementwise(site: Site) -> str:
 
 
 def along(position: int, name: str = "dim", default: Any = None) -> Recipe:
-    """Return the recipe of operators that need some dims whole, including the dims whose size differs between
-    operands.
-    """
+    """Return the recipe of operators that need some dims whole, and those whose size differs between operands."""
 
     def recipe(site: Site) -> str | None:
         names = site.letters

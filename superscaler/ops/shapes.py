@@ -1,7 +1,5 @@
 """Views and other moves of elements; the sizes in their arguments are adapted to each part."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 

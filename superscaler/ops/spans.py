@@ -4,8 +4,6 @@ A `Span` is an index before its factors are known. Its leaves, major to minor, a
 becomes three leaves, everywhere 384 flows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

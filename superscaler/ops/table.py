@@ -1,7 +1,5 @@
 """The rows of all operators, and queries on them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,9 +26,7 @@ def row_of(target: str) -> Row:
 
 
 def parts_of(op: Op, box: Box, tensors: Mapping[str, PTensor]) -> dict[tuple[int, int], Box]:
-    """Return the ranges that a part gets as data, by operand and dim: those that matter, where the part lacks some of
-    the dim.
-    """
+    """Return the ranges that a part gets as data, by operand and dim, if they matter and it lacks some of the dim."""
     found = {key: ranges_of(op, box, tensors, *key) for key in row_of(op.target).placed(op, tensors)}
     return {key: own for key, (own, whole) in found.items() if extents(own) != whole}
 

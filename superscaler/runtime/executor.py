@@ -86,16 +86,12 @@ class Rank:
         scale = torch.ones((), device=self.device) if self.scaler is None else self.scaler.scale
         return scale.to(self.dtype)
 
-    # Residents.
-
     def input(self, number: int) -> Tensor:
         name, box = self.tables["inputs"][number]
         return take(self.batch[name], self.tables["slots"][name], box).to(self.device)
 
     def weight(self, name: str) -> Tensor:
         return self.weights[name]
-
-    # Segments.
 
     def forward(
         self,
@@ -193,8 +189,6 @@ class Rank:
 
         return random
 
-    # Local moves.
-
     def slice(self, x: Tensor, view: Sequence[int], box: int, shape: Sequence[int]) -> Tensor:
         return _narrow(x.reshape(view), self.tables["boxes"][box]).reshape(shape)
 
@@ -215,8 +209,6 @@ class Rank:
             else:
                 part += piece.reshape(part.shape)
         return out.reshape(shape)
-
-    # Communication.
 
     # Collectives over the group with a number, as the communicator runs them.
     all_reduce = _over_group(Communicator.all_reduce)
@@ -251,8 +243,6 @@ class Rank:
 
     def to_device(self, x: Tensor) -> Handle:
         return self._copies.start(x, to_host=False)
-
-    # The end of a step.
 
     def update(self, pairs: Pairs, early: bool = False) -> None:
         """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm.

@@ -1,7 +1,5 @@
 """Attention in blocks of queries and keys, whose results are merged: the algorithm behind ring attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod

@@ -1,7 +1,5 @@
 """Algorithms that cut ops into parts: their classes, and how each changes the grid of an op."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
@@ -21,9 +19,7 @@ from superscaler.transform.losses import Decompose
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """An algorithm that cuts parts: a name for the journal, and the axis that it adds to a part with `sizes` (per
-    index).
-    """
+    """An algorithm that cuts parts: it returns the axis that it adds to a part with `sizes` (per index)."""
 
     def cut(self, op: Op, sizes: tuple[int, ...]) -> Axis: ...
 

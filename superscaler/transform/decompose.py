@@ -1,7 +1,5 @@
 """Decomposition of an op: several ops that replace it, on its indices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,9 +22,7 @@ Dim = Sequence[Slot]
 
 
 class Steps:
-    """The ops `old.word` of `ss.word` that replace an op, and the tensors that they make. `indices`: those of the op,
-    and indices that steps add.
-    """
+    """The ops `old.word` of `ss.word` that replace an op, their tensors, and the indices of the op and of its steps."""
 
     def __init__(self, model: Model, op: Op) -> None:
         self.model, self.op, self.indices = model, op, list(op.indices)

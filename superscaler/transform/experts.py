@@ -1,7 +1,5 @@
 """Mixtures of experts in steps, between which only the tokens travel that an expert was chosen for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 from numbers import Real

@@ -1,7 +1,5 @@
 """Losses in steps that can be cut on the classes: devices exchange numbers of each row, never its scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

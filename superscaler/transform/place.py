@@ -1,7 +1,5 @@
 """Placement on a mesh: the position of each part along its named axes, from the names that algorithms gave the cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod

@@ -1,7 +1,5 @@
 """The algorithms of `op_trans` that replace ops by others, and the rules that any such algorithm must keep."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
@@ -246,9 +244,7 @@ def _needed(ops: Sequence[Op]) -> list[Op]:
 
 
 def _with_twins(model: Model, regions: Sequence[Sequence[Op]]) -> Model:
-    """Return the model with a recomputed op for each op of some regions. It reads recomputed values of its own
-    region.
-    """
+    """Return the model with a recomputed op for each op of some regions, which reads values of its own region."""
     of = {op.name: ops[0].name for ops in regions for op in ops}
     made = {o.tensor: of[op.name] for ops in regions for op in ops for o in op.outputs}
     twins = {name: replace(model.tensors[name], name=f"{name}.r", origin=model.origin(name)) for name in made}

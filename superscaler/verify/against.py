@@ -21,7 +21,7 @@ from superscaler.store.plan import MODEL_FILE, REWRITE, WEIGHTS_FILE, read_plan
 from superscaler.store.tensor_file import opened
 from superscaler.verify.compare import relative_error
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values, model_step
-from superscaler.verify.retype import retype_model
+from superscaler.verify.oracles import retype_model
 
 # Characters of a differing line that are shown, and how many of them before the difference.
 _SHOWN, _BEFORE = 80, 20
@@ -111,7 +111,7 @@ def _of_numbers(mine: Model, theirs: Model, values: Values) -> Iterator[str]:
     order = [*known, *(o.tensor for op in theirs.forward_ops for o in op.outputs)]
     # Module paths are only comments in emitted code.
     bare = (replace(model, ops=tuple(replace(op, module="") for op in model.ops)) for model in (theirs, mine))
-    steps = (model_step(retype_model(model, "float64", dropout=False), known) for model in bare)
+    steps = (model_step(retype_model(model, "float64"), known) for model in bare)
     for what, have, want in zip(("", "the gradient of "), *steps, strict=True):
         floor = FLOOR * max((largest(x) for x in want.values() if x.is_floating_point()), default=1.0)
         for name in sorted(have.keys() & want.keys(), key=order.index):

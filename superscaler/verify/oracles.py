@@ -1,19 +1,24 @@
-"""The oracles of a plan's steps: the user's module, its exported program, or the graph on one device."""
+"""The oracles of a plan's steps (module, exported program, graph), and the plan retyped to be compared with them."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from superscaler.compiler import Compiled
 from superscaler.frontend.oracle import Draw, Reference, reference_step
-from superscaler.ir.model import Model, draw_number, once
+from superscaler.ir.graph import Graph
+from superscaler.ir.model import Model, Op, draw_number, once
+from superscaler.ops.table import row_of
 from superscaler.runtime import functional
 from superscaler.verify.eager import Eager
 from superscaler.verify.locate import Values, model_step
 
 # Runs a step of a model on one device: (weights before it, step number) -> results.
 Oracle = Callable[[Values, int], Reference]
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 def oracles_of(plan: Compiled, inputs: Values, dtype: torch.dtype | None) -> dict[str, Callable[[], Oracle]]:
@@ -63,3 +68,33 @@ def draw_of(step: int) -> Draw:
         return functional.draw(0, step, draw_number(name), [(0, size) for size in shape], shape, "cpu")
 
     return draw
+
+
+def retype(graph: Graph, dtype: str | None) -> Graph:
+    """Return the same plan for a model whose floating-point tensors and casts are all of `dtype` (None: as they are).
+
+    Probabilities of dropout are zero, so that the result can be compared. Communication is chosen by the sizes of the
+    dtypes there were, so that the same exchanges are compared as train.
+    """
+    return graph.copy(retype_model(graph.model, dtype))
+
+
+def retype_model(model: Model, dtype: str | None) -> Model:
+    tensors = dict(model.tensors)
+    for name, tensor in model.tensors.items():
+        if dtype is not None and tensor.dtype in FLOATS:
+            tensors[name] = replace(tensor, dtype=dtype, trained_as=tensor.trained.dtype)
+    ops = tuple(_retyped_op(op, dtype) for op in model.ops)
+    return replace(model, tensors=tensors, ops=ops)
+
+
+def _retyped_op(op: Op, dtype: str | None) -> Op:
+    args, kwargs = op.args, op.kwargs
+    if (rate := row_of(op.target).rate) is not None:
+        args = (*args[:rate], 0.0, *args[rate + 1 :])
+    casts = {f"torch.{name}": f"torch.{dtype}" for name in FLOATS if dtype}
+
+    def swap(value: Any) -> Any:
+        return casts.get(value, value) if isinstance(value, str) else value
+
+    return replace(op, args=tuple(map(swap, args)), kwargs=tuple((k, swap(v)) for k, v in kwargs))

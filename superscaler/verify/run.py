@@ -20,8 +20,7 @@ from superscaler.runtime.step import check_batch, load
 from superscaler.verify.compare import STEPS, Comparison, Errors, Result, noise_of, run_steps
 from superscaler.verify.eager import Unlike
 from superscaler.verify.locate import TOLERANCE, Values, first_difference, model_step, on_threads
-from superscaler.verify.oracles import Oracle, graph_step, oracles_of, recurrence
-from superscaler.verify.retype import FLOATS, retype
+from superscaler.verify.oracles import FLOATS, Oracle, graph_step, oracles_of, recurrence, retype
 from superscaler.verify.small import shrink
 from superscaler.verify.trained import near, quiet
 
@@ -65,13 +64,13 @@ def verify(
     if batch is not None:
         check_batch(batch, reads(compiled.graph.model))
     if shapes == "model" or (shapes == "auto" and not _is_large(compiled)):
-        exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
+        exact = finish(retype(compiled.graph, "float64"), compiled.cluster)
         found = {**certify(exact, backend, batch), "shapes": "model", "shrunk": {}}
         values, inputs = initial_values(compiled.graph.model, captured.values), batch or captured.batch
         return _as_trained(found, compiled, backend, values, inputs)
     refused = {name: _refusal(partial(check, compiled.program)) for name, check in CHECKS.items()}
     small = shrink(compiled, batch)
-    exact, own = (finish(retype(small.graph, kind, dropout=False), small.cluster) for kind in ("float64", None))
+    exact, own = (finish(retype(small.graph, kind), small.cluster) for kind in ("float64", None))
     values = {k: retyped(v, torch.float64) for k, v in small.values.items()}
     inputs = {k: retyped(v, torch.float64) for k, v in small.batch.items()}
     found = _certificate(exact, backend, 60.0, values, inputs, {"graph": lambda: graph_step(exact, inputs)})

@@ -68,9 +68,6 @@ def shrink(compiled: Compiled, batch: Mapping[str, Tensor] | None = None) -> Sma
     return Small(small, Cluster.local(len(used)), values, few, shrunk)
 
 
-# Fewer microbatches.
-
-
 def _drop_microbatches(graph: Graph) -> None:
     """Keep the first few microbatches; orders through the others lead directly between those that stay. Orders of
     single parts, and trees of parts, keep all microbatches.
@@ -104,9 +101,6 @@ def _drop_microbatches(graph: Graph) -> None:
                 left += after.get(second, {}).items()
             else:
                 graph.orders.append(Order(first, second, where))
-
-
-# Smaller factors.
 
 
 def _sizes(whole: Graph, graph: Graph) -> dict[str, int]:
@@ -274,9 +268,6 @@ def _refit(grid: Grid, old: Op, op: Op, number: Ints, inner: Sequence[int] = ())
     children = {cell: _refit(child, old, op, number, left) for cell, child in grid.children.items()}
     host = np.where(grid.devices >= HOSTS, HOSTS, 0)
     return Grid(tuple(axes), number[grid.devices - host] + host, children, grid.replaced_at)
-
-
-# Values.
 
 
 def _leading(whole: Model, small: Model, name: str, value: Tensor) -> Tensor:

@@ -23,8 +23,7 @@ from superscaler.ir.model import Model
 from superscaler.runtime.fused import ROUNDING
 from superscaler.verify.compare import Comparison, Errors, Result, floor_of, relative_error
 from superscaler.verify.locate import Values
-from superscaler.verify.oracles import Oracle, recurrence
-from superscaler.verify.retype import retype
+from superscaler.verify.oracles import Oracle, recurrence, retype
 
 # Numbers of parts of sums, a sample of eager rounding each; further samples are taken if a plan exceeds those before.
 SAMPLES = (range(2, 3), range(2, 9), range(2, 33))
@@ -122,7 +121,7 @@ class Noise:
 
 def quiet(plan: Compiled) -> Compiled:
     """Return a plan without dropout and loss scale, as the eager steps are."""
-    graph = retype(plan.graph, None, dropout=False)
+    graph = retype(plan.graph, None)
     made = plan if graph.model.ops == plan.graph.model.ops else finish(graph, plan.cluster)
     if not (scaler := dict(graph.model.optimizer.scaler)):
         return made

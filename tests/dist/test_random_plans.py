@@ -26,7 +26,7 @@ from superscaler.plans import resolve
 from superscaler.verify.compare import Comparison, Result
 from superscaler.verify.eager import Eager
 from superscaler.verify.oracles import draw_of, recurrence
-from superscaler.verify.retype import retype
+from superscaler.verify.oracles import retype
 from tests.graphs import graph_of
 
 pytestmark = pytest.mark.dist
@@ -81,7 +81,7 @@ def captured_case(name: str, graph: ss.Graph, sprogram: Callable[..., None]) -> 
         compiled = ss.compile(graph, sprogram, ss.Cluster.local(WORLD)).compiled
     except ScheduleError:
         return
-    exact, captured = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster), graph.captured
+    exact, captured = finish(retype(compiled.graph, "float64"), compiled.cluster), graph.captured
     values = {k: retyped(v, torch.float64) for k, v in initial_values(exact.graph.model, captured.values).items()}
     batch = {k: retyped(v, torch.float64) for k, v in captured.batch.items()}
 

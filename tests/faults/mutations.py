@@ -35,7 +35,7 @@ from superscaler.ir.program import (
 from superscaler.models import build
 from superscaler.plan import capture, compile
 from superscaler.verify import certify
-from superscaler.verify.retype import retype
+from superscaler.verify.oracles import retype
 
 # A mutated step that hangs must not take long.
 TIMEOUT = 5.0
@@ -81,7 +81,7 @@ def intact(model: str, spec: str) -> Compiled:
     halves = [list(module.parameters())[::2], list(module.parameters())[1::2]]
     groups = [{"params": params, "lr": lr} for params, lr in zip(halves, (1e-2, 1e-3), strict=True)]
     plan = compile(capture(module, args, kwargs, torch.optim.AdamW(groups)), spec, f"local:{WORLD[spec]}")
-    exact = finish(retype(plan.compiled.graph, "float64", dropout=False), plan.compiled.cluster)
+    exact = finish(retype(plan.compiled.graph, "float64"), plan.compiled.cluster)
     code = [[i for i in d.instructions if not isinstance(i, Free)] for d in exact.program.devices]
     return with_code(exact, code)
 

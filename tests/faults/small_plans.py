@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import superscaler as ss
 from superscaler.compiler import Compiled, finish
 from superscaler.models import build
-from superscaler.verify.retype import retype
+from superscaler.verify.oracles import retype
 
 Captured = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 SProgram = Callable[[ss.Graph, ss.Cluster], Any] | str
@@ -182,4 +182,4 @@ def exact(name: str) -> Compiled:
     plan = ss.compile(
         ss.capture(module, args, kwargs, torch.optim.AdamW(groups)), PLANS[name].plan, f"local:{PLANS[name].world}"
     )
-    return finish(retype(plan.compiled.graph, "float64", dropout=False), plan.compiled.cluster)
+    return finish(retype(plan.compiled.graph, "float64"), plan.compiled.cluster)

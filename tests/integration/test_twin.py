@@ -14,7 +14,7 @@ from torch import nn
 import superscaler as ss
 from superscaler.compiler import Compiled, finish
 from superscaler.ir.model_text import parse_model, print_model
-from superscaler.verify.retype import retype
+from superscaler.verify.oracles import retype
 
 # What depends on how wide an element is.
 WIDTHS = ("dtype", "bytes", "wide")
@@ -93,7 +93,7 @@ def told(compiled: Compiled) -> list[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_copy_in_float64_exchanges_what_the_model_does(name: str) -> None:
     compiled = CASES[name]()
-    exact = finish(retype(compiled.graph, "float64", dropout=False), compiled.cluster)
+    exact = finish(retype(compiled.graph, "float64"), compiled.cluster)
     assert told(exact) == told(compiled)
     assert exact.program.bytes_moved == 2 * compiled.program.bytes_moved
     model = exact.graph.model

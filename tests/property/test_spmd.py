@@ -47,7 +47,7 @@ from superscaler.ir.program import (
 )
 from superscaler.ir.traffic import moves as moves_of
 from superscaler.verify import certify
-from superscaler.verify.retype import retype
+from superscaler.verify.oracles import retype
 from tests.ran import SProgram
 
 # Wider than any mesh, so that nothing folds; which devices are close is found as ever.
@@ -209,7 +209,7 @@ def check_random(
 
 
 def check_verified(found: Compiled) -> None:
-    result = certify(compiler.finish(retype(found.graph, "float64", dropout=False), found.cluster))
+    result = certify(compiler.finish(retype(found.graph, "float64"), found.cluster))
     names = ("equal", *CHECKS)
     assert all(result[name] for name in names), {name: result[name] for name in (*names, "first_difference")}
 

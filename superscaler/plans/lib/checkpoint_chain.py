@@ -39,9 +39,7 @@ class Unit:
 
 
 def choose(units: Sequence[Unit], limit: int) -> list[Run] | None:
-    """Return the runs (first unit, unit after the last) that cost the least time and never more bytes than `limit` at
-    once, None where no runs do.
-    """
+    """Return the cheapest runs (first unit, unit after the last) within `limit` bytes at once, None if none is."""
     at: list[list[_Choice]] = [[(0, 0.0, ())], *([] for _ in units)]
     for first, unit in enumerate(units):
         choices = at[first] = _best(at[first], limit)

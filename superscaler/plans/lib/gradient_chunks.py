@@ -11,9 +11,7 @@ from superscaler.verbs import Graph, Group, Op
 
 
 class Piece(NamedTuple):
-    """A sum of gradients: the share of the backward after which it is ready, its urgency (0: most urgent), its
-    bytes.
-    """
+    """A sum of gradients: the share of the backward before it, its urgency (0: most urgent), its bytes."""
 
     made: float
     urgency: int
@@ -22,9 +20,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(graph: Graph, updates: Sequence[Op], urgency: int, size: int, made: Mapping[str, float]) -> list[Piece]:
-    """Cut the gradients of updates, whose ops have one backward, into pieces of a size at most, in bytes; small ones
-    are one.
-    """
+    """Cut the gradients of updates, whose ops have one backward, into pieces of at most `size` bytes."""
     found: list[tuple[int, list[Op]]] = []
     weights = ((graph.model.tensors[op.inputs[0].tensor].nbytes, op) for op in updates)
     for weight, op in sorted(weights, key=lambda own: own[0]):

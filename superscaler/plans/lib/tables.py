@@ -78,9 +78,7 @@ def finish(table: Table, seconds: Mapping[str, float] = SECONDS) -> dict[Action,
 
 
 def _needs(works: Collection[Action]) -> dict[Action, set[Action]]:
-    """Return the actions that each action waits for: the stage before (behind it in the backward), and its own
-    forward.
-    """
+    """Return the actions that each action waits for: the stage before (in its direction), and its own forward."""
     last = max(work.stage for work in works)
     back = {(w.stage, w.microbatch): w.kind for w in works if w.kind in "BI"}
     needs: dict[Action, set[Action]] = {}
