@@ -125,14 +125,19 @@ class Execution:
 
     def _backward(self, i: p.Backward) -> None:
         rt, given, tag = self.rank, self.all(i.gradients), str(i.task)
-        wanted, wide = _bits(name is not None for name in i.outputs), _bits(i.wide)
+        pairs = [*zip(i.outputs, i.sums or (None,) * len(i.outputs), strict=True)]
+        wanted, wide = _bits(pair != (None, None) for pair in pairs), _bits(i.wide)
+        pairs = [pair for pair in pairs if not i.half or pair != (None, None)]
+        into = {n: [self.values.get(total)] for n, (_, total) in enumerate(pairs) if total is not None}
         if not i.half:
-            made, names = rt.backward(tag, given, wide, self.all(i.again)), list(i.outputs)
+            made = rt.backward(tag, given, wide, self.all(i.again), into)
+        elif i.half == "input":
+            made = rt.backward_input(tag, given, wanted)
         else:
-            names = [name for name in i.outputs if name is not None]
-            is_first = i.half == "input"
-            made = rt.backward_input(tag, given, wanted) if is_first else rt.backward_weight(tag, wanted, wide)
+            made = rt.backward_weight(tag, wanted, wide, into)
+        names = [out for out, total in pairs if total is None]
         self.values.update((name, x) for name, x in zip(names, made, strict=True) if name is not None)
+        self.values.update((total, into[n][0]) for n, (_, total) in enumerate(pairs) if total is not None)
 
     def _collective(self, i: p.Collective, group: int) -> None:
         is_flat = i.kind in ("all_reduce", "broadcast", "reduce")
@@ -147,11 +152,12 @@ class Execution:
         else:
             (way,) = i.ways
             options = {
-                "all_reduce": (i.largest,), "reduce": (i.root,), "rd_gather": (i.root, way.take),
+                "all_reduce": (), "reduce": (i.root,), "rd_gather": (i.root, way.take),
                 "all_gather": (way.take, way.sizes), "reduce_scatter": (way.give, way.sizes),
                 "all_to_all": (way.give, way.take), "broadcast": (way.shape, i.dtype),
             }  # fmt: skip
-            works = (call(given[0], group, *options[i.kind]),)
+            largest = {"largest": i.largest} if i.kind == "all_reduce" else {}
+            works = (call(given[0], group, *options[i.kind], **largest),)
         self.values.update((name, work) for name, work in zip(i.works, works, strict=True) if name is not None)
 
 
