@@ -52,7 +52,12 @@ def writing(file: object, hint: str, failures: Errors = ()) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise InputError(f"{file} cannot be written: {cause(error, file)}; {hint}.") from error
+        raise InputError(f"{unwritable(file, error)}; {hint}.") from error
+
+
+def unwritable(file: object, error: BaseException) -> str:
+    """Return the file that cannot be written, and the cause."""
+    return f"{file} cannot be written: {cause(error, file)}"
 
 
 def cause(error: BaseException, file: object = "") -> str:

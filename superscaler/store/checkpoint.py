@@ -20,7 +20,7 @@ from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, model
 from torch import Tensor
 
 from superscaler.errors import InputError, brief
-from superscaler.specs.file_errors import cause, reading, refuse, writing
+from superscaler.specs.file_errors import reading, refuse, unwritable, writing
 from superscaler.store.folder import ASIDE, Checked, Count, Draft, Hash, Head, hash_without, sync, write_file
 from superscaler.store.pieces import covers
 from superscaler.store.tensor_file import DTYPES
@@ -253,7 +253,7 @@ def prune(directory: Path, keep: int | None) -> None:
 def reason(file: Path, error: Exception) -> str:
     """Return the file of a checkpoint that cannot be written, and the cause."""
     hint = "; is it on a disk that all ranks share?" if getattr(error, "errno", 0) == errno.ENOENT else ""
-    return f"{file} cannot be written: {cause(error, file)}{hint}"
+    return unwritable(file, error) + hint
 
 
 def shard_name(rank: int) -> str:

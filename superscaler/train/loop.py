@@ -18,7 +18,7 @@ import torch
 from superscaler.errors import InputError
 from superscaler.launch.process import run_rank
 from superscaler.runtime.step import Step, load
-from superscaler.specs.file_errors import writing
+from superscaler.specs.file_errors import unwritable, writing
 from superscaler.store.save import Saver
 from superscaler.train import resume
 from superscaler.train.data import Batch, TextBatches, synthetic_batch
@@ -174,7 +174,7 @@ class Metrics:
                 os.truncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
             self._left_out += 1
             if self._left_out == 1:
-                resume.warn(f"--metrics {self._path} cannot be written: {error.strerror}; training goes on.")
+                resume.warn(f"{unwritable(f'--metrics {self._path}', error)}; training goes on.")
 
     def close(self) -> None:
         self._file.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from superscaler.plans.lib.tables import Table, fill, finish
 from superscaler.specs.arguments import checked
+from superscaler.specs.file_errors import reading
 from superscaler.verbs import Action, InputError, parse_schedule, unknown
 
 # Forwards of a table: 1,024 devices with as many microbatches.
@@ -296,7 +297,8 @@ def table_of(schedule: str, n: int, options: Mapping[str, int]) -> tuple[Table, 
         raise InputError(f"{message} Or give a file with a row of work for each device.")
     if own := options.keys() - {"slices"}:
         raise InputError(f"{file} is a whole table, which has no choice of {' and '.join(sorted(own))}; leave it out.")
-    table = parse_schedule(file.read_text(errors="replace"))
+    with reading(file, "give a file with a row of work for each device"):
+        table = parse_schedule(file.read_text(errors="replace"))
     if len(table) != n:
         raise InputError(f"{file} has {len(table)} rows, but the pipeline {n} devices; make the two numbers equal.")
     return table, options.get("slices", 1)
