@@ -66,7 +66,7 @@ def equal(graph: ss.Graph, plan: SProgram | str, cluster: int | str = 2) -> Ran:
 class Around(nn.Module):
     """A module around a function, which is called with the module, for its layers, and the inputs."""
 
-    def __init__(self, function: Callable[..., Any], **layers: nn.Module | nn.Parameter) -> None:
+    def __init__(self, function: Callable[..., Any], **layers: Any) -> None:
         super().__init__()
         self.function = function
         for name, layer in layers.items():

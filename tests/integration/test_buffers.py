@@ -30,27 +30,14 @@ class Convolutions(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), y)
 
 
-class Smoothed(nn.Module):
-    """A moving average that the loss reads, one that nothing reads, and a counter."""
-
-    average: Tensor
-    last: Tensor
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 4)
-        self.register_buffer("average", torch.ones(4))
-        self.register_buffer("last", torch.zeros(4))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        with torch.no_grad():
-            self.count.add_(1)
-            self.last.copy_(h.amax(0))
-            self.average.mul_(0.9).add_(0.1 * h.mean(0))
-        return ((h - self.average) ** 2).mean()
+def smoothed(m: Around, x: Tensor) -> Tensor:
+    """Change a moving average that the loss reads, one that nothing reads, and a counter."""
+    h = m.linear(x)
+    with torch.no_grad():
+        m.count.add_(1)
+        m.last.copy_(h.amax(0))
+        m.average.mul_(0.9).add_(0.1 * h.mean(0))
+    return ((h - m.average) ** 2).mean()
 
 
 @ss.sprogram
@@ -98,7 +85,9 @@ def test_buffers_follow_pytorch_for_several_steps() -> None:
 
 
 def test_other_buffers() -> None:
-    graph = captured(lambda: (Smoothed(), torch.randn(8, 6)))
+    values = {"average": torch.ones(4), "last": torch.zeros(4), "count": torch.zeros((), dtype=torch.long)}
+    buffers = {name: nn.Buffer(value) for name, value in values.items()}
+    graph = captured(lambda: (Around(smoothed, linear=nn.Linear(6, 4), **buffers), torch.randn(8, 6)))
     assert {op.inputs[0].tensor for op in graph.ops if op.is_write} == {"average", "last", "count"}
     equal(graph, "data_parallel")
 

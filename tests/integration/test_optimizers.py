@@ -14,7 +14,7 @@ from superscaler.errors import InputError
 from superscaler.models import build
 from superscaler.plan import Graph, capture, compile
 from superscaler.runtime.step import Step
-from tests.ran import equal, on_ranks
+from tests.ran import Around, equal, on_ranks
 
 
 def two_groups(module: nn.Module) -> list[dict[str, object]]:
@@ -55,13 +55,9 @@ def test_a_step_equals_torch(name: str, spec: str) -> None:
     assert any(".h.0." in tensor for tensor in updated) == (name not in ("some", "frozen"))
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 33), nn.Linear(33, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh()).square().mean()
+def two() -> nn.Module:
+    layers = {"first": nn.Linear(8, 33), "second": nn.Linear(33, 1)}
+    return Around(lambda m, x: m.second(m.first(x).tanh()).square().mean(), **layers)
 
 
 @pytest.mark.filterwarnings("ignore:.*have float16 gradients")
@@ -72,13 +68,13 @@ def test_weights_are_those_of_eager_training_in_their_own_dtype(
 ) -> None:
     """Torch's fused updates are for float32: of halves its SGD changes no weight on the CPU."""
     torch.manual_seed(0)
-    module, x = Two().to(dtype), torch.randn(4, 8, dtype=dtype)
+    module, x = two().to(dtype), torch.randn(4, 8, dtype=dtype)
     eager = copy.deepcopy(module)
     graph = capture(module, (x,), optimizer=made(module.parameters(), lr=0.05))
 
     def run(step: Step) -> tuple[dict[str, Tensor], list[object]]:
         for _ in range(2):
-            step({"x": x})
+            step({"inputs_0": x})
         return step.state_dict()["weights"], [g["fused"] for g in step.state.optimizer.param_groups]
 
     ((weights, fused),) = on_ranks(compile(graph, "single", "local:1"), run)

@@ -13,25 +13,18 @@ import superscaler as ss
 from superscaler.materialize.rvd import route
 from superscaler.plan import Plan
 from tests.graphs import graph_of
-from tests.ran import SProgram, equal
+from tests.ran import Around, SProgram, captured, equal
 
 
-class Two(nn.Module):
-    """Two products, the first of which may leave value parts."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x)).square().sum()
+def two(width: int) -> nn.Module:
+    """Return two products, the first of which may leave value parts."""
+    first, second = nn.Linear(8, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+    return Around(lambda m, x: m.second(m.first(x)).square().sum(), first=first, second=second)
 
 
-GRAPH = ss.capture(
-    m := Two(8).double(), (torch.randn(8, 8, dtype=torch.float64),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2)
-)
+GRAPH = captured(lambda: (two(8).double(), torch.randn(8, 8, dtype=torch.float64)))
 with torch.device("meta"):
-    LARGE = ss.capture(m := Two(8192), (torch.randn(8192, 8),), optimizer=torch.optim.SGD(m.parameters(), lr=1e-2))
+    LARGE = captured(lambda: (two(8192), torch.randn(8192, 8)))
 CUTS = ("batch", "inner", "outer", "copies")
 
 

@@ -18,7 +18,7 @@ from superscaler.plans.lib.shared import stages
 from superscaler.report.facts import account, summary
 from tests.graphs import graph_of
 from tests.integration.test_recompute import normed
-from tests.ran import captured, equal, exact, trained
+from tests.ran import Around, captured, equal, exact, trained
 from tests.rewrites import halved, on_top
 from tests.sweeps import few
 
@@ -87,22 +87,17 @@ def test_a_folded_plan_is_equal_at_a_small_shape() -> None:
     assert "0F0 0F1 0R0 0I0 0W0" in summary(plan.compiled)
 
 
-class Autocast(nn.Module):
-    """Blocks in half precision: casts of weights, whose gradients are added up in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            for block in self.h:
-                x = x + block(x)
-            return x.float().square().mean()
+def in_half(m: Around, x: Tensor) -> Tensor:
+    """Run blocks in half precision: casts of weights, whose gradients are added up in float32."""
+    with torch.autocast("cpu", torch.bfloat16):
+        for block in m.h:
+            x = x + block(x)
+        return x.float().square().mean()
 
 
 def test_half_precision_trains_bit_for_bit_as_unsplit() -> None:
-    graph = captured(lambda: (Autocast(), torch.randn(8, 8)))
+    h = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+    graph = captured(lambda: (Around(in_half, h=h), torch.randn(8, 8)))
 
     def apart(graph: ss.Graph) -> None:
         """Casts of weights are not split, so that W gives their gradients to other segments."""

@@ -17,25 +17,18 @@ from superscaler.cluster import Cluster
 from superscaler.ir.model import Op
 from superscaler.plan import Graph, compile
 from superscaler.verbs import Replicate, Split, op_assign, op_trans
-from tests.ran import captured, equal, trained
+from tests.ran import Around, captured, equal, trained
 
 Forward = Callable[..., Tensor]
 CASES: dict[str, tuple[Forward, Callable[[], tuple[Any, ...]]]] = {}
 
 
-class Trap(nn.Module):
-    """Some layers, and a function that uses them."""
-
-    def __init__(self, function: Forward) -> None:
-        super().__init__()
-        self.function = function
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
-        self.table, self.scale = nn.Embedding(12, 6), nn.Parameter(torch.randn(6))
-        self.convolution, self.dropout = nn.Conv1d(6, 4, 3, padding=1), nn.Dropout(0.5)
-        self.register_buffer("weights", torch.linspace(0.5, 1.5, 6))
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.function(self, *args)
+def around(function: Forward) -> Around:
+    """Return a module with some layers, and a function that uses them."""
+    layers = {"first": nn.Linear(6, 6), "second": nn.Linear(6, 6, bias=False), "table": nn.Embedding(12, 6),
+              "scale": nn.Parameter(torch.randn(6)), "convolution": nn.Conv1d(6, 4, 3, padding=1),
+              "dropout": nn.Dropout(0.5), "weights": nn.Buffer(torch.linspace(0.5, 1.5, 6))}  # fmt: skip
+    return Around(function, **layers)
 
 
 def trap(inputs: Callable[[], tuple[Any, ...]]) -> Callable[[Forward], Forward]:
@@ -62,7 +55,7 @@ def labeled() -> tuple[Tensor, Tensor]:
 
 
 @trap(labeled)
-def losses_of_labels(m: Trap, x: Tensor, y: Tensor) -> Tensor:
+def losses_of_labels(m: Around, x: Tensor, y: Tensor) -> Tensor:
     logits, y = m.first(x).flatten(0, 1), y.flatten()
     each = F.cross_entropy(logits, y, reduction="none")
     return (
@@ -75,7 +68,7 @@ def losses_of_labels(m: Trap, x: Tensor, y: Tensor) -> Tensor:
 
 
 @trap(labeled)
-def losses_of_elements(m: Trap, x: Tensor, y: Tensor) -> Tensor:
+def losses_of_elements(m: Around, x: Tensor, y: Tensor) -> Tensor:
     found, wanted = m.first(x), m.weights * x
     return (
         F.mse_loss(found, wanted)
@@ -90,12 +83,12 @@ def losses_of_elements(m: Trap, x: Tensor, y: Tensor) -> Tensor:
 
 
 @trap(labeled)
-def losses_weighted_by_class(m: Trap, x: Tensor, y: Tensor) -> Tensor:
+def losses_weighted_by_class(m: Around, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.first(x).mT, y, weight=m.weights)
 
 
 @trap(cubes)
-def biases(m: Trap, x: Tensor) -> Tensor:
+def biases(m: Around, x: Tensor) -> Tensor:
     """Affine operators one after the other, so that every bias is on a contracted index."""
     h = F.linear(m.first(x).tanh(), m.second.weight, m.scale)
     h = torch.addmm(m.scale, h.flatten(0, 1), m.second.weight, beta=0.5, alpha=2.0).view_as(x).tanh()
@@ -104,7 +97,7 @@ def biases(m: Trap, x: Tensor) -> Tensor:
 
 
 @trap(cubes)
-def detached(m: Trap, x: Tensor) -> Tensor:
+def detached(m: Around, x: Tensor) -> Tensor:
     with torch.no_grad():
         gate = m.first(x).softmax(-1)
         target = m.second(x)
@@ -114,7 +107,7 @@ def detached(m: Trap, x: Tensor) -> Tensor:
 
 
 @trap(rows)
-def in_place(m: Trap, x: Tensor) -> Tensor:
+def in_place(m: Around, x: Tensor) -> Tensor:
     h = m.first(x)
     h.add_(1).mul_(m.scale)
     h += m.second(x)
@@ -123,7 +116,7 @@ def in_place(m: Trap, x: Tensor) -> Tensor:
 
 
 @trap(cubes)
-def in_place_on_views(m: Trap, x: Tensor) -> Tensor:
+def in_place_on_views(m: Around, x: Tensor) -> Tensor:
     h = m.first(x).clone()
     h[:, 1:3].copy_(m.second(x)[:, :2])
     h[:, 0].copy_(m.scale)
@@ -136,7 +129,7 @@ def in_place_on_views(m: Trap, x: Tensor) -> Tensor:
 
 
 @trap(cubes)
-def in_place_by_index(m: Trap, x: Tensor) -> Tensor:
+def in_place_by_index(m: Around, x: Tensor) -> Tensor:
     h = m.first(x).clone()
     h[:, torch.tensor([0, 2])] = m.second(x)[:, :2]
     h[x > 1] = 0.0
@@ -145,7 +138,7 @@ def in_place_by_index(m: Trap, x: Tensor) -> Tensor:
 
 
 @trap(cubes)
-def constants(m: Trap, x: Tensor) -> Tensor:
+def constants(m: Around, x: Tensor) -> Tensor:
     """Masks and positions that the forward builds, some of them as long as the batch."""
     q, place = m.first(x), torch.arange(4)
     mask = torch.full((4, 4), float("-inf")).triu(1)
@@ -159,25 +152,25 @@ def constants(m: Trap, x: Tensor) -> Tensor:
 
 
 @trap(lambda: (x := torch.randn(8, 6), x))
-def the_same_twice(m: Trap, x: Tensor, y: Tensor) -> Tensor:
+def the_same_twice(m: Around, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(m.first(m.first(x)), y) + (m.second(x) * y).mean()
 
 
 @trap(cubes)
-def casts(m: Trap, x: Tensor) -> Tensor:
+def casts(m: Around, x: Tensor) -> Tensor:
     h = F.linear(x.double(), m.second.weight.double()) * m.scale.double()
     return (h.float() + m.first(x)).square().mean() + F.layer_norm(h, (6,)).float().pow(3).mean()
 
 
 @trap(lambda: (torch.randn(8, 12),))
-def conflicting_views(m: Trap, x: Tensor) -> Tensor:
+def conflicting_views(m: Around, x: Tensor) -> Tensor:
     """12 as 3 x 4, and then as 4 x 3."""
     h = (x.view(8, 3, 4) * m.scale[:4]).tanh().reshape(8, 12)
     return F.linear(h.view(8, 4, 3).softmax(-1), m.first.weight[:, :3]).square().mean()
 
 
 @trap(lambda: (torch.randint(0, 12, (8, 4)), torch.randint(0, 12, (8, 4))))
-def tied(m: Trap, ids: Tensor, labels: Tensor) -> Tensor:
+def tied(m: Around, ids: Tensor, labels: Tensor) -> Tensor:
     h = torch.tanh(m.first(m.table(ids)))
     return F.cross_entropy(F.linear(h, m.table.weight).mT, labels) + m.table.weight.square().sum() * 0.01
 
@@ -185,7 +178,7 @@ def tied(m: Trap, ids: Tensor, labels: Tensor) -> Tensor:
 @functools.cache
 def graph(name: str) -> Graph:
     function, inputs = CASES[name]
-    return captured(lambda: (Trap(function), inputs()), 1e-2, torch.optim.AdamW)
+    return captured(lambda: (around(function), inputs()), 1e-2, torch.optim.AdamW)
 
 
 def cut_each(choose: Callable[[Op], list[int | None]]) -> Callable[[Graph, Cluster], None]:
@@ -252,7 +245,7 @@ def test_conflicting_views_freeze_neither_the_batch_nor_other_ops() -> None:
         assert op.from_weights or op.find("batch") is not None or not op.outputs[0].slots, op.notation()
 
 
-def dropped(m: Trap, x: Tensor) -> Tensor:
+def dropped(m: Around, x: Tensor) -> Tensor:
     """Dropout on results, weights, constants, transposed and regrouped; in regions without gradients too."""
     with torch.no_grad():
         gate = m.dropout(m.first(x))
@@ -264,7 +257,7 @@ def dropped(m: Trap, x: Tensor) -> Tensor:
 
 
 def test_dropout_is_by_element_under_every_plan() -> None:
-    drops = captured(lambda: (Trap(dropped), cubes()))
+    drops = captured(lambda: (around(dropped), cubes()))
     ((alone, _),) = trained(compile(drops, "single", "local:1"))
     assert len(set(alone)) == 3
     for spec, world in [*PLANS, ("pipeline_1f1b:stages=1,microbatches=4", 1)]:

@@ -15,47 +15,39 @@ import superscaler as ss
 from superscaler.compiler import Compiled, finish
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.verify.oracles import retype
+from tests.ran import Around
 
 # What depends on how wide an element is.
 WIDTHS = ("dtype", "bytes", "wide")
 
 
-class Layers(nn.Module):
-    """Blocks of four products, each weight of 8 MiB: in float32 three of them fill a bucket, in float64 one."""
+def layers() -> nn.Module:
+    """Return blocks of four products, each weight of 8 MiB: in float32 three of them fill a bucket, in float64 one."""
+    sizes = (1024, 2048, 1024, 2048, 1024)
+    blocks = (nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))) for _ in range(2))
 
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = (1024, 2048, 1024, 2048, 1024)
-        self.layers = nn.ModuleList(
-            nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))) for _ in range(2)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+    def forward(m: Around, x: torch.Tensor) -> torch.Tensor:
+        for layer in m.layers:
             x = x + layer(x)
         return x.square().mean()
 
+    return Around(forward, layers=nn.ModuleList(blocks))
 
-class Small(nn.Module):
-    """Products with weights of 4 MiB: in float32 the gradients of two are worth a sum, in float64 that of one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(6))
+def small() -> nn.Module:
+    """Return products with weights of 4 MiB: in float32 two gradients are worth a sum, in float64 one."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+    def forward(m: Around, x: torch.Tensor) -> torch.Tensor:
+        for layer in m.layers:
             x = layer(x).tanh()
         return x.square().mean()
 
+    return Around(forward, layers=nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 128, bias=False), nn.Linear(128, 64, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x)).square().sum()
+def two() -> nn.Module:
+    first, second = nn.Linear(8, 128, bias=False), nn.Linear(128, 64, bias=False)
+    return Around(lambda m, x: m.second(m.first(x)).square().sum(), first=first, second=second)
 
 
 def to_copies(graph: ss.Graph, cluster: ss.Cluster) -> None:
@@ -75,9 +67,9 @@ def on_meta(make: Callable[[], nn.Module], size: tuple[int, int], plan: Any, clu
 
 
 CASES: dict[str, Callable[[], Compiled]] = {
-    "buckets": lambda: on_meta(Layers, (8, 1024), "data_parallel", "local:2"),
-    "segments": lambda: on_meta(Small, (8, 1024), "data_parallel", "local:2"),
-    "path": lambda: on_meta(Two, (64, 8), to_copies, "v100:2x4"),
+    "buckets": lambda: on_meta(layers, (8, 1024), "data_parallel", "local:2"),
+    "segments": lambda: on_meta(small, (8, 1024), "data_parallel", "local:2"),
+    "path": lambda: on_meta(two, (64, 8), to_copies, "v100:2x4"),
 }
 
 

@@ -21,26 +21,25 @@ from superscaler.plans.lib.place_table import place_table
 from superscaler.plans.lib.shared import stages
 from superscaler.plans.lib.tables import Table, check, finish
 from superscaler.schedule.order import complete
-from tests.ran import captured, equal
+from tests.ran import Around, captured, equal
 from tests.schedule.clock import run
 
 SIZES = [(4, 8), (4, 16), (8, 16)]
 
 
-class Chain(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+def in_turn(m: Around, x: Tensor) -> Tensor:
+    for layer in m.layers:
+        x = layer(x)
+    return x.sum()
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
+
+def linear(count: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
 
 
 @cache
 def chain(count: int, microbatches: int) -> ss.Graph:
-    return captured(lambda: (Chain(count), torch.randn(microbatches, 2)))
+    return captured(lambda: (Around(in_turn, layers=linear(count)), torch.randn(microbatches, 2)))
 
 
 def measured(table: Table, **seconds: float) -> tuple[list[float], list[float], list[int]]:
@@ -117,17 +116,11 @@ def test_a_table_says_when_stages_are_computed_again(tmp_path: Path) -> None:
         check(parse_schedule("0F0 0B0 0R0"))
 
 
-class Causal(nn.Module):
-    """Stages of one segment each: attention to earlier tokens, and a layer."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(F.scaled_dot_product_attention(x, x, x, is_causal=True) if number else x)
-        return x.sum()
+def causal(m: Around, x: Tensor) -> Tensor:
+    """Run stages of one segment each: attention to earlier tokens, and a layer."""
+    for number, layer in enumerate(m.layers):
+        x = layer(F.scaled_dot_product_attention(x, x, x, is_causal=True) if number else x)
+    return x.sum()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +134,7 @@ class Causal(nn.Module):
 )
 def test_slices_divide_the_bubble_and_what_1f1b_keeps(rule: Callable[..., Table], p: int, m: int, k: int) -> None:
     """Li et al., 2021: (p - 1) / (m k + p - 1) of the step is idle; Sun et al., 2024. Times are those of a slice."""
-    graph = captured(lambda: (Causal(p), torch.randn(m, k, 2)))
+    graph = captured(lambda: (Around(causal, layers=linear(p)), torch.randn(m, k, 2)))
     firsts = [n for n, op in enumerate(graph.forward_ops) if "attention" in op.target]
     parts = [list(graph.forward_ops[a:b]) for a, b in pairwise([0, *firsts, len(graph.forward_ops)])]
     place_table(graph, "pp", rule(p, m, k), parts, k)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from chains import chain
-from torch import Tensor, nn
+from torch import nn
 
 import superscaler as ss
 from superscaler import plans
@@ -18,7 +18,7 @@ from superscaler.ir.fold import Folded
 from superscaler.plans import names
 from superscaler.plans.lib.shared import stages, tensor_splits
 from tests.graphs import graph_of
-from tests.ran import captured, equal
+from tests.ran import Around, captured, equal
 
 
 def test_stages_are_contiguous_balanced_and_whole() -> None:
@@ -61,12 +61,8 @@ def test_devices_that_have_slices_of_a_vocabulary_or_of_experts_fold() -> None:
 @pytest.mark.parametrize("plan", ["pipeline_1f1b:stages=4,microbatches=2", "hybrid:dp=2,pp=2,microbatches=2"])
 def test_a_stage_may_have_nothing_to_train(plan: str, frozen: tuple[int, ...]) -> None:
     layers = [nn.Linear(8, 8).requires_grad_(k not in frozen) for k in range(4)]
-    equal(captured(lambda: (nn.Sequential(*layers, Square()), torch.randn(4, 8))), plan, 4)
-
-
-class Square(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square().mean()
+    module = nn.Sequential(*layers, Around(lambda _, x: x.square().mean()))
+    equal(captured(lambda: (module, torch.randn(4, 8))), plan, 4)
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
