@@ -63,6 +63,17 @@ class Net(nn.Module):
         return self.last(self.between(self, self.first(x))).pow(2).mean()
 
 
+class Function(nn.Module):
+    """A function of a linear layer, of the input through it, and of other inputs."""
+
+    def __init__(self, function: Callable[..., Tensor], inner: int = 4) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(inner, inner), function
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.function(self.linear(x), *others)
+
+
 class Mlp(nn.Module):
     """Two linear layers of the same width (a square weight) and a mean squared error."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from math import pi, sqrt
 from typing import Any
 
@@ -15,19 +14,8 @@ from superscaler.errors import CaptureError
 from superscaler.frontend.capture import Captured, capture
 from superscaler.frontend.oracle import reference_step
 from superscaler.ir.model import Model, Op
-from tests.frontend.examples import Block, Contractions, Mlp, Regrouped, gpt2, tokens
+from tests.frontend.examples import Block, Contractions, Function, Mlp, Regrouped, gpt2, tokens
 from tests.graphs import assert_equal, step_of
-
-
-class Function(nn.Module):
-    """A function of a linear layer, of the input through it, and of other inputs."""
-
-    def __init__(self, function: Callable[..., Tensor], inner: int = 4) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(inner, inner), function
-
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        return self.function(self.linear(x), *others)
 
 
 def op_named(model: Model, target: str, module: str = "") -> Op:

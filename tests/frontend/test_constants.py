@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from superscaler.frontend.capture import capture
 from superscaler.frontend.oracle import reference_step
 from superscaler.frontend.rewrites import constants
-from tests.frontend.examples import gpt2, tokens
+from tests.frontend.examples import Function, gpt2, tokens
 from tests.frontend.test_cuts import check_cuts
 
 
@@ -39,16 +41,12 @@ def test_layers_share_their_masks_and_rows_of_the_batch_too(evaluated: list[Tens
     assert max(x.untyped_storage().size() // x.element_size() for x in evaluated) == 16 * 16
 
 
-class Masked(nn.Module):
+class Masked(nn.Linear):
     """Two layers that each make the same masks: one hides nothing, one everything, one the future."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
-            y = self.linear(x)
+            y = super().forward(x)
             shape = (x.shape[0], 6, 6)
             nothing = torch.zeros(shape) + torch.zeros(6, 6)
             scores = torch.where(nothing == 0, y[:, :, None] * y[:, None], float("-inf")) + nothing
@@ -59,7 +57,7 @@ class Masked(nn.Module):
 
 
 def test_choices_that_constants_make_are_no_operators(evaluated: list[Tensor]) -> None:
-    captured = capture(Masked(), (torch.randn(4, 6),))
+    captured = capture(Masked(6, 6), (torch.randn(4, 6),))
     choices = [op for op in captured.model.ops if "where" in op.target]
     # The future is hidden once a layer; by the other two nothing is chosen.
     assert len(choices) == 2
@@ -69,41 +67,27 @@ def test_choices_that_constants_make_are_no_operators(evaluated: list[Tensor]) -
     assert all(x.is_contiguous() for x in captured.values.values())
 
 
-class Interleaved(nn.Module):
+def interleaved(h: Tensor) -> Tensor:
     """Adds a table whose numbers repeat in pairs, and in every row: a view of it joins dims that repeat."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        table = torch.arange(3.0).add(1).reciprocal()[None, :, None].expand(4, 3, 2)
-        return self.linear(x + (table * 1.0).flatten(1) + (table + 0.0).view(4, 6)).square().mean()
+    table = torch.arange(3.0).add(1).reciprocal()[None, :, None].expand(4, 3, 2)
+    return (h + (table * 1.0).flatten(1) + (table + 0.0).view(4, 6)).square().mean()
 
 
-def test_a_constant_that_repeats_is_viewed_over_dims_that_do_and_do_not() -> None:
-    captured = capture(Interleaved(), (torch.randn(4, 6),))
-    assert check_cuts(captured) > 5
+def windowed(h: Tensor) -> Tensor:
+    """Adds marks of windows of a square, as shifted windows of attention do."""
+    marks = torch.arange(4.0)[None, None, :, None].expand(1, 4, 4, 1) * 1.0
+    windows = marks.reshape(1, 2, 2, 2, 2, 1).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4)
+    return (h + windows).square().sum()
 
 
-class Windowed(nn.Module):
-    """Marks windows of a square, as shifted windows of attention do, and adds the marks to what it reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        marks = torch.arange(4.0)[None, None, :, None].expand(1, 4, 4, 1) * 1.0
-        windows = marks.reshape(1, 2, 2, 2, 2, 1).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4)
-        found: Tensor = self.out(x + windows).sum()
-        return found
-
-
-def test_a_copied_constant_that_repeats_is_viewed_over_dims_too() -> None:
-    captured = capture(Windowed(), (torch.randn(2, 4, 4),))
+@pytest.mark.parametrize(("function", "shape"), [(interleaved, (4, 6)), (windowed, (2, 4, 4))])
+def test_a_constant_that_repeats_is_viewed_over_dims_that_do_and_do_not(
+    function: Callable[[Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
+    captured = capture(Function(function, shape[-1]), (torch.randn(shape),))
+    assert check_cuts(captured) > 4
     found = reference_step(captured, captured.batch, captured.values)
-    assert torch.allclose(found.loss, captured.call.module(*captured.batch.values()))
+    torch.testing.assert_close(found.loss, captured.call.module(*captured.batch.values()))
     assert "_unsafe_view" not in {op.target for op in captured.model.ops}
 
 

@@ -1,7 +1,10 @@
-"""Decompositions are plain torch functions: on tensors with data they give what the operator gives."""
+"""Decompositions are plain torch functions: on tensors with data they give what the operator gives. Backwards that
+users wrote: those that differ from the derivative somewhere are found, right ones are believed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from superscaler.frontend.rewrites.decompositions import TABLE
+from superscaler.frontend.users.samples import is_derivative
 
 _ATEN = torch.ops.aten
 X, W = (torch.linspace(-2, 3, n, dtype=torch.float64).sin().reshape(-1, 4) for n in (24, 16))
@@ -50,3 +54,69 @@ def test_a_decomposition_gives_what_its_operator_gives(operator: Any, args: tupl
 )
 def test_a_call_without_a_decomposition_stays(target: str, args: tuple[Any, ...]) -> None:
     assert TABLE[target](*args) is NotImplemented
+
+
+Backward = Callable[..., Tensor]
+FLOATS = (torch.randn(4, 6),)
+PICKS = (torch.randn(4, 6), torch.tensor([1, 2, 0, 3]))
+
+
+def times_two(x: Tensor, *_: Any) -> Tensor:
+    return x * 2
+
+
+def above_zero(x: Tensor) -> Tensor:
+    return x.clamp(min=0)
+
+
+def picked(x: Tensor, rows: Tensor) -> Tensor:
+    return x[rows]
+
+
+def scattered(g: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    return torch.zeros_like(x).index_add(0, rows, g)
+
+
+def normed(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def of_normed(g: Tensor, x: Tensor) -> Tensor:
+    scale = (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    return g * scale - x * scale**3 * (g * x).mean(-1, keepdim=True)
+
+
+# forward, backward (gradient, arguments -> gradient of the first), arguments, whether it is right
+CASES: dict[str, tuple[Callable[..., Tensor], Backward, tuple[Any, ...], bool]] = {
+    "everywhere": (times_two, lambda g, x: g * 2, FLOATS, True),
+    "relu": (above_zero, lambda g, x: g * (x >= 0), FLOATS, True),
+    "sigmoid": (torch.sigmoid, lambda g, x: g * x.sigmoid() * (1 - x.sigmoid()), FLOATS, True),
+    "norm": (normed, of_normed, FLOATS, True),
+    "rows": (picked, scattered, PICKS, True),
+    "not at 0": (above_zero, lambda g, x: g * (x > 0), FLOATS, False),
+    "not of large numbers": (times_two, lambda g, x: g * 2 * (x.abs() < 1e6), FLOATS, False),
+    "not of tiny numbers": (times_two, lambda g, x: g * 2 * (x.abs().max() > 1e-6), FLOATS, False),
+    "not in float32": (times_two, lambda g, x: g * (1 if x.dtype == torch.float32 else 2), FLOATS, False),
+    "not of whole numbers": (times_two, lambda g, x: g * (1 if bool((x == x.round()).all()) else 2), FLOATS, False),
+    "not of large gradients": (times_two, lambda g, x: g.clamp(-100, 100) * 2, FLOATS, False),
+    "by the batch": (times_two, lambda g, x: g * 2 / len(x), FLOATS, False),
+    "not of other rows than 0": (picked, lambda g, x, rows: scattered(g, x, rows * 0), PICKS, False),
+    "not of other integers than 0": (times_two, lambda g, x, n: g * 2 * (n == 0)[:, None], PICKS, False),
+}
+
+
+@pytest.mark.parametrize(("forward", "backward", "args", "is_right"), CASES.values(), ids=CASES)
+def test_a_backward_is_compared_on_numbers_of_all_kinds(
+    forward: Callable[..., Tensor], backward: Backward, args: tuple[Any, ...], is_right: bool
+) -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            ctx.save_for_backward(*args)
+            return forward(*args)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+            return backward(g, *ctx.saved_tensors), *[None] * (len(args) - 1)
+
+    assert is_derivative(Own.apply, forward, args) == is_right

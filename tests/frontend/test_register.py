@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,24 +46,23 @@ def test_a_registered_function_runs_as_it_is_written() -> None:
     assert own.rms_norm.__doc__ == "Scale by the root of the mean square."
 
 
-def softmax(x):
-    return x.softmax(-1)
+def named(name: str, function: Any) -> Any:
+    function.__name__ = name
+    return function
 
 
-def running_sum(x):
-    return x.cumsum(0).sum(1)
-
-
-def clipped_sum(x):
-    return x.sum(1).clamp(-1e3, 1e3)
-
-
-def twice(x):
-    return x * 2
-
-
-def half_precision(x, w):
-    return (x.float() * w.float()).to(x.dtype)
+softmax = named("softmax", lambda x: x.softmax(-1))
+running_sum = named("running_sum", lambda x: x.cumsum(0).sum(1))
+clipped_sum = named("clipped_sum", lambda x: x.sum(1).clamp(-1e3, 1e3))
+twice = named("twice", lambda x: x * 2)
+half_precision = named("half_precision", lambda x, w: (x.float() * w.float()).to(x.dtype))
+noise = named("noise", lambda x: x + torch.randn_like(x))
+in_place = named("in_place", lambda x: x.mul_(2))
+logarithm = named("logarithm", lambda x: x.log())
+lookup = named("lookup", lambda ids, weight: weight[ids])
+rotate = named("rotate", lambda x, angle: (x.unflatten(-1, (-1, angle.shape[-1])) * angle).flatten(-2))
+attended = named("attended", lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+running_unless_masked = named("running_unless_masked", lambda x, mask=None: x.cumsum(0) if mask is None else x * mask)
 
 
 def wrong_gradient(x, w):
@@ -78,36 +78,12 @@ def wrong_gradient(x, w):
     return Wrong.apply(x, w)
 
 
-def noise(x):
-    return x + torch.randn_like(x)
-
-
-def in_place(x):
-    return x.mul_(2)
-
-
-def logarithm(x):
-    return x.log()
-
-
 def scaled(x, n: int):
     return x * n
 
 
-def lookup(ids, weight):
-    return weight[ids]
-
-
 def norm_of_groups(x, groups: int):
     return nn.functional.group_norm(x, groups)
-
-
-def rotate(x, angle):
-    return (x.unflatten(-1, (-1, angle.shape[-1])) * angle).flatten(-2)
-
-
-def attended(q, k, v):
-    return (q @ k.mT).softmax(-1) @ v
 
 
 def attended_so_far(q, k, v):
@@ -118,10 +94,6 @@ def attended_so_far(q, k, v):
 def shifted(x, mask=None, bias=None):
     x = x if mask is None else x * mask
     return x if bias is None else x + bias
-
-
-def running_unless_masked(x, mask=None):
-    return x.cumsum(0) if mask is None else x * mask
 
 
 def detached(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,30 +26,32 @@ from tests.ran import equal
 ROWS, CLASSES = (4, 6), 24
 
 
+def flat(loss: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss of all rows together; label 3 does not count unless options say so."""
+    options = options or {"ignore_index": 3}
+    return lambda scores, labels: loss(scores.view(-1, CLASSES), labels.view(-1), **options)
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross entropy": flat(F.cross_entropy),
+    "classes in the middle": lambda scores, labels: F.cross_entropy(scores.mT, labels, ignore_index=3),
+    "scaled": lambda scores, labels: 0.5 * flat(F.cross_entropy)(scores, labels),
+    "nll of log_softmax": lambda scores, labels: flat(F.nll_loss)(scores.log_softmax(-1), labels),
+    "smooth": flat(F.cross_entropy, label_smoothing=0.1),
+}
+
+
 class Model(nn.Module):
-    """Scores of 24 classes for 4 x 6 rows, and a loss of them; label 3 does not count."""
+    """Scores of 24 classes for 4 x 6 rows, and a loss of them."""
 
     def __init__(self, loss: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss = KINDS[loss]
         self.embedding = nn.Embedding(CLASSES, 8, dtype=dtype)
         self.head = nn.Linear(8, CLASSES, dtype=dtype)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        scores = self.head(self.embedding(ids).tanh())
-        ignored = partial(F.nll_loss, ignore_index=3)
-        match self.loss:
-            case "cross entropy":
-                return F.cross_entropy(scores.view(-1, CLASSES), labels.view(-1), ignore_index=3)
-            case "classes in the middle":
-                return F.cross_entropy(scores.transpose(1, 2), labels, ignore_index=3)
-            case "scaled":
-                return 0.5 * F.cross_entropy(scores.view(-1, CLASSES), labels.view(-1), ignore_index=3)
-            case "nll of log_softmax":
-                return ignored(scores.log_softmax(-1).view(-1, CLASSES), labels.view(-1))
-            case "smooth":
-                return F.cross_entropy(scores.view(-1, CLASSES), labels.view(-1), label_smoothing=0.1)
-        raise AssertionError(self.loss)
+        return self.loss(self.head(self.embedding(ids).tanh()), labels)
 
 
 def captured(loss: str, dtype: torch.dtype = torch.float32) -> ss.Graph:
@@ -74,7 +77,7 @@ def by_class(graph: ss.Graph, cluster: ss.Cluster, dp: int = 1) -> None:
         ss.op_assign(graph, parts, torch.arange(dp * n).reshape(dp, n).numpy())
 
 
-LOSSES = ("cross entropy", "classes in the middle", "scaled", "nll of log_softmax")
+LOSSES = [name for name in KINDS if name != "smooth"]
 
 
 @pytest.mark.parametrize(

@@ -25,18 +25,8 @@ def chain(length: int = 3, size: int = 8) -> Graph:
         last = f"h{k}"
     tensors["loss"] = PTensor("loss", (), "float64", "activation", (), (), True)
     summed = (Index(size, "batch", "summed"), Index(6, "hidden", "summed"))
-    ops.append(
-        Op(
-            "sum",
-            "aten.sum.default",
-            (Ref(0),),
-            (),
-            (Operand(last, (0, 1)),),
-            (Operand("loss", ()),),
-            summed,
-            has_mirror=True,
-        )
-    )
+    read, made = (Operand(last, (0, 1)),), (Operand("loss", ()),)
+    ops.append(Op("sum", "aten.sum.default", (Ref(0),), (), read, made, summed, has_mirror=True))
     weight = (Operand("w", (0,)),)
     ops.append(Op("update.w", "ss.SGD", (), (), weight, weight, (Index(6, "hidden", "spatial"),), kind="optimizer"))
     return Graph(Model(tensors, tuple(ops), factors, ("x",), "loss", Optimizer("SGD", ((("lr", 0.1),),)), {}, {}))
