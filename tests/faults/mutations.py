@@ -58,7 +58,8 @@ TABLE: list[Mutation] = []
 DP, TP = "data_parallel", "tensor_parallel:vocabulary=false"
 PIPE = "pipeline_1f1b:stages=2,microbatches=4"
 GRID = "hybrid:dp=1,tp=2,pp=2,microbatches=2,vocabulary=false"
-WORLD = {GRID: 4, DP: 2, TP: 2, PIPE: 2}
+TP4 = "hybrid:dp=1,tp=4,vocabulary=false"
+WORLD = {GRID: 4, TP4: 4, DP: 2, TP: 2, PIPE: 2}
 
 
 def mutation(spec: str, *culprits: str, model: str = "mlp") -> Callable[[Edit], Edit]:
@@ -190,6 +191,12 @@ def remove_op(function: Function, name: str) -> Function:
 @mutation(TP, "linear_product_1")
 def all_reduce_dropped_on_one_device(exact: Compiled, code: list[Code]) -> None:
     skip_collective(code[1], "linear_product_1_work")
+
+
+@mutation(TP4, "of member 1 of the group is", model="mlp:classes=8")
+def members_of_a_gather_exchanged(exact: Compiled, code: list[Code]) -> None:
+    for mine in code:
+        change(mine, Collective, {"kind": "all_gather"}, group=(0, 2, 1, 3))
 
 
 @mutation(TP, "all_gather of linear_product_2")
