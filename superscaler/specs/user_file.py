@@ -117,9 +117,7 @@ def locating(file: Path, trouble: str) -> Iterator[None]:
     """Turn an error of a file's code into an InputError with `trouble` and the line; a PlanError stays."""
     try:
         yield
-    except PlanError:
-        raise
-    except KeyboardInterrupt:
+    except (PlanError, KeyboardInterrupt):
         raise
     except SystemExit as error:
         code = brief(repr(error.code))

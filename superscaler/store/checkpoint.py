@@ -126,22 +126,19 @@ class CheckpointHead(Head):
 
     @model_validator(mode="after")
     def _check_tensors(self) -> Self:
-        for name, tensor in self.tensors.items():
-            self._check_tensor(name, tensor)
-        return self
-
-    def _check_tensor(self, name: str, tensor: Entry) -> None:
         """Raise ValueError unless pieces cover each element of a tensor once, in shards that can hold them."""
-        if tensor.dtype not in DTYPES.values():
-            raise ValueError(f"{name!r} is of {tensor.dtype!r}")
-        for piece in tensor.pieces:
-            if piece.shard not in self.shards:
-                raise ValueError(f"{name!r} is in {piece.shard!r}, which is not among its shards")
-        elements = math.prod(tensor.shape)
-        if elements > sum(shard.bytes for shard in self.shards.values()):
-            raise ValueError(f"{name!r} has {elements:,} elements, more than its shards have bytes")
-        if elements and not covers(tensor.shape, [piece.ranges for piece in tensor.pieces]):
-            raise ValueError(f"the pieces of {name!r} do not have each of its {elements:,} elements once")
+        size = sum(shard.bytes for shard in self.shards.values())
+        for name, tensor in self.tensors.items():
+            elements = math.prod(tensor.shape)
+            if tensor.dtype not in DTYPES.values():
+                raise ValueError(f"{name!r} is of {tensor.dtype!r}")
+            if odd := {piece.shard for piece in tensor.pieces} - self.shards.keys():
+                raise ValueError(f"{name!r} is in {odd.pop()!r}, which is not among its shards")
+            if elements > size:
+                raise ValueError(f"{name!r} has {elements:,} elements, more than its shards have bytes")
+            if elements and not covers(tensor.shape, [piece.ranges for piece in tensor.pieces]):
+                raise ValueError(f"the pieces of {name!r} do not have each of its {elements:,} elements once")
+        return self
 
     @staticmethod
     def signed(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +223,7 @@ def new_folder(directory: Path, steps: int) -> str:
     """Make a new folder for a checkpoint and return its name. Raises OSError."""
     for number in count():
         name = f"step-{steps:08d}" + (f".{number}" if number else "")
-        if not os.path.lexists(directory / name):
+        with suppress(FileExistsError):
             (directory / name).mkdir()
             return name
     raise AssertionError

@@ -253,26 +253,16 @@ def written(folder: Path) -> Iterator[Path]:
         raise
 
 
-@contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Give a name beside a file to write to; the written file is synced to disk and then replaces the file.
-
-    Whatever ends the process, the file is the old one or the new one, whole. After an error it is the old one.
-    """
+def write_file(file: Path, data: str | bytes) -> None:
+    """Write a file whole or not at all, and make it last: aside first, then in the place of an older one."""
     aside = file.with_name(f".{file.name[:80]}.{uuid4().hex}{ASIDE}")
     try:
-        yield aside
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
         sync(aside)
         os.replace(aside, file)
     finally:
         aside.unlink(missing_ok=True)
     sync(file.parent)
-
-
-def write_file(file: Path, data: str | bytes) -> None:
-    """Write a file whole or not at all, and make it last."""
-    with replacing(file) as aside:
-        aside.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def sync(path: Path) -> None:
