@@ -64,9 +64,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def table(
-    names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), title: str | None = None
-) -> Table:
+def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), title: str = "") -> Table:
     """Return a table for people, whose columns `right` have numbers."""
     from rich.table import Column, Table
 

@@ -41,9 +41,8 @@ def fit(samples: Iterable[Sample], known: Links) -> Links:
 
 def _fit(name: str, samples: Sequence[Sample]) -> Link:
     # Seconds are steps * alpha + bytes / bandwidth; the cluster's own formulas give steps and bytes.
-    steps, moved = (
-        np.array([_predict(name, link, s) for s in samples]) for link in (Link(1.0, math.inf), Link(0.0, 1.0))
-    )
+    ends = Link(1.0, math.inf), Link(0.0, 1.0)
+    steps, moved = (np.array([_predict(name, link, s) for s in samples]) for link in ends)
     seconds = np.array([s.seconds for s in samples])
     rows = np.stack([steps / seconds, moved / seconds], axis=1)
     alpha, per_byte = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)[0].tolist()

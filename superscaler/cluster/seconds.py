@@ -13,6 +13,8 @@ from superscaler.cluster.links import Link, Links
 from superscaler.errors import InputError, unknown
 
 Groups = tuple[tuple[int, ...], ...]
+# Seconds of latency, and seconds per byte.
+Line = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ _Members = Mapping[int, list[int]]
 
 
 @lru_cache(maxsize=1 << 16)
-def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[tuple[float, float], ...], ...]:
+def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[Line, ...], ...]:
     """Return, for each way to do it, (latency, seconds per byte) of the groups: the slowest counts, the best is taken.
 
     Raises InputError for an unknown kind or device.
@@ -156,9 +158,8 @@ def _between(kind: str, members: _Members, amount: float) -> tuple[dict[int, flo
     if len(members) == 1:
         return {}, {}
     servers = list(members)
-    out, into = {"broadcast": (servers[:-1], servers[1:]), "reduce": (servers[1:], servers[:-1])}.get(
-        kind, (servers, servers)
-    )
+    chains = {"broadcast": (servers[:-1], servers[1:]), "reduce": (servers[1:], servers[:-1])}
+    out, into = chains.get(kind, (servers, servers))
     return dict.fromkeys(out, amount), dict.fromkeys(into, amount)
 
 
@@ -200,9 +201,7 @@ def _shares(wiring: Wiring, members: _Members) -> dict[int, dict[int, float]]:
     return found
 
 
-def _timed(
-    wiring: Wiring, shares: list[dict[int, dict[int, float]]], uses: list[_Use]
-) -> tuple[tuple[float, float], ...]:
+def _timed(wiring: Wiring, shares: list[dict[int, dict[int, float]]], uses: list[_Use]) -> tuple[Line, ...]:
     """Return the cost lines of the groups that no other line dominates. A NIC serves all groups."""
     loads: dict[tuple[str, int], float] = defaultdict(float)
     touched: list[list[tuple[str, int]]] = []

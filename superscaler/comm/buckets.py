@@ -11,25 +11,24 @@ from superscaler.comm.communicator import Communicator, Group, Handle, Later, pa
 
 Tensors = Sequence[Tensor]
 Dims = Sequence[int]
+Handles = tuple[Handle, ...]
 # Per tensor: the sizes of its uneven chunks, or none.
 Sizes = Sequence[Sequence[int]]
 
 
-def all_reduce(communicator: Communicator, tensors: Tensors, group: Group, largest: bool = False) -> tuple[Handle, ...]:
+def all_reduce(communicator: Communicator, tensors: Tensors, group: Group, largest: bool = False) -> Handles:
     """Sum several tensors as one; the results are views of one buffer."""
     work = communicator.all_reduce(torch.cat([x.reshape(-1) for x in tensors]), group, owned=True, largest=largest)
     return _views(work, [x.numel() for x in tensors])
 
 
-def reduce(communicator: Communicator, tensors: Tensors, group: Group, root: int) -> tuple[Handle, ...]:
+def reduce(communicator: Communicator, tensors: Tensors, group: Group, root: int) -> Handles:
     """Sum several tensors as one, for the rank at place `root` of the group."""
     work = communicator.reduce(torch.cat([x.reshape(-1) for x in tensors]), group, root, owned=True)
     return _views(work, [x.numel() for x in tensors])
 
 
-def all_gather(
-    communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = ()
-) -> tuple[Handle, ...]:
+def all_gather(communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = ()) -> Handles:
     """Gather several tensors as one, each along its own dim, uneven chunks by its own `sizes` there."""
     sizes = sizes or [()] * len(tensors)
     tensors = [padded(x, d, max(s)) if s else x for x, d, s in zip(tensors, dims, sizes, strict=True)]
@@ -42,7 +41,7 @@ def all_gather(
 
 def reduce_scatter(
     communicator: Communicator, tensors: Tensors, group: Group, dims: Dims, sizes: Sizes = ()
-) -> tuple[Handle, ...]:
+) -> Handles:
     """Sum several tensors as one, each scattered along its own dim; the results are views of one buffer."""
     sizes, mine = sizes or [()] * len(tensors), group.index(communicator.rank)
     chunks = [_chunks(x, group, dim, some) for x, dim, some in zip(tensors, dims, sizes, strict=True)]
@@ -57,7 +56,7 @@ def _then(work: Handle, function: Callable[[Tensor], Tensor]) -> Handle:
     return Later(lambda: function(work.wait()))
 
 
-def _views(work: Handle, sizes: Sequence[int]) -> tuple[Handle, ...]:
+def _views(work: Handle, sizes: Sequence[int]) -> Handles:
     """Return ranges of the last dim of a result, one after the other."""
     return tuple(
         _then(work, partial(torch.narrow, dim=-1, start=end - size, length=size))

@@ -16,6 +16,7 @@ from superscaler.errors import RuntimeFailure
 from superscaler.ir.program import links
 
 Group = tuple[int, ...]
+Shape = Sequence[int]
 Finish = Callable[[Sequence[Tensor]], Tensor]
 
 
@@ -112,9 +113,7 @@ class Communicator(ABC):
             return Later(lambda: x)
         return self._gather(self._enter("rd_gather", group, x.shape, x.dtype), group, x, dim, root)
 
-    def broadcast(
-        self, x: Tensor | None, source: int, group: Group, shape: Sequence[int], dtype: torch.dtype
-    ) -> Handle:
+    def broadcast(self, x: Tensor | None, source: int, group: Group, shape: Shape, dtype: torch.dtype) -> Handle:
         """Give x of rank `source` to all ranks of the group; the others pass None."""
         position(source, group, f"broadcast over ranks {group}")
         if self.rank != source:
@@ -137,7 +136,7 @@ class Communicator(ABC):
         self.moved += x.nbytes
         self._send(what, x, peer, tag, owned)
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> Handle:
+    def recv(self, shape: Shape, dtype: torch.dtype, peer: int, tag: int) -> Handle:
         """Start to receive the message that `peer` sent with the same tag."""
         return self._recv(self._meet("recv from", peer), tuple(shape), dtype, peer, tag)
 
@@ -189,9 +188,7 @@ class Communicator(ABC):
     @abstractmethod
     def _recv(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int) -> Handle: ...
 
-    def _enter(
-        self, operation: str, group: Group, shape: Sequence[int], dtype: torch.dtype, planned: bool = True
-    ) -> str:
+    def _enter(self, operation: str, group: Group, shape: Shape, dtype: torch.dtype, planned: bool = True) -> str:
         """Count this rank's part of a collective with sources of this shape; return its name for errors."""
         what = f"{self.prefix}{operation} of {tuple(shape)} {dtype} over ranks {group}"
         mine = share(operation, prod(shape) * dtype.itemsize, len(group), position(self.rank, group, what))

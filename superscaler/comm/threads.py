@@ -23,6 +23,8 @@ from superscaler.comm.communicator import Group, Handle, PeerLost
 from superscaler.errors import PlanError, RuntimeFailure
 
 T = TypeVar("T")
+# The sender, the receiver, and the number of a message.
+Letter = tuple[int, int, int]
 
 
 def run_ranks(world: int, function: Callable[[ThreadCommunicator], T], timeout: float = 60.0) -> list[T]:
@@ -84,8 +86,8 @@ class _Hub:
         self.failure: tuple[int, BaseException] | None = None
         self.running = set(range(world))
         self.waiting: dict[int, _Waiting] = {}
-        self.letters: dict[tuple[int, int, int], tuple[int, Tensor]] = {}
-        self.awaited: set[tuple[int, int, int]] = set()
+        self.letters: dict[Letter, tuple[int, Tensor]] = {}
+        self.awaited: set[Letter] = set()
         self.meetings: dict[tuple[Group, int], _Meeting] = {}
 
     def end(self, rank: int, error: BaseException | None) -> None:
@@ -188,7 +190,7 @@ class ThreadCommunicator(c.Communicator):
         """Wait until all messages of this rank are received."""
         letters, awaited = self._hub.letters, self._hub.awaited
 
-        def left() -> list[tuple[int, int, int]]:
+        def left() -> list[Letter]:
             return [key for key in letters if key[0] == self.rank]
 
         with self._hub.changed:
@@ -201,9 +203,7 @@ class ThreadCommunicator(c.Communicator):
     def _everyone(self) -> Group:
         return tuple(range(self.world))
 
-    def _open(
-        self, what: str, key: tuple[int, int, int], shape: tuple[int, ...], dtype: torch.dtype, tag: int
-    ) -> Tensor:
+    def _open(self, what: str, key: Letter, shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> Tensor:
         with self._hub.changed:
             self._hub.wait(self.rank, lambda: key in self._hub.letters, what)
             sent_tag, x = self._hub.letters.pop(key)

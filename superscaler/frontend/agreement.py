@@ -179,12 +179,11 @@ def _eager_step(captured: Captured, module: nn.Module, args: Any, kwargs: Any, o
     except Exception as error:
         # A module's code may raise any exception.
         raise Unchecked(f"it does not run ({type(error).__name__}: {brief(error)})") from error
-    outputs = form_and_tensors(output, name, loss)[1] if captured.model.result else {}
+    kept = form_and_tensors(output, name, loss)[1] if captured.model.result else {}
+    outputs = {n: x.detach() for n, x in kept.items()}
     gradients: dict[str, Tensor | None] = {n: dense(p.grad, p.detach()) for n, p in module.named_parameters()}
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-    return Reference(
-        None if loss is None else loss.detach(), gradients, buffers, {n: x.detach() for n, x in outputs.items()}
-    )
+    return Reference(None if loss is None else loss.detach(), gradients, buffers, outputs)
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:

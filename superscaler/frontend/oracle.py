@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
 
 Draw = Callable[[str, tuple[int, ...]], Tensor]
+Dtype = torch.dtype | None
 # Random functions -> their results, computed from uniform numbers and their own arguments.
 DRAWN: Mapping[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("rand", "rand_like"), lambda u, *_: u),
@@ -91,7 +92,7 @@ def reference_step(
     captured: Captured,
     batch: Mapping[str, Tensor],
     values: Mapping[str, Tensor],
-    dtype: torch.dtype | None = None,
+    dtype: Dtype = None,
     draw: Draw | None = None,
 ) -> Reference:
     """Return the loss, the gradients of the trained parameters by canonical name, the changed buffers, and the outputs.
@@ -127,9 +128,7 @@ def reference_step(
     return Reference(None if loss is None else loss.detach(), gradients, buffers, outputs)
 
 
-def _argument(
-    captured: Captured, spec: Any, known: Mapping[str, Tensor], dtype: torch.dtype | None, device: torch.device
-) -> Any:
+def _argument(captured: Captured, spec: Any, known: Mapping[str, Tensor], dtype: Dtype, device: torch.device) -> Any:
     """Return the value of one placeholder: the given one, or the constant in the program."""
     exported = captured.exported
     if _is_constant(exported, spec):
@@ -147,7 +146,7 @@ def _is_constant(exported: ExportedProgram, spec: InputSpec) -> bool:
     return spec.kind in _CONSTANT and spec.target not in exported.graph_signature.buffers_to_mutate.values()
 
 
-def retyped(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+def retyped(value: Tensor, dtype: Dtype) -> Tensor:
     return value.to(dtype) if dtype is not None and value.dtype.is_floating_point else value
 
 
@@ -160,7 +159,7 @@ class _Retyped(Interpreter):
     def __init__(
         self,
         exported: ExportedProgram,
-        dtype: torch.dtype | None,
+        dtype: Dtype,
         default: torch.dtype,
         device: torch.device,
         draw: Draw | None,

@@ -120,9 +120,8 @@ def _cut(trace: Trace, chains: Mapping[Node, Cut], pieces: Segments) -> None:
     """Replace these tensors by their segments, and the results of slices by a segment."""
     segments: dict[Node, list[Node]] = {}
     for node in [n for n in (*trace.leaves("parameter"), *trace.calls()) if n in chains]:
-        segments[node] = [
-            _segment(trace, node, chains[node], k, segments, pieces) for k in range(len(chains[node][1]) - 1)
-        ]
+        count = len(chains[node][1]) - 1
+        segments[node] = [_segment(trace, node, chains[node], k, segments, pieces) for k in range(count)]
     for packed, (_, ends) in chains.items():
         for node in list(packed.users):
             if node not in chains:

@@ -59,10 +59,7 @@ def names_of(form: str) -> list[str]:
 
 
 def form_and_tensors(output: Any, name: str, loss: Tensor | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """Return the form of a result, as JSON has it, and its tensors by name, without the trained loss.
-
-    Raises CaptureError for a result of `name` that is neither a tensor, a plain value, nor a container of these.
-    """
+    """Return the form of a result and its tensors, without the loss. Raises CaptureError for other objects."""
     tensors: dict[str, Tensor] = {}
 
     def form(value: Any, path: str) -> Any:

@@ -154,9 +154,7 @@ def watch(rank: int, world: int, folder: str, progress: Callable[[], Progress], 
 
 
 def _fail(text: str, other: int | None = None) -> NoReturn:
-    """Report a failure to the launcher and end this process, whose own thread cannot; also kill the process `other`: a
-    stopped one does not receive SIGTERM.
-    """
+    """Report a failure and end this process, after the process `other`: a stopped one receives no SIGTERM."""
     try:
         raise RuntimeFailure(text)
     except RuntimeFailure as error:

@@ -272,7 +272,8 @@ class _Blocks:
             for group in {move.group for move in compiled.moves}
         }
         self.producers, self.uses = self.model.producers, dict(self.model.uses)
-        for op in (op for op in self.model.ops if op.is_write):
+        writes = [op for op in self.model.ops if op.is_write]
+        for op in writes:
             name = op.inputs[1].tensor
             self.uses[name] = [*self.uses[name], (op, 1)]
         self.layouts: dict[tuple[str, bool], str] = {}
@@ -282,9 +283,7 @@ class _Blocks:
         # A weight belongs to its first reader, a constant of several blocks to none, an activation to its producer.
         self.home = {name: self._reader(name, [op for op, _ in found]) for name, found in self.uses.items() if found}
         self.home |= {name: _block(op) for name, (op, _) in self.producers.items()}
-        written = {
-            op.inputs[0].tensor: self.home.get(op.inputs[1].tensor, _NONE) for op in self.model.ops if op.is_write
-        }
+        written = {op.inputs[0].tensor: self.home.get(op.inputs[1].tensor, _NONE) for op in writes}
         self.home = {**written, **self.home}
         for name in self.home.values():
             self.ops.setdefault(name, [])

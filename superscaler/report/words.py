@@ -98,9 +98,7 @@ def _held(block: Block) -> Iterator[str]:
             yield f"{_on(devices)}: {_axes(rows[0].axes, 'whole')}: {_ops(rows[0])}"
             continue
         # Axes that all rows have in common are printed once.
-        levels = takewhile(
-            lambda axes: all(axis == axes[0] for axis in axes), zip(*(r.axes for r in rows), strict=False)
-        )
+        levels = takewhile(lambda axes: len(set(axes)) == 1, zip(*(row.axes for row in rows), strict=False))
         shared = len(list(levels))
         yield f"{_on(devices)}: {_axes(rows[0].axes[:shared], 'cut in several ways')}"
         yield from (f"  {_axes(row.axes[shared:], 'not cut further')}: {_ops(row)}" for row in rows)

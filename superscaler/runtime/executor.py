@@ -21,7 +21,8 @@ from superscaler.runtime.saved_tensors import Copies, RegatheredTensors
 from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
-Segment = Callable[..., tuple[Tensor, ...]]
+Tensors = tuple[Tensor, ...]
+Segment = Callable[..., Tensors]
 Pairs = Sequence[tuple[str, Tensor]]
 # Lists of sums, each by the number of the first gradient that is added to it.
 Sums = Mapping[int, list[Tensor | None]]
@@ -103,7 +104,7 @@ class Rank:
         draws: int | None = None,
         parts: int | None = None,
         again: Sequence[int] = (),
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         """Run a segment on detached aliases and return detached outputs.
 
         The tape stays under `tag`, without the inputs `again`, which the backward is given.
@@ -123,18 +124,14 @@ class Rank:
             self._tapes[tag] = (edges, wanted)
         return self._done("F", tag, inputs, tuple(o.detach() for o in outputs))
 
-    def _done(
-        self, kind: str, tag: str, given: Sequence[Tensor | None], made: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    def _done(self, kind: str, tag: str, given: Sequence[Tensor | None], made: Tensors) -> Tensors:
         self.works += 1
         if self.watch is not None:
             self.watch(kind, tag, given, made)
         return made
 
     def _leaf(self, x: Tensor) -> Tensor:
-        """Return a leaf that receives the gradient of an input: of its shape, but without its memory, because a graph
-        holds its leaves whether or not an op saves them. A resident weight is its own leaf.
-        """
+        """Return a leaf for an input's gradient, without memory, which graphs hold; a resident weight is its own."""
         own = x if id(x) in self._at_rest else x.new_empty(()).expand(x.shape)
         return own.detach().requires_grad_()
 
@@ -145,7 +142,7 @@ class Rank:
         wide: str = "",
         again: Sequence[Tensor] = (),
         into: Sums | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         """Return the gradients of a segment's aliases, given those of its saved outputs (None: not read).
 
         Gradients with a 1 in `wide` are float32, because they are added up before their use. `again`: the weights that
@@ -159,14 +156,14 @@ class Rank:
         del found
         return self._done("B", tag, gradients, _added(filled, into or {}))
 
-    def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> tuple[Tensor, ...]:
+    def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> Tensors:
         """Return the gradients of the aliases with a 1 in `wanted`; keep what `backward_weight` needs."""
         edges, aliases = self._tapes.pop(tag)
         found, rest = halves.first_half(_given(edges, gradients), aliases, [w == "1" for w in wanted])
         self._rests[tag] = aliases, rest
         return self._done("B", tag, gradients, tuple(_filled(aliases, found, wanted)))
 
-    def backward_weight(self, tag: str, wanted: str, wide: str = "", into: Sums | None = None) -> tuple[Tensor, ...]:
+    def backward_weight(self, tag: str, wanted: str, wide: str = "", into: Sums | None = None) -> Tensors:
         """Return the gradients of a segment's aliases with a 1 in `wanted`, without those of `backward_input` and those
         that are added to sums.
         """
@@ -341,7 +338,7 @@ def _filled(aliases: Sequence[Tensor], found: Sequence[Tensor | None], wanted: s
     return [g.float() if wide[k : k + 1] == "1" else g for k, g in whole]
 
 
-def _added(gradients: list[Tensor], into: Sums) -> tuple[Tensor, ...]:
+def _added(gradients: list[Tensor], into: Sums) -> Tensors:
     """Add gradients to their sums in place, and return the others. A first gradient is copied: it may share memory."""
     for first, sums in sorted(into.items(), reverse=True):
         some = [gradients.pop(first) for _ in sums]
@@ -396,10 +393,8 @@ def _optimizer(
     pairs = [(params, dict(options)) for params, options in zip(members, groups, strict=True) if params]
     for params, options in pairs:
         # The fused kernel passes over memory once. It is used if the user left the choice to torch and it is exact.
-        is_chosen = options.get("fused") is not None or any(
-            map(options.get, ("foreach", "differentiable", "capturable"))
-        )
-        if not is_chosen and is_plain(name, options, params):
+        others = map(options.get, ("foreach", "differentiable", "capturable"))
+        if options.get("fused") is None and not any(others) and is_plain(name, options, params):
             options["fused"] = True
     used = [{"params": params, **options} for params, options in pairs]
     if not used:

@@ -17,6 +17,7 @@ _BLOCK = 1 << 17
 
 Box = Sequence[tuple[int, int]]
 Sizes = Sequence[int]
+Pair = tuple[Tensor, Tensor]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:
@@ -60,9 +61,7 @@ def picked(scores: Tensor, labels: Tensor, box: Box = (), extents: Sizes = ()) -
     return scores.gather(1, places.unsqueeze(1)).squeeze(1).masked_fill(is_elsewhere, 0.0)
 
 
-def class_sums(
-    scores: Tensor, labels: Tensor, largest: Tensor, box: Box = (), extents: Sizes = ()
-) -> tuple[Tensor, Tensor]:
+def class_sums(scores: Tensor, labels: Tensor, largest: Tensor, box: Box = (), extents: Sizes = ()) -> Pair:
     """Return `exp_sum` and `picked` of (N, classes, ...) scores; gradients are added, then narrowed."""
     wide = scores.to(largest.dtype)
     return exp_sum(wide, largest, 1), picked(wide, labels, box, extents)
@@ -180,7 +179,7 @@ def attention_block(
     scale: float | None,
     blocks: Sequence[tuple[int, str]],
     chunks: int,
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Return scaled dot product attention of chunks of queries, each to one chunk of keys, and its log-sum-exp.
 
     `blocks`: for each chunk of q (..., heads, L, E), the number of the chunk that it sees, of the `chunks` of k and v
@@ -217,9 +216,7 @@ def _rows_of(mask: Tensor | None, n: int, at: int, blocks: int, chunks: int) -> 
     return mask
 
 
-def _block(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sees: str
-) -> tuple[Tensor, Tensor]:
+def _block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, sees: str) -> Pair:
     wide = torch.promote_types(q.dtype, torch.float32)
     # Too small to change any sum, and the sum of two is finite.
     least = torch.finfo(wide).min / 4
@@ -232,7 +229,7 @@ def _block(
     return shares.to(v.dtype) @ v, total.masked_fill(is_empty, least).squeeze(-1)
 
 
-def attention_merge(first: Tensor, first_total: Tensor, second: Tensor, second_total: Tensor) -> tuple[Tensor, Tensor]:
+def attention_merge(first: Tensor, first_total: Tensor, second: Tensor, second_total: Tensor) -> Pair:
     """Return attention to two blocks of keys, and its log-sum-exp, from `attention_block` of each."""
     total = torch.logaddexp(first_total, second_total)
     one, other = ((some - total).exp().unsqueeze(-1) for some in (first_total, second_total))
@@ -273,7 +270,7 @@ def experts(
     return total.to(x.dtype)
 
 
-def dispatch(x: Tensor, ids: Tensor, experts: int, groups: int, capacity: int) -> tuple[Tensor, Tensor]:
+def dispatch(x: Tensor, ids: Tensor, experts: int, groups: int, capacity: int) -> Pair:
     """Return the rows of each expert (experts, groups, capacity, hidden), and the number of tokens that chose it.
 
     x (tokens, hidden), ids (tokens, chosen), counts (experts, groups); the tokens come group by group. The rows of an
@@ -314,7 +311,7 @@ def collect(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return (found.reshape(*ids.shape, outputs) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> tuple[Tensor, Tensor]:
+def _rows(ids: Tensor, experts: int, groups: int, capacity: int) -> Pair:
     """Return the row of each choice (groups, choices) among the rows of all experts, the number of rows for a dropped
     choice; and the count of choices of each expert (groups, experts).
     """
@@ -343,7 +340,7 @@ def _expand_heads(x: Tensor, q: Tensor) -> Tensor:
     return grouped.expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3)
 
 
-def _find(ids: Tensor, box: Box, extents: Sizes) -> tuple[Tensor, Tensor]:
+def _find(ids: Tensor, box: Box, extents: Sizes) -> Pair:
     """Return the position of each id in the box of a dim (any position if it is outside), and whether it is outside."""
     here = _linear_index(box, extents, ids.device).reshape(-1)
     places = torch.searchsorted(here, ids).clamp_(max=len(here) - 1)

@@ -15,6 +15,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 # Edges at which gradients enter, and these gradients.
 Given = Sequence[tuple[GradientEdge, Tensor]]
+# Per leaf; None: nothing arrives.
+Gradients = Sequence[Tensor | None]
 # Nodes, each after its next nodes: node -> pairs (next node, index of the gradient there).
 Nodes = Mapping[Node, Sequence[tuple[Node, int]]]
 
@@ -33,7 +35,7 @@ class Rest:
     left: list[tuple[list[tuple[GradientEdge, Tensor]], Iterable[int]]]
 
 
-def grad(given: Given, ends: Sequence[GradientEdge], keep: bool = False) -> Sequence[Tensor | None]:
+def grad(given: Given, ends: Sequence[GradientEdge], keep: bool = False) -> Gradients:
     """Return the gradients at some ends, None where nothing arrives; `keep` the graph to walk it again."""
     if not given or not ends:
         return [None] * len(ends)
@@ -41,9 +43,7 @@ def grad(given: Given, ends: Sequence[GradientEdge], keep: bool = False) -> Sequ
     return torch.autograd.grad(edges, ends, gradients, retain_graph=keep, allow_unused=True)
 
 
-def first_half(
-    given: Given, leaves: Sequence[Tensor], is_first: Sequence[bool]
-) -> tuple[Sequence[Tensor | None], Rest]:
+def first_half(given: Given, leaves: Sequence[Tensor], is_first: Sequence[bool]) -> tuple[Gradients, Rest]:
     """Return the gradients of the first leaves (None for others), and the state of the second half.
 
     If several nodes on the way lead to another leaf (a weight that is used twice), its gradient is made here, because
@@ -70,7 +70,7 @@ def first_half(
     return first, Rest(roots, ends, found, list(left.values()))
 
 
-def second_half(rest: Rest) -> Sequence[Tensor | None]:
+def second_half(rest: Rest) -> Gradients:
     """Return the gradients of the other leaves (None for the first), and free the kept tensors."""
     while rest.left:
         given, own = rest.left.pop()

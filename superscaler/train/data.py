@@ -96,10 +96,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def synthetic_batch(inputs: Shapes, step: int, seed: int, bounds: Mapping[str, int]) -> Batch:
-    """Return random tensors of the inputs' shapes and dtypes: normal floats, integers from 0 to below their bound.
-
-    An integer input without a bound gets zeros and ones.
-    """
+    """Return random tensors of these shapes and dtypes: normal floats, integers below their bound (default: 2)."""
     _check_seed(seed)
     return {
         name: _random(shape, torch_dtype(dtype), [seed, step, place], bounds.get(name, _UNKNOWN_BOUND))

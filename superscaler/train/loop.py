@@ -200,9 +200,8 @@ class Reporter:
         if self._metrics is not None:
             entry = {"step": number, "loss": loss, "seconds": seconds, "tokens": tokens, "memory_bytes": memory}
             self._metrics.add(entry | {"gradient_norm": norm})
-        text = (
-            f"step {number + 1}/{self._steps}  loss {loss:.4f}  {tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
-        )
+        speed = f"{tokens / seconds:,.0f} tokens/s  {memory / 1e9:.2f} GB"
+        text = f"step {number + 1}/{self._steps}  loss {loss:.4f}  {speed}"
         if self._is_finite and not math.isfinite(loss):
             self._is_finite = False
             resume.warn(f"the loss of step {number + 1} is {loss}; --check-finite names the operator that made it so.")

@@ -185,10 +185,7 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def report(saver: Saver, why: str, start: int, launched: Path | None) -> None:
-    """Report the end of training to the launcher; `why` it stopped early, if it did.
-
-    Without a launcher, print it, and raise RuntimeFailure if a save has failed.
-    """
+    """Report the end, and `why` it came early, to the launcher; without one print it, or raise for a failed save."""
     steps = saver.step.state.steps
     outcome = {
         **{"saved": None if saver.last is None else str(saver.last), "failed_saves": saver.failures},

@@ -43,6 +43,10 @@ class Event:
     made: Sequence[Tensor]
 
 
+# By device, tag and kind.
+Events = dict[tuple[int, str, str], Event]
+
+
 def first_difference(exact: Compiled, values: Values, batch: Values, timeout: float) -> str:
     """Return one sentence: the first wrong tensor in execution order, its mask, device and op."""
     whole, gradients = model_step(exact.graph.model, {**values, **batch})
@@ -105,11 +109,9 @@ def on_threads(exact: Compiled, values: Values, run: Callable[[Step], T], timeou
     return run_ranks(exact.program.world, lambda c: run(build_step(plan, code, values, c)), timeout)
 
 
-def _record(
-    exact: Compiled, values: Values, batch: Values, timeout: float
-) -> tuple[dict[tuple[int, str, str], Event], str]:
+def _record(exact: Compiled, values: Values, batch: Values, timeout: float) -> tuple[Events, str]:
     """Return inputs and outputs of each segment by device, tag and kind, and why the step did not end, if so."""
-    events: dict[tuple[int, str, str], Event] = {}
+    events: Events = {}
 
     def run(step: Step) -> None:
         def watch(kind: str, name: str, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> None:
@@ -138,9 +140,7 @@ def _line_of(error: BaseException, files: Mapping[str, str]) -> str:
 
 
 class _Search:
-    def __init__(
-        self, exact: Compiled, whole: Values, gradients: Values, events: Mapping[tuple[int, str, str], Event]
-    ) -> None:
+    def __init__(self, exact: Compiled, whole: Values, gradients: Values, events: Events) -> None:
         self.exact, self.whole, self.gradients, self.events = exact, whole, gradients, events
         self.edges, self.model = exact.whole_schedule.edges, exact.graph.model
         self.unread = unread_twins(self.model)

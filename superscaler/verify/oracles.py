@@ -51,9 +51,7 @@ def graph_step(exact: Compiled, inputs: Values) -> Oracle:
 
 
 def recurrence(oracle: Oracle, model: Model, known: Values, number: int) -> Reference:
-    """Return a step whose gradients are those at the oldest versions of weights in a plan. After the step, each version
-    has the value of the next younger one.
-    """
+    """Return a step with gradients at the oldest versions of weights; then each has the next younger one's value."""
     versions = model.versions
     step = oracle({**known, **{weight: known[version] for version, weight in versions.items()}}, number)
     pairs = ((op.inputs[0].tensor, op.inputs[1].tensor) for op in model.ops if op.is_write)

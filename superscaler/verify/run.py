@@ -27,12 +27,11 @@ from superscaler.verify.trained import near, quiet
 # A plan above any of these limits is verified at a small shape, unless shapes="model".
 MOST_RANKS, MOST_ELEMENTS, MOST_FLOPS = 32, 100_000_000, 2 * 10**11
 _SMALL = "it has the shapes of the capture; verify a small model with the same plan to compare it too"
+Found = dict[str, Any]
 _LIMITED = "it drops no choices of experts; without a capacity the plan is compared with it"
 
 
-def verify(
-    compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto"
-) -> dict[str, Any]:
+def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto") -> Found:
     """Compare two steps of the plan with the user's module, without dropout: in float64, then in the trained dtypes.
 
     A plan that reads weights of n updates ago takes n + 2 steps. In the trained dtypes, errors may be as large as those
@@ -81,7 +80,7 @@ def verify(
     return _as_trained(found, own, backend, small.values, small.batch)
 
 
-def _as_trained(found: dict[str, Any], plan: Compiled, backend: str, values: Values, inputs: Values) -> dict[str, Any]:
+def _as_trained(found: Found, plan: Compiled, backend: str, values: Values, inputs: Values) -> Found:
     """Return the results in float64, extended by those of steps in the plan's own dtypes if the plan was equal."""
     tensors = plan.graph.model.tensors.values()
     dtypes = sorted({t.dtype for t in tensors if t.kind == "parameter" and getattr(torch, t.dtype).is_floating_point})
@@ -111,9 +110,7 @@ def _is_large(compiled: Compiled) -> bool:
     return len(compiled.cluster.devices) > MOST_RANKS or elements > MOST_ELEMENTS or flops > MOST_FLOPS
 
 
-def certify(
-    exact: Compiled, backend: str = "threads", batch: Values | None = None, timeout: float = 60.0
-) -> dict[str, Any]:
+def certify(exact: Compiled, backend: str = "threads", batch: Values | None = None, timeout: float = 60.0) -> Found:
     """Verify a plan in float64. `timeout`: of a message, in seconds. A plan that a check refuses is not run."""
     captured, model = exact.graph.captured, exact.graph.model
     values = {k: retyped(v, torch.float64) for k, v in initial_values(model, captured.values).items()}
@@ -148,7 +145,7 @@ def _certificate(
     values: Values,
     inputs: Values,
     oracles: Mapping[str, Callable[[], Oracle]],
-) -> dict[str, Any]:
+) -> Found:
     """Check the program, run it, and compare it with the first available oracle.
 
     If it differs, it is compared with the next one too, to find whether the plan or the captured graph is at fault.
@@ -168,10 +165,8 @@ def _certificate(
     judged = _judged(exact, values, results, oracles) if results else []
     errors = judged[0][1] if judged else Errors(dict.fromkeys(Errors().largest, float("inf")))
     if not first and not errors.is_equal:
-        is_captured = judged[-1][1].is_equal
-        first = (
-            f"the captured graph is not the module: {errors.first}; the plan equals the graph" if is_captured else ""
-        )
+        is_plan_right = judged[-1][1].is_equal
+        first = f"the captured graph is not the module: {errors.first}; the plan equals the graph" * is_plan_right
         first = first or first_difference(exact, values, inputs, timeout) or errors.first
     return {
         "equal": errors.is_equal,

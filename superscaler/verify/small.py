@@ -210,10 +210,7 @@ def _own(model: Model, op: Op, sizes: Mapping[str, int], shapes: Sequence[Shape]
 
 
 def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tuple[Op, list[Shape] | None]]:
-    """Return forward ops that give wrong shapes on tensors of the new sizes, with the shapes, or None if they fail.
-
-    An op that cannot run without data at its own sizes either is assumed to be right.
-    """
+    """Return the ops, with their shapes, that go wrong at new sizes; None: one that fails there, not at its own."""
     small = _resized(model, sizes)
     resized = {op.name: op for op in small.ops}
     chosen = [op for op in ops if op.is_forward]

@@ -114,9 +114,8 @@ class Noise:
 
     def _tensors(self, step: Reference) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Yield the tensors that rounding changes, by kind of error and name."""
-        of = {"gradient_error": step.gradients, "output_error": step.outputs, "parameter_error": step.buffers}
-        found = {"loss_error": {self.model.loss: step.loss}, **of}
-        yield from (((kind, n), x) for kind, some in found.items() for n, x in some.items() if x is not None)
+        for (kind, name), x in step.tensors().items():
+            yield (f"{'parameter' if kind == 'buffer' else kind}_error", name or self.model.loss), x
 
 
 def quiet(plan: Compiled) -> Compiled:

@@ -50,9 +50,7 @@ class Trial:
     device: torch.device
 
     def check(self) -> None:
-        """Raise InputError unless the operator in parts equals the whole operator: on numbers of each kind, without
-        optional operands, and with each letter of size 1 and of a large size.
-        """
+        """Raise InputError unless the operator in parts equals the whole one: on all kinds, operands and sizes."""
         for extra in (1, 2):
             self._check(self._draw(extra))
         optional = [p.name for p in self.overload._schema.arguments if str(p.type) == "Optional[Tensor]"]

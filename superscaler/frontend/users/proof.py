@@ -23,6 +23,7 @@ from superscaler.ir.model import Op, Operand, PTensor, TensorKind
 # Executes one part of an op: (box, local operands, expected shapes of results) -> results.
 Run = Callable[[Box, Sequence[Tensor], Sequence[tuple[int, ...]]], Sequence[Tensor]]
 Cut = Mapping[int, tuple[int, ...]]
+Tensors = Mapping[str, PTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,7 @@ class Failure:
         return f"{self.op.notation()}{how}: {self.tensor} {self.difference}"
 
 
-def record(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Trace, dict[str, Tensor]]:
+def record(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Trace, dict[str, Tensor]]:
     """Return the trace of one call on tensors x0, x1, ... (in order), and their values by name.
 
     The call is executed once, for the shapes of its results. A `torch.nn.Buffer` has no gradient.
@@ -78,9 +77,7 @@ def ops_of(trace: Trace) -> tuple[list[Op], dict[str, PTensor]]:
     return builder.forward(), {node.name: builder.tensor(node) for node in builder.found.dims}
 
 
-def prove(
-    op: Op, tensors: Mapping[str, PTensor], values: Sequence[Tensor], run: Run, kind: Kind = NORMAL
-) -> Failure | None:
+def prove(op: Op, tensors: Tensors, values: Sequence[Tensor], run: Run, kind: Kind = NORMAL) -> Failure | None:
     """Return the first difference between the op in parts and the whole op; None if its notation is true.
 
     `values`: those of `op.inputs`, floating ones in float64. All floating inputs except buffers have gradients. Each
@@ -137,7 +134,7 @@ def _compare(tensor: str, found: Tensor, expected: Tensor, kind: Kind, tolerance
 @dataclass(frozen=True, slots=True)
 class _Job:
     op: Op
-    tensors: Mapping[str, PTensor]
+    tensors: Tensors
     values: Sequence[Tensor]
     run: Run
 

@@ -16,6 +16,7 @@ from superscaler.frontend.oracle import largest
 # A function with more elements than this is not compared.
 _MOST_ELEMENTS = 1 << 24
 _TOLERANCE = 1e-6
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ KINDS = (
 )
 
 
-def is_derivative(own: Callable[..., Any], forward: Callable[..., Any], args: Sequence[Any]) -> bool:
+def is_derivative(own: Function, forward: Function, args: Sequence[Any]) -> bool:
     """Return whether a function with its own backward has the gradients that autograd derives from its forward."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     if sum(a.numel() for a in tensors) > _MOST_ELEMENTS:
@@ -95,7 +96,7 @@ def _draw(args: Sequence[Any], kind: Kind, bound: int) -> list[Any]:
     return [real(value) for value in args]
 
 
-def _runs(function: Callable[..., Any], given: Sequence[Any]) -> bool:
+def _runs(function: Function, given: Sequence[Any]) -> bool:
     """Return whether a function accepts these arguments: only the function knows its valid integers."""
     try:
         function(*given)
@@ -104,7 +105,7 @@ def _runs(function: Callable[..., Any], given: Sequence[Any]) -> bool:
     return True
 
 
-def _agree(one: Callable[..., Any], other: Callable[..., Any], given: Sequence[Any], kind: Kind) -> bool:
+def _agree(one: Function, other: Function, given: Sequence[Any], kind: Kind) -> bool:
     """Return whether two functions have the same results and gradients."""
     leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
     first, second = (_with_gradients(f, given, leaves, kind.sizes[1] ** 0.5) for f in (one, other))
@@ -112,15 +113,11 @@ def _agree(one: Callable[..., Any], other: Callable[..., Any], given: Sequence[A
     return len(first) == len(second) and all(kind.is_close(x, y, _TOLERANCE).all() for x, y in pairs)
 
 
-def _with_gradients(
-    function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[Tensor], scale: float
-) -> list[Tensor]:
+def _with_gradients(function: Function, given: Sequence[Any], leaves: Sequence[Tensor], scale: float) -> list[Tensor]:
     """Return the results of a function, and the gradients of `leaves` for a fixed gradient of each result."""
-    outputs = [y for y in pytree.tree_leaves(function(*given)) if isinstance(y, Tensor) and y.requires_grad]
+    outputs = tuple(y for y in pytree.tree_leaves(function(*given)) if isinstance(y, Tensor) and y.requires_grad)
     gradients = [torch.linspace(-scale, scale, y.numel(), dtype=y.dtype, device="cpu").view(y.shape) for y in outputs]
     # During capture, a call of torch.autograd.grad raises an error.
-    found = _engine_run_backward(
-        tuple(outputs), tuple(gradients), False, False, tuple(leaves), True, accumulate_grad=False
-    )
+    found = _engine_run_backward(outputs, tuple(gradients), False, False, tuple(leaves), True, accumulate_grad=False)
     made = [*outputs, *(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))]
     return [x.detach() for x in made]
