@@ -11,19 +11,13 @@ import pytest
 
 from superscaler.cli import launch
 from superscaler.cli.common import Printer
-from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.plan import Plan
 from superscaler.store.plan import plan_files
+from tests.commands import run
 
 MODEL = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
 
 
 STAGES = ["--plan", "pipeline_1f1b", "--cluster", "local:2"]

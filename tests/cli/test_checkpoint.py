@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from superscaler.cli.main import main
 from superscaler.store.checkpoint import check_folder, lock
+from tests.commands import run
 
 ROOT = Path(__file__).parents[2]
 MODEL = "gpt2:size=tiny,layers=2,hidden=16,heads=2,vocab=256,seq=16,batch=8,dropout=0.1"
@@ -22,12 +22,6 @@ TWO = ["--plan", "data_parallel", "--cluster", "local:2"]
 CODE = "from superscaler.cli.main import main; main()"
 
 pytestmark = pytest.mark.dist
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
 
 
 def train(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:

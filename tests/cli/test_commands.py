@@ -8,18 +8,12 @@ from typing import Any
 
 import pytest
 
-from superscaler.cli.main import main
 from superscaler.store import cache
 from superscaler.store.plan import PLAN_FILE
+from tests.commands import run
 
 MODEL = "mlp:layers=2,hidden=8,inputs=4,classes=4,batch=8"
 TWO = ["--plan", "data_parallel", "--cluster", "local:2"]
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
 
 
 def last(out: str) -> dict[str, Any]:

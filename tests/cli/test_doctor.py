@@ -10,15 +10,9 @@ from pathlib import Path
 import pytest
 
 from superscaler.cli import doctor as rooms
-from superscaler.cli.main import main
 from superscaler.cluster import LINKS, LOCAL, Cluster
 from superscaler.store import cache
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
+from tests.commands import run
 
 
 @pytest.mark.dist

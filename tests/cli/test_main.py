@@ -11,16 +11,11 @@ import pytest
 
 import superscaler
 from superscaler.cli import common
-from superscaler.cli.main import app, main
+from superscaler.cli.main import app
 from superscaler.errors import InputError, ScheduleError
+from tests.commands import run
 
 COMPILED = ["--plan", "single", "--cluster", "local:1"]
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])

@@ -18,20 +18,14 @@ import torch
 from damaged import DAMAGES, EVERY, FILES, at, misfits, put, sealed, text
 
 import superscaler as ss
-from superscaler.cli.main import main
 from superscaler.errors import InputError
 from superscaler.report.schema import Account
 from superscaler.store.folder import Head, check_types, digest
 from superscaler.store.plan import PlanHead
+from tests.commands import run
 
 MLP = "mlp:layers=1,hidden=4,inputs=4,classes=4,batch=4"
 ONE = ["--plan", "single", "--cluster", "local:1"]
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import superscaler as ss
-from superscaler.cli.main import main
 from superscaler.models import build
+from tests.commands import run
 
 # Changes a folder that holds the plan; `other` holds another one.
 Change = Callable[[Path, Path], object]
@@ -225,14 +225,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def validate(folder: Path, *options: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["validate", str(folder), *options])
-    return int(ended.value.code or 0)
-
-
 def test_plans_as_they_were_saved_hold(saved: dict[str, Path]) -> None:
-    assert [validate(folder, *options) for folder in saved.values() for options in ((), ("--no-manifest",))] == [0] * 4
+    assert [
+        run("validate", str(folder), *options) for folder in saved.values() for options in ((), ("--no-manifest",))
+    ] == [0] * 4
 
 
 FIRST = {edit.places[0]: edit for edit in reversed(EDITS)}
@@ -246,7 +242,7 @@ def test_an_edit_is_refused_and_its_place_told(
     folder = Path(shutil.copytree(saved[edit.plan], tmp_path / "plan"))
     edit.change(folder, next(saved[name] for name in PLANS if name != edit.plan))
     assert contents(folder) != contents(saved[edit.plan])
-    code = validate(folder, *options)
+    code = run("validate", str(folder), *options)
     told = capsys.readouterr().err
     if code == 0 and options:
         assert edit.is_other, "it holds"

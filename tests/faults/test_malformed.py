@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from superscaler.cli.main import main
+from tests.commands import run
 
 
 class Case(NamedTuple):
@@ -145,10 +145,8 @@ def refused(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -
     """Return the one line with which a command refuses its arguments."""
     before = contents(folder)
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    out, err = capsys.readouterr()
-    assert ended.value.code == 2, err
+    code, (out, err) = run(*arguments), capsys.readouterr()
+    assert code == 2, err
     assert out == ""
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1, err

@@ -1,0 +1,14 @@
+"""The command line, in the process of the tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from superscaler.cli.main import main
+
+
+def run(*arguments: str) -> int:
+    """Run a command; return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
