@@ -1,6 +1,7 @@
 """Exchanges between the devices of two servers: peer to peer against the searched path, measured on a slow link.
 
     python benchmarks/rvd.py [--full] [--mbit 50] [--mib 4] [--repeats 3] [--only V-R]
+    python benchmarks/rvd.py --search 500
 
 Producers on one server, consumers on the other: replicas (R), value parts (V) or slices (D) of a 1-D tensor become
 replicas or slices. A server is a network namespace; a veth pair with `tc tbf` at --mbit joins them, and gloo goes over
@@ -12,6 +13,11 @@ devices a side, in 16 processes, of half the bytes at half the speed, so that on
 stays what is waited for; without it they are 4 and 2.
 
 Needs what two_servers.py does; says so where it is missing.
+
+--search N: the CPU milliseconds of finding the path between N random pairs of layouts of a tensor with one to three
+slots, by number of devices on a side: the same or other devices, in natural or shuffled order, on servers of 4, 8 or
+16. `known` is a look-up of the same pair on other servers, `steps` the mean number of steps, and `gain` the median
+seconds of the direct exchange over those of the path, where the path has several steps.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,10 +39,9 @@ from two_servers import NotPermitted, cluster, enter_namespace, other_server, ru
 from superscaler.cluster import Cluster
 from superscaler.comm.distributed import DistributedCommunicator, connect
 from superscaler.ir.layout import Layout
-from superscaler.materialize.rvd.paths import find_path
-from superscaler.materialize.rvd.route import Route, Steps
-from superscaler.materialize.rvd.search import Path
-from superscaler.materialize.rvd.transitions import LAST, Step, messages
+from superscaler.materialize.rvd.route import Route, priced
+from superscaler.materialize.rvd.search import Cache, Path, find_path
+from superscaler.materialize.rvd.transitions import MESSAGES, Step, messages
 
 CASES = ("R-R", "R-D", "V-R", "V-D", "D-R", "D-D")
 
@@ -46,25 +52,12 @@ def layout(kind: str, devices: range) -> Layout:
 
 def p2p(source: Layout, goal: Layout, size: int, itemsize: int, costs: Cluster) -> Path:
     """Return the path of one step, in which producers send consumers what they need."""
-    pairs, kept, largest = messages(source, goal, (size,), lambda device: costs.devices[device].server)
-    seconds = costs.seconds(LAST, pairs, largest * itemsize)
-    step = Step(LAST, pairs, -1, -1, 1, goal, largest * itemsize, seconds, kept)
-    return Path(source, goal, (step,), seconds, seconds, 0)
+    step = messages(MESSAGES, source, goal, (size,), itemsize, priced(costs))
+    return Path(source, goal, (step,), step.seconds)
 
 
 def boxes(path: Path, of: Layout, size: int) -> dict[int, tuple[int, int]]:
     return {device: box for device, (box,) in Route(path, ((0, size),)).boxes(of).items()}
-
-
-def pairs(step: Step) -> list[tuple[int, int]]:
-    return [(g[0], to) for g in step.groups for to in g[1:]] if step.kind not in COLLECTIVES else []
-
-
-def crossing(direct: Path, size: int) -> int:
-    """Return the elements that go over the link, where every message does."""
-    held, read = boxes(direct, direct.source, size), boxes(direct, direct.goal, size)
-    ends = [common(held[a], read[b]) for step in direct.steps for a, b in pairs(step)]
-    return sum(hi - lo for lo, hi in ends)
 
 
 def common(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
@@ -104,7 +97,7 @@ def exchange(
     x: Tensor | None,
 ) -> Tensor | None:
     me, works = comm.rank, []
-    for sender, receiver in pairs(step):
+    for sender, receiver in step.groups:
         lo, hi = common(before[sender], after[receiver])
         if receiver == me:
             works.append((lo, hi, comm.recv((hi - lo,), torch.float32, sender, tag)))
@@ -146,10 +139,11 @@ def worker(options: argparse.Namespace) -> None:
         times = [[measure(comm, path, size) for path in paths] for _ in range(options.repeats)]
         direct, searched = (statistics.median(column) for column in zip(*times, strict=True))
         if comm.rank == 0:
-            possible = crossing(paths[0], size) / size
-            told = " > ".join(step.kind for step in paths[1].steps)
+            # Every message of the direct exchange goes over the link.
+            possible = paths[0].steps[0].moved / size
+            kinds = " > ".join(step.kind for step in paths[1].steps)
             print(f"{name:12}{direct:8.2f}{searched:10.2f}{direct / searched:8.2f}{possible:10.0f}"
-                  f"{paths[1].seconds:11.2f}  {told}", flush=True)  # fmt: skip
+                  f"{paths[1].seconds:11.2f}  {kinds}", flush=True)  # fmt: skip
     comm.close()
 
 
@@ -161,7 +155,7 @@ def cases(options: argparse.Namespace, size: int, per_server: int) -> list[tuple
             devices = range(per_server // held), range(per_server, per_server + per_server // read)
             source, goal = (layout(kind, some) for kind, some in zip(kinds.split("-"), devices, strict=True))
             name = f"{kinds[0]}({source.devices.size}) {kinds[2]}({goal.devices.size})"
-            searched = find_path(source, goal, (size,), 4, Steps(costs))
+            searched = find_path(source, goal, (size,), 4, priced(costs))
             found.append((name, p2p(source, goal, size, 4, costs), searched))
     return found
 
@@ -186,6 +180,53 @@ def measure(comm: DistributedCommunicator, path: Path, size: int) -> float:
     return float(ends.sum())
 
 
+def search(pairs: int) -> None:
+    print(f"{pairs} random pairs of layouts; CPU milliseconds")
+    print(f"{'devices':>8}{'mean':>8}{'median':>8}{'p90':>8}{'worst':>8}{'known':>8}{'steps':>8}{'gain':>8}")
+    for devices in (4, 8, 16, 32):
+        found = [searched(np.random.default_rng([devices, seed]), devices) for seed in range(pairs)]
+        cold, known, steps, gains = (sorted(column) for column in zip(*found, strict=True))
+        gains = [gain for gain in gains if gain > 1] or [1.0]
+        times = (
+            statistics.mean(cold),
+            statistics.median(cold),
+            cold[int(0.9 * pairs)],
+            cold[-1],
+            statistics.mean(known),
+        )
+        print(f"{devices:8}" + "".join(f"{1e3 * seconds:8.1f}" for seconds in times)
+              + f"{statistics.mean(steps):8.1f}{statistics.median(gains):8.1f}", flush=True)  # fmt: skip
+
+
+def searched(rng: np.random.Generator, devices: int) -> tuple[float, float, int, float]:
+    """Return the seconds of a search and of a look-up, the number of steps, and the gain over the direct exchange."""
+    slots, per_server = int(rng.integers(1, 4)), int(rng.choice([4, 8, 16]))
+    costs, sizes = priced(Cluster.preset("v100", 256 // per_server, per_server)), (64,) * slots
+    orders = [rng.permutation(devices) if rng.random() < 0.5 else np.arange(devices) for _ in range(2)]
+    orders[1] = orders[1] + rng.choice([0, devices])
+    every = list(shapes(devices, 2 + slots))
+    held, read = (every[i] for i in rng.integers(len(every), size=2))
+    paths: Cache = {}
+    ends = [
+        [Layout((ids + shift).reshape(k)) for ids, k in zip(orders, (held, read), strict=True)] for shift in (0, 64)
+    ]
+    start = time.process_time()
+    path = find_path(*ends[0], sizes, 1024, costs, paths)
+    middle = time.process_time()
+    find_path(*ends[1], sizes, 1024, costs, paths)
+    direct = messages(MESSAGES, *ends[0], sizes, 1024, costs).seconds
+    return middle - start, time.process_time() - middle, len(path.steps), direct / path.seconds if path.seconds else 1.0
+
+
+def shapes(n: int, ndim: int) -> Iterator[tuple[int, ...]]:
+    """Yield all shapes of n devices with `ndim` axes."""
+    if ndim == 1:
+        yield (n,)
+        return
+    for k in (k for k in range(1, n + 1) if n % k == 0):
+        yield from ((k, *rest) for rest in shapes(n // k, ndim - 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float)
@@ -193,10 +234,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--search", type=int)
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.mbit = options.mbit or (25 if options.full else 50)
     options.mib = options.mib or (2 if options.full else 4)
+    if options.search:
+        search(options.search)
+        return
     if options.world:
         worker(options)
         return

@@ -14,7 +14,8 @@ from superscaler.ir.mask import Box, extents, intersect
 from superscaler.ir.model import width
 from superscaler.materialize.buckets import KINDS
 from superscaler.materialize.collectives import REASONS, Match, match, refusal
-from superscaler.materialize.rvd.route import Route, is_collective, priced, route
+from superscaler.materialize.rvd.route import Route, priced, route
+from superscaler.materialize.rvd.transitions import COLLECTIVES
 from superscaler.materialize.rvd.transitions import Step as PathStep
 from superscaler.materialize.steps import Collective, Context, Cut, Join, Lowered, Message, Slot, Step, common, slots_of
 from superscaler.materialize.sums import by_server, finer, reduction
@@ -223,7 +224,7 @@ class _Path:
         sent: list[Slot] = []
         kept = list(step.kept)
         for group in step.groups:
-            if is_collective(step.kind):
+            if step.kind in COLLECTIVES:
                 some = tuple((self.slots[d], self._new(d, after[d])) for d in group if is_emitted(d))
                 self.rounds[-1] += [Collective(Match(step.kind, group, step.take, step.give), some, why)] * bool(some)
                 sent += [out for _, out in some]

@@ -11,8 +11,8 @@ from superscaler.ir.grid import HOSTS
 from superscaler.ir.mask import Box, intersect
 from superscaler.ir.model import PTensor
 from superscaler.materialize.collectives import Match
-from superscaler.materialize.rvd.paths import Cache
 from superscaler.materialize.rvd.route import Route
+from superscaler.materialize.rvd.search import Cache
 from superscaler.materialize.rvd.transitions import Costs
 from superscaler.schedule.steady_state import SteadyState
 from superscaler.schedule.transfers import BACKWARD, Transfer

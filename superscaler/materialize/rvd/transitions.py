@@ -1,4 +1,4 @@
-"""Transitions between layouts: one row per primitive, and its price.
+"""Transitions between layouts: one row per primitive, and the states that they lead to.
 
 The device array of a layout has one axis per digit; a digit is a prime factor of an axis. A `State` lists the digits in
 R, in V and in each D. A collective then moves digits from one of them to another, and its groups are the lines of the
@@ -8,14 +8,16 @@ device array along these digits, whatever the rest of the state.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from superscaler.cluster.seconds import LOCAL_KINDS
 from superscaler.ir.grid import Ints
 from superscaler.ir.layout import Layout
 
@@ -26,63 +28,45 @@ State = tuple[Digits, ...]
 Groups = tuple[tuple[int, ...], ...]
 
 
-class Intra(NamedTuple):
-    """A collective in groups of one layout: a sub-axis leaves `take` and joins `give`, each R, V or D (any slot)."""
-
-    kind: str
-    take: int
-    give: int
-
-
-class Inter(NamedTuple):
-    """Messages between two layouts. `fits(before, after, same)`: whether they join these shapes; same: the same
-    devices.
-    """
-
-    kind: str
-    fits: Callable[[Shape, Shape, bool], bool]
-
-
+# Collectives in groups of one layout: a sub-axis leaves the first axis and joins the second, each R, V or D (any slot).
 INTRA = (
-    Intra("all_reduce", V, R),
-    Intra("all_gather", D, R),
-    Intra("reduce_scatter", V, D),
-    Intra("all_to_all", D, D),
-    Intra("chunk", R, D),
-    Intra("value_chunk", R, V),
+    ("all_reduce", V, R),
+    ("all_gather", D, R),
+    ("reduce_scatter", V, D),
+    ("all_to_all", D, D),
+    ("chunk", R, D),
+    ("value_chunk", R, V),
 )
-INTER = (
-    Inter("permute", lambda a, b, same: same and a == b),
-    Inter("move", lambda a, b, same: not same and a[V:] == b[V:] and a[R] >= b[R]),
-    Inter("broadcast", lambda a, b, same: not same and a[V:] == b[V:] and a[R] < b[R]),
-    Inter("rd_scatter", lambda a, b, same: not same and a[:D] == b[:D] and _grows(a[D:], b[D:])),
-    Inter("rd_gather", lambda a, b, same: not same and a[:D] == b[:D] and _grows(b[D:], a[D:])),
+COLLECTIVES = tuple(kind for kind, *_ in INTRA if kind not in LOCAL_KINDS)
+# The kind of messages between any two layouts: from the source to the goal they are always possible.
+MESSAGES = "messages"
+# Messages between two layouts, if their shapes fit; `same`: they have the same devices.
+INTER: Mapping[str, Callable[[Shape, Shape, bool], bool]] = {
+    "permute": lambda a, b, same: same and a == b,
+    "move": lambda a, b, same: not same and a[V:] == b[V:] and a[R] >= b[R],
+    "broadcast": lambda a, b, same: not same and a[V:] == b[V:] and a[R] < b[R],
+    "rd_scatter": lambda a, b, same: not same and a[:D] == b[:D] and all(y % x == 0 for x, y in zip(a, b, strict=True)),
+    "rd_gather": lambda a, b, same: not same and a[:D] == b[:D] and all(x % y == 0 for x, y in zip(a, b, strict=True)),
     # If neither device count divides the other, they have few shapes in common.
-    Inter("messages", lambda a, b, same: not same and a[V] == b[V] and is_odd(prod(a), prod(b))),
-)
-# Messages join any two layouts; offered from the source to the goal, so that a path always exists.
-LAST = "messages"
+    MESSAGES: lambda a, b, same: not same and a[V] == b[V] and prod(a) % prod(b) > 0 < prod(b) % prod(a),
+}
 
 
-def _grows(few: Shape, many: Shape) -> bool:
-    """Return whether exactly one slot has more parts, a multiple of the number before."""
-    changed = [(a, b) for a, b in zip(few, many, strict=True) if a != b]
-    return len(changed) == 1 and changed[0][1] % changed[0][0] == 0
-
-
-def is_odd(a: int, b: int) -> bool:
-    return max(a, b) % min(a, b) != 0
+@cache
+def joining(before: Shape, after: Shape, same: bool) -> str:
+    """Return the kind of messages that join two shapes, or nothing."""
+    return next((kind for kind, fits in INTER.items() if fits(before, after, same)), "")
 
 
 class Costs(Protocol):
-    """Closed formulas of a cluster. Hashable; the order of groups, and of members of a collective, changes nothing."""
+    """Closed formulas of a cluster. Hashable; the order of groups, and of members of a collective, changes nothing.
+
+    More groups never take less time, nor do messages that are spread less evenly over devices and places.
+    """
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], size: int) -> float:
-        """Return the time in which all groups together run a collective, `size` the bytes of each device's source.
-
-        In messages the groups are (sender, receiver) pairs and `size` the bytes of the largest message; in broadcast
-        they are (sender, receivers...). More groups never take less time. Messages take no less time when they are
-        spread less evenly over devices and places.
+        """Return the time in which all groups together run a collective of INTRA, `size` the bytes of each device's
+        source; or messages between (sender, receiver) pairs, `size` the bytes of the largest.
         """
         ...
 
@@ -91,60 +75,110 @@ class Costs(Protocol):
 class Symmetric(Costs, Protocol):
     """Costs that depend on the place of a device only: renaming the devices of a place, or places, changes nothing."""
 
-    def place(self, device: int) -> Hashable: ...
+    def place(self, device: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One primitive of a path.
 
-    `groups`: device ids in chunk order; (sender, receiver) pairs in messages, (sender, receivers...) in broadcast.
-    `take` and `give`: the slots of the tensor that are gathered and scattered, -1 where there is none. `factor`: the
-    number of members of a group (1 in messages). `size`: the bytes of each device's source; of the largest message in
-    messages. `kept`: in messages, the devices that also use the elements that they hold. A message is the intersection
-    of its sender's box in the layout before and its receiver's box in `layout`, the one after. Messages on the same
-    elements are summed, and elements without one are zero.
+    `groups`: device ids in chunk order; (sender, receiver) pairs in messages. `take` and `give`: the slots of the
+    tensor that are gathered and scattered, -1 where there is none. `size`: the bytes of each device's source; of the
+    largest message in messages. `moved`: the elements on links. `kept`: in messages, the devices that also use the
+    elements that they hold. A message is the intersection of its sender's box in the layout before and its receiver's
+    box in `layout`, the one after. Messages on the same elements are summed, and elements without one are zero.
     """
 
     kind: str
     groups: Groups
     take: int
     give: int
-    factor: int
     layout: Layout
     size: int
+    moved: int
     seconds: float
     kept: tuple[int, ...] = ()
 
 
-def leaving(digits: Digits, at: int) -> list[Digits]:
-    """Return the digits that may leave an axis: any digits of R or V, the last ones of a D, so that chunks stay
-    boxes.
-    """
-    if at >= D:
+@dataclass(frozen=True)
+class Frame:
+    """The devices of a layout, one axis per digit, and the state that is the layout itself."""
+
+    devices: Ints
+    start: State
+
+    def layout(self, state: State) -> Layout:
+        order = [d for digits in state for d in digits]
+        return Layout(self.devices.transpose(order).reshape(self.shape(state)))
+
+    def shape(self, state: State) -> Shape:
+        return tuple(prod(self.devices.shape[d] for d in digits) for digits in state)
+
+    def groups(self, digits: Digits) -> Groups:
+        """Return the lines of the device array along some digits, the slowest first."""
+        rest = [d for d in range(self.devices.ndim) if d not in digits]
+        lines = self.devices.transpose(rest + list(digits))
+        return tuple(map(tuple, lines.reshape(-1, prod(lines.shape[len(rest) :])).tolist()))
+
+
+def frames(layout: Layout) -> list[Frame]:
+    """Return a frame per order of the prime factors of each axis, as 6 is 2 x 3 and 3 x 2."""
+    options = [sorted(set(itertools.permutations(_primes(k)))) for k in layout.devices.shape]
+    found = []
+    for choice in itertools.product(*options):
+        numbers = itertools.count()
+        start = tuple(tuple(next(numbers) for _ in radices) for radices in choice)
+        found.append(Frame(layout.devices.reshape(tuple(itertools.chain(*choice))), start))
+    return found
+
+
+def _primes(k: int) -> tuple[int, ...]:
+    p = next((p for p in range(2, k + 1) if k % p == 0), 0)
+    return (p, *_primes(k // p)) if p else ()
+
+
+class Move(NamedTuple):
+    """A collective along digits that leave axis `take` and join axis `give`. `parts`: of the tensor, at its source."""
+
+    kind: str
+    take: int
+    give: int
+    digits: Digits
+    parts: int
+    before: State
+    after: State
+
+
+@lru_cache(maxsize=1 << 12)
+def moves(state: State, radices: Shape, sizes: Shape, is_back: bool) -> list[Move]:
+    """Return the collectives from a state, or (`is_back`) those that lead to it, whose parts are equal."""
+    axes, found = {R: [R], V: [V], D: list(range(D, len(state)))}, []
+    joined = [(kind, x, y) for kind, take, give in INTRA for x in axes[take] for y in axes[give] if x != y]
+    for kind, take, give in joined:
+        x, y = (give, take) if is_back else (take, give)
+        for digits in _leaving(state[x], x):
+            if y >= D and sizes[y - D] % prod(radices[d] for d in state[y] + digits):
+                continue
+            # The digits of a D keep their order; those of R and V have none.
+            for ordered in itertools.permutations(digits) if x < D <= y else (digits,):
+                before, after = (state, _moved(state, x, y, ordered))[:: -1 if is_back else 1]
+                parts = prod(radices[d] for slot in before[D:] for d in slot)
+                found.append(Move(kind, take, give, ordered, parts, before, after))
+    return found
+
+
+def _leaving(digits: Digits, axis: int) -> list[Digits]:
+    """Return the digits that may leave an axis: any of R or V, the last ones of a D, so that chunks stay boxes."""
+    if axis >= D:
         return [digits[k:] for k in range(len(digits))]
-    return [c for k in range(len(digits)) for c in itertools.combinations(digits, k + 1)]
+    return [some for k in range(len(digits)) for some in itertools.combinations(digits, k + 1)]
 
 
-def orders(digits: Digits, take: int, give: int) -> Iterator[Digits]:
-    """Yield the orders in which digits may join an axis: those of a D keep theirs, those of R and V have none."""
-    return itertools.permutations(digits) if take < D <= give else iter((digits,))
-
-
-def moved(state: State, take: int, give: int, digits: Digits) -> State:
+def _moved(state: State, take: int, give: int, digits: Digits) -> State:
     after = list(state)
     after[take] = tuple(d for d in state[take] if d not in digits)
     after[give] = state[give] + digits if give >= D else tuple(sorted(state[give] + digits))
     return tuple(after)
-
-
-@cache
-def slots(ndim: int) -> list[tuple[str, int, int]]:
-    """Return (kind, axis, axis) for each intra-group primitive and each pair of axes that it joins, in a layout with
-    `ndim` axes.
-    """
-    axes = {R: [R], V: [V], D: list(range(D, ndim))}
-    return [(row.kind, x, y) for row in INTRA for x in axes[row.take] for y in axes[row.give] if x != y]
 
 
 def same_cells(devices: Ints) -> bytes:
@@ -155,70 +189,45 @@ def same_cells(devices: Ints) -> bytes:
     return ordered.tobytes()
 
 
-def messages(
-    before: Layout, after: Layout, sizes: Shape, place: Callable[[int], Hashable]
-) -> tuple[Groups, tuple[int, ...], int]:
-    """Return the (sender, receiver) pairs that change one layout to another, the devices that keep their elements, and
-    the most elements of a message.
+def messages(kind: str, before: Layout, after: Layout, sizes: Shape, itemsize: int, costs: Costs) -> Step:
+    """Return the messages that change one layout to another, between (sender, receiver) pairs.
 
     A device that holds the elements that it reads keeps them. Others read from a replica in their own place if
     possible, from the one that sent the least so far. Value parts keep their number where both sides have equally many,
     and stay on their devices as far as possible; otherwise they are summed into fewer, or the additional ones are zero.
     """
-    load: dict[int, int] = dict.fromkeys(before.devices.reshape(-1).tolist(), 0)
-    pairs, kept, largest = dict[tuple[int, int], None](), dict[int, None](), 0
+    place = costs.place if isinstance(costs, Symmetric) else int
+    load, pairs, kept, largest = Counter[int](), dict[tuple[int, int], None](), dict[int, None](), 0
     overlaps = [_overlaps(a, b, n) for a, b, n in zip(before.shape[2], after.shape[2], sizes, strict=True)]
     for cells in itertools.product(*overlaps):
         size = prod(n for _, _, n in cells)
-        held_by, read_by = _cell(before, [i for i, _, _ in cells]), _cell(after, [j for _, j, _ in cells])
-        for held, read in _matched(held_by, read_by):
-            keeping = set(held).intersection(read)
-            kept.update(dict.fromkeys(sorted(keeping)))
-            for device in read:
-                if device in keeping:
-                    continue
+        cell: Any = (slice(None), slice(None), *(i for i, _, _ in cells))
+        other: Any = (slice(None), slice(None), *(j for _, j, _ in cells))
+        for held, read in _matched(before.devices[cell].T.tolist(), after.devices[other].T.tolist()):
+            kept.update(dict.fromkeys(sorted(set(held).intersection(read))))
+            for device in (d for d in read if d not in held):
                 sender = min(held, key=lambda d: (place(d) != place(device), load[d], d))
                 load[sender] += size
                 pairs[sender, device] = None
                 largest = max(largest, size)
-    return tuple(pairs), tuple(kept), largest
-
-
-def _cell(layout: Layout, at: Sequence[int]) -> list[list[int]]:
-    """Return the replicas of each value part of a cell."""
-    devices = layout.devices
-    for k in at:
-        devices = devices[:, :, k]
-    found: list[list[int]] = devices.T.tolist()
-    return found
-
-
-def stars(pairs: Groups) -> Groups:
-    """Return (sender, receivers...) for each sender of (sender, receiver) pairs."""
-    found: dict[int, list[int]] = {}
-    for sender, receiver in pairs:
-        found.setdefault(sender, [sender]).append(receiver)
-    return tuple(map(tuple, found.values()))
+    seconds = costs.seconds(MESSAGES, tuple(pairs), largest * itemsize) if pairs else 0.0
+    return Step(kind, tuple(pairs), -1, -1, after, largest * itemsize, load.total(), seconds, tuple(kept))
 
 
 def _overlaps(few: int, many: int, size: int) -> list[tuple[int, int, int]]:
     """Return (part before, part after, elements in common) of one slot."""
     a, b = size // few, size // many
-    return [
-        (i, j, min((i + 1) * a, (j + 1) * b) - max(i * a, j * b))
-        for i in range(few)
-        for j in range(i * a // b, -(-(i + 1) * a // b))
-    ]
+    common = ((i, j, min((i + 1) * a, (j + 1) * b) - max(i * a, j * b)) for i in range(few) for j in range(many))
+    return [each for each in common if each[2] > 0]
 
 
-def _matched(held: list[list[int]], read: list[list[int]]) -> Iterator[tuple[list[int], list[int]]]:
-    """Pair the value parts of a cell, those with most devices in common first."""
+def _matched(held: list[list[int]], read: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+    """Return pairs of value parts of a cell, those with most devices in common first."""
     if len(held) != len(read):
-        yield from ((part, read[i % len(read)]) for i, part in enumerate(held))
-        return
+        return [(part, read[i % len(read)]) for i, part in enumerate(held)]
+    found: dict[int, int] = {}
     common = lambda ij: len(set(held[ij[0]]).intersection(read[ij[1]]))  # noqa: E731
-    left = sorted(itertools.product(range(len(held)), repeat=2), key=common, reverse=True)
-    while left:
-        i, j = left[0]
-        yield held[i], read[j]
-        left = [(a, b) for a, b in left if a != i and b != j]
+    for i, j in sorted(itertools.product(range(len(held)), repeat=2), key=common, reverse=True):
+        if i not in found and j not in found.values():
+            found[i] = j
+    return [(held[i], read[j]) for i, j in found.items()]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, inf, log2, prod
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from superscaler.ir.layout import Layout
 from superscaler.materialize.rvd import transitions as table
-from superscaler.materialize.rvd.frames import Frame
-from superscaler.materialize.rvd.frames import frames as find_frames
-from superscaler.materialize.rvd.paths import Path
+from superscaler.materialize.rvd.search import Path
 from superscaler.materialize.rvd.transitions import Step
 
 Array = NDArray[np.float64]
@@ -45,8 +43,6 @@ class Servers:
             return self.alpha + RING[kind](len(groups[0])) * size / self._bandwidth(groups)
         if kind in ("chunk", "value_chunk"):
             return 0.0
-        if kind == "broadcast":
-            return self._broadcast(groups, size)
         return self._pairs(groups, size)
 
     def crossing(self, groups: Sequence[Sequence[int]], size: int) -> int:
@@ -70,17 +66,6 @@ class Servers:
             for key in keys:
                 ends[key] = ends.get(key, 0.0) + size / (self.across if far else self.inside)
         return self.alpha * max(messages.values()) + max(ends.values())
-
-    def _broadcast(self, groups: Sequence[Sequence[int]], size: int) -> float:
-        """A binomial tree inside each server, after one message to each other server."""
-        far = [
-            (g[0], d)
-            for g in groups
-            for d in {self.place(d): d for d in g if self.place(d) != self.place(g[0])}.values()
-        ]
-        most = max(max(sum(self.place(d) == s for d in g) for s in {self.place(d) for d in g}) for g in groups)
-        rounds = ceil(log2(most)) if most > 1 else 0
-        return (self._pairs(far, size) if far else 0.0) + rounds * (self.alpha + size / self.inside)
 
 
 def shapes(n: int, ndim: int) -> Iterator[tuple[int, ...]]:
@@ -144,7 +129,6 @@ def execute(path: Path, data: dict[int, Array], sizes: tuple[int, ...]) -> dict[
     for step in path.steps:
         if step.kind in COLLECTIVES:
             after = {}
-            assert {len(group) for group in step.groups} == {step.factor}
             for group in step.groups:
                 after |= dict(zip(group, COLLECTIVES[step.kind]([data[d] for d in group], step), strict=True))
         else:
@@ -156,8 +140,7 @@ def execute(path: Path, data: dict[int, Array], sizes: tuple[int, ...]) -> dict[
 def exchange(step: Step, before: Layout, data: dict[int, Array], sizes: tuple[int, ...]) -> dict[int, Array]:
     held, read = boxes(before, sizes), boxes(step.layout, sizes)
     after = {d: np.zeros([s.stop - s.start for s in box]) for d, box in read.items()}
-    pairs = [(group[0], d) for group in step.groups for d in group[1:]]
-    for sender, receiver in [*pairs, *((d, d) for d in step.kept)]:
+    for sender, receiver in [*step.groups, *((d, d) for d in step.kept)]:
         both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(held[sender], read[receiver], strict=True)]
         assert prod(hi - lo for lo, hi in both) > 0
         after[receiver][_inside(both, read[receiver])] += data[sender][_inside(both, held[sender])]
@@ -168,89 +151,37 @@ def _inside(box: list[tuple[int, int]], outer: tuple[slice, ...]) -> tuple[slice
     return tuple(slice(lo - s.start, hi - s.start) for (lo, hi), s in zip(box, outer, strict=True))
 
 
-def exhaustive(source: Layout, goal: Layout, sizes: tuple[int, ...], itemsize: int, costs: Servers, most: int) -> float:
-    """Return the least seconds of any path of at most `most` steps: every state of the table and every join, but for
-    those whose steps before and after it take as long as a path that is known.
-    """
+def exhaustive(source: Layout, goal: Layout, sizes: tuple[int, ...], itemsize: int, costs: Servers) -> float:
+    """Return the least seconds of any path: every state of both sides and every join, unless both ends take longer."""
     same = set(source.devices.flat) == set(goal.devices.flat)
-    firsts, lasts = (
-        ends(side, is_back, most, sizes, itemsize, costs)
-        for side, is_back in zip(find_frames(source, goal, None), (False, True), strict=True)
-    )
-    best = joined(table.LAST, source, goal, sizes, itemsize, costs, same)
-    if same:
-        cells = [by_cells(some for side in found.values() for some in side) for found in (firsts, lasts)]
-        for key in cells[0].keys() & cells[1].keys():
-            best = min(best, together(cells[0][key], cells[1][key], most))
-    for (before, some), (after, others), row in itertools.product(firsts.items(), lasts.items(), table.INTER):
-        if not row.fits(before, after, same):
+    firsts, lasts = (reached(end, end is goal, sizes, itemsize, costs) for end in (source, goal))
+    best = table.messages(table.MESSAGES, source, goal, sizes, itemsize, costs).seconds
+    for (low, before), (high, after) in itertools.product(firsts, lasts):
+        if low + high >= best:
             continue
-        for low, first, a in some:
-            for high, last, b in others:
-                if low + high >= best:
-                    break
-                if (total := together(a, b, most - 1)) < best:
-                    best = min(best, total + joined(row.kind, first, last, sizes, itemsize, costs, same))
+        a, b = before.devices, after.devices
+        if same and a.shape == b.shape and table.same_cells(a) == table.same_cells(b):
+            best = low + high
+        elif kind := table.joining(a.shape, b.shape, same):
+            best = min(best, low + high + table.messages(kind, before, after, sizes, itemsize, costs).seconds)
     return best
 
 
-Steps = dict[int, float]
-End = tuple[float, Layout, Steps]
-
-
-def together(first: Steps, last: Steps, most: int) -> float:
-    """Return the least seconds of the steps before and after a join, of at most `most` steps."""
-    return min((a + b for i, a in first.items() for j, b in last.items() if i + j <= most), default=inf)
-
-
-def by_cells(found: Iterable[End]) -> dict[object, Steps]:
-    """Return the seconds of layouts that are equal up to the order of R and V, by number of steps."""
-    known: dict[object, Steps] = {}
-    for _, end, steps in found:
-        mine = known.setdefault((end.devices.shape, table.same_cells(end.devices)), {})
-        mine.update({n: min(cost, mine.get(n, inf)) for n, cost in steps.items()})
-    return known
-
-
-def ends(
-    frames: Sequence[Frame], is_back: bool, most: int, sizes: tuple[int, ...], itemsize: int, costs: Servers
-) -> dict[tuple[int, ...], list[End]]:
-    """Return by shape the layouts that are reached, the cheapest first, each with its seconds by number of steps."""
-    found: dict[tuple[int, ...], list[End]] = {}
-    for frame in frames:
-        for state, steps in reached(frame, is_back, most, sizes, itemsize, costs).items():
-            end = frame.layout(state)
-            found.setdefault(end.devices.shape, []).append((min(steps.values()), end, steps))
-    return {shape: sorted(some, key=lambda end: end[0]) for shape, some in found.items()}
-
-
 def reached(
-    frame: Frame, is_back: bool, most: int, sizes: tuple[int, ...], itemsize: int, costs: Servers
-) -> dict[table.State, dict[int, float]]:
-    """Return the seconds of each state by the number of steps."""
-    known: dict[table.State, dict[int, float]] = {frame.start: {0: 0.0}}
-    for count in range(most):
-        for state in [state for state, steps in known.items() if count in steps]:
-            for kind, x, y in table.slots(len(state)):
-                take, give = (y, x) if is_back else (x, y)
-                for digits in table.leaving(state[take], take):
-                    for ordered in table.orders(digits, take, give):
-                        after = table.moved(state, take, give, ordered)
-                        shape = frame.layout(after).devices.shape
-                        if any(n % k for n, k in zip(sizes, shape[2:], strict=True)):
-                            continue
-                        held = frame.layout(after if is_back else state).devices.shape
-                        size = prod(sizes) * itemsize // prod(held[2:])
-                        total = known[state][count] + costs.seconds(kind, frame.groups(ordered), size)
-                        steps = known.setdefault(after, {})
-                        steps[count + 1] = min(total, steps.get(count + 1, inf))
-    return known
-
-
-def joined(
-    kind: str, before: Layout, after: Layout, sizes: tuple[int, ...], itemsize: int, costs: Servers, same: bool
-) -> float:
-    groups, _, largest = table.messages(before, after, sizes, costs.place)
-    if not groups:
-        return inf if same else 0.0
-    return costs.seconds(kind, table.stars(groups) if kind == "broadcast" else groups, largest * itemsize)
+    end: Layout, is_back: bool, sizes: tuple[int, ...], itemsize: int, costs: Servers
+) -> list[tuple[float, Layout]]:
+    """Return all layouts that collectives lead to, or (`is_back`) come from, with their least seconds."""
+    found = []
+    for frame in table.frames(end):
+        known, changed = {frame.start: 0.0}, {frame.start}
+        while changed:
+            state = changed.pop()
+            for move in table.moves(state, frame.devices.shape, sizes, is_back):
+                size = prod(sizes) * itemsize // prod(frame.shape(move.before)[2:])
+                total = known[state] + costs.seconds(move.kind, frame.groups(move.digits), size)
+                other = move.before if is_back else move.after
+                if total < known.get(other, inf):
+                    known[other] = total
+                    changed.add(other)
+        found += [(cost, frame.layout(state)) for state, cost in known.items()]
+    return sorted(found, key=lambda one: one[0])
