@@ -138,10 +138,12 @@ def test_the_ranks_move_the_bytes_that_the_plan_says(spec: str, world: int) -> N
     assert sum(rank.outside for rank in ran) == 3 * 2 * (world - 1) * (4 + 8)
 
 
-@pytest.mark.parametrize(("layers", "world"), [(2, 4), (3, 2)])
 @pytest.mark.parametrize(
-    ("model", "block", "halves"),
-    [("gpt2", "transformer.h", ("attn", "mlp")), ("llama", "model.layers", ("self_attn", "mlp"))],
+    ("model", "block", "halves", "layers", "world"),
+    [
+        ("gpt2:size=tiny,layers=4,batch=16", "transformer.h", ("attn", "mlp"), 4, 2),
+        ("llama:size=tiny", "model.layers", ("self_attn", "mlp"), 2, 4),
+    ],
 )
 def test_tensor_parallelism_issues_two_all_reduces_per_layer_and_direction(
     model: str, block: str, halves: tuple[str, str], layers: int, world: int
@@ -149,7 +151,7 @@ def test_tensor_parallelism_issues_two_all_reduces_per_layer_and_direction(
     """Forward the sums of what attention and the MLP make, backward of the gradients of what they read: one for the
     queries, keys and values, which llama makes by an op each, and one for what its MLP multiplies.
     """
-    program = plan_of(f"{model}:size=tiny,layers={layers}", "tensor_parallel:vocabulary=false", world).compiled.program
+    program = plan_of(model, "tensor_parallel:vocabulary=false", world).compiled.program
     parts = [f"{block}.{layer}.{half}" for layer in range(layers) for half in halves]
     for device in program.devices:
         forwards = (i for i in device.instructions if isinstance(i, Forward))
