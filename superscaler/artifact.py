@@ -1,7 +1,5 @@
 """The files of a compiled plan: emitted code, plan.json, the initial weights, and the journal."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The whole pipeline: a captured graph and an sProgram become one program per device, in the order of the paper."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping

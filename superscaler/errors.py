@@ -1,7 +1,5 @@
 """The errors of each phase. A message names the thing, the numbers, the place, and the remedy."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from math import isqrt

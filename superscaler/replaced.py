@@ -1,7 +1,5 @@
 """Attributes of objects, and levels of loggers, replaced within a block."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Measured seconds, available cores, and garbage collection held back where it costs more than it frees."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

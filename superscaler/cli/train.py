@@ -62,15 +62,15 @@ def train(
 ) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
     check(request, clip, data, out)
-    from superscaler.train.launch import Keeping
+    from superscaler.train.launch import Options
     from superscaler.train.launch import train as launch
     from superscaler.train.resume import ending
 
-    keeping = Keeping(
-        save=save, save_every=save_every, keep=keep, on_failed_save=on_failed_save, resume=resume, weights=weights,
-        named=request.model,
-    )  # fmt: skip
-    keeping.check(steps, data)
+    given: dict[str, Any] = {
+        "steps": steps, "clip": clip, "check_finite": check_finite, "data": data, "seed": seed, "save": save,
+        "save_every": save_every, "keep": keep, "on_failed_save": on_failed_save, "resume": resume, "weights": weights,
+    }  # fmt: skip
+    Options(**given).check()
     compiled, built = request.compile()
     if not compiled.trains:
         why = "gives no loss" if request.optimizer is None else "is captured with --optimizer none"
@@ -79,10 +79,7 @@ def train(
     with nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="superscaler-plan-") as folder:
         compiled.save(folder, seed)
         world = compiled.compiled.program.world
-        result = launch(
-            Path(folder), world=world, steps=steps, data=data, clip=clip, check_finite=check_finite, seed=seed,
-            keeping=keeping,
-        )  # fmt: skip
+        result = launch(Path(folder), world=world, named=request.model, **given)
     printer.show(_summary(result), *([ending(result)] if "saved" in result else []))
     printer.result = {"model": built.name, "plan": request.plan, "cluster": request.cluster, **result}
     return not result.get("failed_saves")

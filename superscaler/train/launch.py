@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,14 @@ from superscaler.train.resume import OUTCOME_FILE, STOP_FILE, check_resume, chec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeping:
-    """The start and the checkpoints of a run; None for options that were not given."""
+class Options:
+    """The options of a run, as a rank takes them; None, or False, for those that were not given."""
 
+    steps: int
+    data: Path | None = None
+    clip: float | None = None
+    check_finite: bool = False
+    seed: int = 0
     save: Path | None = None
     save_every: int | None = None
     keep: int | None = None
@@ -27,64 +32,46 @@ class Keeping:
     weights: Path | None = None
     named: str | None = None
 
-    def check(self, steps: int, data: Path | None) -> None:
+    def check(self) -> None:
         """Raise InputError for options that ranks would refuse, before any rank starts."""
         folder = saving_folder(self.save, self.resume)
         check_saving(self, folder)
         if self.resume is not None and not is_first(self.save, self.resume):
-            check_resume(self.resume, steps, data)
+            check_resume(self.resume, self.steps, self.data)
         if self.weights is not None:
             open_stored(self.weights)
         if folder is not None:
             check_folder(folder)
 
-    def options(self) -> list[str]:
-        """Return the same as options of a rank, files by their absolute paths."""
+    def words(self) -> list[str]:
+        """Return the same as words of a command, files by their absolute paths."""
         found: list[str] = []
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if value is not None:
-                text = str(value.resolve()) if isinstance(value, Path) else str(value)
-                found += [f"--{entry.name.replace('_', '-')}", text]
+        for name, value in vars(self).items():
+            text = [] if value is True else [str(value.resolve() if isinstance(value, Path) else value)]
+            found += [] if value is None or value is False else [f"--{name.replace('_', '-')}", *text]
         return found
 
 
-def train(
-    directory: Path,
-    *,
-    world: int,
-    steps: int,
-    data: Path | None = None,
-    clip: float | None = None,
-    check_finite: bool = False,
-    seed: int = 0,
-    keeping: Keeping | None = None,
-) -> dict[str, Any]:
-    """Train a plan directory with `world` processes on this machine.
+def train(directory: Path, *, world: int, **given: Any) -> dict[str, Any]:
+    """Train a plan directory with `world` processes on this machine. `given`: see `Options`.
 
     Returns `losses` (per step), `gradient_norms` (with clip), `tokens_per_second` (without the first step, which warms
     up), `seconds` (of all steps), `memory_bytes` (rank 0's peak) and `world`; with checkpoints also `saved` (the last
     one), `failed_saves` (the reasons), `stopped` (the cause, if it was), `start` and `steps` (of all runs). Raises
     RuntimeFailure naming the first rank that failed; all others have ended by then.
     """
-    program = directory / "run.py"
+    program, options = directory / "run.py", Options(**given)
     if not program.is_file():
         raise InputError(f"{directory} is not a plan directory: it has no run.py; write one with superscaler compile.")
     if world < 1:
         raise InputError(f"a plan runs on 1 or more processes, not on {world}.")
-    check_options(steps, clip)
-    check_text(data, 1)
+    check_options(options.steps, options.clip)
+    check_text(options.data, 1)
     with tempfile.TemporaryDirectory(prefix="superscaler-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        options = ["--launched", str(folder), "--steps", str(steps), "--seed", str(seed), "--metrics", str(metrics)]
-        options += [] if clip is None else ["--clip", str(clip)]
-        options += ["--check-finite"] if check_finite else []
-        options += [] if data is None else ["--data", str(data.resolve())]
-        keeping = keeping or Keeping()
-        is_saved = saving_folder(keeping.save, keeping.resume) is not None
-        launch(
-            program, options + keeping.options(), world, Path(folder), metrics.parent / STOP_FILE if is_saved else None
-        )
+        words = ["--launched", folder, "--metrics", str(metrics), *options.words()]
+        is_saved = saving_folder(options.save, options.resume) is not None
+        launch(program, words, world, Path(folder), metrics.parent / STOP_FILE if is_saved else None)
         entries = metrics.read_text().splitlines() if metrics.is_file() else []
         if not entries:
             raise RuntimeFailure(f"{program} ended without an error, but wrote no metrics; compile the plan again.")

@@ -39,10 +39,10 @@ STEPS, WORLD, LIMIT = 60, 2, 30.0
 TRAIN = """
 import json, sys
 from pathlib import Path
-from superscaler.train.launch import Keeping, train
+from superscaler.train.launch import train
 plan, out, steps, keeping = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-kept = Keeping(**{k: Path(v) if k in ("save", "resume") else v for k, v in keeping.items()})
-out.write_text(json.dumps(train(plan, world=2, steps=steps, keeping=kept)))
+kept = {k: Path(v) if k in ("save", "resume") else v for k, v in keeping.items()}
+out.write_text(json.dumps(train(plan, world=2, steps=steps, **kept)))
 """
 
 
