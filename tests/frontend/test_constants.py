@@ -32,7 +32,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 def test_layers_share_their_masks_and_rows_of_the_batch_too(evaluated: list[Tensor]) -> None:
     counts = []
-    for layers in (1, 3):
+    for layers in (1, 2):
         evaluated.clear()
         capture(gpt2(layers), (), tokens(batch=8, sequence=16))
         counts.append(len(evaluated))

@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superscaler.artifact import describe, initial_values, slots_of
+from superscaler.artifact import slots_of
 from superscaler.cluster import Cluster
-from superscaler.comm.threads import run_ranks
 from superscaler.emit.device import emit
 from superscaler.errors import CaptureError, InputError
 from superscaler.frontend.oracle import reference_step
 from superscaler.models import BuiltModel, build
 from superscaler.plan import Graph, Plan, capture, compile
 from superscaler.runtime.executor import take
-from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.step import Step
 from superscaler.verbs import Microbatch, op_assign, op_trans
 from tests.graphs import assert_equal, step_of
+from tests.ran import on_ranks
 
 PLANS = [
     ("single", 1),
@@ -42,10 +42,10 @@ def loss_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.loss
 
 
-Step = tuple[Tensor, dict[str, Tensor]]
+Found = tuple[Tensor, dict[str, Tensor]]
 
 
-def eager(module: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | None) -> Step:
+def eager(module: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype | None) -> Found:
     """Return the loss and the gradients of one backward, under autocast where a dtype is given."""
     # A region that is off would keep the casts of the regions inside of it.
     with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
@@ -64,20 +64,16 @@ def masked(batch: dict[str, Tensor], spec: str) -> dict[str, Tensor]:
     return {**batch, **mask}
 
 
-def one_step(plan: Plan) -> list[Step]:
+def one_step(plan: Plan) -> list[Found]:
     """Return what each rank finds in one step in the plan's own precision: the loss, and gradients by weight."""
-    compiled = plan.compiled
-    values = initial_values(compiled.graph.model, compiled.graph.captured.values)
-    described, code = describe(compiled), modules(compiled.emitted.files)
 
-    def run(communicator):  # type: ignore[no-untyped-def]
-        step = build_step(described, code, values, communicator)
+    def run(step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         step.state.keep_gradients = True
-        loss = step(compiled.graph.captured.batch)
+        loss = step(plan.compiled.graph.captured.batch)
         names = {w["name"]: w["tensor"] for w in step.state.tables["weights"]}
         return loss, {names[n]: g for n, g in step.state.gradients.items()}
 
-    return run_ranks(compiled.program.world, run)
+    return on_ranks(plan, run)
 
 
 def step_under(built: BuiltModel, autocast: str | None = "bf16", **options: Any) -> Graph:
@@ -125,10 +121,8 @@ def test_plans_are_exact_in_float64_and_as_close_to_the_truth_as_eager_autocast(
     telling = {n for n, g in exact.items() if g.norm() > 1e-3 * largest}
     bound = 1.5 * max(distance(gradients[n], exact[n]) for n in telling)
     for plan, world in PLANS:
+        assert_equal(graph, plan, world)
         compiled = compile(graph, plan, Cluster.local(world))
-        found = compiled.verify()
-        assert found["equal"], (plan, found)
-        assert max(found["loss_error"], found["gradient_error"], found["parameter_error"]) <= 1e-9
         results = one_step(compiled)
         assert len({float(found) for found, _ in results}) == 1
         assert abs(float(results[0][0] - exact_loss)) <= 2**-8 * float(exact_loss)
@@ -192,14 +186,12 @@ def test_the_region_around_a_capture_counts_and_its_device_is_not_in_the_plan() 
 
 def test_a_step_inside_of_a_region_is_the_same() -> None:
     _, batch, graph = captured("mlp", None)
-    compiled = compile(graph, "single", "local:1").compiled
 
-    def run(communicator):  # type: ignore[no-untyped-def]
-        step = build_step(describe(compiled), modules(compiled.emitted.files), graph.captured.values, communicator)
+    def run(step: Step) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return step(batch)
 
-    (loss,) = run_ranks(1, run)
+    (loss,) = on_ranks(compile(graph, "single", "local:1"), run)
     assert torch.equal(loss, eager(build("mlp").module, batch, None)[0])
 
 

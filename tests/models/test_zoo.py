@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from superscaler.cluster import Cluster
+import superscaler as ss
 from superscaler.errors import ScheduleError
 from superscaler.models import build, names
-from superscaler.plan import compile
-from superscaler.plans import resolve
 from superscaler.plans.lib.shared import tensor_splits
 from tests.frontend.test_cuts import check_cuts
-from tests.graphs import graph_of, step_of
+from tests.graphs import assert_equal, graph_of, step_of
 
 MODELS = {name: f"{name}:size=tiny" for name in names() if name != "mlp"} | {
     "alphafold2": "alphafold2:size=tiny,layers=1,passes=2"
@@ -45,28 +43,23 @@ def test_batch_and_tensor_parallel_factors_reach_the_work(name: str) -> None:
     assert len(products) > 10
 
 
-def check_equal(name: str, plan: str) -> None:
-    result = compile(graph_of(MODELS[name]), resolve(plan), Cluster.local(4)).verify()
-    assert result["equal"], result
-    assert max(result["loss_error"], result["gradient_error"], result["parameter_error"]) <= 1e-9
-
-
 @pytest.mark.parametrize(
     ("name", "plan"), [("bert", "tensor_parallel"), ("swin", "data_parallel"), ("t5", "tensor_parallel")]
 )
 def test_three_models_equal_one_device(name: str, plan: str) -> None:
-    check_equal(name, plan)
+    assert_equal(graph_of(MODELS[name]), plan, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [*PLANS, "hybrid:tp=2,pp=2,microbatches=2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_all_models_equal_one_device(name: str, plan: str) -> None:
+    graph = graph_of(MODELS[name])
     if plan not in PLANS and name in COUPLED:
         with pytest.raises(ScheduleError, match="of several microbatches, as norms and losses"):
-            check_equal(name, plan)
-        return
-    check_equal(name, plan)
+            ss.compile(graph, plan, "local:4")
+    else:
+        assert ss.compile(graph, plan, "local:4").verify()["equal"]
 
 
 @pytest.mark.slow
