@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,6 +79,17 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], right: Collection
 
 def option(name: str, text: str, metavar: str | None = None) -> Any:
     return typer.Option(name, metavar=metavar, help=text)
+
+
+def path(name: str, metavar: str, text: str, what: str = "file or folder") -> Any:
+    """Return an option that takes a path, but not an empty one: it is an unset variable in a shell."""
+
+    def read(given: str) -> Path:
+        if not given:
+            raise InputError(f"{name} is empty; name a {what} ('.' is the current one).")
+        return Path(given)
+
+    return typer.Option(name, metavar=metavar, parser=read, help=text)
 
 
 # The optimizer of a model that is not trained.

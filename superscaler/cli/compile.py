@@ -6,25 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import PlanRequest, Printer, command
+from superscaler.cli.common import PlanRequest, Printer, command, path
 from superscaler.cluster import Cluster
 from superscaler.errors import InputError
 from superscaler.launch.jobs import how_to_start
 from superscaler.store.plan import RUN_FILE, plan_files
 
-
-def _directory(text: str) -> Path:
-    # An empty path is the current directory to Python, and an unset variable to a shell.
-    if not text:
-        raise InputError("--out is empty; name a directory ('.' is the current one).")
-    return Path(text)
-
-
 Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", metavar="DIR", parser=_directory, help="Plan directory to write; another plan there is replaced."
-    ),
+    Path | None, path("--out", "DIR", "Plan directory to write; another plan there is replaced.", "directory")
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of dropout, and of weights captured on meta.")]
 

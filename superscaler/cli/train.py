@@ -4,26 +4,14 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from superscaler.cli.common import PlanRequest, Printer, command, option
+from superscaler.cli.common import PlanRequest, Printer, command, option, path
 from superscaler.cli.compile import Out, Seed, check_out
 from superscaler.errors import InputError
-
-
-def _path(name: str, metavar: str, text: str) -> Any:
-    return typer.Option(name, metavar=metavar, parser=partial(_named, name), help=text)
-
-
-def _named(name: str, text: str) -> Path:
-    # An empty path is the current directory to Python, and an unset variable to a shell.
-    if not text:
-        raise InputError(f"{name} is empty; name a file or folder ('.' is the current one).")
-    return Path(text)
 
 
 @command
@@ -41,7 +29,7 @@ def train(
     out: Out = None,
     seed: Seed = 0,
     save: Annotated[
-        Path | None, _path("--save", "DIR", "Save checkpoints into this folder, one of them at the end or at SIGTERM.")
+        Path | None, path("--save", "DIR", "Save checkpoints into this folder, one of them at the end or at SIGTERM.")
     ] = None,
     save_every: Annotated[
         int | None, typer.Option("--save-every", min=1, help="Steps between two checkpoints; default: one at the end.")
@@ -54,10 +42,10 @@ def train(
     ] = "continue",
     resume: Annotated[
         Path | None,
-        _path("--resume", "DIR", "Go on from a checkpoint, or the last in a folder; --steps counts its steps too."),
+        path("--resume", "DIR", "Go on from a checkpoint, or the last in a folder; --steps counts its steps too."),
     ] = None,
     weights: Annotated[
-        Path | None, _path("--weights", "PATH", "Start with these: a safetensors file, a folder of them, a checkpoint.")
+        Path | None, path("--weights", "PATH", "Start with these: a safetensors file, a folder of them, a checkpoint.")
     ] = None,
 ) -> bool:
     """Compile MODEL for local:N, start N processes and train; prints the losses. Exit code 1: a save has failed."""
