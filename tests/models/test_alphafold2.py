@@ -19,7 +19,7 @@ from superscaler.models.alphafold2 import AlphaFold2, Attention, OuterProductMea
 from superscaler.plan import Graph, Plan, compile
 from tests.graphs import assert_equal, graph_of
 from tests.ran import on_ranks
-from tests.sweeps import few
+from tests.sweeps import few, slow
 
 TINY = "alphafold2:size=tiny"
 DROPPING = f"{TINY},dropout=0.15,pair_dropout=0.25"
@@ -31,8 +31,7 @@ RESIDUES, SEQUENCES, CHANNELS = "sequence", "msa.1", ("hidden", "hidden.2")
     ("size", "published", "parameters"),
     [
         ("87m", 87e6, 87_878_615),
-        ("930m", 930e6, 947_228_759),
-        ("2.4b", 2.4e9, 2_405_774_807),
+        *slow(("930m", 930e6, 947_228_759), ("2.4b", 2.4e9, 2_405_774_807)),
         ("3.2b", 3.2e9, 3_207_652_823),
     ],
 )
