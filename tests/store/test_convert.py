@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from superscaler.artifact import describe, initial_values
 from superscaler.comm.threads import run_ranks
 from superscaler.errors import InputError
 from superscaler.models import build
-from superscaler.runtime.step import build_step, modules
+from superscaler.runtime.step import Step, build_step, modules
 from superscaler.store.convert import export_distributed, export_model, import_weights
 from superscaler.store.pieces import whole
 from superscaler.store.tensors import open_checkpoint
@@ -29,35 +31,26 @@ SPECS = {
 }
 
 
+def run(name: str, plan: str, work: Callable[[Step, Callable[[], object]], object], world: int = 1) -> None:
+    """Call `work` on each device of a plan, with its step and what takes one."""
+    built = build(SPECS[name])
+    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-2)
+    graph = ss.capture(built.module, built.args, built.kwargs, optimizer)
+    found, captured = ss.compile(graph, plan, f"local:{world}").compiled, graph.captured
+    code, values = modules(found.emitted.files), initial_values(found.graph.model, captured.values)
+    batch = {key: value.clamp(min=0) for key, value in captured.batch.items()}
+
+    def rank(communicator: Any) -> None:
+        fixed = captured.fixed if communicator.rank == 0 else {}
+        step = build_step(describe(found), code, values, communicator, fixed)
+        work(step, lambda: step(batch))
+
+    run_ranks(world, rank)
+
+
 def trained(name: str, folder: Path) -> None:
     """Train two steps of a model and save."""
-    built = build(SPECS[name])
-    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-2)
-    found = ss.compile(
-        ss.capture(built.module, built.args, built.kwargs, optimizer), "tensor_parallel", "local:2"
-    ).compiled
-    described, code, captured = describe(found), modules(found.emitted.files), found.graph.captured
-    values = initial_values(found.graph.model, captured.values)
-
-    def work(communicator) -> None:  # type: ignore[no-untyped-def]
-        step = build_step(described, code, values, communicator, captured.fixed if communicator.rank == 0 else {})
-        for _ in range(2):
-            step({name: value.clamp(min=0) for name, value in captured.batch.items()})
-        step.save(folder)
-
-    run_ranks(2, work)
-
-
-def goes_on(name: str, folder: Path) -> None:
-    """Check that an optimizer takes the states of a checkpoint."""
-    built = build(SPECS[name])
-    optimizer = torch.optim.AdamW(built.module.parameters(), lr=1e-2)
-    found = ss.compile(ss.capture(built.module, built.args, built.kwargs, optimizer), "single", "local:1").compiled
-    values = initial_values(found.graph.model, found.graph.captured.values)
-    (step,) = run_ranks(1, lambda c: build_step(describe(found), modules(found.emitted.files), values, c))
-    assert step.restore(folder) == 0
-    assert {float(state["step"]) for state in step.state.optimizer.state.values()} == {2.0}
-    step({name: value.clamp(min=0) for name, value in found.graph.captured.batch.items()})
+    run(name, "tensor_parallel", lambda step, train: (train(), train(), step.save(folder)), world=2)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +72,11 @@ def test_an_export_opens_in_transformers_with_equal_logits(name: str, tmp_path: 
         module.eval()
     logits = [module(*built.args, **built.kwargs).logits for module in (built.module, theirs)]
     assert torch.equal(*logits)
+    if name == "gpt2":
+        # Its config alone names the class.
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert model.lm_head.weight is model.transformer.wte.weight
+        assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     # The same files start training, and tied weights are in them once.
     again = import_weights(tmp_path / "out", tmp_path / "again")
     assert {n: tuple(e.shape) for n, e in open_checkpoint(again).tensors.items()}.items() <= {
@@ -87,13 +85,6 @@ def test_an_export_opens_in_transformers_with_equal_logits(name: str, tmp_path: 
     other = build(SPECS[name] + ",seed=4").module
     assert ss.load_weights(other, again) == []
     assert all(torch.equal(v, built.module.state_dict()[n]) for n, v in other.state_dict().items())
-
-
-def test_an_export_opens_by_its_config_alone(gpt2: Path, tmp_path: Path) -> None:
-    export_model(gpt2, build(SPECS["gpt2"]).module, tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
 class Own(nn.Module):
@@ -112,8 +103,9 @@ def test_a_module_of_ones_own_is_exported_with_its_names(tmp_path: Path) -> None
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert list(found) == ["first.weight"]
     assert torch.equal(found["first.weight"], torch.eye(4))
-    with pytest.raises(InputError, match=r"out is there already and is not empty"):
-        export_model(tmp_path / "theirs.safetensors", Own(), tmp_path / "out")
+    for out in (Path("/"), tmp_path / "out"):
+        with pytest.raises(InputError, match=rf"{out} is there already and is not empty"):
+            export_model(tmp_path / "theirs.safetensors", Own(), out)
     save_file({"second.weight": torch.eye(4), "first.weight": torch.ones(4, 4)}, tmp_path / "untied.safetensors")
     with pytest.raises(InputError, match=r"first.weight and second.weight differ in .*, but this model ties them"):
         ss.load_weights(Own(), tmp_path / "untied.safetensors")
@@ -150,20 +142,20 @@ def test_torch_distributed_checkpoint_both_ways(gpt2: Path, tmp_path: Path) -> N
         for state in entry.states:
             assert torch.equal(*(stored.read(name, whole(entry.shape), state) for stored in (ours, theirs)))
     assert any(entry.states for entry in ours.tensors.values())
-    goes_on("gpt2", tmp_path / "again")
+
+    def goes_on(step: Step, train: Callable[[], object]) -> None:
+        assert step.restore(tmp_path / "again") == 0
+        assert {float(state["step"]) for state in step.state.optimizer.state.values()} == {2.0}
+        train()
+
+    run("gpt2", "single", goes_on)
     (tmp_path / "out" / ".metadata").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"out is no folder of torch.distributed.checkpoint, or is damaged"):
         import_weights(tmp_path / "out", tmp_path / "third", trust=True)
     assert not (tmp_path / "third").exists()
 
 
-def test_what_is_not_empty_is_not_written_into(gpt2: Path) -> None:
-    for out in (Path("/"), gpt2):
-        with pytest.raises(InputError, match="is there already and is not empty"):
-            export_distributed(gpt2, out)
-
-
-def test_a_disk_that_is_full_is_said(gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
