@@ -121,7 +121,8 @@ class Comparison:
                 yield rank, weight
 
     def _gradients(self, results: Sequence[Result], expected: Reference, here: str, noise: float) -> None:
-        whole = {n: dense(g, self.known[n]) for n, g in expected.gradients.items()}
+        # The segments of a packed weight are known, not the weight itself.
+        whole = {n: dense(g, self.known[n] if g is None else g) for n, g in expected.gradients.items()}
         floor = max(floor_of(whole.values()), noise)
         for rank, weight in self._each():
             if weight.tensor in whole:
