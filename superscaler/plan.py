@@ -69,7 +69,7 @@ class Plan:
     def verify(
         self, backend: str = "threads", batch: Mapping[str, torch.Tensor] | None = None, shapes: str = "auto"
     ) -> dict[str, Any]:
-        """Compare one step with the model in float64; see `superscaler.verify.run`."""
+        """Compare two steps with the model, in float64 and as trained; see `superscaler.verify.run`."""
         return verify(self.compiled, backend, batch, shapes)
 
     def save(self, directory: str | Path, seed: int = 0) -> bool:

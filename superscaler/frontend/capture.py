@@ -103,15 +103,11 @@ def capture(
     is_kept: bool = False,
     check: bool = False,
 ) -> Captured:
-    """Return the data-flow graph of `loss = module(*args, **kwargs); loss.backward(); optimizer.step()`; of the first
-    call only where nothing is trained. `is_kept`: the step returns what the module returns beside that loss.
+    """Return the captured step of a module; `superscaler.plan.capture` describes the common arguments.
 
-    The forward runs under `torch.autocast` to "bf16" or "fp16", or in the autocast region around this call, if any.
-    `scaler` scales the loss and skips updates whose gradients are not finite, as a loop with it does. With a name as
-    `cache`, what was captured under it from equal files, versions, options and shapes is read from disk. `check`: two
-    steps of a copy of the module are compared with the graph, see `agreement`. Raises CaptureError where they differ,
-    where the module gives no scalar loss, cannot be exported, changes its inputs, or is on two devices, or where the
-    optimizer is not supported; InputError for another name of autocast, and a cache of no name.
+    `is_trained`: the step has a backward and updates. `is_kept`: it returns what the module returns beside its loss.
+    Raises CaptureError where the graph differs from the module (`check`), where that gives no scalar loss, cannot be
+    exported, changes its inputs, or is on two devices, or for another optimizer; InputError for other wrong arguments.
     """
     if cache and not isinstance(cache, str):
         raise InputError(

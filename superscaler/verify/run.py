@@ -32,30 +32,24 @@ _LIMITED = "it drops no choices of experts; without a capacity the plan is compa
 
 
 def verify(compiled: Compiled, backend: str = "threads", batch: Values | None = None, shapes: str = "auto") -> Found:
-    """Compare two steps of the plan with the user's module, without dropout: in float64, then in the trained dtypes.
+    """Compare two steps of the plan (n + 2, if it reads weights of n updates ago) with the user's module, without
+    dropout: in float64, then in the trained dtypes, where sums in parts may round (see `superscaler.verify.trained`).
 
-    A plan that reads weights of n updates ago takes n + 2 steps. In the trained dtypes, errors may be as large as those
-    of the module's own steps when its sums are split (see `superscaler.verify.trained`). Each step starts from the
-    plan's current weights. The update of each slice is compared with that of torch's optimizer on the plan's gradient.
+    Each step starts from the plan's current weights. The update of each slice is compared with that of torch's
+    optimizer on the plan's gradient. `backend`: "threads" of this process, or "processes" under torch.distributed.
+    `shapes`: "model" runs the plan at its own shapes against a copy of the module, or against the exported program if
+    no copy can run; "small" on few elements and places (see `shrink`) against the graph on one device; "auto" is
+    "small" for a plan that is too large to run here. The checks of the program always see the whole plan.
 
-    `backend`: "threads" runs all ranks in this process, "processes" under torch.distributed. `shapes`: "model" runs
-    the plan at its own shapes against a copy of the module, or against the exported program if no copy can run (`note`
-    gives the reason). "small" runs it on few elements and places of the mesh (see `shrink`) against the graph on one
-    device. "auto" is "small" for a plan that is too large to run here. The checks of the program always see the whole
-    plan.
-
-    Returns equal (in both), trained_dtype, trained_error (the error nearest to its limit), trained_allowed (that
-    limit), and for the steps in float64: loss_error (relative), gradient_error (largest over pTensors and replicas,
-    relative with a floor), parameter_error (weights, buffers and optimizer state), output_error (outputs other than the
-    loss; `trains`: whether there is a loss; `outputs`: the others' names), worst_tensor, first_difference (text: the
-    first check that fails, or the first tensor in execution order that differs from the model's, or a fault of capture;
-    empty when equal), conservation (the certificate of the whole program, see `verify.certificate`),
-    deadlock_free, reference ("eager", "export" or "graph"), module_compared (whether that is the user's module, run by
-    torch), note (why not), bytes_moved (measured on links in a step, all ranks), bytes_planned (of the plan;
-    equal), stale (ages of weights that are read, in updates: [0] as in the model; for [0, 1, 3] the reference is the
-    recurrence with these ages on one device), shapes, dropped (choices of experts without a row in the first step, and
-    all choices; the reference has the same capacity), and shrunk (sizes before and after, by factor).
-    Raises InputError for a plan that cannot run smaller but must.
+    Returns equal (in both), trained_dtype, trained_error (the one nearest to its limit), trained_allowed (that limit);
+    in float64 the largest relative loss_error, gradient_error (with a floor), parameter_error (weights, buffers and
+    optimizer state) and output_error (of `outputs`); worst_tensor; first_difference (text: the first failed check, the
+    first wrong tensor in execution order, or a fault of capture; empty when equal); conservation and deadlock_free (see
+    `certify.certificate`); trains; reference ("eager", "export" or "graph"), module_compared (whether it is the user's
+    module), note (why not); bytes_moved (on links in a step, measured on all ranks) and bytes_planned (equal); stale
+    (ages of the weights that are read, in updates: for [0, 1, 3] the reference is the recurrence with these ages);
+    shapes; dropped (choices of experts without a row in the first step, and all choices); shrunk (sizes before and
+    after, by factor). Raises InputError for a plan that cannot run smaller but must.
     """
     if shapes not in ("auto", "model", "small"):
         raise InputError(unknown("shapes", shapes, ["auto", "model", "small"]))
