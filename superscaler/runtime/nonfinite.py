@@ -26,7 +26,7 @@ from superscaler.ops.table import biased_products, unfused
 from superscaler.runtime.executor import Sums
 from superscaler.runtime.origins import BACKWARD, GIVEN, KINDS, SUM, Bad, Line, Origin, Watch, counted, tensors_in
 from superscaler.store.plan import MODEL_FILE, PROGRAM_FILE
-from superscaler.store.save import TrainingStep, share
+from superscaler.store.save import TrainingStep
 
 # Calls that start to move values, to other ranks or to the host, and calls that end a step.
 _COPIES = ("to_host", "to_device")
@@ -56,7 +56,7 @@ def run(step: TrainingStep, function: FunctionType) -> Tensor:
         held, rank.held = rank.held, None
     gradients = [] if rank.scaler else [pair for update, pairs in held for pair in pairs if update == rank.update]
     wrong = "" if loss.isfinite() else f"its loss is {float(loss)}"
-    wrong = wrong or share(communicator, next((f"the gradient of {_name(step, n)}" for n in _wrong(gradients)), ""))
+    wrong = wrong or communicator.first_text(next((f"the gradient of {_name(step, n)}" for n in _wrong(gradients)), ""))
     if not wrong:
         for update, pairs in held:
             update(pairs)
@@ -66,7 +66,7 @@ def run(step: TrainingStep, function: FunctionType) -> Tensor:
     message = f"step {rank.steps + 1} is not finite ({wrong})"
     for kind in KINDS:
         mine = _text(origin) if origin is not None and origin.kind == kind else ""
-        if first := share(communicator, mine):
+        if first := communicator.first_text(mine):
             kind_of_error = RuntimeFailure if first == mine else PeerLost
             raise kind_of_error(f"{message}, which comes from {first}. No weight was changed by it.")
     if not loss.isfinite():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superscaler.errors import InputError
 from superscaler.store.pieces import located, whole
-from superscaler.store.save import TrainingStep, share
+from superscaler.store.save import TrainingStep
 from superscaler.store.tensors import (
     Target,
     TensorReader,
@@ -69,7 +69,7 @@ def load_weights(step: TrainingStep, path: str | Path) -> list[str]:
     set_targets(weights)
     # Rank 0 knows all names.
     unread = json.dumps(sorted(names.difference(_names(step)))) if step.rank == 0 else ""
-    return list(json.loads(share(step.state.communicator, unread)))
+    return list(json.loads(step.state.communicator.first_text(unread)))
 
 
 def _agreed(step: TrainingStep, read: Callable[[], T]) -> T:
@@ -80,7 +80,7 @@ def _agreed(step: TrainingStep, read: Callable[[], T]) -> T:
         found = [read()]
     except InputError as caught:
         error = str(caught)
-    if first := share(step.state.communicator, error):
+    if first := step.state.communicator.first_text(error):
         raise InputError(first)
     return found[0]
 

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from superscaler.comm.communicator import Communicator
 from superscaler.errors import InputError
 from superscaler.store import checkpoint
 from superscaler.store.checkpoint import CheckpointHead, commit, discard, lock, new_folder, prune, reason, write_shard
@@ -45,21 +43,6 @@ class TrainingStep(Protocol):
     def rates(self) -> list[float]: ...
     def groups(self) -> dict[int, dict[str, Any]]: ...
     def set_rates(self, rates: Sequence[Any]) -> None: ...
-
-
-def share(communicator: Communicator, text: str) -> str:
-    """Return, on all ranks, the text of the first rank with one; '' if no rank has any."""
-    ranks, device, data = tuple(range(communicator.world)), communicator.device, text.encode()
-    lengths = torch.zeros(len(ranks), dtype=torch.int64, device=device)
-    lengths[communicator.rank] = len(data)
-    found = communicator.all_reduce(lengths, ranks, planned=False).wait().tolist()
-    first = next((rank for rank, length in enumerate(found) if length), None)
-    if first is None:
-        return ""
-    letters = torch.zeros(found[first], dtype=torch.int64, device=device)
-    if first == communicator.rank:
-        letters += torch.tensor(list(data), device=device)
-    return bytes(communicator.all_reduce(letters, ranks, planned=False).wait().tolist()).decode()
 
 
 @dataclass
@@ -120,7 +103,7 @@ class Saver:
         self.finish()
         self.open()
         steps = self.step.state.steps
-        made = share(self.step.state.communicator, self._begin(steps) if self.step.rank == 0 else "")
+        made = self.step.state.communicator.first_text(self._begin(steps) if self.step.rank == 0 else "")
         if made.startswith("!"):
             self._fail(steps, made[1:])
             return
@@ -144,7 +127,7 @@ class Saver:
             return
         for is_first in (True, False):
             is_mine = is_first == (self.step.rank == 0) and (is_first or self._owners[self.step.rank])
-            if error := share(self.step.state.communicator, self._hold(is_first) if is_mine else ""):
+            if error := self.step.state.communicator.first_text(self._hold(is_first) if is_mine else ""):
                 self.close()
                 raise InputError(f"{error.rstrip('.')}.")
         self._lock = -1 if self._lock is None else self._lock
@@ -178,11 +161,11 @@ class Saver:
             return
         save.hurry.set()
         save.is_written.wait()
-        error = share(communicator, save.error)
+        error = communicator.first_text(save.error)
         if error:
             save.is_given_up.set()
         save.thread.join()
-        error = error or share(communicator, save.error)
+        error = error or communicator.first_text(save.error)
         self._save = None
         if error:
             if self.step.rank == 0:

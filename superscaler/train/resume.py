@@ -16,7 +16,7 @@ from superscaler.runtime.step import Step
 from superscaler.specs.file_errors import reading
 from superscaler.store.checkpoint import POINTER_FILE
 from superscaler.store.restore import restore
-from superscaler.store.save import Saver, share
+from superscaler.store.save import Saver
 from superscaler.store.tensors import is_there, open_checkpoint
 
 # Files in the folder of the launcher: a request to stop, and the outcome of training.
@@ -92,7 +92,7 @@ def continued(step: Step, options: argparse.Namespace, folder: Path) -> argparse
         elif is_first(options.save, options.resume):
             found = "first"
     # Ranks may see a new file on a shared disk at different times.
-    found = share(communicator, found)
+    found = communicator.first_text(found)
     if found == "restart":
         return argparse.Namespace(**{**vars(options), "resume": folder, "weights": None})
     return argparse.Namespace(**{**vars(options), "resume": None}) if found == "first" else options
