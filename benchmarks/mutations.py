@@ -107,7 +107,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
     ("a full bucket is closed early", "if entry.weight > room:",
      "if entry.weight >= room:", "materialize/test_buckets"),
     ("all of a group keep an addend", 'kept += group if step.kind == "chunk" else group[:1]', "kept += group",
-     "materialize/rvd/test_paths integration/test_routes"),
+     "materialize/test_lowering"),
     ("the last of equal prices is not taken", "if price <= min(prices) * NEARLY][-1]",
      "if price <= min(prices) * NEARLY][0]", "materialize/test_pricing materialize/test_lowering"),
     ("a loop shifts its first repetition", "later = missing if n > like else 0", "later = missing if n >= like else 0",

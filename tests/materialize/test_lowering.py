@@ -77,6 +77,12 @@ def cases(size: int) -> dict[str, Transfer]:
             whole(0, 1, 2, 3), whole(4, 5, 6, 7), [(n, n) for n in range(4)], (0, 0, 0, 0)
         ),
         "copies, slices elsewhere": transfer(whole(0, 1), sliced(0, 2, 3), [(0, 0), (1, 1)], (0, 0)),
+        "copies of addends, slices": transfer(
+            whole(2, 3, 6, 4, 5, 0, 1, 7),
+            {d: ((size * k // 8, size * (k + 1) // 8), (0, size)) for k, d in enumerate((0, 2, 7, 5, 6, 4, 1, 3))},
+            [(p, r) for p in range(0, 8, 2) for r in range(8)],
+            (0, 0, 1, 1, 2, 2, 3, 3),
+        ),
         "slices, more slices": transfer(sliced(0, 0, 1), sliced(0, 2, 3, 4, 5)),
         "a tied gradient: addends of the whole, and slices, to the whole": transfer(
             {**whole(0, 1), **sliced(0, 4, 5)}, whole(0, 1), kind=BACKWARD, reads=UPDATE
@@ -94,7 +100,7 @@ def test_steps_in_words(request: pytest.FixtureRequest) -> None:
     assert TEXT.read_text() == text
 
 
-@pytest.mark.parametrize("size", [12, 1200])
+@pytest.mark.parametrize("size", [48, 1200])
 @pytest.mark.parametrize("name", cases(12))
 def test_every_reader_gets_the_whole_value_of_its_box(name: str, size: int) -> None:
     """Every step reads what is there, and what readers join is the sum of their pieces, of replicas one."""
