@@ -39,8 +39,13 @@ server.sendall(asked)
 signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 (fork,) = struct.unpack("<q", server.recv(8))
+def hand_on(number, frame):
+    try:
+        os.kill(fork, number)
+    except ProcessLookupError:
+        pass  # It has ended already, and its exit code is on its way.
 for number in signals:
-    signal.signal(number, lambda number, frame: os.kill(fork, number))
+    signal.signal(number, hand_on)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 answer = server.recv(8)
 code = struct.unpack("<q", answer)[0] if answer else -9
