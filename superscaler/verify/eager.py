@@ -103,9 +103,9 @@ class Eager:
         return retyped(value.detach(), _WIDE if self.is_wide else None).to(self.device, copy=True)
 
     def _run(self, mode: TorchFunctionMode, state: dict[str, Tensor], leaves: list[Tensor]) -> _Ran:
-        modes = [(m, "training", t) for m, t in zip(self.call.module.modules(), self.call.training, strict=True)]
         default = torch.get_default_dtype()
         try:
+            modes = [(m, "training", t) for m, t in zip(self.call.module.modules(), self.call.training, strict=True)]
             # Autocast leaves float64 alone. It casts only what depends on no input or parameter, as in the capture.
             with replaced(*modes), mode, marked(), torch.enable_grad(), torch.autocast(*self.autocast):
                 whole = _Gradients(self.call.module, self.model)
