@@ -16,9 +16,8 @@ from superscaler.comm import buckets
 from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime import split_backward as halves
-from superscaler.runtime.fused import is_plain
+from superscaler.runtime.optimizer import Scaler, laid_out, optimizer_of
 from superscaler.runtime.saved_tensors import Copies, RegatheredTensors
-from superscaler.runtime.scaler import Scaler
 
 Box = Sequence[Sequence[int]]
 Tensors = tuple[Tensor, ...]
@@ -73,7 +72,7 @@ class Rank:
     def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]]]) -> None:
         self.device = self.communicator.device
         self._copies = Copies(self.device)
-        self.optimizer = _optimizer(self.tables["weights"], self.weights, *chosen)
+        self.optimizer = optimizer_of(self.tables["weights"], self.weights, *chosen)
         self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
         self._tapes: dict[str, tuple[list[GradientEdge | None], list[Tensor]]] = {}
         self._rests: dict[str, tuple[list[Tensor], halves.Rest]] = {}
@@ -265,7 +264,7 @@ class Rank:
         if self.optimizer is not None and is_finite:
             for name, gradient in gradients.items():
                 weight = self.weights[name]
-                weight.grad = _laid_out(gradient.to(weight.dtype), weight)
+                weight.grad = laid_out(gradient.to(weight.dtype), weight)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -380,38 +379,3 @@ def _narrow(x: Tensor, box: Box) -> Tensor:
         if hi - lo != x.shape[dim]:
             x = x.narrow(dim, lo, hi - lo)
     return x
-
-
-def _optimizer(
-    table: Sequence[Mapping[str, Any]], weights: Mapping[str, Tensor], name: str, groups: Sequence[Mapping[str, Any]]
-) -> torch.optim.Optimizer | None:
-    """Return torch's own optimizer over the local slices, in the user's parameter groups."""
-    members: list[list[Tensor]] = [[] for _ in groups]
-    for entry in table:
-        if entry["trained"]:
-            members[entry["group"]].append(weights[entry["name"]])
-    pairs = [(params, dict(options)) for params, options in zip(members, groups, strict=True) if params]
-    for params, options in pairs:
-        # The fused kernel passes over memory once. It is used if the user left the choice to torch and it is exact.
-        others = map(options.get, ("foreach", "differentiable", "capturable"))
-        if options.get("fused") is None and not any(others) and is_plain(name, options, params):
-            options["fused"] = True
-    used = [{"params": params, **options} for params, options in pairs]
-    if not used:
-        return None
-    made: torch.optim.Optimizer = getattr(torch.optim, name)(used)
-    made.register_load_state_dict_post_hook(_lay_out_states)
-    return made
-
-
-def _lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Lay states that were loaded out as their weights."""
-    for weight, states in optimizer.state.items():
-        for name, value in states.items():
-            if isinstance(value, Tensor) and value.shape == weight.shape:
-                states[name] = _laid_out(value, weight)
-
-
-def _laid_out(x: Tensor, weight: Tensor) -> Tensor:
-    """Return a tensor with the strides of a weight: a fused optimizer goes through both in the order of memory."""
-    return x if x.stride() == weight.stride() else torch.empty_like(weight, dtype=x.dtype).copy_(x)

@@ -21,7 +21,7 @@ from superscaler.ir.model import later
 from superscaler.launch.jobs import how_to_start
 from superscaler.runtime import nonfinite as finite
 from superscaler.runtime.executor import Rank, take
-from superscaler.runtime.scaler import Scaler
+from superscaler.runtime.optimizer import Scaler
 from superscaler.specs.user_file import locating
 from superscaler.store.folder import named_path
 from superscaler.store.operators import import_operators

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superscaler.compiler import Compiled, finish
 from superscaler.frontend.oracle import Reference
 from superscaler.ir.model import Model
-from superscaler.runtime.fused import ROUNDING
+from superscaler.runtime.optimizer import ROUNDING
 from superscaler.verify.compare import Comparison, Errors, Result, floor_of, relative_error
 from superscaler.verify.locate import Values
 from superscaler.verify.oracles import Oracle, recurrence, retype

@@ -19,7 +19,7 @@ from superscaler.errors import InputError
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.models import build
 from superscaler.plan import Graph, capture, compile
-from superscaler.runtime.scaler import Scaler
+from superscaler.runtime.optimizer import Scaler
 from superscaler.runtime.step import Step, build_step, modules
 
 # Overflows at first, then grows twice, overflows again.

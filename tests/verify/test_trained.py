@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import superscaler as ss
-from superscaler.runtime import executor
+from superscaler.runtime import optimizer
 from superscaler.runtime.executor import Pairs, Rank
 from tests.graphs import step_of
 
@@ -27,7 +27,7 @@ class Three(nn.Module):
 
 def fused_halves(patch: pytest.MonkeyPatch) -> None:
     """Torch's fused SGD of halves is wrong on the CPU."""
-    patch.setattr(executor, "is_plain", lambda *_: True)
+    patch.setattr(optimizer, "is_plain", lambda *_: True)
 
 
 def rounded_gradients(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,117 @@
+"""Torch's optimizer of a rank over its slices, the loss scale, and whether torch's fused updates are the plain ones."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# More elements than the vector of any kernel, and a rate at which an update is visible.
+_SHAPE, _RATE = (3, 43), 0.05
+# Relative to the largest element: the same float32 operations in another order.
+ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
+def optimizer_of(
+    table: Sequence[Mapping[str, Any]], weights: Mapping[str, Tensor], name: str, groups: Sequence[Mapping[str, Any]]
+) -> torch.optim.Optimizer | None:
+    """Return torch's own optimizer over the local slices, in the user's parameter groups."""
+    members: list[list[Tensor]] = [[] for _ in groups]
+    for entry in table:
+        if entry["trained"]:
+            members[entry["group"]].append(weights[entry["name"]])
+    pairs = [(params, dict(options)) for params, options in zip(members, groups, strict=True) if params]
+    for params, options in pairs:
+        # The fused kernel passes over memory once. It is used if the user left the choice to torch and it is exact.
+        others = map(options.get, ("foreach", "differentiable", "capturable"))
+        if options.get("fused") is None and not any(others) and is_plain(name, options, params):
+            options["fused"] = True
+    used = [{"params": params, **options} for params, options in pairs]
+    if not used:
+        return None
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(used)
+    made.register_load_state_dict_post_hook(_lay_out_states)
+    return made
+
+
+def _lay_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """Lay states that were loaded out as their weights."""
+    for weight, states in optimizer.state.items():
+        for name, value in states.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                states[name] = laid_out(value, weight)
+
+
+def laid_out(x: Tensor, weight: Tensor) -> Tensor:
+    """Return a tensor with the strides of a weight: a fused optimizer goes through both in the order of memory."""
+    return x if x.stride() == weight.stride() else torch.empty_like(weight, dtype=x.dtype).copy_(x)
+
+
+def is_plain(name: str, options: Mapping[str, Any], weights: Iterable[Tensor]) -> bool:
+    """Return whether fused updates of all weights equal the plain ones, to the last digits of float32."""
+    text = json.dumps({**options, "lr": _RATE}, sort_keys=True)
+    kinds = {(x.dtype, x.device, x.is_contiguous()) for x in weights}
+    return all(_agrees(name, text, *kind) for kind in kinds)
+
+
+@cache
+def _agrees(name: str, options: str, dtype: torch.dtype, device: torch.device, is_contiguous: bool) -> bool:
+    """Compare two updates of a weight. Torch 2.13 does not update vectors of half precision (SGD, CPU)."""
+    given = json.loads(options)
+    try:
+        fused, plain = (_updated(name, {**given, "fused": k}, dtype, device, is_contiguous) for k in (True, None))
+    except (RuntimeError, TypeError):
+        # Torch has no such kernel.
+        return False
+    return all(float((a - b).abs().max()) <= ROUNDING * float(b.abs().max()) for a, b in zip(fused, plain, strict=True))
+
+
+def _updated(
+    name: str, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device, is_contiguous: bool
+) -> list[Tensor]:
+    """Return a weight and the optimizer's states of it after two updates, in float64."""
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn() -> Tensor:
+        x = torch.randn(_SHAPE, generator=draw, dtype=torch.float64).to(device, dtype)
+        return x if is_contiguous else x.t().contiguous().t()
+
+    weight = drawn().requires_grad_()
+    optimizer = getattr(torch.optim, name)([weight], **options)
+    for _ in range(2):
+        weight.grad = drawn()
+        optimizer.step()
+    states = [x for x in optimizer.state[weight].values() if isinstance(x, Tensor)]
+    return [x.detach().double().cpu() for x in (weight, *states)]
+
+
+class Scaler:
+    """A loss scale that is halved or doubled depending on the gradients. `state`: a GradScaler's."""
+
+    def __init__(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self.device = device
+        self.load_state_dict(state)
+
+    def unscale(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Divide the gradients by the scale, in place; return a float32 scalar, 1 if any is not finite."""
+        finite = [g.isfinite().all().to(self.device) for g in gradients.values()]
+        inverse = self.scale.double().reciprocal()
+        for name, gradient in gradients.items():
+            gradients[name] = gradient * inverse.to(gradient)
+        return (~torch.stack(finite).all()).float() if finite else torch.zeros_like(self.scale)
+
+    def update(self, found: Tensor) -> None:
+        """Choose the next scale. `found`: above 0 if a gradient of any rank was not finite."""
+        factors = self._options["growth_factor"], self._options["backoff_factor"]
+        torch._amp_update_scale_(self.scale, self._tracker, found, *factors, self._options["growth_interval"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the form of `GradScaler.state_dict`."""
+        return {**self._options, "scale": self.scale.item(), "_growth_tracker": self._tracker.item()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._options = dict(state)
+        self.scale = torch.tensor(state["scale"], dtype=torch.float32, device=self.device)
+        self._tracker = torch.tensor(state["_growth_tracker"], dtype=torch.int32, device=self.device)
