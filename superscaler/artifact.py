@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.device import Emitted
 from superscaler.errors import InputError
-from superscaler.ir.graph import Graph
+from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.model import Model, once, without_sources
 from superscaler.ir.model_text import print_model
 from superscaler.ir.program import Program
@@ -222,9 +223,35 @@ def _texts(compiled: Compiled) -> dict[str, str]:
     """Return all files but plan.json and the weights."""
     return {
         **texts(compiled.program, compiled.emitted),
-        disk.JOURNAL_FILE: "".join(f"{entry}\n" for entry in compiled.graph.journal),
+        disk.JOURNAL_FILE: print_journal(compiled.graph.journal),
         disk.EXPLAIN_FILE: json.dumps(account(compiled), indent=1) + "\n",
     }
+
+
+def print_journal(journal: Sequence[Entry]) -> str:
+    """Return a line for each line of a plan that called verbs: its place, without folders outside of the package and
+    the current one, and the first ops of each effect.
+    """
+    lines = []
+    for where, entries in groupby(journal, lambda entry: entry.where):
+        ops: dict[str, list[str]] = {}
+        for entry in entries:
+            ops.setdefault(f"{entry.verb} {entry.detail}".rstrip(), []).append(entry.op)
+        effects = (f"{effect} of {_shown(names)}" if names[0] else effect for effect, names in ops.items())
+        lines.append(f"{_short_place(where)}: {'; '.join(effects)}\n")
+    return "".join(lines)
+
+
+def _shown(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _short_place(where: str) -> str:
+    for folder in (Path(__file__).parents[1], Path.cwd()):
+        if where.startswith(f"{folder}{os.sep}"):
+            return where[len(str(folder)) + 1 :]
+    return where.rpartition(os.sep)[2]
 
 
 def reuse(graph: Graph, cluster: Cluster, directory: Path, values: Mapping[str, Tensor], seed: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from superscaler.artifact import print_journal
 from superscaler.compiler import finish
 from superscaler.plan import Plan, compile
 from superscaler.report.facts import account, manifest, ranges
@@ -279,6 +281,21 @@ def test_the_manifest_does_not_depend_on_where_files_are(tmp_path: Path) -> None
         plan = plan_of(f"{source}:mine", "local:1", MLP)
         found.append(manifest(plan.compiled, plan.compiled.graph.captured.values))
     assert found[0] == found[1]
+
+
+def test_the_journal_has_a_line_for_each_line_of_the_plan_and_no_folder_of_the_machine(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import superscaler as ss\n\ndef mine(graph, cluster):\n"
+        "    for op in graph.forward_ops:\n        ss.op_trans(graph, op, ss.Split('batch', 2))\n"
+        "    ss.op_assign(graph, graph.ops, 0)\n"
+    )
+    graph = plan_of(f"{source}:mine", "local:1", MLP).compiled.graph
+    cut, assigned = print_journal(graph.journal).splitlines()
+    assert re.fullmatch(r"mine.py:5: op_trans Split\('batch', parts=2\) of \w+(, \w+)+( and \d+ more)?", cut)
+    assert assigned.startswith("mine.py:6: op_assign 2 parts of ")
+    library = print_journal(plan_of("tensor_parallel", "local:2", MLP).compiled.graph.journal)
+    assert all(line.startswith("superscaler/plans/") for line in library.splitlines())
 
 
 # compile into a directory that holds a plan
