@@ -117,7 +117,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "emit/test_steps integration/test_routes"),
     ("an addition changes its operand", 'sign = "+=" if i.in_place else', 'sign = "+=" if i.out else',
      "emit/test_steps plans/test_equal"),
-    ("an early update ends the step", 'early = ", early=True" if i.is_early else ""', 'early = ""',
+    ("an early update ends the step", 'early = ["early=True"] if i.is_early else []', "early = []",
      "integration/test_updates integration/test_stale"),
     ("an emitted loop lacks its last turn", "last = tuple(run.repetition(run.count - 1))",
      "last = tuple(run.repetition(run.count - 2))", "emit/test_steps materialize/test_loops"),

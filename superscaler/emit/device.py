@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from superscaler.emit.lines import wrapped
+from superscaler.emit.lists import modules_of, named_weights, paths_of
 from superscaler.emit.loops import Row, Section, Spelling, runs_of
 from superscaler.emit.segments import Draw, draws_of, emit_segments
 from superscaler.ir import program as p
@@ -121,7 +124,11 @@ class _Writer:
     def __init__(self, program: Program, samples: Sequence[Device], names: list[str]) -> None:
         self.program, self.model, self.functions = program, program.model, names
         self.runs = runs_of([device.instructions for device in samples])
-        self.spelling = Spelling(self.runs)
+        rows = [i for run in self.runs for i, *_ in run.rows]
+        self.modules = modules_of([w.tensor for w in samples[0].weights])
+        self.weights = named_weights(samples[0].weights, rows, self.modules)
+        self.spelling = Spelling(self.runs, self.weights)
+        self.loaded = set[str]()
         self.entries = {f.name: _Entries() for f in fields(Tables)}
         # The current instruction of each sample, the same in the second repetition, and the number of repetitions.
         self.now: Row = ()
@@ -177,7 +184,7 @@ class _Writer:
             lines.append(self.spelling.enter(run))
             lines += (f"    {line}" for line in self._body(run))
             self.spelling.leave()
-        return "".join(f"    {line}\n" for line in lines)
+        return "".join(f"{wrapped(f'    {line}')}\n" for line in lines)
 
     def _body(self, run: Section) -> Iterator[str]:
         module, end = "", -1
@@ -234,9 +241,9 @@ class _Writer:
             case p.Wait():
                 return f"{self.name(i.out)} = {self.name(i.work)}.wait().reshape({i.shape})"
             case p.Update():
-                early = ", early=True" if i.is_early else ""
-                update = f"rt.update({self._pairs(i.weights, i.gradients)}{early})"
-                write = f"rt.write({self._pairs(i.buffers, i.values)})" if i.buffers else ""
+                early = ["early=True"] if i.is_early else []
+                update = f"rt.update({', '.join([*self._pairs(i.weights, i.gradients), *early])})"
+                write = f"rt.write({', '.join(self._pairs(i.buffers, i.values))})" if i.buffers else ""
                 # An update that sets buffers only is left out, except the last one: global norms wait for it.
                 is_one = bool(i.weights) or not i.is_early
                 return "\n".join([update] * is_one + [write] * bool(write)) or "pass"
@@ -254,7 +261,8 @@ class _Writer:
         several = self.spelling.ended(names)
         cleared = [name[1:].replace(".values()", ".clear()") for name in several if name.startswith("*")]
         others = [name for name in several if not name.startswith("*")]
-        return "\n".join([f"del {', '.join(others)}"] * bool(others) + cleared)
+        ended = ", ".join(others)
+        return "\n".join([f"del ({ended})" if len(ended) > 100 else f"del {ended}"] * bool(others) + cleared)
 
     def _backward(self, i: p.Backward) -> str:
         pairs = [*zip(i.outputs, i.sums or (None,) * len(i.outputs), strict=True)]
@@ -268,16 +276,23 @@ class _Writer:
         given += [f"into={{{self.spelling.into([total for _, total in made])}}}"] if any(i.sums) else []
         return f"{left}rt.backward{i.half and '_'}{i.half}({', '.join(given)})"
 
-    def _pairs(self, weights: Sequence[Value], values: Sequence[Value]) -> str:
-        pairs = zip(weights, values, strict=True)
-        inner = "".join(f"\n    ({str(weight)!r}, {self.name(value)})," for weight, value in pairs)
-        return f"[{inner}\n]" if inner else "[]"
+    def _pairs(self, weights: Sequence[Value], values: Sequence[Value]) -> list[str]:
+        return [self.tuple_of(weights), self.tuple_of(values)] if weights else []
 
     def _load(self, i: p.Load) -> str:
         if self.model.tensors[i.tensor].kind == "input":
             number = self.number("inputs", lambda j: (j.tensor, j.box))
             return f"{self.name(i.out)} = rt.input({number})  # {i.tensor}"
-        return f'{self.name(i.out)} = rt.weight("{i.out}")'
+        if i.out not in self.weights:
+            return f'{self.name(i.out)} = rt.weight("{i.out}")'
+        if not self.spelling.in_list(i.out):
+            return f'({self.name(i.out)},) = rt.weights_of("{i.tensor}")'
+        name, _ = self.spelling.list_of(i.out)
+        if name in self.loaded:
+            return ""
+        self.loaded.add(name)
+        members = [self.weights[weight] for weight in self.spelling.members(i.out)]
+        return f"{name} = rt.weights_of({', '.join(map(json.dumps, paths_of(members, self.modules)))})"
 
     def _forward(self, i: p.Forward) -> str:
         left = f"{self.tuple_of(i.outputs)} = " if i.outputs else ""
@@ -301,7 +316,8 @@ class _Writer:
         whole, out = tuple((0, size) for size in i.view), self.name(i.out)
         if i.pieces and all(box == whole for box in i.boxes):
             first, *others = map(self.name, i.pieces)
-            return f"{out} = {first}" + "".join(f".maximum({x})" if i.largest else f" + {x}" for x in others)
+            total = first + "".join(f".maximum({x})" if i.largest else f" + {x}" for x in others)
+            return f"{out} = ({total})" if len(total) > 100 else f"{out} = {total}"
         boxes, extra = self.number("boxes", lambda j: j.boxes), ", largest=True" * i.largest
         return f'{out} = rt.combine({self.tuple_of(i.pieces)}, {boxes}, {i.view}, {i.shape}, "{i.dtype}"{extra})'
 

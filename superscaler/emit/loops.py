@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, takewhile
+from itertools import groupby
 
+from superscaler.emit.lists import family, lists_of
 from superscaler.ir.codes import NONE, Loop, Rolled, Run
 from superscaler.ir.program import ONE, VALUES, Free, Instruction, Recv, Role, Send, Slice, Task, Value, names
 
@@ -51,8 +52,8 @@ class Section:
     def own(self) -> set[Value]:
         """Return the moving values that are made and freed in one repetition, for its own microbatch."""
         freed = {v for i, *_ in self.rows for v in names(i, Role.END)}
-        times = Counter(map(_family, self.moving))
-        return {_family(v) for v in self.made() if v in freed and times[_family(v)] == 1}
+        times = Counter(map(family, self.moving))
+        return {family(v) for v in self.made() if v in freed and times[family(v)] == 1}
 
 
 def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Section]:
@@ -118,18 +119,17 @@ class Spelling:
     by microbatch.
     """
 
-    def __init__(self, runs: Sequence[Section]) -> None:
+    def __init__(self, runs: Sequence[Section], weights: Container[Value]) -> None:
         self.kept = set[Value]()
         for run in runs:
-            self.kept |= set(map(_family, run.moving)) - run.own()
-        freed = {_family(v) for run in runs if run.count > 1 for i, *_ in run.rows for v in names(i, Role.END)}
+            self.kept |= set(map(family, run.moving)) - run.own()
+        freed = {family(v) for run in runs if run.count > 1 for i, *_ in run.rows for v in names(i, Role.END)}
         # By family, the live values of families that only loops make, in the order in which they were made.
-        summed = {_family(v) for run in runs for i, *_ in run.rows for v in names(i, Role.SUM)}
+        summed = {family(v) for run in runs for i, *_ in run.rows for v in names(i, Role.SUM)}
         self._there: dict[Value, list[int]] = {family: [] for family in self.kept - freed - summed}
         self._moving: set[Value] = set()
         self._first, self._period = 0, 1
-        # By family of a sum, the list that it is in: the list as a value, and the place there.
-        self._lists = lists_of(runs)
+        self._lists = lists_of([i for run in runs for i, *_ in run.rows], weights)
         self._size = Counter(of for of, _ in self._lists.values())
         self._known = set[str]()
 
@@ -142,7 +142,7 @@ class Spelling:
         self._moving, self._period = loop.moving, loop.period
         self._first = min(value.microbatch for value in self._moving)
         self._known = set()
-        made = [(there, v.microbatch) for v in loop.made() if (there := self._there.get(_family(v))) is not None]
+        made = [(there, v.microbatch) for v in loop.made() if (there := self._there.get(family(v))) is not None]
         for turn in range(loop.count):
             for there, microbatch in made:
                 there.append(microbatch + turn * self._period)
@@ -155,20 +155,31 @@ class Spelling:
     def value(self, value: Value) -> str:
         if value == ONE:
             return f"rt.{value}"
-        if _family(value) in self._lists:
+        if self.in_list(value):
             name, place = self.list_of(value)
             return f"{name}[{place}]"
         return self._plain(value)
 
+    def in_list(self, value: Value) -> bool:
+        return family(value) in self._lists
+
     def list_of(self, value: Value) -> tuple[str, int]:
-        """Return the list of a sum, and the place of the sum in it."""
-        of, place = self._lists[_family(value)]
+        """Return the list of a sum or a weight, and its place there."""
+        of, place = self._lists[family(value)]
         return self._plain(of._replace(microbatch=value.microbatch)), place
+
+    def members(self, value: Value) -> list[Value]:
+        """Return the values without microbatch in the list of a value, in order."""
+        of, _ = self._lists[family(value)]
+        places = {place: member for member, (other, place) in self._lists.items() if other == of}
+        return [places[n]._replace(microbatch=NONE) for n in range(len(places))]
 
     @property
     def lists(self) -> list[str]:
         """Return the lines that make the lists of sums of no microbatch."""
-        return [f"{of} = rt.sums({size})" for of, size in self._size.items() if of.microbatch == NONE]
+        return [
+            f"{of} = rt.sums({size})" for of, size in self._size.items() if of.is_gradient and of.microbatch == NONE
+        ]
 
     def declared(self, i: Instruction) -> Iterator[str]:
         """Yield the lines that make the lists of sums of a microbatch, before the first instruction that adds to
@@ -181,7 +192,7 @@ class Spelling:
                 yield f"{name} = rt.sums(1)"
 
     def _size_of(self, value: Value | None) -> int:
-        return 0 if value is None else self._size[self._lists[_family(value)][0]]
+        return 0 if value is None else self._size[self._lists[family(value)][0]]
 
     def into(self, values: Sequence[Value | None]) -> str:
         """Return the source of the lists of sums, by the number of the first value that is added there."""
@@ -194,10 +205,10 @@ class Spelling:
 
     def _plain(self, value: Value) -> str:
         is_moving = value in self._moving
-        if value.microbatch == NONE or not (is_moving or _family(value) in self.kept):
+        if value.microbatch == NONE or not (is_moving or family(value) in self.kept):
             return str(value)
         name = value.spelled("")
-        if _family(value) not in self.kept:
+        if family(value) not in self.kept:
             return name
         return f"{name}[{self.number(value.microbatch, self._period) if is_moving else value.microbatch}]"
 
@@ -217,11 +228,11 @@ class Spelling:
     def note_effects(self, i: Instruction) -> None:
         """Record the values that an instruction outside of loops makes and frees."""
         for value in names(i, Role.WRITE):
-            if value.microbatch != NONE and _family(value) in self._there:
-                self._there[_family(value)].append(value.microbatch)
+            if value.microbatch != NONE and family(value) in self._there:
+                self._there[family(value)].append(value.microbatch)
         for value in names(i, Role.END):
-            if value.microbatch != NONE and _family(value) in self._there:
-                self._there[_family(value)].remove(value.microbatch)
+            if value.microbatch != NONE and family(value) in self._there:
+                self._there[family(value)].remove(value.microbatch)
 
     def tuple_items(self, values: Sequence[Value | None], gap: str = "None") -> list[str]:
         """Return the sources of values in order. All values of a dict, in its order, are written as one."""
@@ -232,65 +243,22 @@ class Spelling:
                 found.append(f"*{key}")
                 continue
             numbers = [NONE if v is None else v.microbatch for v in own]
-            if own[0] is not None and NONE not in numbers and numbers == self._there.get(_family(own[0])):
+            if own[0] is not None and NONE not in numbers and numbers == self._there.get(family(own[0])):
                 found.append(f"*{own[0].spelled('')}.values()")
             else:
                 found += [gap if v is None else self.value(v) for v in own]
         return found
 
     def ended(self, values: Sequence[Value]) -> list[str]:
-        """Return the sources of values that end together, sums as their lists."""
-        others = [v for v in values if _family(v) not in self._lists]
-        lists = (self.list_of(v)[0] for v in values if _family(v) in self._lists)
+        """Return the sources of values that end together; lists as such."""
+        others = [v for v in values if not self.in_list(v)]
+        lists = (self.list_of(v)[0] for v in values if self.in_list(v))
         return [*self.tuple_items(others), *dict.fromkeys(lists)]
 
     def _group(self, value: Value | None) -> Value | str | None:
-        if value is None or _family(value) not in self._lists:
-            return None if value is None else _family(value)
+        if value is None or not self.in_list(value):
+            return None if value is None else family(value)
         return self.list_of(value)[0]
-
-
-def lists_of(runs: Sequence[Section]) -> dict[Value, tuple[Value, int]]:
-    """Return, for each family of sums, the list that it is in and its place there.
-
-    Sums of no microbatch that backwards add to one after the other, and that end together, share a list.
-    """
-    rows = [i for run in runs for i, *_ in run.rows]
-    uses: dict[Value, list[int]] = {}
-    for n, i in enumerate(rows):
-        for value in (*names(i, Role.SUM), *names(i, Role.END)):
-            uses.setdefault(value, []).append(n)
-    taken = {v.name for i in rows for v in _values(i)}
-    found = dict[Value, tuple[Value, int]]()
-    for i in rows:
-        for _, some in groupby(getattr(i, "sums", ()), lambda v: v and (v.microbatch == NONE, uses[v])):
-            own = [v for v in some if v is not None and _family(v) not in found]
-            for group in [own] if _is_list(own, rows) else [[v] for v in own]:
-                of = group[0] if len(group) == 1 else _list_name(group, taken)
-                found |= {_family(v): (of, place) for place, v in enumerate(group)}
-    return found
-
-
-def _is_list(sums: Sequence[Value], rows: Sequence[Instruction]) -> bool:
-    """Return whether all instructions that add to one of some sums add to all of them, one after the other."""
-    if len(sums) < 2 or sums[0].microbatch != NONE:
-        return False
-    each = [some for i in rows if sums[0] in (some := getattr(i, "sums", ()))]
-    return all(some[(at := some.index(sums[0])) : at + len(sums)] == tuple(sums) for some in each)
-
-
-def _list_name(sums: Sequence[Value], taken: set[str]) -> Value:
-    """Return a name for a list of sums, after what their names share."""
-    columns = zip(*(v.name.split("_") for v in sums), strict=False)
-    shared = "_".join(first for first, *_ in takewhile(lambda words: len({*words}) == 1, columns)).strip("_") or "sums"
-    while shared in taken or shared.endswith("_m") or Value.parse(shared) != Value(shared):
-        shared += "_"
-    taken.add(shared)
-    return Value(shared, True)
-
-
-def _family(value: Value) -> Value:
-    return value._replace(microbatch=0)
 
 
 def _values(i: Instruction) -> tuple[Value, ...]:

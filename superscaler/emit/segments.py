@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from superscaler.emit.lines import wrapped
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Model, Op, Operand, draw_number, first
 from superscaler.ir.model_text import unique
@@ -59,7 +60,7 @@ def emit_segments(program: Program) -> tuple[str, list[str]]:
             bodies[body] = f"{stem}_{taken[stem]}"
         names.append(bodies[body])
     text = HEAD + "".join(f"\n\ndef {name}{body}" for body, name in bodies.items())
-    return text, names
+    return "\n".join(map(wrapped, text.split("\n"))), names
 
 
 def _stem(path: str, default: str = "") -> str:

@@ -78,7 +78,9 @@ class Rank:
         self._rests: dict[str, tuple[list[Tensor], halves.Rest]] = {}
         self._dropped: dict[str, RegatheredTensors] = {}
         self._early: list[tuple[str, Tensor]] = []
-        self._at_rest = set(map(id, self.weights.values()))
+        # The names of weights at rest, by the identity of their tensors; lists of them, by paths.
+        self._names = {id(weight): name for name, weight in self.weights.items()}
+        self._found: dict[tuple[str, ...], list[Tensor]] = {}
 
     @property
     def one(self) -> Tensor:
@@ -92,6 +94,13 @@ class Rank:
 
     def weight(self, name: str) -> Tensor:
         return self.weights[name]
+
+    def weights_of(self, *paths: str) -> list[Tensor]:
+        """Return the weights at rest of some tensors, and of all in some modules, in order."""
+        if paths not in self._found:
+            pairs = [(w["tensor"], self.weights[w["name"]]) for w in self.tables["weights"]]
+            self._found[paths] = [x for path in paths for t, x in pairs if t == path or t.startswith(f"{path}.")]
+        return self._found[paths]
 
     def forward(
         self,
@@ -131,7 +140,7 @@ class Rank:
 
     def _leaf(self, x: Tensor) -> Tensor:
         """Return a leaf for an input's gradient, without memory, which graphs hold; a resident weight is its own."""
-        own = x if id(x) in self._at_rest else x.new_empty(()).expand(x.shape)
+        own = x if id(x) in self._names else x.new_empty(()).expand(x.shape)
         return own.detach().requires_grad_()
 
     def backward(
@@ -240,19 +249,30 @@ class Rank:
     def to_device(self, x: Tensor) -> Handle:
         return self._copies.start(x, to_host=False)
 
-    def update(self, pairs: Pairs, early: bool = False) -> None:
+    def update(self, weights: Sequence[Tensor] = (), gradients: Sequence[Tensor] = (), early: bool = False) -> None:
         """Give each weight its gradient and run the optimizer. Gradients are clipped to `clip` by their global norm.
 
         With a scaler they are divided by the loss scale first; if one is not finite, no rank changes a weight. Clipping
         and scaling need the gradients of all weights, so an `early` update then waits for the last one.
         """
+        pairs = self._named(weights, gradients)
         if early and (self.held is not None or self.clip is not None or self.scaler is not None):
             self._early += pairs
             return
         pairs, self._early = [*self._early, *pairs], []
         if self.held is not None:
-            self.held.append((self.update, pairs))
-            return
+            self.held.append((self.apply, pairs))
+        else:
+            self.apply(pairs)
+
+    def name_of(self, weight: Tensor) -> str:
+        return self._names[id(weight)]
+
+    def _named(self, weights: Sequence[Tensor], values: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        return [(self.name_of(weight), value) for weight, value in zip(weights, values, strict=True)]
+
+    def apply(self, pairs: Pairs) -> None:
+        """Run the optimizer with gradients by the names of their weights."""
         self.communicator.flush()
         self._copies.flush()
         gradients = {name: gradient.reshape(self.weights[name].shape) for name, gradient in pairs}
@@ -268,11 +288,16 @@ class Rank:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def write(self, pairs: Pairs) -> None:
+    def write(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set buffers to their new values."""
+        pairs = self._named(buffers, values)
         if self.held is not None:
-            self.held.append((self.write, pairs))
-            return
+            self.held.append((self.set, pairs))
+        else:
+            self.set(pairs)
+
+    def set(self, pairs: Pairs) -> None:
+        """Set buffers, by name, to their new values."""
         self.communicator.flush()
         self._copies.flush()
         for name, value in pairs:

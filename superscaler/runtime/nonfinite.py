@@ -54,7 +54,7 @@ def run(step: TrainingStep, function: FunctionType) -> Tensor:
         loss: Tensor = function(rank)
     finally:
         held, rank.held = rank.held, None
-    gradients = [] if rank.scaler else [pair for update, pairs in held for pair in pairs if update == rank.update]
+    gradients = [] if rank.scaler else [pair for update, pairs in held for pair in pairs if update == rank.apply]
     wrong = "" if loss.isfinite() else f"its loss is {float(loss)}"
     wrong = wrong or communicator.first_text(next((f"the gradient of {_name(step, n)}" for n in _wrong(gradients)), ""))
     if not wrong:
@@ -118,7 +118,8 @@ class WatchedRank:
         if name.removesuffix("_bucket") in _STARTS:
             return partial(self._start, method)
         if name in _ENDS:
-            return lambda *given, **options: self._leave(given)
+            # An update or a write is given weights first.
+            return lambda *given, **options: self._leave(given if name == "loss" else given[1:])
         return partial(self._plain, method) if name in _PLAIN else method
 
     def weight(self, name: str) -> Tensor:
@@ -126,6 +127,9 @@ class WatchedRank:
             x: Tensor = self.rank.weight(name)
             self.watch.mark(x, [], "", GIVEN, lambda: self._weight(name, x))
         return x
+
+    def weights_of(self, *paths: str) -> list[Tensor]:
+        return [self.weight(self.rank.name_of(x)) for x in self.rank.weights_of(*paths)]
 
     def input(self, number: int) -> Tensor:
         with self.watch.off():

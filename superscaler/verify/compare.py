@@ -16,7 +16,7 @@ from superscaler.frontend.oracle import Reference, dense, largest, largest_gap
 from superscaler.ir.mask import Mask
 from superscaler.ir.program import Give, Weight
 from superscaler.replaced import replaced
-from superscaler.runtime.executor import Pairs, Rank, put, take
+from superscaler.runtime.executor import Rank, put, take
 from superscaler.runtime.step import Step
 from superscaler.verify.locate import FLOOR, TOLERANCE, Values
 
@@ -237,9 +237,9 @@ class _Kept:
     def keeping(self, change: Callable[..., None]) -> Callable[..., None]:
         """Return a function that calls `change` and then keeps copies of the changed weights."""
 
-        def changing(pairs: Pairs, *more: Any, **options: Any) -> None:
-            change(pairs, *more, **options)
-            for name, _ in pairs:
+        def changing(weights: Sequence[Tensor] = (), *more: Any, **options: Any) -> None:
+            change(weights, *more, **options)
+            for name in map(self.rank.name_of, weights):
                 if self.times[name] < len(self.of):
                     self.of[self.times[name]][name] = self.now(name)
                 self.times[name] += 1

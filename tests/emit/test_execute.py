@@ -97,9 +97,9 @@ class Execution:
                 values[i.out] = values[i.work].wait().reshape(i.shape)
             case p.Update():
                 if i.weights or not i.is_early:
-                    rt.update(list(zip(map(str, i.weights), self.all(i.gradients), strict=True)), early=i.is_early)
+                    rt.update(self.all(i.weights), self.all(i.gradients), early=i.is_early)
                 if i.buffers:
-                    rt.write(list(zip(map(str, i.buffers), self.all(i.values), strict=True)))
+                    rt.write(self.all(i.buffers), self.all(i.values))
             case p.Give():
                 rt.give(i.tensor, values[i.value], i.shape)
             case p.Free():

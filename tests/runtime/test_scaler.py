@@ -19,6 +19,7 @@ from superscaler.errors import InputError
 from superscaler.ir.model_text import parse_model, print_model
 from superscaler.models import build
 from superscaler.plan import Graph, capture, compile
+from superscaler.runtime.executor import Pairs
 from superscaler.runtime.optimizer import Scaler
 from superscaler.runtime.step import Step, build_step, modules
 
@@ -148,12 +149,12 @@ def test_an_overflow_on_one_rank_is_seen_by_all() -> None:
         step: Step = make(communicator)
         before = {name: weight.clone() for name, weight in step.state_dict()["weights"].items()}
         step.state.scaler.scale.fill_(1.0)  # type: ignore[union-attr]
-        update = step.state.update
+        apply = step.state.apply
 
-        def poisoned(pairs: list[tuple[str, Tensor]]) -> None:
-            update([(name, g * float("nan") if communicator.rank == 1 else g) for name, g in pairs])
+        def poisoned(pairs: Pairs) -> None:
+            apply([(name, g * float("nan") if communicator.rank == 1 else g) for name, g in pairs])
 
-        step.state.update = poisoned  # type: ignore[method-assign]
+        step.state.apply = poisoned  # type: ignore[method-assign]
         step(batches()[0])
         after = step.state_dict()
         return all(torch.equal(before[n], w) for n, w in after["weights"].items()), after["scaler"]["scale"]

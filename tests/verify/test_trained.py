@@ -32,13 +32,12 @@ def fused_halves(patch: pytest.MonkeyPatch) -> None:
 
 def rounded_gradients(patch: pytest.MonkeyPatch) -> None:
     """A gradient in float32 has lost the digits that bfloat16 has not."""
-    update = Rank.update
+    apply = Rank.apply
 
-    def changed(self: Rank, pairs: Pairs, early: bool = False) -> None:
-        narrow = [(name, g.bfloat16().float() if g.dtype == torch.float32 else g) for name, g in pairs]
-        update(self, narrow, early)
+    def changed(self: Rank, pairs: Pairs) -> None:
+        apply(self, [(name, g.bfloat16().float() if g.dtype == torch.float32 else g) for name, g in pairs])
 
-    patch.setattr(Rank, "update", changed)
+    patch.setattr(Rank, "apply", changed)
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:

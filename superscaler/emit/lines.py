@@ -1,0 +1,42 @@
+"""Lines of emitted code: at most 120 characters, broken inside of brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+WIDTH = 120
+
+
+def wrapped(line: str) -> str:
+    """Return a line, over several lines if it is too long.
+
+    >>> print(wrapped("    f(" + ", ".join(f"argument_{n}" for n in range(10)) + ")"))
+        f(argument_0, argument_1, argument_2, argument_3, argument_4, argument_5, argument_6, argument_7, argument_8,
+            argument_9)
+    """
+    if len(line) <= WIDTH:
+        return line
+    indent = line[: len(line) - len(line.lstrip())] + "    "
+    found = [""]
+    for part in _parts(line):
+        if found[-1] and len(found[-1]) + len(part.rstrip()) > WIDTH:
+            found[-1] = found[-1].rstrip()
+            found.append(indent)
+        found[-1] += part
+    return "\n".join(found)
+
+
+def _parts(line: str) -> Iterator[str]:
+    """Yield the parts of a line, each up to a space inside of brackets and outside of strings."""
+    depth, quote, start = 0, "", 0
+    for at, letter in enumerate(line):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "([{") - (letter in ")]}")
+            if letter == " " and depth:
+                yield line[start : at + 1]
+                start = at + 1
+    yield line[start:]
