@@ -62,6 +62,7 @@ def is_bad(x: object) -> bool:
 def counted(x: Tensor) -> str:
     """Return the number of elements that are not finite, in words.
 
+    >>> import torch
     >>> counted(torch.tensor([1.0, float("inf"), float("nan")]))
     '2 of 3 elements not finite (1 nan, 1 inf)'
     """
