@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from superscaler.emit.lines import wrapped
+from superscaler.emit.lines import WIDTH, deleted, wrapped
 from superscaler.emit.lists import modules_of, named_weights, paths_of
 from superscaler.emit.loops import Row, Section, Spelling, runs_of
 from superscaler.emit.segments import Draw, draws_of, emit_segments
@@ -75,12 +75,21 @@ def emit(program: Program) -> Emitted:
     files, programs = {"segments.py": segments}, [""] * program.world
     for number, (body, found) in enumerate(groups.items()):
         name, ranks = f"program_{number}", sorted(found)
-        shown = ", ".join(map(str, ranks[:16])) + (" ..." if len(ranks) > 16 else "")
-        who = f"devices {shown} do" if len(ranks) > 1 else f"device {shown} does"
-        files[f"{name}.py"] = HEAD.format(devices=who, segments="segments") + body
+        files[f"{name}.py"] = next(filter(_fits, (_head(ranks, most) for most in range(16, 0, -1)))) + body
         for rank in ranks:
             programs[rank] = name
     return Emitted(files, tuple(programs), AllTables([tables[rank] for rank in range(program.world)]))
+
+
+def _head(ranks: Sequence[int], most: int) -> str:
+    """Return the lines before the body of a program, which name at most so many of its devices."""
+    shown = ", ".join(map(str, ranks[:most])) + (" ..." if len(ranks) > most else "")
+    who = f"devices {shown} do" if len(ranks) > 1 else f"device {shown} does"
+    return HEAD.format(devices=who, segments="segments")
+
+
+def _fits(text: str) -> bool:
+    return len(text.splitlines()[0]) <= WIDTH
 
 
 def _runs(program: Program) -> Iterator[tuple[list[int], list[Device]]]:
@@ -129,6 +138,10 @@ class _Writer:
         self.weights = named_weights(samples[0].weights, rows, self.modules)
         self.spelling = Spelling(self.runs, self.weights)
         self.loaded = set[str]()
+        # Whether the current instruction takes a handle out of its dict, or would free it then.
+        self.is_popped = False
+        # The numbers of the gradients that the first half of a split backward makes, by segment and part.
+        self.first_halves: dict[tuple[int, int], tuple[int, ...]] = {}
         self.entries = {f.name: _Entries() for f in fields(Tables)}
         # The current instruction of each sample, the same in the second repetition, and the number of repetitions.
         self.now: Row = ()
@@ -195,12 +208,19 @@ class _Writer:
                 module = where
                 yield from [f"# {module}"] * bool(module)
             yield from self.spelling.declared(now[0])
+            self.is_popped = self._is_popped(run, at) or self._is_popped(run, at - 1)
             if at in ends:
                 yield "with rt.together():"
                 end = ends[at]
             yield from ("    " * (at <= end) + line for line in self._line(now[0]).splitlines())
             if run.count == 1:
                 self.spelling.note_effects(now[0])
+
+    def _is_popped(self, run: Section, at: int) -> bool:
+        """Return whether an instruction waits for a handle in a dict, which ends there."""
+        wait, free = (run.rows[n][0] if 0 <= n < len(run.rows) else None for n in (at, at + 1))
+        is_last = isinstance(wait, p.Wait) and isinstance(free, p.Free) and free.names == (wait.work,)
+        return is_last and isinstance(wait, p.Wait) and self.name(wait.work).endswith("]")
 
     def _function(self, i: p.Forward) -> Function:
         return self.program.functions[i.function]
@@ -239,7 +259,9 @@ class _Writer:
             case p.Copy():
                 return f"{self.name(i.work)} = rt.{'to_host' if i.to_host else 'to_device'}({self.name(i.source)})"
             case p.Wait():
-                return f"{self.name(i.out)} = {self.name(i.work)}.wait().reshape({i.shape})"
+                work = self.name(i.work)
+                work = work[:-1].replace("[", ".pop(") + ")" if self.is_popped else work
+                return f"{self.name(i.out)} = {work}.wait().reshape({i.shape})"
             case p.Update():
                 early = ["early=True"] if i.is_early else []
                 update = f"rt.update({', '.join([*self._pairs(i.weights, i.gradients), *early])})"
@@ -255,23 +277,25 @@ class _Writer:
                 counted, of = self.number("counted", lambda j: j.counted), f", {i.of}" * (self.model.iterations > 1)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted}{of})"
             case p.Free():
-                return self._free(i.names)
+                return "" if self.is_popped else self._free(i.names)
 
     def _free(self, names: Sequence[Value]) -> str:
         several = self.spelling.ended(names)
         cleared = [name[1:].replace(".values()", ".clear()") for name in several if name.startswith("*")]
         others = [name for name in several if not name.startswith("*")]
-        ended = ", ".join(others)
-        return "\n".join([f"del ({ended})" if len(ended) > 100 else f"del {ended}"] * bool(others) + cleared)
+        return "\n".join([deleted(others)] * bool(others) + cleared)
 
     def _backward(self, i: p.Backward) -> str:
-        pairs = [*zip(i.outputs, i.sums or (None,) * len(i.outputs), strict=True)]
-        made = [pair for pair in pairs if not i.half or pair != (None, None)]
+        pairs = list(enumerate(zip(i.outputs, i.sums or (None,) * len(i.outputs), strict=True)))
+        first = self.first_halves.get((i.task.segment, i.task.part), ())
+        if i.half == "input":
+            first = tuple(n for n, pair in pairs if pair != (None, None))
+            self.first_halves[i.task.segment, i.task.part] = first
+        made = [pair for n, pair in pairs if not i.half or (n in first) == (i.half == "input")]
         names = tuple(out for out, total in made if total is None)
         left = f"{self.tuple_of(names, '_')} = " if set(names) - {None} else ""
         given = [self._task(i), *([] if i.half == "weight" else [self.tuple_of(i.gradients)])]
-        given += [f'"{_bits([pair != (None, None) for pair in pairs])}"'] if i.half else []
-        given += [f'"{_bits(i.wide)}"'] if any(i.wide) and i.half != "input" else []
+        given += [f"{first}"] if i.half == "input" else []
         given += [f"again={self.tuple_of(i.again)}"] if i.again else []
         given += [f"into={{{self.spelling.into([total for _, total in made])}}}"] if any(i.sums) else []
         return f"{left}rt.backward{i.half and '_'}{i.half}({', '.join(given)})"
@@ -304,7 +328,8 @@ class _Writer:
             extra += f", parts={self.number('parts', self._parts)}"
         extra += f", again={i.again}" if i.again else ""
         inputs = self.tuple_of(i.inputs)
-        return f'{left}rt.forward({self._task(i)}, {function}, {inputs}, "{_bits(i.grads)}", {i.saved}{extra})'
+        tape = "" if any(i.grads) else ", tape=False"
+        return f"{left}rt.forward({self._task(i)}, {function}, {inputs}{tape}{extra})"
 
     def _parts(self, i: p.Forward) -> tuple[Box, ...]:
         function = self._function(i)
@@ -376,7 +401,3 @@ def _batches(code: Sequence[Instruction]) -> dict[int, int]:
 def _record(row: Weight | Draw) -> dict[str, Any]:
     # Few weights are on hosts, or of later iterations.
     return {f.name: value for f in fields(row) if (value := getattr(row, f.name)) or f.name not in ("host", "ahead")}
-
-
-def _bits(flags: Sequence[bool]) -> str:
-    return "".join("1" if flag else "0" for flag in flags)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 WIDTH = 120
+
+
+def deleted(names: Sequence[str]) -> str:
+    """Return the statement that ends names."""
+    ended = ", ".join(names)
+    return f"del ({ended})" if len(ended) > WIDTH - 20 else f"del {ended}"
 
 
 def wrapped(line: str) -> str:

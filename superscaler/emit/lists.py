@@ -60,8 +60,10 @@ def _fields(i: Instruction, weights: Container[Value]) -> Iterator[Field]:
 
 
 def _is_run(own: Sequence[Value], fields: Sequence[Field]) -> bool:
-    """Return whether values stand one after the other in all fields."""
-    return all(some[(at := some.index(own[0])) : at + len(own)] == tuple(own) for some in fields)
+    """Return whether values, each once, stand one after the other in all fields."""
+    return len({*own}) == len(own) and all(
+        some[(at := some.index(own[0])) : at + len(own)] == tuple(own) for some in fields
+    )
 
 
 def _name(own: Sequence[Value], taken: set[str]) -> Value:

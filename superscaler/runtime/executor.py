@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +20,8 @@ from superscaler.runtime.optimizer import Scaler, laid_out, optimizer_of
 from superscaler.runtime.saved_tensors import Copies, RegatheredTensors
 
 Box = Sequence[Sequence[int]]
+# The edges of saved outputs, the aliases that want a gradient, and whether that is float32.
+Tape = tuple[list[GradientEdge | None], list[Tensor], list[bool]]
 Tensors = tuple[Tensor, ...]
 Segment = Callable[..., Tensors]
 Pairs = Sequence[tuple[str, Tensor]]
@@ -74,8 +76,8 @@ class Rank:
         self._copies = Copies(self.device)
         self.optimizer = optimizer_of(self.tables["weights"], self.weights, *chosen)
         self._counted = [w["name"] for w in self.tables["weights"] if w["counted"]]
-        self._tapes: dict[str, tuple[list[GradientEdge | None], list[Tensor]]] = {}
-        self._rests: dict[str, tuple[list[Tensor], halves.Rest]] = {}
+        self._tapes: dict[str, Tape] = {}
+        self._rests: dict[str, tuple[Tape, halves.Rest, list[int]]] = {}
         self._dropped: dict[str, RegatheredTensors] = {}
         self._early: list[tuple[str, Tensor]] = []
         # The names of weights at rest, by the identity of their tensors; lists of them, by paths.
@@ -107,29 +109,32 @@ class Rank:
         tag: str,
         function: Segment,
         inputs: Sequence[Tensor],
-        grads: str,
-        saved: Sequence[int],
+        tape: bool = True,
         draws: int | None = None,
         parts: int | None = None,
         again: Sequence[int] = (),
     ) -> Tensors:
         """Run a segment on detached aliases and return detached outputs.
 
-        The tape stays under `tag`, without the inputs `again`, which the backward is given.
+        A tape stays under `tag`, without the inputs `again`, which the backward is given.
         """
-        leaves = [self._leaf(x) if g == "1" else x.detach() for x, g in zip(inputs, grads, strict=True)]
+        needs = function.__dict__
+        wants = [tape and needs.get("wants", (True,) * len(inputs))[n] for n in range(len(inputs))]
+        leaves = [self._leaf(x) if wanted else x.detach() for x, wanted in zip(inputs, wants, strict=True)]
         extra: list[Any] = [] if draws is None else [self.random(draws)]
         extra += [] if parts is None else [self.tables["parts"][parts]]
         dropped = RegatheredTensors([inputs[n] for n in again]) if again else None
-        with torch.set_grad_enabled("1" in grads), dropped.hooks() if dropped else nullcontext():
+        with torch.set_grad_enabled(tape), dropped.hooks() if dropped else nullcontext():
             outputs = function(*map(_on, leaves, inputs), *extra)
         if dropped is not None:
             self._dropped[tag] = dropped
-        if "1" in grads:
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if tape:
+            aliases = [leaf for leaf in leaves if leaf.requires_grad]
+            wide = [needs["wide"][n] for n, wanted in enumerate(wants) if wanted] if "wide" in needs else []
             # Gradients enter at these edges. The outputs are not kept: they may be freed before.
-            edges = [get_gradient_edge(outputs[k]) if outputs[k].requires_grad else None for k in saved]
-            self._tapes[tag] = (edges, wanted)
+            saved = [outputs[k] for k in needs["saved"]] if needs.get("saved") is not None else outputs
+            edges = [get_gradient_edge(x) if x.requires_grad else None for x in saved]
+            self._tapes[tag] = (edges, aliases, wide or [False] * len(aliases))
         return self._done("F", tag, inputs, tuple(o.detach() for o in outputs))
 
     def _done(self, kind: str, tag: str, given: Sequence[Tensor | None], made: Tensors) -> Tensors:
@@ -144,39 +149,32 @@ class Rank:
         return own.detach().requires_grad_()
 
     def backward(
-        self,
-        tag: str,
-        gradients: Sequence[Tensor | None],
-        wide: str = "",
-        again: Sequence[Tensor] = (),
-        into: Sums | None = None,
+        self, tag: str, gradients: Sequence[Tensor | None], again: Sequence[Tensor] = (), into: Sums | None = None
     ) -> Tensors:
         """Return the gradients of a segment's aliases, given those of its saved outputs (None: not read).
 
-        Gradients with a 1 in `wide` are float32, because they are added up before their use. `again`: the weights that
-        the forward did not keep. Gradients are added to the sums `into` instead, by the number of their first one.
+        `again`: the weights that the forward did not keep. Gradients are added to the sums `into` instead, by the
+        number of their first one.
         """
         if again:
             self._dropped.pop(tag).give(again)
-        edges, aliases = self._tapes.pop(tag)
+        edges, aliases, _ = tape = self._tapes.pop(tag)
         found = halves.grad(_given(edges, gradients), list(map(get_gradient_edge, aliases)))
-        filled = _filled(aliases, found, "1" * len(aliases), wide)
+        made = _filled(tape, found, range(len(aliases)))
         del found
-        return self._done("B", tag, gradients, _added(filled, into or {}))
+        return self._done("B", tag, gradients, _added(made, into or {}))
 
-    def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> Tensors:
-        """Return the gradients of the aliases with a 1 in `wanted`; keep what `backward_weight` needs."""
-        edges, aliases = self._tapes.pop(tag)
-        found, rest = halves.first_half(_given(edges, gradients), aliases, [w == "1" for w in wanted])
-        self._rests[tag] = aliases, rest
-        return self._done("B", tag, gradients, tuple(_filled(aliases, found, wanted)))
+    def backward_input(self, tag: str, gradients: Sequence[Tensor | None], first: Sequence[int]) -> Tensors:
+        """Return the gradients of the aliases with these numbers; keep what `backward_weight` needs."""
+        edges, aliases, _ = tape = self._tapes.pop(tag)
+        found, rest = halves.first_half(_given(edges, gradients), aliases, [n in first for n in range(len(aliases))])
+        self._rests[tag] = tape, rest, [n for n in range(len(aliases)) if n not in first]
+        return self._done("B", tag, gradients, tuple(_filled(tape, found, first)))
 
-    def backward_weight(self, tag: str, wanted: str, wide: str = "", into: Sums | None = None) -> Tensors:
-        """Return the gradients of a segment's aliases with a 1 in `wanted`, without those of `backward_input` and those
-        that are added to sums.
-        """
-        aliases, rest = self._rests.pop(tag)
-        return _added(_filled(aliases, halves.second_half(rest), wanted, wide), into or {})
+    def backward_weight(self, tag: str, into: Sums | None = None) -> Tensors:
+        """Return the gradients of the other aliases, without those that are added to sums."""
+        tape, rest, numbers = self._rests.pop(tag)
+        return _added(_filled(tape, halves.second_half(rest), numbers), into or {})
 
     def sums(self, count: int) -> list[Tensor | None]:
         """Return a list for `count` sums of gradients, which the first addition makes."""
@@ -355,11 +353,11 @@ def _given(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | No
     return [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None and e is not None]
 
 
-def _filled(aliases: Sequence[Tensor], found: Sequence[Tensor | None], wanted: str, wide: str = "") -> list[Tensor]:
-    """Return the gradients of the aliases with a 1 in `wanted`, zeros for missing ones; float32 with a 1 in `wide`."""
-    rows = ((k, a, g) for k, (a, g, w) in enumerate(zip(aliases, found, wanted, strict=True)) if w == "1")
-    whole = ((k, torch.zeros_like(a) if g is None else g) for k, a, g in rows)
-    return [g.float() if wide[k : k + 1] == "1" else g for k, g in whole]
+def _filled(tape: Tape, found: Sequence[Tensor | None], numbers: Iterable[int]) -> list[Tensor]:
+    """Return the gradients of some aliases of a tape: zeros for missing ones, float32 where they are wide."""
+    _, aliases, wide = tape
+    whole = ((n, torch.zeros_like(aliases[n]) if (g := found[n]) is None else g) for n in numbers)
+    return [g.float() if wide[n] else g for n, g in whole]
 
 
 def _added(gradients: list[Tensor], into: Sums) -> Tensors:

@@ -1,7 +1,8 @@
 """Functions of emitted code that torch lacks: normalized losses, and random numbers that no plan changes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,23 @@ _BLOCK = 1 << 17
 Box = Sequence[tuple[int, int]]
 Sizes = Sequence[int]
 Pair = tuple[Tensor, Tensor]
+T = TypeVar("T")
+
+
+def segment(
+    constant: Sequence[str] = (), wide: Sequence[str] = (), saved: Sequence[int] | None = None
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Say of a segment which parameters want no gradient, the gradients of which are float32, and the numbers of the
+    results whose gradients come back. By default all do, and none is.
+    """
+
+    def said(function: Callable[..., T]) -> Callable[..., T]:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        flags = {"wants": [n not in constant for n in names], "wide": [n in wide for n in names], "saved": saved}
+        function.__dict__.update(flags)
+        return function
+
+    return said
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:

@@ -7,7 +7,7 @@ harmless.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from threading import Lock
 from types import FrameType, FunctionType
 from typing import Any
@@ -166,24 +166,26 @@ class WatchedRank:
     # Segments.
 
     def forward(
-        self, tag: str, function: Callable[..., Any], inputs: Sequence[Tensor], grads: str, saved: Sequence[int],
-        **options: Any,
-    ) -> Any:  # fmt: skip
+        self, tag: str, function: Callable[..., Any], inputs: Sequence[Tensor], tape: bool = True, **options: Any
+    ) -> Any:
         watch = self.watch
 
+        @wraps(function)
         def segment(*given: Any) -> Any:
             aliases, nodes = given[: len(inputs)], set[Node]()
             _same(watch, inputs, aliases)
             with watch.on(nodes):
                 made.extend(function(*given))
             ends = [get_gradient_edge(x) for x in aliases if x.requires_grad]
-            starts = [get_gradient_edge(made[k]) if made[k].requires_grad else None for k in saved]
+            numbers = function.__dict__.get("saved")
+            saved = made if numbers is None else [made[k] for k in numbers]
+            starts = [get_gradient_edge(x) if x.requires_grad else None for x in saved]
             self._tapes[tag] = starts, ends, nodes
             return made
 
         made: list[Tensor] = []
         with self._within(tag):
-            outputs = self.rank.forward(tag, segment, inputs, grads, saved, **options)
+            outputs = self.rank.forward(tag, segment, inputs, tape, **options)
             _same(watch, made, outputs)
         return outputs
 
@@ -192,17 +194,15 @@ class WatchedRank:
         run = partial(self.rank.backward, tag, gradients, *options, **more)
         return self._mirror(tag, starts, gradients, ends, run, **more)
 
-    def backward_input(self, tag: str, gradients: Sequence[Tensor | None], wanted: str) -> Any:
-        starts, ends, _ = self._tapes[tag]
-        ends = [end for end, flag in zip(ends, wanted, strict=True) if flag == "1"]
-        return self._mirror(tag, starts, gradients, ends, partial(self.rank.backward_input, tag, gradients, wanted))
+    def backward_input(self, tag: str, gradients: Sequence[Tensor | None], first: Sequence[int]) -> Any:
+        starts, ends, nodes = self._tapes[tag]
+        self._tapes[tag] = starts, [end for n, end in enumerate(ends) if n not in first], nodes
+        run = partial(self.rank.backward_input, tag, gradients, first)
+        return self._mirror(tag, starts, gradients, [ends[n] for n in first], run)
 
-    def backward_weight(self, tag: str, wanted: str, *options: Any, **more: Any) -> Any:
+    def backward_weight(self, tag: str, **options: Any) -> Any:
         _, ends, _ = self._tapes.pop(tag)
-        ends = [end for end, flag in zip(ends, wanted, strict=True) if flag == "1"]
-        return self._mirror(
-            tag, [], [], ends, partial(self.rank.backward_weight, tag, wanted, *options, **more), **more
-        )
+        return self._mirror(tag, [], [], ends, partial(self.rank.backward_weight, tag, **options), **options)
 
     def _mirror(
         self, tag: str, starts: Edges, gradients: Sequence[Tensor | None], ends: Edges, run: Callable[[], Any],

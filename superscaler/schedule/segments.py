@@ -261,7 +261,8 @@ def _aliases(edges: Dataflow, segment: Segment) -> tuple[Alias, ...]:
             # Another op may list the same parts in another order: rows and keys_at stay those of the first use.
             first = found.setdefault(status, Alias(*own))
             found[status] = replace(first, uses=(*first.uses, (op, k)))
-    return tuple(found.values())
+    # Weights with a gradient come last, one after the other.
+    return tuple(sorted(found.values(), key=lambda alias: alias.labels is not None and alias.is_weight))
 
 
 def _normal(labels: list[Hashable]) -> Labels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from functools import update_wrapper
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ class Execution:
     def __init__(self, program: Program, rank: Rank, segments: Any, names: list[str]) -> None:
         self.program, self.rank, self.segments, self.names = program, rank, segments, names
         self.values: dict[Value, Any] = {ONE: rank.one}
+        # The numbers of the gradients that the first half of a backward makes.
+        self.first: dict[str, tuple[int, ...]] = {}
 
     def run(self, code: Iterable[Instruction]) -> Tensor:
         *instructions, end = code
@@ -119,22 +122,25 @@ class Execution:
 
         extra = [random] * bool(draws) + [parts] * bool(parts)
         body = getattr(self.segments, self.names[i.function])
-        run = lambda *given: body(*given, *extra)  # noqa: E731
-        made = rt.forward(str(i.task), run, self.all(i.inputs), _bits(i.grads), i.saved, again=i.again)
+        run = update_wrapper(lambda *given: body(*given, *extra), body)
+        run.__dict__.update(wants=i.grads, saved=i.saved)
+        made = rt.forward(str(i.task), run, self.all(i.inputs), any(i.grads), again=i.again)
         self.values.update(zip(i.outputs, made, strict=True))
 
     def _backward(self, i: p.Backward) -> None:
         rt, given, tag = self.rank, self.all(i.gradients), str(i.task)
         pairs = [*zip(i.outputs, i.sums or (None,) * len(i.outputs), strict=True)]
-        wanted, wide = _bits(pair != (None, None) for pair in pairs), _bits(i.wide)
-        pairs = [pair for pair in pairs if not i.half or pair != (None, None)]
+        first = self.first.get(tag, ())
+        if i.half == "input":
+            first = self.first[tag] = tuple(n for n, pair in enumerate(pairs) if pair != (None, None))
+        pairs = [pair for n, pair in enumerate(pairs) if not i.half or (n in first) == (i.half == "input")]
         into = {n: [self.values.get(total)] for n, (_, total) in enumerate(pairs) if total is not None}
         if not i.half:
-            made = rt.backward(tag, given, wide, self.all(i.again), into)
+            made = rt.backward(tag, given, self.all(i.again), into)
         elif i.half == "input":
-            made = rt.backward_input(tag, given, wanted)
+            made = rt.backward_input(tag, given, first)
         else:
-            made = rt.backward_weight(tag, wanted, wide, into)
+            made = rt.backward_weight(tag, into)
         names = [out for out, total in pairs if total is None]
         self.values.update((name, x) for name, x in zip(names, made, strict=True) if name is not None)
         self.values.update((total, into[n][0]) for n, (_, total) in enumerate(pairs) if total is not None)
@@ -159,10 +165,6 @@ class Execution:
             largest = {"largest": i.largest} if i.kind == "all_reduce" else {}
             works = (call(given[0], group, *options[i.kind], **largest),)
         self.values.update((name, work) for name, work in zip(i.works, works, strict=True) if name is not None)
-
-
-def _bits(flags: Iterable[bool]) -> str:
-    return "".join("01"[flag] for flag in flags)
 
 
 @pytest.mark.parametrize(("model", "plan", "devices"), PLANS)

@@ -59,7 +59,7 @@ def test_of_inputs_only_what_backwards_read_is_kept(function: Segment, kept: int
     rank = Rank(communicator, {"weights": []}, {}, ("SGD", []), torch.float32)
     with Live() as live:
         x = torch.full((1000,), 3.0)
-        (y,) = rank.forward("s0", function, (x,), "1", (0,))
+        (y,) = rank.forward("s0", function, (x,))
         del x
         assert live.live // y.nbytes == kept
         (gradient,) = rank.backward("s0", (torch.ones_like(y),))
