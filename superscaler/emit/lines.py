@@ -22,18 +22,21 @@ def wrapped(line: str) -> str:
     """
     if len(line) <= WIDTH:
         return line
-    indent = line[: len(line) - len(line.lstrip())] + "    "
-    found = [""]
+    outer = line[: len(line) - len(line.lstrip())]
+    indent, found = outer + "    ", [""]
     for part in _parts(line):
         if found[-1] and len(found[-1]) + len(part.rstrip()) > WIDTH:
             found[-1] = found[-1].rstrip()
             found.append(indent)
         found[-1] += part
+    target, equals, value = line.partition(" = ")
+    if equals and max(map(len, found)) > WIDTH:
+        return f"{wrapped(target)} = (\n{wrapped(indent + value)}\n{outer})"
     return "\n".join(found)
 
 
 def _parts(line: str) -> Iterator[str]:
-    """Yield the parts of a line, each up to a space inside of brackets and outside of strings."""
+    """Yield the parts of a line, each up to a bracket that opens, or a space inside of brackets, not in strings."""
     depth, quote, start = 0, "", 0
     for at, letter in enumerate(line):
         if quote:
@@ -42,7 +45,7 @@ def _parts(line: str) -> Iterator[str]:
             quote = letter
         else:
             depth += (letter in "([{") - (letter in ")]}")
-            if letter == " " and depth:
+            if letter in " (" and depth:
                 yield line[start : at + 1]
                 start = at + 1
     yield line[start:]

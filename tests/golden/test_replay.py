@@ -90,6 +90,7 @@ def laid_out(options: dict[str, Any]) -> Callable[[Graph, Cluster], None]:
 def hashes(plan: Plan) -> dict[str, str]:
     """Return a short hash of each file of a plan, of which device runs which, and of the tables of all devices."""
     emitted = plan.compiled.emitted
+    assert all(len(line) <= 120 for text in emitted.files.values() for line in text.splitlines())
     tables = [asdict(emitted.tables[rank]) for rank in range(len(emitted.programs))]
     texts = {**emitted.files, "devices": str(emitted.programs), "tables": json.dumps(tables, default=np.ndarray.item)}
     return {name: sha256(text.encode()).hexdigest()[:10] for name, text in texts.items()}
