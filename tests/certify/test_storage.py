@@ -167,3 +167,47 @@ def test_a_value_in_the_wrong_memory_is_named(change: Callable[[Device], Device]
     wrong = Program(program.model, program.functions, (change(device),), program.notes)
     with pytest.raises(ScheduleError, match=f"{told}.* reads a value in the other memory"):
         check_program(wrong)
+
+
+def sums_of(code: Code, n: int) -> tuple[int, list[Value]]:
+    """Return where the n-th backward is, and the sums that it adds to."""
+    at, run = [(at, i) for at, i in enumerate(code) if isinstance(i, Backward)][n]
+    return at, [total for total in run.sums if total is not None]
+
+
+def read_before_it_is_whole(code: Code) -> None:
+    n, (total, *_) = sums_of(code, 1)
+    code.insert(n, Accumulate(total._replace(number=9), total, total, False))
+
+
+def freed_before_it_is_whole(code: Code) -> None:
+    n, (total, *_) = sums_of(code, 1)
+    code.insert(n, Free((total,)))
+
+
+def with_sums(turn: Callable[[list[Value]], list[Value | None]]) -> Callable[[Code], None]:
+    def change(code: Code) -> None:
+        n, sums = sums_of(code, 1)
+        code[n] = replace(code[n], sums=tuple(turn(sums)))  # type: ignore[call-arg]
+
+    return change
+
+
+SUMS: list[tuple[Callable[[Code], None], str]] = [
+    (read_before_it_is_whole, r"changes d_\w+ in place, which Accumulate of \w+__9 holds"),
+    (freed_before_it_is_whole, r"adds to d_\w+, which is freed"),
+    (with_sums(lambda sums: [None, *sums[1:]]), "but the gradient of .* lacks the addends of its use"),
+    (with_sums(lambda sums: sums[::-1]), r"adds the gradient of \S+ \(float32\) to the gradient of"),
+    (with_sums(lambda sums: [sums[0], *sums[:-1]]), "gives several gradients one name"),
+    (with_sums(lambda sums: sums[:-1]), r"makes \d gradients of \d aliases"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), SUMS)
+def test_sums_of_gradients_have_each_addend_once(change: Callable[[Code], None], said: str) -> None:
+    made = program(1, "gradient_accumulation:microbatches=2")
+    check_program(made)
+    code = [i for i in made.devices[0].instructions if not isinstance(i, Free)]
+    change(code)
+    with pytest.raises(ScheduleError, match=said):
+        check_program(replace(made, devices=(replace(made.devices[0], instructions=tuple(code)),)))

@@ -66,6 +66,19 @@ def test_of_inputs_only_what_backwards_read_is_kept(function: Segment, kept: int
     assert torch.equal(gradient, torch.full((1000,), 1.0 if kept == 1 else 6.0))
 
 
+def test_sums_of_gradients_share_no_memory() -> None:
+    """Torch gives both operands of an addition one gradient, the one that it was given."""
+    communicator: Any = SimpleNamespace(device=torch.device("cpu"))
+    rank = Rank(communicator, {"weights": []}, {}, ("SGD", []), torch.float32)
+    sums, given = rank.sums(2), torch.ones(3)
+    for tag in ("s0_m0", "s0_m1", "s0_m2"):
+        rank.forward(tag, lambda x, a, b: (x * 2 + a + b,), (given, given, given))
+        (gradient,) = rank.backward(tag, (given,), into={1: sums})
+        assert torch.equal(gradient, 2 * given)
+    assert [total is not None and total.tolist() for total in sums] == [[3.0] * 3] * 2
+    assert given.tolist() == [1.0] * 3
+
+
 def test_on_a_cpu_a_copy_is_apart_from_what_it_is_of() -> None:
     copies, x = Copies(torch.device("cpu")), torch.arange(6.0).reshape(2, 3).T.requires_grad_()
     work = copies.start(x, to_host=True)
