@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import superscaler as ss
 from superscaler.ir.program import Collective
+from superscaler.materialize.collectives import match_boxes
 from tests.graphs import graph_of
 from tests.ran import Around, captured
 
@@ -80,3 +81,10 @@ def test_slices_are_gathered_on_the_one_device_that_goes_on() -> None:
     assert kinds(plan) == {"rd_gather": 1, "Send": WORLD - 1}
     # A slice to device 1 from each other one, and its gradient back.
     assert equal_on_processes(plan) == 2 * (WORLD - 1) * 8 * 5 * 12 // WORLD
+
+
+def test_slices_with_a_gap_or_an_overlap_are_no_collective() -> None:
+    whole = dict.fromkeys(range(2), ((0, 4),))
+    for held, kind in (((0, 2), (2, 4)), "all_gather"), (((0, 2), (3, 4)), ""), (((0, 3), (2, 4)), ""):
+        found = match_boxes({device: (box,) for device, box in enumerate(held)}, whole)
+        assert (found.kind if found else "") == kind
