@@ -117,8 +117,8 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "emit/test_steps plans/test_equal"),
     ("an early update ends the step", 'early = ["early=True"] if i.is_early else []', "early = []",
      "integration/test_updates integration/test_stale"),
-    ("an emitted loop lacks its last turn", "last = tuple(run.repetition(run.count - 1))",
-     "last = tuple(run.repetition(run.count - 2))", "emit/test_execute"),
+    ("an emitted loop lacks its last turn", "range({self._first}, {self._first + self._period * loop.count}",
+     "range({self._first}, {self._first + self._period * (loop.count - 1)}", "emit/test_execute"),
     ("a value is sent in its own shape", "is_cut = source is not None and way.view != way.local and",
      "is_cut = source is None and way.view != way.local and", "emit/test_steps plans/test_equal"),
     # The runtime.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, starmap
 
 from superscaler.emit.lists import family, lists_of
 from superscaler.ir.codes import NONE, Loop, Rolled, Run
@@ -75,36 +75,17 @@ def runs_of(codes: Sequence[Sequence[Instruction]]) -> list[Section]:
 
 
 def _unparted(code: Rolled) -> list[Run]:
-    """Return code whose loops start where they separate no messages that start together."""
+    """Return code whose loops separate no messages that start together; other loops are written out."""
     found: list[Run] = [()]
-    pending = list(code.runs)
-    while pending:
-        run = pending.pop(0)
+    for run, after in zip(code.runs, [*code.runs[1:], ()], strict=True):
         before = found[-1]
-        assert isinstance(before, tuple)
-        if not isinstance(run, Loop):
-            found[-1] = before + run
-            continue
-        after = pending.pop(0) if pending and not isinstance(pending[0], Loop) else ()
-        assert isinstance(after, tuple)
-        last = tuple(run.repetition(run.count - 1))
-        places = (k for k in range(len(run.first)) if _is_between(before, run, last, after, k))
-        if (at := next(places, None)) is None:
-            found[-1] = before + tuple(run) + after
-            continue
-        if at:
-            third = tuple(run.repetition(2))
-            before, after = before + run.first[:at], last[at:] + after
-            run = Loop(run.first[at:] + run.second[:at], run.second[at:] + third[:at], run.count - 1)
-        found[-1:] = [before, run, after]
+        if isinstance(run, Loop):
+            last, behind = tuple(run.repetition(run.count - 1)), after.first if isinstance(after, Loop) else after
+            if not any(starmap(_is_one, ((before, run.first), (run.first, run.second), (last, behind)))):
+                found += [run, ()]
+                continue
+        found[-1] = (*before, *run)
     return found
-
-
-def _is_between(before: Row, loop: Loop, last: Row, after: Row, at: int) -> bool:
-    """Return whether a body may start at one of its instructions: no messages before it start with those behind."""
-    end = (last[:at], last[at:] + after) if at else (last, after)
-    parts = ((before + loop.first[:at], loop.first[at:]), (loop.first + loop.second[:at], loop.second[at:]), end)
-    return not any(_is_one(left, right) for left, right in parts)
 
 
 def _is_one(left: Row, right: Row) -> bool:
