@@ -66,7 +66,7 @@ def weight_loaded_again_after_its_update(program: Program) -> Program:
     return with_codes(program, code)
 
 
-@hole("early", r"changes layers_0_weight as \[4:6, 0:6\], but it has \[0:2, 0:6\]")
+@hole("early", r"changes layers_0_weight as \[4:6, 0:6\], but it has \[0:2, 0:6\]", is_right=True)
 def slices_of_a_weight_under_the_names_of_each_other(program: Program) -> Program:
     code = codes(program)
     n, other = next(n for n, i in enumerate(code[0]) if isinstance(i, Update) and FIRST in i.weights), named("other")
@@ -81,7 +81,7 @@ def slices_of_a_weight_under_the_names_of_each_other(program: Program) -> Progra
     return with_codes(program, code)
 
 
-@hole("early", "changes layers_1_weight, which is a copy of the weight at rest", is_right=True)
+@hole("early", "changes layers_1_weight, which is a copy of the weight at rest")
 def update_of_a_copy(program: Program) -> Program:
     code = codes(program)
     name, rows = named("layers_1_weight"), (named("row_1"), named("row_2"))
