@@ -60,6 +60,7 @@ def test_capture_names_an_operator_without_a_rule_once(tmp_path: Path, capsys: p
     assert "(2)" in named[0]
 
 
+@pytest.mark.slow
 def test_capture_of_many_layers_is_as_long_as_of_few(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = []
     for layers in (2, 6):
@@ -207,6 +208,7 @@ def test_a_model_without_a_loss_is_inference(tmp_path: Path, capsys: pytest.Capt
         assert run("capture", f"{file}:model", *options) == 2
 
 
+@pytest.mark.slow
 def test_a_saved_plan_of_inference_runs_on_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "net.py"
     file.write_text(INFERENCE)

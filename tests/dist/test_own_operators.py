@@ -28,6 +28,7 @@ def superscaler(*arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_verify_on_processes(model: str) -> None:
     assert superscaler("verify", model, "--plan", "tensor_parallel", "--cluster", "local:2", "--processes")["equal"]
 

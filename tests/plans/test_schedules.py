@@ -23,6 +23,7 @@ from superscaler.plans.lib.tables import Table, check, finish
 from superscaler.schedule.order import complete
 from tests.ran import Around, captured, equal
 from tests.schedule.clock import run
+from tests.sweeps import slow
 
 SIZES = [(4, 8), (4, 16), (8, 16)]
 
@@ -149,7 +150,7 @@ def test_slices_divide_the_bubble_and_what_1f1b_keeps(rule: Callable[..., Table]
         assert [found[d].peak for d in range(p)] == [p - d + k - 1 for d in range(p)]
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("p", "m"), [*SIZES[:2], *slow(SIZES[2])])
 def test_weight_gradients_fill_the_bubble(p: int, m: int) -> None:
     """Qi et al., 2023, table 2, with F = I = W; 2024 for the V, whose activations are of half a stage."""
     idle, _, peaks = measured(schedules.zb_h1(p, m))
