@@ -153,8 +153,8 @@ def broken(case: Case) -> Case:
 
 def test_plans_on_processes_equal_one_device(tmp_path: Path) -> None:
     """Random plans, two with a bug, and those of the library."""
-    drawn, library = [*captured_cases(range(2)), *graph_cases(range(4))], list(library_cases())
-    assert sum(len({d for g in exact.graph.grids.values() for d in g.used()}) > 1 for _, exact, *_ in drawn) > 12
+    drawn, library = [*captured_cases(range(1)), *graph_cases(range(2))], list(library_cases())
+    assert sum(len({d for g in exact.graph.grids.values() for d in g.used()}) > 1 for _, exact, *_ in drawn) > 6
     assert len(library) == sum(map(len, LIBRARY.values()))
     assert "for m in range(" in library[-1][1].emitted.files["program_0.py"]
     check_all([*drawn, *map(broken, (drawn[0], drawn[-1])), *library], tmp_path)

@@ -350,6 +350,7 @@ def test_processes_share_the_cache(tmp_path: Path, folder: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
+@pytest.mark.slow
 def test_keys_are_the_same_in_every_process() -> None:
     program = textwrap.dedent("""
         from superscaler.frontend.capture_cache import key_of

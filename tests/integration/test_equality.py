@@ -23,6 +23,7 @@ from superscaler.plans import resolve
 from superscaler.runtime.step import Step
 from tests.graphs import graph_of
 from tests.ran import on_ranks
+from tests.sweeps import slow
 
 
 class Ran(NamedTuple):
@@ -103,7 +104,7 @@ TRAINED = [("single", 1), ("data_parallel", 2), ("tensor_parallel", 2), (PIPELIN
         *(("gpt2:size=tiny", None, *plan) for plan in TRAINED),
         ("llama:size=tiny", None, "tensor_parallel", 2),
         ("gpt2:size=tiny", 0.5, "single", 1),
-        ("gpt2:size=tiny", 0.5, HYBRID, 8),
+        *slow(("gpt2:size=tiny", 0.5, HYBRID, 8)),
     ],
 )
 def test_twenty_steps_follow_the_module(model: str, clip: float | None, spec: str, world: int) -> None:

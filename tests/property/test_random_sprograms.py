@@ -23,7 +23,6 @@ SORTS: list[tuple[range, float | None, tuple[str, ...]]] = [
     (range(3), None, ()),
     (range(2), 0.4, ()),
     (range(10, 11), None, ("split",)),
-    (range(11, 12), 0.4, ("split",)),
     (range(20, 21), 0.4, REWRITES),
     (range(21, 22), None, REGATHERED),
 ]
