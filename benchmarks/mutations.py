@@ -108,11 +108,11 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "materialize/test_lowering"),
     ("the last of equal prices is not taken", "if price <= min(prices) * NEARLY][-1]",
      "if price <= min(prices) * NEARLY][0]", "materialize/test_pricing materialize/test_lowering"),
-    ("a loop shifts its first repetition", "later = missing if n > like else 0", "later = missing if n >= like else 0",
+    ("a loop shifts its first repetition", "later = missing if n > like else 0", "later = missing if n < like else 0",
      "materialize/test_loops"),
     # Emitted code.
     ("an all_to_all takes what it gives", 'f", {way.give}, {way.take}"', 'f", {way.take}, {way.give}"',
-     "emit/test_steps integration/test_routes"),
+     "emit/test_execute"),
     ("an addition changes its operand", 'sign = "+=" if i.in_place else', 'sign = "+=" if i.out else',
      "emit/test_steps plans/test_equal"),
     ("an early update ends the step", 'early = ["early=True"] if i.is_early else []', "early = []",

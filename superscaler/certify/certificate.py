@@ -1,7 +1,5 @@
 """The certificate of a program: it runs on masks, and its messages on rendezvous. Each check raises ScheduleError."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

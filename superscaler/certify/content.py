@@ -1,7 +1,5 @@
 """Contents of values while a program runs on masks: sums of addends, and the faults of incomplete sums."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory of values: shared with views, overwritten in place, on the device or (by copies) on its host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The effect of a segment follows from the indices of its operators, never from the joins of the scheduler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod

@@ -1,7 +1,5 @@
 """The effect of forwards and backwards on addends, derived from the indices of their operators alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """A function of a program, with the facts that follow from the indices of its operators alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar

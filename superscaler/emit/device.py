@@ -1,7 +1,5 @@
 """Source of device programs: one `step` function per distinct program; peers, groups and slices become data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
 """Lines of emitted code: at most 120 characters, broken inside of brackets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 WIDTH = 120

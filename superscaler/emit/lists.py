@@ -4,8 +4,6 @@ transformer_h = rt.weights_of("transformer.h")
 d_transformer_h = rt.sums(24)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby, takewhile

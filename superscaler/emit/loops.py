@@ -1,7 +1,5 @@
 """Loops over microbatches in emitted Python: where a body starts, and which values have an index."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass

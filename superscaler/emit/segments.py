@@ -1,7 +1,5 @@
 """Source of functions: the text of `segments.py`, one function per distinct text, shared by layers and devices."""
 
-from __future__ import annotations
-
 import keyword
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Models as text, one line a tensor and one an op, and back: for reviews, golden files and caches."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -15,8 +15,6 @@ function an op has its inputs (%k is input k of the function) and, per index, wh
 coordinate.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

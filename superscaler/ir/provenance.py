@@ -1,7 +1,5 @@
 """Provenance of communication: the reason of each transfer, and the path that it takes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from superscaler.ir.layout import Layout

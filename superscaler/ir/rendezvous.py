@@ -1,7 +1,5 @@
 """Deadlock freedom, proved on the communication of all devices alone, with sends that block until they are received."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 

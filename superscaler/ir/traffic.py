@@ -1,7 +1,5 @@
 """Traffic of a program: rows that sum up equal transfers, with their reason, derived from its instructions."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Several iterations of a model in one graph, each with the weights that the one before left."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 urgent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Set
 from dataclasses import dataclass, field
 

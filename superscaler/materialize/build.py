@@ -4,8 +4,6 @@ Every value is named when it is made. Values are joined for a reader just before
 communication has the time in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Folded devices: the compiled samples, checked to determine the code of all other devices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from superscaler.ir.fold import Fold, Folded, Unfoldable

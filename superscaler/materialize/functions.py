@@ -1,7 +1,5 @@
 """Functions of segments: parts of equal sizes share one."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import numpy as np

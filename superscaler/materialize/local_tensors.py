@@ -1,7 +1,5 @@
 """The tensors of each device while its code is written: names, cuts, sums, and the weights at rest there."""
 
-from __future__ import annotations
-
 import keyword
 import re
 from collections import Counter

@@ -7,8 +7,6 @@ each value is made before it is read, each is read and freed as often as before,
 meets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """How a transfer becomes steps: the candidate forms, and the cheapest of them by the formulas of the cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The steps of a lowered transfer (collectives, messages, cuts, joins), and the context of a lowering."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -6,8 +6,6 @@ as partial sums on every data-parallel copy, and both stages keep it. A weight m
 devices; its gradient is first reduced in slices inside each group. No single collective does either; a few steps do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Values that parts make and read: the transfer that moves each, and its name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from superscaler.ir.mask import Box

@@ -2,8 +2,6 @@
 written.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from math import prod

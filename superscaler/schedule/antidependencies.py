@@ -3,8 +3,6 @@
 Work is (kind, segment number, key), as in places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from superscaler.schedule.dataflow import Dataflow, Key

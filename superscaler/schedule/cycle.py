@@ -1,7 +1,5 @@
 """The reason that no order exists: a shortest cycle, with the work of each device until it is stuck."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 

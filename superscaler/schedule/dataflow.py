@@ -3,8 +3,6 @@
 The work is done once per pair of grids: edges with equal makers, readers and slots share the answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Dependencies between units of work: the work and the transfers of a schedule as the nodes of a graph."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ arithmetic on labels, irregular trees by taking one branch at each replication. 
 paper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Validation and completion: one global order of all work on all devices, or the shortest cycle that forbids it."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

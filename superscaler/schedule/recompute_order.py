@@ -4,8 +4,6 @@ Work is (kind, segment number, key), as in places. A *region run* is a region on
 device, microbatch).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product

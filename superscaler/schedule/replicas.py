@@ -4,8 +4,6 @@ Work waits for all of its data, mirrors and orders, but for any one replica. Run
 an order exactly when one exists, for any choice of replicas, without a search.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Resident weights: a weight lives with its optimizer op, which by default follows the ops that read it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Iterable
 
 import numpy as np

@@ -6,8 +6,6 @@ level of an op is the number of cut edges on the longest path to it. Ops of one 
 leaves a segment and comes back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -4,8 +4,6 @@ Its parts are restricted to the first microbatches; orders that led over the oth
 shows whether all others only repeat (materialize/loops.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Checks of the arguments of public functions against their annotations, so that a wrong type is one message."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import typing

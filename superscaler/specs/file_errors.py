@@ -1,7 +1,5 @@
 """Errors of reading and writing files, as one line: the file, the cause and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

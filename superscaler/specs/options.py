@@ -1,7 +1,5 @@
 """Options in text: `key=value,...` against the defaults of a size, or against the signature of a function."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

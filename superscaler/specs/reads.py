@@ -1,7 +1,5 @@
 """Reads of the user's code beside its modules: files and environment variables. Equal reads make equal results."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

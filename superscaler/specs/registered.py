@@ -1,7 +1,5 @@
 """The operators that users registered in this process, and where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType

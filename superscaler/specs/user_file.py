@@ -1,7 +1,5 @@
 """Code of the user's own files: loading it, running it, and finding the line of an error."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

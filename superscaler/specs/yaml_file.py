@@ -1,7 +1,5 @@
 """Tables that users write, in files as YAML: read and checked, with errors of one line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ is bounded.
 An unreadable entry counts as missing, an unwritable one is not kept: a cache is never the cause of an error.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

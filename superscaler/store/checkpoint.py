@@ -1,7 +1,5 @@
 """Checkpoints on disk: the types of a manifest, and a folder of checkpoints: its lock, its leftovers, and `latest`."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

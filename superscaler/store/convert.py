@@ -1,7 +1,5 @@
 """Checkpoints from and to other programs: Hugging Face's folders, plain safetensors, torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Pieces of tensors, by ranges of elements."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ has one shard per rank, each with elements that no other shard has, and a manife
 there.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Tensors in safetensors files, by the user's names, read by slices: checkpoints, and weights of other programs."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

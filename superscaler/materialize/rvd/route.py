@@ -1,7 +1,5 @@
 """Transfers between layouts that no single collective does: the cheapest path of several steps."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Dijkstra finds all states that the source reaches, and all that reach the goal. 
 equal.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import defaultdict

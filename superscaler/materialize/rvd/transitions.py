@@ -5,8 +5,6 @@ R, in V and in each D. A collective then moves digits from one of them to anothe
 device array along these digits, whatever the rest of the state.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
