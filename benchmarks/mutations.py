@@ -63,7 +63,7 @@ MUTATIONS: Sequence[Mutation] = [Mutation(*row) for row in (
      "ops/test_spans ops/test_rules"),
     ("a part of queries is not placed", "torch.arange(keys, device=like.device) <= queries",
      "torch.arange(keys, device=like.device) < queries", "runtime/test_functional ops/test_rules"),
-    ("a step of concatenation is cut", 'f"(t^ {names[dim]})"', 'f"(t {names[dim]})"', "ops/test_rules"),
+    ("a step of concatenation is cut", 'f"(t^ {names[dim]})"', 'f"(t {names[dim]})"', "ops/test_spans"),
     # Algorithms of op_trans.
     ("an uneven cut lacks its last part", "bounds = [k * size // self.parts for k in range(self.parts + 1)]",
      "bounds = [k * size // self.parts for k in range(self.parts)]", "transform/test_cut plans/test_equal"),
