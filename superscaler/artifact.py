@@ -14,7 +14,7 @@ from torch import Tensor
 from superscaler.cluster import Cluster
 from superscaler.compiler import Compiled
 from superscaler.emit.device import Emitted
-from superscaler.errors import InputError
+from superscaler.errors import InputError, some
 from superscaler.ir.graph import Entry, Graph
 from superscaler.ir.model import Model, once, without_sources
 from superscaler.ir.model_text import print_model
@@ -237,14 +237,9 @@ def print_journal(journal: Sequence[Entry]) -> str:
         ops: dict[str, list[str]] = {}
         for entry in entries:
             ops.setdefault(f"{entry.verb} {entry.detail}".rstrip(), []).append(entry.op)
-        effects = (f"{effect} of {_shown(names)}" if names[0] else effect for effect, names in ops.items())
+        effects = (f"{effect} of {some(names)}" if names[0] else effect for effect, names in ops.items())
         lines.append(f"{_short_place(where)}: {'; '.join(effects)}\n")
     return "".join(lines)
-
-
-def _shown(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _short_place(where: str) -> str:

@@ -1,7 +1,7 @@
 """The errors of each phase. A message names the thing, the numbers, the place, and the remedy."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isqrt
 
 
@@ -63,6 +63,16 @@ def divisors(number: int) -> str:
     return f"{', '.join(map(str, found))} or {last}" if found else str(last)
 
 
+def some(names: Sequence[str], most: int = 6) -> str:
+    """Return the first of many names, and the number of the others.
+
+    >>> some(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     """Return one sentence that says `name` is unknown, gives the nearest spelling and the known names.
 
@@ -72,5 +82,4 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else "."
-    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-    return f"unknown {kind} '{name}'{hint} Known: {shown or 'none'}."
+    return f"unknown {kind} '{name}'{hint} Known: {some(names, 20) or 'none'}."

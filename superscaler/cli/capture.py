@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from superscaler.cli.common import ModelRequest, Printer, command, table
+from superscaler.errors import some
 from superscaler.report.model import collapse, describe, group
-from superscaler.report.words import scaled, some
+from superscaler.report.words import scaled
 
 # Places and factors that a cell of the tables names; --json has all.
 _PLACES = 4

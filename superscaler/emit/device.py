@@ -217,8 +217,7 @@ class _Writer:
     def _is_popped(self, run: Section, at: int) -> bool:
         """Return whether an instruction waits for a handle in a dict, which ends there."""
         wait, free = (run.rows[n][0] if 0 <= n < len(run.rows) else None for n in (at, at + 1))
-        is_last = isinstance(wait, p.Wait) and isinstance(free, p.Free) and free.names == (wait.work,)
-        return is_last and isinstance(wait, p.Wait) and self.name(wait.work).endswith("]")
+        return isinstance(wait, p.Wait) and free == p.Free((wait.work,)) and self.name(wait.work).endswith("]")
 
     def _function(self, i: p.Forward) -> Function:
         return self.program.functions[i.function]

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from superscaler.errors import ScheduleError
+from superscaler.errors import ScheduleError, some
 from superscaler.ir.fold import Folded
 from superscaler.ir.program import Collective, Device, Program, Recv, Send, Value
 
@@ -48,8 +48,7 @@ def _described(i: Communication) -> str:
 
 
 def _shown(works: Sequence[Value | None]) -> str:
-    names = [str(work._replace(is_handle=False, number=1)) for work in works if work is not None]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
+    return some([str(work._replace(is_handle=False, number=1)) for work in works if work is not None], 4)
 
 
 def _check_members(left: Sequence[Sequence[tuple[Meeting, frozenset[int], Communication]]], world: int) -> None:

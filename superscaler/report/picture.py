@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, some
 from superscaler.ir.layout import Layout
 from superscaler.report.words import duration, size
 from superscaler.specs.file_errors import writing
@@ -69,11 +69,10 @@ def _path(path: Mapping[str, Any], y: int) -> tuple[list[str], int, int]:
 
 def _title(path: Mapping[str, Any]) -> str:
     names, sizes = path["tensors"], " x ".join(map(str, path["sizes"]))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     what = "gradients" if path["direction"] == "backward" else "values"
     seconds = sum(step["seconds"] for step in path["steps"])
     times = f", {path['count']} times" if path["count"] > 1 else ""
-    return f"{what} of {', '.join(names[:3])}{more}: {sizes} {path['dtype']}, {duration(seconds)}{times}"
+    return f"{what} of {some(names, 3)}: {sizes} {path['dtype']}, {duration(seconds)}{times}"
 
 
 def _arrow(step: Mapping[str, Any], x: int, y: int) -> list[str]:

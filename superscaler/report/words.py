@@ -7,6 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from superscaler.errors import some
 from superscaler.report.model import group
 from superscaler.report.schema import Account, Axis, Block, Sent, Split, Weights, adapter
 from superscaler.store.plan import EXPLAIN_FILE, read_plan
@@ -160,12 +161,6 @@ def _axis(axis: Axis) -> str:
 
 def _ops(row: Split) -> str:
     return f"{row.ops} op{'s' if row.ops > 1 else ''}: {some(row.of)}"
-
-
-def some(names: Sequence[str], most: int = 6) -> str:
-    """Return the first of many names, and the number of the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _on(devices: str) -> str:

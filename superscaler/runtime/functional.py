@@ -25,17 +25,19 @@ T = TypeVar("T")
 def segment(
     constant: Sequence[str] = (), wide: Sequence[str] = (), saved: Sequence[int] | None = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Say of a segment which parameters want no gradient, the gradients of which are float32, and the numbers of the
-    results whose gradients come back. By default all do, and none is.
+    """Mark a segment with the gradients that it needs.
+
+    `constant`: parameters without a gradient. `wide`: parameters with a float32 gradient. `saved`: the numbers of the
+    results whose gradients come back (default: all).
     """
 
-    def said(function: Callable[..., T]) -> Callable[..., T]:
+    def marked(function: Callable[..., T]) -> Callable[..., T]:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         flags = {"wants": [n not in constant for n in names], "wide": [n in wide for n in names], "saved": saved}
         function.__dict__.update(flags)
         return function
 
-    return said
+    return marked
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignore_index: int) -> Tensor:

@@ -189,10 +189,12 @@ class WatchedRank:
             _same(watch, made, outputs)
         return outputs
 
-    def backward(self, tag: str, gradients: Sequence[Tensor | None], *options: Any, **more: Any) -> Any:
+    def backward(
+        self, tag: str, gradients: Sequence[Tensor | None], again: Sequence[Tensor] = (), into: Sums | None = None
+    ) -> Any:
         starts, ends, _ = self._tapes.pop(tag)
-        run = partial(self.rank.backward, tag, gradients, *options, **more)
-        return self._mirror(tag, starts, gradients, ends, run, **more)
+        run = partial(self.rank.backward, tag, gradients, again, into)
+        return self._mirror(tag, starts, gradients, ends, run, into)
 
     def backward_input(self, tag: str, gradients: Sequence[Tensor | None], first: Sequence[int]) -> Any:
         starts, ends, nodes = self._tapes[tag]
@@ -200,13 +202,13 @@ class WatchedRank:
         run = partial(self.rank.backward_input, tag, gradients, first)
         return self._mirror(tag, starts, gradients, [ends[n] for n in first], run)
 
-    def backward_weight(self, tag: str, **options: Any) -> Any:
+    def backward_weight(self, tag: str, into: Sums | None = None) -> Any:
         _, ends, _ = self._tapes.pop(tag)
-        return self._mirror(tag, [], [], ends, partial(self.rank.backward_weight, tag, **options), **options)
+        return self._mirror(tag, [], [], ends, partial(self.rank.backward_weight, tag, into), into)
 
     def _mirror(
         self, tag: str, starts: Edges, gradients: Sequence[Tensor | None], ends: Edges, run: Callable[[], Any],
-        into: Sums | None = None, **_: Any,
+        into: Sums | None = None,
     ) -> Any:  # fmt: skip
         """Run a backward; its gradients have the origins that arrive at the segment's inputs."""
         with self._within(tag):

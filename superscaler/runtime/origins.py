@@ -115,7 +115,8 @@ class Watch(TorchFunctionMode):
         # A setter returns nothing: it changes its first argument.
         outputs = inputs[:1] if made is None else tensors_in(made)
         frame = self.frame()
-        line, values = self.line(frame), _values_of(frame, self.source(frame))
+        line = self.line(frame)
+        values = _values_of(frame, line.text)
         for x in outputs:
             describe = partial(self.made, str(line) if line.op is None else f"the forward of {line}", x, values)
             self.mark(x, read, line, BACKWARD if line.op is None else FORWARD, describe)
@@ -184,12 +185,9 @@ class Watch(TorchFunctionMode):
         assert frame is not None
         return frame
 
-    def source(self, frame: FrameType) -> str:
-        return self.sources[frame.f_code.co_filename][frame.f_lineno - 1].strip()
-
     def line(self, frame: FrameType) -> Line:
-        file = frame.f_code.co_filename.rpartition("/")[2]
-        return Line(file, frame.f_lineno, self.source(frame), self.op_at(frame))
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        return Line(file.rpartition("/")[2], number, self.sources[file][number - 1].strip(), self.op_at(frame))
 
     # The backward.
 

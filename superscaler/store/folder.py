@@ -87,7 +87,7 @@ class Head(Checked):
 
     @staticmethod
     def stamps(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return what a head has of each file: `sha256` and `bytes`, or of tensors the hash of `header` and each of
+        """Return the stamp of each file in a head: `sha256` and `bytes`, or for tensors the hashes of `header` and
         `tensors`.
         """
         raise NotImplementedError
