@@ -12,20 +12,18 @@ from torch import Tensor
 from superscaler.artifact import describe, slots_of
 from superscaler.comm.threads import run_ranks
 from superscaler.compiler import Compiled
-from superscaler.emit.segments import draws_of, emit_segments
 from superscaler.errors import RuntimeFailure
 from superscaler.frontend.oracle import dense, largest, largest_gap
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.model import Model, Op, once, unread_twins, without_twins
-from superscaler.ir.program import Forward, Function, Program
+from superscaler.ir.program import Forward, Function
 from superscaler.materialize.local_tensors import task
 from superscaler.ops.call import ranges
-from superscaler.ops.table import RANDOM, parts_of
-from superscaler.runtime import functional
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.schedule.dependencies import Node
 from superscaler.schedule.segments import Segment
+from superscaler.simulate.callables import callables
 
 TOLERANCE = 1e-9
 # Some true gradients are zero (bias of a key projection): errors are relative to at least FLOOR x the largest gradient.
@@ -78,29 +76,6 @@ def model_step(model: Model, known: Values, step: int = 0) -> tuple[Values, Valu
     grads = torch.autograd.grad(found[model.loss], list(wanted.values()), allow_unused=True) if wanted else ()
     gradients = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(wanted.items(), grads, strict=True)}
     return {**known, **{n: t.detach() for n, t in found.items()}}, gradients
-
-
-def callables(
-    model: Model, functions: Sequence[Function], device: str = "cpu", step: int = 0
-) -> list[Callable[..., Sequence[Tensor]]]:
-    """Return functions of a model as they are emitted, with the random numbers of a step, on a device."""
-    text, names = emit_segments(Program(model, tuple(functions), ()))
-    code = modules({"segments.py": text})["segments"]
-
-    def bound(function: Function, name: str) -> Callable[..., Sequence[Tensor]]:
-        boxes = [box for op, box in zip(function.ops, function.boxes, strict=True) if op.target in RANDOM]
-        draws = draws_of(model, function, boxes)
-
-        def random(k: int) -> Tensor:
-            d = draws[k]
-            return functional.draw(0, step, d.op, d.box, d.extents, device).reshape(d.shape)
-
-        pairs = zip(function.ops, function.boxes, strict=True)
-        parts = [part for op, box in pairs for part in parts_of(op, box, model.tensors).values()]
-        extra = [random] * bool(draws) + [parts] * bool(parts)
-        return lambda *inputs: getattr(code, name)(*inputs, *extra)
-
-    return list(map(bound, functions, names))
 
 
 def on_threads(exact: Compiled, values: Values, run: Callable[[Step], T], timeout: float) -> list[T]:

@@ -22,7 +22,7 @@ from superscaler.ir.model import Model, Op
 from superscaler.ir.program import Function
 from superscaler.runtime.executor import take
 from superscaler.schedule.fold import leaves, restrict
-from superscaler.verify.locate import callables
+from superscaler.simulate.callables import callables
 
 # Places along a fold axis (one more than are compiled, so that one is extrapolated), and microbatches.
 PLACES, MICROBATCHES = 3, 4
