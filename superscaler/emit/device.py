@@ -136,8 +136,6 @@ class _Writer:
         self.weights = named_weights(samples[0].weights, rows, self.modules)
         self.spelling = Spelling(self.runs, self.weights)
         self.loaded = set[str]()
-        # Whether the current instruction takes a handle out of its dict, or would free it then.
-        self.is_popped = False
         # The numbers of the gradients that the first half of a split backward makes, by segment and part.
         self.first_halves: dict[tuple[int, int], tuple[int, ...]] = {}
         self.entries = {f.name: _Entries() for f in fields(Tables)}
@@ -206,18 +204,12 @@ class _Writer:
                 module = where
                 yield from [f"# {module}"] * bool(module)
             yield from self.spelling.declared(now[0])
-            self.is_popped = self._is_popped(run, at) or self._is_popped(run, at - 1)
             if at in ends:
                 yield "with rt.together():"
                 end = ends[at]
             yield from ("    " * (at <= end) + line for line in self._line(now[0]).splitlines())
             if run.count == 1:
                 self.spelling.note_effects(now[0])
-
-    def _is_popped(self, run: Section, at: int) -> bool:
-        """Return whether an instruction waits for a handle in a dict, which ends there."""
-        wait, free = (run.rows[n][0] if 0 <= n < len(run.rows) else None for n in (at, at + 1))
-        return isinstance(wait, p.Wait) and free == p.Free((wait.work,)) and self.name(wait.work).endswith("]")
 
     def _function(self, i: p.Forward) -> Function:
         return self.program.functions[i.function]
@@ -257,8 +249,9 @@ class _Writer:
                 return f"{self.name(i.work)} = rt.{'to_host' if i.to_host else 'to_device'}({self.name(i.source)})"
             case p.Wait():
                 work = self.name(i.work)
-                work = work[:-1].replace("[", ".pop(") + ")" if self.is_popped else work
-                return f"{self.name(i.out)} = {work}.wait().reshape({i.shape})"
+                if work.endswith("]"):
+                    return f"{self.name(i.out)} = {work[:-1].replace('[', '.pop(')}).wait().reshape({i.shape})"
+                return f"{self.name(i.out)} = {work}.wait().reshape({i.shape})\ndel {work}"
             case p.Update():
                 early = ["early=True"] if i.is_early else []
                 update = f"rt.update({', '.join([*self._pairs(i.weights, i.gradients), *early])})"
@@ -274,7 +267,7 @@ class _Writer:
                 counted, of = self.number("counted", lambda j: j.counted), f", {i.of}" * (self.model.iterations > 1)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted}{of})"
             case p.Free():
-                return "" if self.is_popped else self._free(i.names)
+                return self._free(i.names)
 
     def _free(self, names: Sequence[Value]) -> str:
         several = self.spelling.ended(names)

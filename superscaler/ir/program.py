@@ -27,6 +27,7 @@ class Role(Enum):
     WRITE = "names that are made"
     SUM = "names of sums that are added to in place; the first addition makes them"
     END = "names that nothing reads any more"
+    LAST = "names that are read, and end with that"
     EVEN = "numbers that move evenly along a fold"
     GROUP = "devices of a collective, in order"
     PEER = "the device at the other end of a message"
@@ -287,10 +288,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """out = the result of a started collective, receive or copy, reshaped to `shape`."""
+    """out = the result of a started collective, receive or copy, reshaped to `shape`. The handle `work` ends."""
 
     out: Write
-    work: Read
+    work: Annotated[Value, Role.LAST]
     shape: Shape
 
 
@@ -356,7 +357,7 @@ FIELDS = {(k, role): tuple(n for n, r in ROLES[k].items() if r is role) for k in
 
 
 # The roles of fields with names.
-VALUES = (Role.READ, Role.WRITE, Role.SUM, Role.END)
+VALUES = (Role.READ, Role.LAST, Role.WRITE, Role.SUM, Role.END)
 
 
 def names(i: Instruction, role: Role) -> tuple[Value, ...]:
@@ -369,7 +370,12 @@ def names(i: Instruction, role: Role) -> tuple[Value, ...]:
 
 
 def reads(i: Instruction) -> tuple[Value, ...]:
-    return names(i, Role.READ)
+    return names(i, Role.READ) + names(i, Role.LAST)
+
+
+def ended(i: Instruction) -> tuple[Value, ...]:
+    """Return the names that do not exist after an instruction."""
+    return names(i, Role.LAST) + names(i, Role.END)
 
 
 def writes(i: Instruction) -> tuple[Value, ...]:

@@ -23,6 +23,7 @@ from superscaler.ir.program import (
     Program,
     Update,
     Value,
+    ended,
     reads,
     writes,
 )  # fmt: skip
@@ -331,11 +332,14 @@ def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tup
 
 
 def _with_frees(code: Sequence[Instruction], key: Callable[[Value], str] | None) -> list[Instruction]:
-    """Return the code with a Free after the last use of each name. Weights and inputs stay with the runtime."""
+    """Return the code with a Free after the last use of each name that still exists then. Weights and inputs stay
+    with the runtime.
+    """
     last: dict[Value, int] = {}
     for at, instruction in enumerate(code):
-        for name in (*reads(instruction), *writes(instruction)):
-            last[name] = at
+        last |= dict.fromkeys((*reads(instruction), *writes(instruction)), at)
+        for name in ended(instruction):
+            del last[name]
     done: list[Instruction] = []
     dying: dict[int, list[Value]] = {}
     for name, at in last.items():

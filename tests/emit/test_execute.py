@@ -97,7 +97,7 @@ class Execution:
             case p.Copy():
                 values[i.work] = (rt.to_host if i.to_host else rt.to_device)(values[i.source])
             case p.Wait():
-                values[i.out] = values[i.work].wait().reshape(i.shape)
+                values[i.out] = values.pop(i.work).wait().reshape(i.shape)
             case p.Update():
                 if i.weights or not i.is_early:
                     rt.update(self.all(i.weights), self.all(i.gradients), early=i.is_early)
