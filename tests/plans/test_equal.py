@@ -62,6 +62,9 @@ ALWAYS: list[Row] = [
     (LLAMA, "tensor_parallel:4 x zero:2,stage=2,microbatches=2", 8),
     # Pieces of gradients under the next forward.
     (GPT, "bytescheduler:piece=16000", 4),
+    # Megatron whole.
+    (DEEP, "hybrid:tp=2,pp=2,microbatches=4,chunks=2,sequence=true,recompute=selective", 4),
+    (f"{LLAMA},layers=4", "hybrid:dp=2,tp=2,pp=2,microbatches=2,chunks=2,sequence=true,recompute=full,zero=1", 8),
 ]
 
 CAUSAL = ["gpt2:size=tiny,heads=8", "gpt3:size=tiny,seq=16,heads=8", "llama:size=tiny,heads=8,kv_heads=8",
@@ -125,6 +128,15 @@ PRODUCTS = ["interleaved:2 x zero:2,stage=1", "data_parallel:2 x chimera:2", "zb
             "interlaced:2,microbatches=2 x tensor_parallel:2", "interlaced:2,microbatches=2 x data_parallel:2",
             "zb_h1:2 x data_parallel:2", "chimera:2 x tensor_parallel:2", "pipeline_1f1b:2 x tensor_parallel:2",
             "pipeline_1f1b:2 x data_parallel:2"]  # fmt: skip
+# Each option alone, then several.
+MEGATRON = ["dp=2,zero=1", "tp=2,sequence=true", "pp=2,microbatches=4,chunks=2", "recompute=full",
+            "recompute=selective", "pp=2,dp=2,tp=2,microbatches=2,sequence=true",
+            "pp=2,dp=2,tp=2,microbatches=4,chunks=2,sequence=true,recompute=selective,zero=1",
+            "pp=2,tp=2,microbatches=4,sequence=true,recompute=selective", "pp=2,tp=2,microbatches=2,recompute=full",
+            "pp=2,dp=2,microbatches=2,chunks=2,recompute=selective,zero=1",
+            "dp=2,tp=2,sequence=true,recompute=full,zero=1,vocabulary=false"]  # fmt: skip
+STACKED = [f"{GPT},layers=4", f"{LLAMA},layers=4", "bert:size=tiny,layers=4", f"{T5},layers=4",
+           "vit:size=tiny,layers=4,image=28", MBART]  # fmt: skip
 # Weights with momentum, too.
 UNROLLED: list[Row] = [
     ("mbart:size=tiny,batch=4", "bytescheduler:piece=16000", 2),
@@ -173,6 +185,8 @@ def sweep() -> Iterator[Row]:
     yield from MEMORY
     yield from in_stages()
     yield from product((DEEP, f"{LLAMA},layers=4,batch=16"), PRODUCTS, [4])
+    for model, options in product(STACKED, MEGATRON):
+        yield model, f"hybrid:{options}", 2 ** sum(f"{axis}=2" in options.split(",") for axis in ("dp", "tp", "pp"))
     yield from ALWAYS
 
 

@@ -38,6 +38,10 @@ REFUSED = [
     ("chain_recompute:1,every=sqrt x pipeline_1f1b:2,recompute=early", 2, "is asked for twice; leave it out"),
     ("sequence_parallel:2,regather=true x recompute", 2, "and Regather are asked for; leave it out of one of them."),
     ("pipeline_1f1b:recompute=soon", 2, "recompute=soon: choose early or late."),
+    ("hybrid:recompute=block", 1, "hybrid:recompute=block: choose none, selective, full."),
+    ("hybrid:zero=2", 1, "hybrid:zero=2: choose 0 or 1; for stages 2 and 3 zero is a factor of a product."),
+    ("hybrid:pp=2,chunks=2,microbatches=3", 2, "3 microbatches do not come in rounds of 2, the number of pipeline"),
+    ("hybrid:tp=3,sequence=true", 3, "sequence_parallel over 3 devices cuts the tokens that transformer.h.0 gives"),
     ("swap:what=state", 1, "swap:what=state: choose activations, optimizer, both."),
 ]
 
