@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from superscaler.emit.segments import emit_segments
-from superscaler.ir.mask import extents
-from superscaler.ir.model import Model
+from superscaler.ir.mask import Box, extents
+from superscaler.ir.model import Model, Op, Operand
 from superscaler.ir.program import Backward, Forward, Function, Program
 from superscaler.ops.call import ranges
 from superscaler.runtime import split_backward as halves
@@ -79,27 +79,46 @@ class Segments:
         self.program = program
         self._run = callables(program.model, program.functions)
         _, self._names = emit_segments(program)
+        # By what is run, and by the number of the function.
         self._known: dict[Hashable, Segment] = {}
+        self._calls: dict[Hashable, Segment] = {}
 
     def of(self, forward: Forward, backward: Backward | None = None, first: Sequence[bool] = ()) -> Segment:
         """Return the segment of a forward and its backward. `first`: which gradients the first of two halves makes."""
-        function = self.program.functions[forward.function]
-        metas, wide = tuple(input_metas(self.program.model, function)), backward.wide if backward else ()
-        key = self._names[forward.function], metas, forward.grads, forward.saved, wide, tuple(first)
-        if key not in self._known:
-            run = self._run[forward.function]
-            self._known[key] = _Recorder().segment(run, metas, forward.grads, forward.saved, wide, first)
-        return self._known[key]
+        wide = backward.wide if backward else ()
+        call = forward.function, forward.grads, forward.saved, wide, tuple(first)
+        if call not in self._calls:
+            metas = tuple(input_metas(self.program.model, self.program.functions[forward.function]))
+            key = self._names[forward.function], metas, *call[1:]
+            if key not in self._known:
+                run = self._run[forward.function]
+                self._known[key] = _Recorder().segment(run, metas, forward.grads, forward.saved, wide, first)
+            self._calls[call] = self._known[key]
+        return self._calls[call]
 
 
 def input_metas(model: Model, function: Function) -> Iterator[Meta]:
     """Yield the local shape and the dtype of each input of a function."""
-    boxes = {op.name: (op, box) for op, box in zip(function.ops, function.boxes, strict=True)}
     reader = {number: place for place, number in function.input_of.items()}
-    for number, name in enumerate(function.inputs):
-        place, tensor = reader[number], model.tensors[name]
-        op, box = boxes[place[0]]
-        yield tensor.local_shape(extents(ranges(op.inputs[place[1]], tensor, box))), tensor.dtype
+    ops = _ops(function)
+    for number in range(len(function.inputs)):
+        name, k = reader[number]
+        yield _local(model, ops[name][0].inputs[k], ops[name][1])
+
+
+def output_metas(model: Model, function: Function) -> Iterator[Meta]:
+    """Yield the local shape and the dtype of each result of a function."""
+    made = {o.tensor: _local(model, o, box) for op, box in _ops(function).values() for o in op.outputs}
+    yield from (made[name] for name in function.outputs)
+
+
+def _ops(function: Function) -> dict[str, tuple[Op, Box]]:
+    return {op.name: (op, box) for op, box in zip(function.ops, function.boxes, strict=True)}
+
+
+def _local(model: Model, operand: Operand, box: Box) -> Meta:
+    tensor = model.tensors[operand.tensor]
+    return tensor.local_shape(extents(ranges(operand, tensor, box))), tensor.dtype
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
