@@ -14,6 +14,7 @@ from superscaler.ir import program as p
 from superscaler.ir.fold import Folded, evenly
 from superscaler.ir.mask import Box
 from superscaler.ir.program import Device, Function, Instruction, Program, Value, Weight
+from superscaler.ir.rendezvous import batches
 from superscaler.ops.table import PLACED, RANDOM, parts_of
 
 HEAD = '''"""What {devices} in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
@@ -197,7 +198,7 @@ class _Writer:
 
     def _body(self, run: Section) -> Iterator[str]:
         module, end = "", -1
-        ends = _batches([row[0] for row in run.rows])
+        ends = batches([row[0] for row in run.rows])
         for at, (now, later) in enumerate(zip(run.rows, run.later or run.rows, strict=True)):
             self.now, self.later = now, later
             if isinstance(now[0], p.Forward) and (where := self._function(now[0]).module) != module:
@@ -372,20 +373,6 @@ class _Writer:
 
     def _message(self) -> str:
         return self.number("messages", lambda j: (j.peer, j.message))
-
-
-def _batches(code: Sequence[Instruction]) -> dict[int, int]:
-    """Return the ranges of messages that start together: several of one point, with at most slices between them."""
-    found: dict[int, int] = {}
-    first, point = -1, -1
-    for at, i in enumerate(code):
-        if isinstance(i, p.Send | p.Recv) and i.point == point:
-            found[first] = at
-        elif isinstance(i, p.Send | p.Recv):
-            first, point = at, i.point
-        elif not isinstance(i, p.Slice | p.Free):
-            point = -1
-    return found
 
 
 def _record(row: Weight | Draw) -> dict[str, Any]:
