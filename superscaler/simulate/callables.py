@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from superscaler.emit.segments import draws_of, emit_segments
-from superscaler.ir.model import Model
+from superscaler.ir.model import Model, once, without_twins
 from superscaler.ir.program import Function, Program
 from superscaler.ops.table import RANDOM, parts_of
 from superscaler.runtime import functional
@@ -35,3 +35,21 @@ def callables(
         return lambda *inputs: getattr(code, name)(*inputs, *extra)
 
     return list(map(bound, functions, names))
+
+
+def whole(model: Model) -> tuple[Model, Function, list[tuple[str, bool]]]:
+    """Return a model as it was captured, all its forward ops as one function, and what that reads: each tensor, and
+    whether it wants a gradient.
+    """
+    model = once(without_twins(model))
+    made = {o.tensor for op in model.forward_ops for o in op.outputs}
+    uses = {
+        (op.name, k): (o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad)
+        for op in model.forward_ops
+        for k, o in enumerate(op.inputs)
+        if o.tensor not in made
+    }
+    reads = {use: n for n, use in enumerate(dict.fromkeys(uses.values()))}
+    input_of = {place: reads[use] for place, use in uses.items()}
+    boxes = tuple(tuple((0, i.size) for i in op.indices) for op in model.forward_ops)
+    return model, Function(model.forward_ops, boxes, tuple(n for n, _ in reads), input_of, tuple(made), ""), list(reads)
