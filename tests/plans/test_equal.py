@@ -49,6 +49,7 @@ ALWAYS: list[Row] = [
     (GPT, "zero:stage=3,keep=2,microbatches=2", 2),
     (GPT, "zero:stage=2,microbatches=4", 2),
     ("gpt2:size=tiny,batch=6", "zero:stage=3,shard=3", 6),
+    (GPT, "fsdp:shard=2", 4),
     # Memory: microbatches, parts of blocks one after the other, the hosts, what is computed again.
     (GPT, "gradient_accumulation", 2),
     ("gpt2:size=tiny,dropout=0.1", "recompute:what=full,microbatches=2", 2),
@@ -94,6 +95,8 @@ FIRST = [
     *((f"pipeline_1f1b:stages={s},microbatches={m}", s) for s in (2, 4) for m in (4, 8)),
     ("hybrid:dp=2,tp=2,pp=2,microbatches=2", 8), ("hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
 ]  # fmt: skip
+FSDP = [("fsdp:recompute=true,microbatches=2", 2), ("fsdp:microbatches=2", 2), ("fsdp:2 x recompute", 2),
+        ("fsdp:4,shard=2 x tensor_parallel:2", 8), ("pipeline_1f1b:2,microbatches=2 x fsdp:2", 4)]  # fmt: skip
 MEMORY: list[Row] = [
     (SWIN, "recompute:what=block", 2),
     (LLAMA, "chain_recompute:every=sqrt,microbatches=2", 4),
@@ -122,6 +125,7 @@ MEMORY: list[Row] = [
     (MBART, "zero:stage=1,shard=2", 8),
     (ALPHAFOLD, "zero:stage=3", 2),
     (GPT, "zero:2,stage=3 x tensor_parallel:2", 4),
+    *((model, plan, devices) for model in (GPT, LLAMA, MBART, "t5:size=tiny") for plan, devices in FSDP),
     (LLAMA, "data_parallel:2 x tensor_parallel", 8),
 ]
 PRODUCTS = ["interleaved:2 x zero:2,stage=1", "data_parallel:2 x chimera:2", "zb_h1:2 x tensor_parallel:2",
