@@ -17,7 +17,7 @@ from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime import split_backward as halves
 from superscaler.runtime.optimizer import Scaler, laid_out, optimizer_of
-from superscaler.runtime.saved_tensors import Copies, RegatheredTensors
+from superscaler.runtime.saved_tensors import Copies, RegatheredTensors, storage_of
 
 Box = Sequence[Sequence[int]]
 # The edges of saved outputs, the aliases that want a gradient, and whether that is float32.
@@ -342,7 +342,7 @@ class Rank:
 
 def _on(leaf: Tensor, x: Tensor) -> Tensor:
     """Return an input whose gradient goes to a leaf."""
-    if leaf.data_ptr() == x.data_ptr():
+    if storage_of(leaf) == storage_of(x):
         return leaf
     alias = leaf.view_as(leaf)
     alias.data = x

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import wraps
 
 from torch import Tensor
 
@@ -14,27 +15,33 @@ from superscaler.runtime import functional
 from superscaler.runtime.step import modules
 
 
-def callables(
-    model: Model, functions: Sequence[Function], device: str = "cpu", step: int = 0
-) -> list[Callable[..., Sequence[Tensor]]]:
-    """Return functions of a model as they are emitted, with the random numbers of a step, on a device."""
-    text, names = emit_segments(Program(model, tuple(functions), ()))
+def callables(program: Program, device: str = "cpu", step: int = 0) -> list[Callable[..., tuple[Tensor, ...]]]:
+    """Return the functions of a program as they are emitted, with the random numbers of a step, on a device."""
+    text, names = emit_segments(program)
     code = modules({"segments.py": text})["segments"]
 
-    def bound(function: Function, name: str) -> Callable[..., Sequence[Tensor]]:
+    def bound(function: Function, name: str) -> Callable[..., tuple[Tensor, ...]]:
         boxes = [box for op, box in zip(function.ops, function.boxes, strict=True) if op.target in RANDOM]
-        draws = draws_of(model, function, boxes)
+        draws = draws_of(program.model, function, boxes)
 
         def random(k: int) -> Tensor:
             d = draws[k]
             return functional.draw(0, step, d.op, d.box, d.extents, device).reshape(d.shape)
 
         pairs = zip(function.ops, function.boxes, strict=True)
-        parts = [part for op, box in pairs for part in parts_of(op, box, model.tensors).values()]
+        parts = [part for op, box in pairs for part in parts_of(op, box, program.model.tensors).values()]
         extra = [random] * bool(draws) + [parts] * bool(parts)
-        return lambda *inputs: getattr(code, name)(*inputs, *extra)
+        run = getattr(code, name)
 
-    return list(map(bound, functions, names))
+        # With its name, and the gradients that it needs.
+        @wraps(run)
+        def called(*inputs: Tensor) -> tuple[Tensor, ...]:
+            made: tuple[Tensor, ...] = run(*inputs, *extra)
+            return made
+
+        return called
+
+    return list(map(bound, program.functions, names))
 
 
 def whole(model: Model) -> tuple[Model, Function, list[tuple[str, bool]]]:

@@ -7,8 +7,8 @@ from itertools import compress
 
 from superscaler.ir import program as p
 from superscaler.ir.mask import extents
-from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Task, Value
-from superscaler.simulate.kernels import Kernel, Meta, Segment, Segments, input_metas, output_metas
+from superscaler.ir.program import Backward, Device, Forward, Instruction, Program, Value
+from superscaler.simulate.kernels import Kernel, Meta, Segments, input_metas, output_metas
 
 Kernels = Sequence[Kernel]
 
@@ -46,16 +46,7 @@ class _Device:
             tensor = self.tensors[weight.tensor]
             self.metas[weight.name] = tensor.local_shape(extents(weight.box)), tensor.dtype
         self.forwards = {i.task: i for i in code if isinstance(i, Forward)}
-        self.backwards: dict[Task, list[Backward]] = {}
-        for i in code:
-            if isinstance(i, Backward):
-                self.backwards.setdefault(i.task, []).append(i)
-
-    def segment(self, task: Task) -> Segment:
-        """Return what a task runs."""
-        halves = self.backwards.get(task, [])
-        first = tuple(total is not None for total in _ends(halves[0])) if len(halves) > 1 else ()
-        return self.works.segments.of(self.forwards[task], halves[-1] if halves else None, first)
+        self.segments = works.segments.tasks(code)
 
     def kernels(self, i: Instruction) -> Kernels:
         """Return the kernels of an instruction, and note what it makes."""
@@ -65,7 +56,7 @@ class _Device:
                 metas[i.out] = self.tensors[i.tensor].local_shape(extents(i.box)), self.tensors[i.tensor].dtype
             case Forward():
                 metas.update(zip(i.outputs, self.works.metas(i.function)[1], strict=True))
-                return self.segment(i.task).forward.kernels
+                return self.segments[i.task].forward.kernels
             case Backward():
                 return self._backward(i)
             case p.Slice():
@@ -94,7 +85,7 @@ class _Device:
         return ()
 
     def _backward(self, i: Backward) -> Kernels:
-        segment, forward = self.segment(i.task), self.forwards[i.task]
+        segment, forward = self.segments[i.task], self.forwards[i.task]
         kernels = segment.backward[-1 if i.half == "weight" else 0].kernels if segment.backward else ()
         aliases = compress(self.works.metas(forward.function)[0], forward.grads)
         wides = i.wide or (False,) * len(i.outputs)
@@ -114,12 +105,6 @@ class _Device:
         states = weights * (2 if name.startswith("adam") else 1)
         fused = [Kernel(f"_fused_{name}_", (*weights, *weights, *states), (*weights, *states))] if weights else []
         return (*casts, *fused, *buffers)
-
-
-def _ends(backward: Backward) -> list[Value | None]:
-    """Return, for each gradient, the value or the sum that it becomes, None if this half does not make it."""
-    sums = backward.sums or (None,) * len(backward.outputs)
-    return [out or total for out, total in zip(backward.outputs, sums, strict=True)]
 
 
 def _copied(meta: Meta) -> Kernel:

@@ -16,7 +16,7 @@ from superscaler.errors import RuntimeFailure
 from superscaler.frontend.oracle import dense, largest, largest_gap
 from superscaler.ir.mask import Box, Mask, extents
 from superscaler.ir.model import Model, Op, unread_twins
-from superscaler.ir.program import Forward
+from superscaler.ir.program import Forward, Program
 from superscaler.materialize.local_tensors import task
 from superscaler.ops.call import ranges
 from superscaler.runtime.executor import take
@@ -58,7 +58,7 @@ def model_step(model: Model, known: Values, step: int = 0) -> tuple[Values, Valu
     model, function, reads = whole(model)
     made = function.outputs
     leaves = {name: known[name].detach().clone().requires_grad_() for name, wants in reads if wants}
-    (run,) = callables(model, [function], step=step)
+    (run,) = callables(Program(model, (function,), ()), step=step)
     outputs = run(*(leaves[n] if wants else known[n] for n, wants in reads))
     found = dict(zip(made, outputs, strict=True))
     wanted = {n: t for n, t in {**found, **leaves}.items() if t.requires_grad}
@@ -169,7 +169,7 @@ class _Search:
         function = self.exact.program.functions[ran.function]
         every = [(op, j) for op in function.ops for j in range(len(op.outputs))]
         shown = replace(function, outputs=tuple(op.outputs[j].tensor for op, j in every))
-        (run,) = callables(self.model, [shown])
+        (run,) = callables(Program(self.model, (shown,), ()))
         made = run(*(x for x in event.given if x is not None))
         at = segment.keys.index(node.key)
         for (op, j), tensor in zip(every, made, strict=True):
