@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Links
+from superscaler.cluster.devices import PRESETS, DeviceKind
+from superscaler.cluster.links import LINKS, LOCAL, Links
 from superscaler.cluster.mesh import Mesh
 from superscaler.cluster.seconds import Way, Wiring, least, lines, ways
 from superscaler.errors import InputError, unknown

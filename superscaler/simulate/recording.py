@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace != "prim":
             results, name = _tensors(made), func.name().partition("::")[2]
             if not func.is_view and name not in _EMPTY:
-                self.kernels.append(Kernel(name, _metas(_tensors((args, kwargs))), _metas(results)))
+                self.kernels.append(kernel_of(func, args, kwargs, made))
             for x in results:
                 # Leaves without memory are one number each.
                 self._count(x, 0 if name == "new_empty" else x.untyped_storage().nbytes())
@@ -159,6 +159,14 @@ def _line(frame: FrameType | None) -> str:
     while at and " = " not in lines[at]:
         at -= 1
     return str(lines[at].partition(" = ")[0].strip())
+
+
+def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:
+    """Return the kernel of a call of an operator, and what it made."""
+    names = (a.name for a in func._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    name, causal = func.name().partition("::")[2], bool(given.get("is_causal"))
+    return Kernel(name, _metas(_tensors((args, kwargs))), _metas(_tensors(made)), causal)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -26,11 +26,15 @@ def block(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel that runs: the name of the aten operator (`mm`, `add.Tensor`), the tensors that it reads and makes."""
+    """A kernel that runs: the name of the aten operator (`mm`, `add.Tensor`), the tensors that it reads and makes.
+
+    `causal`: attention in which a query sees no later key.
+    """
 
     name: str
     inputs: tuple[Meta, ...]
     outputs: tuple[Meta, ...]
+    causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
