@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 outputs = rank.forward(_TASK, run, inputs, call.tape, again=call.again)
             forward = self._work(0, 0, 0)
-            results = tuple(map(self._number, outputs))
+            results, sizes = tuple(map(self._number, outputs)), tuple(x.nbytes for x in outputs)
             saved = run.__dict__.get("saved")
             ends = outputs if saved is None else [outputs[k] for k in saved]
             is_given = call.given or (True,) * len(ends)
@@ -75,13 +75,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own = {self._number(x) for x in (*given, *again) if x is not None}
             numbers = tuple(-1 if x is None else self._number(x) for x in given)
             del inputs, outputs, ends, x
-            tapes, backward, gradients, sums = [self._tape(own)], list[Work](), list[dict[int, int]](), dict[int, int]()
+            tapes, backward, gradients = [self._tape(own)], list[Work](), list[dict[int, int]]()
+            elements = dict[int, int]()
             for half in self._halves(rank, call):
                 kernels, levels, alive = len(self.kernels), len(self.levels), self.alive
                 with self:
                     numbered = half(given, again)
                 backward.append(self._work(kernels, levels, alive))
-                sums |= {n: block(x.nbytes) for n, x in numbered.items()}
+                elements |= {n: x.nbytes for n, x in numbered.items()}
                 gradients.append({n: self._number(x) for n, x in numbered.items()})
                 given, numbered = [], {}
                 tapes.append(self._tape(set()))
@@ -91,9 +92,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(tapes[: max(1, len(backward))]),
             tuple(self.sizes),
             results,
+            sizes,
             numbers,
             tuple(gradients),
-            sums,
+            elements,
         )
 
     def _halves(self, rank: Rank, call: Call) -> list[Callable[[Any, Any], dict[int, Tensor]]]:

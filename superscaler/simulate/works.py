@@ -48,7 +48,7 @@ class Work:
     kernels: tuple[Kernel, ...]
     levels: tuple[int, ...]
     ended: Mapping[int, int]
-    _peaks: dict[frozenset[int], int] = field(default_factory=dict, compare=False, repr=False)
+    _peaks: dict[frozenset[tuple[int, int]], int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def peak(self) -> int:
@@ -57,7 +57,7 @@ class Work:
 
     def peak_of(self, sizes: Mapping[int, int]) -> int:
         """Return the most bytes beside those before, if nothing else holds the storages of these sizes."""
-        key = frozenset(sizes)
+        key = frozenset(sizes.items())
         if key not in self._peaks:
             freed = sorted((self.ended[n], size) for n, size in sizes.items() if n in self.ended)
             most = less = 0
@@ -89,10 +89,10 @@ class Segment:
     backward   no work without a tape, one, or two where the backward is split
     tapes      after the forward, and between two halves
     sizes      the bytes of each storage with a number
-    results    the number of the storage of each result
+    results    the number of the storage of each result; `bytes`: of its elements
     given      the number of the storage of each given gradient
     gradients  for each work of the backward, the storage of each gradient that it makes, by the number of the alias
-    sums       the bytes of a sum of these gradients, by the number of the alias
+    elements   the bytes of the elements of these gradients, by the number of the alias
     """
 
     forward: Work
@@ -100,9 +100,10 @@ class Segment:
     tapes: tuple[Tape, ...]
     sizes: tuple[int, ...]
     results: tuple[int, ...]
+    bytes: tuple[int, ...]
     given: tuple[int, ...]
     gradients: tuple[Mapping[int, int], ...]
-    sums: Mapping[int, int]
+    elements: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
