@@ -133,12 +133,13 @@ def gathered(plan: Plan) -> int:
     sizes: dict[Value, int] = {}
     tapes: dict[Any, dict[Value, int]] = {}
     most = 0
-    for i in plan.compiled.program.devices[0].instructions:
+    program = plan.compiled.program
+    for i in program.devices[0].instructions:
         if isinstance(i, Collective) and i.kind == "all_gather":
             sizes |= {work: 4 * prod(way.shape) for work, way in zip(i.works, i.ways, strict=True)}
         elif isinstance(i, Wait) and i.work in sizes:
             sizes[i.out] = sizes.pop(i.work)
-        elif isinstance(i, Forward) and any(i.grads):
+        elif isinstance(i, Forward) and program.functions[i.function].grads:
             tapes[i.task] = {value: sizes[value] for value in i.inputs if value in sizes}
         elif isinstance(i, Backward):
             del tapes[i.task]

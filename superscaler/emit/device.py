@@ -317,9 +317,8 @@ class _Writer:
             extra = f", draws={self.number('draws', lambda j: (j.function, tuple(draws(j.at))))}"
         if self._parts(i):
             extra += f", parts={self.number('parts', self._parts)}"
-        extra += f", again={i.again}" if i.again else ""
         inputs = self.tuple_of(i.inputs)
-        tape = "" if any(i.grads) else ", tape=False"
+        tape = "" if self._function(i).grads else ", tape=False"
         return f"{left}rt.forward({self._task(i)}, {function}, {inputs}{tape}{extra})"
 
     def _parts(self, i: p.Forward) -> tuple[Box, ...]:

@@ -271,6 +271,15 @@ class Model:
         return found
 
     @cached_property
+    def from_weights(self) -> frozenset[str]:
+        """Return the weights that are updated, and the tensors that are made of weights alone, such as casts."""
+        return frozenset(o.tensor for op in self.ops if op.from_weights for o in op.outputs)
+
+    def is_widened(self, tensor: str) -> bool:
+        """Return whether the gradient of a tensor becomes float32: it is a half, and a weight or made of weights."""
+        return tensor in self.from_weights and self.tensors[tensor].wide_dtype != self.tensors[tensor].dtype
+
+    @cached_property
     def forward_ops(self) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.is_forward)
 

@@ -135,28 +135,22 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a part of a segment: `function` on detached aliases of `inputs`.
-
-    `at`: the start of the part on each coordinate of the function. `grads`: which aliases want a gradient. `saved`: the
-    numbers of the outputs whose gradients come back. `again`: the numbers of the regathered weights, which are not kept
-    but given to the backward.
+    """Run a part of a segment: `function` on detached aliases of `inputs`. `at`: the start of the part on each
+    coordinate of the function.
     """
 
     task: Task
     function: int
     at: Annotated[Shape, Role.EVEN]
     inputs: Reads
-    grads: tuple[bool, ...]
     outputs: Writes
-    saved: tuple[int, ...]
-    again: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
     """Run the mirror of a part: gradients of its saved outputs (None: nobody read them) to gradients of its aliases
     (None: nobody reads them). Gradients of weights are added to their `sums` over parts and microbatches where these
-    exist; then they are no outputs. `wide`: which gradients become float32.
+    exist; then they are no outputs. `again`: the regathered inputs, which the tape did not keep.
 
     In a split backward, `half` is `input` (it keeps the tensors that the other half needs) or `weight` (it is given
     nothing more).
@@ -165,7 +159,6 @@ class Backward:
     task: Task
     gradients: Gaps
     outputs: Annotated[tuple[Value | None, ...], Role.WRITE]
-    wide: tuple[bool, ...] = ()
     half: str = ""
     again: Reads = ()
     sums: Sums = ()
@@ -388,7 +381,9 @@ class Function:
     """The ops of a segment with the box of each on a part. Emit turns it into source, once per distinct text.
 
     Parts of equal sizes share a function: in a part that starts `at` some numbers, index k of an op starts at the one
-    that `coordinates` names.
+    that `coordinates` names. `grads`: the numbers of the inputs that want a gradient. `wide`: of those whose gradient
+    becomes float32. `again`: of those that are regathered for the backward. `saved`: the numbers of the outputs whose
+    gradients come back.
     """
 
     ops: tuple[Op, ...]
@@ -398,6 +393,10 @@ class Function:
     outputs: tuple[str, ...]
     module: str
     coordinates: tuple[tuple[int, ...], ...] = ()
+    grads: tuple[int, ...] = ()
+    wide: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
 
     def boxes_at(self, at: Sequence[int], targets: Container[str] | None = None) -> list[Box]:
         """Return the box of each op (with one of `targets`) in a part that starts `at` these numbers."""

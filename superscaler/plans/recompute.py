@@ -37,8 +37,7 @@ def _full(graph: Graph) -> list[list[Op]]:
 
 def _attention(graph: Graph) -> list[list[Op]]:
     """Return a region for each product of activations that does not lead to another one alone."""
-    weights = graph.model.weights
-    weights |= {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
+    weights = graph.model.weights | graph.model.from_weights
     own = {op.name: op for op in graph.forward_ops if not op.flops or weights.isdisjoint(o.tensor for o in op.inputs)}
     found: list[list[Op]] = []
     for op in reversed(own.values()):

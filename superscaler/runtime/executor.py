@@ -112,18 +112,15 @@ class Rank:
         tape: bool = True,
         draws: int | None = None,
         parts: int | None = None,
-        again: Sequence[int] = (),
     ) -> Tensors:
-        """Run a segment on detached aliases and return detached outputs.
-
-        A tape stays under `tag`, without the inputs `again`, which the backward is given.
-        """
+        """Run a segment on detached aliases and return detached outputs. A `tape` stays under `tag`."""
         needs = function.__dict__
         wants = [tape and needs.get("wants", (True,) * len(inputs))[n] for n in range(len(inputs))]
         leaves = [self._leaf(x) if wanted else x.detach() for x, wanted in zip(inputs, wants, strict=True)]
         extra: list[Any] = [] if draws is None else [self.random(draws)]
         extra += [] if parts is None else [self.tables["parts"][parts]]
-        dropped = RegatheredTensors([inputs[n] for n in again]) if again else None
+        again = [inputs[n] for n in needs.get("again", ())] if tape else []
+        dropped = RegatheredTensors(again) if again else None
         with torch.set_grad_enabled(tape), dropped.hooks() if dropped else nullcontext():
             outputs = function(*map(_on, leaves, inputs), *extra)
         if dropped is not None:

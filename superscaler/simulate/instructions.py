@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 
 from superscaler.ir import program as p
 from superscaler.ir.mask import extents
@@ -87,9 +86,8 @@ class _Device:
     def _backward(self, i: Backward) -> Kernels:
         segment, forward = self.segments[i.task], self.forwards[i.task]
         kernels = segment.backward[-1 if i.half == "weight" else 0].kernels if segment.backward else ()
-        aliases = compress(self.works.metas(forward.function)[0], forward.grads)
-        wides = i.wide or (False,) * len(i.outputs)
-        made = [(shape, "float32" if wide else dtype) for (shape, dtype), wide in zip(aliases, wides, strict=True)]
+        function, (inputs, *_) = self.works.program.functions[forward.function], self.works.metas(forward.function)
+        made = [(inputs[n][0], "float32" if n in function.wide else inputs[n][1]) for n in function.grads]
         self.metas |= {out: meta for out, meta in zip(i.outputs, made, strict=True) if out is not None}
         totals = [(total, meta) for total, meta in zip(i.sums, made, strict=False) if total is not None]
         added = [_added(meta) if total in self.metas else _copied(meta) for total, meta in totals]

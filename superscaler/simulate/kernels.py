@@ -32,7 +32,7 @@ class Segments:
             sums = backward.sums or (None,) * len(backward.outputs)
             made = zip(backward.outputs, sums, strict=True)
             first = tuple(n for n, pair in enumerate(made) if backward.half and pair != (None, None))
-        key = forward.function, Call(any(forward.grads), forward.again, given, first)
+        key = forward.function, Call(bool(self.program.functions[forward.function].grads), given, first)
         if key not in self._calls:
             self._calls[key] = self._segment(*key)
         return self._calls[key]

@@ -64,14 +64,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for x in inputs:
                 self._number(x)
             with self:
-                outputs = rank.forward(_TASK, run, inputs, call.tape, again=call.again)
+                outputs = rank.forward(_TASK, run, inputs, call.tape)
             forward = self._work(0, 0, 0)
             results, sizes = tuple(map(self._number, outputs)), tuple(x.nbytes for x in outputs)
             saved = run.__dict__.get("saved")
             ends = outputs if saved is None else [outputs[k] for k in saved]
             is_given = call.given or (True,) * len(ends)
             given = [torch.empty_like(x) if g else None for x, g in zip(ends, is_given, strict=True)]
-            again = [torch.empty_like(inputs[n]) for n in call.again]
+            again = [torch.empty_like(inputs[n]) for n in run.__dict__.get("again", ()) if call.tape]
             own = {self._number(x) for x in (*given, *again) if x is not None}
             numbers = tuple(-1 if x is None else self._number(x) for x in given)
             del inputs, outputs, ends, x

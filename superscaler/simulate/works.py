@@ -108,11 +108,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a function is called: with a tape or without, the inputs that the tape does not keep, which gradients are
-    given, and which aliases have theirs from the first of two halves (none: there is one).
+    """How a function is called: with a tape or without, which gradients are given, and which aliases have theirs from
+    the first of two halves (none: there is one).
     """
 
     tape: bool
-    again: tuple[int, ...] = ()
     given: tuple[bool, ...] = ()
     first: tuple[int, ...] = ()
