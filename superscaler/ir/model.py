@@ -131,7 +131,8 @@ class Op:
     product. `passes`: for a factor, the set of inputs whose value is a sum over that factor; cutting an op without the
     factor splits that value.
 
-    `origin`: the op that this one recomputes; `region`: the ops that are recomputed together; `checkpoint`: the region
+    `origin`: the op that this one recomputes; `region`: the ops that are recomputed together, of regions in regions the
+    innermost for an op, and for a recomputed op the one with which it runs; `checkpoint`: the region
     of the model's own `torch.utils.checkpoint`. `split`: mirrors of ops with the same split run in two halves,
     gradients of activations first, then those of weights. `regather`: ops with the same one keep no weights for their
     mirrors. `iteration`: the iteration of the step (`Graph.unroll`).
@@ -271,17 +272,17 @@ class Model:
         return found
 
     @cached_property
-    def from_weights(self) -> frozenset[str]:
-        """Return the weights that are updated, and the tensors that are made of weights alone, such as casts."""
-        return frozenset(o.tensor for op in self.ops if op.from_weights for o in op.outputs)
-
-    def is_widened(self, tensor: str) -> bool:
-        """Return whether the gradient of a tensor becomes float32: it is a half, and a weight or made of weights."""
-        return tensor in self.from_weights and self.tensors[tensor].wide_dtype != self.tensors[tensor].dtype
-
-    @cached_property
     def forward_ops(self) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.is_forward)
+
+    @cached_property
+    def twins(self) -> Mapping[str, tuple[Op, ...]]:
+        """Return, for each op that is recomputed, its recomputed ops, those of outer regions first."""
+        found: dict[str, tuple[Op, ...]] = {}
+        for op in self.ops:
+            if op.origin:
+                found[op.origin] = (*found.get(op.origin, ()), op)
+        return found
 
     def origin(self, tensor: str) -> str:
         """Return the pTensor of which a tensor is a recomputed value or a copy; the tensor itself if it is neither."""
@@ -405,14 +406,14 @@ def unread_twins(model: Model) -> frozenset[str]:
 
 def without_twins(model: Model) -> Model:
     """Return the model without recomputed ops, copies, split backwards and older versions of weights."""
-    twins, versions = {op.origin: op for op in model.ops if op.origin}, model.versions
+    mirrored, versions = {op.origin or op.name for op in model.ops if op.has_mirror}, model.versions
 
     def plain(op: Op) -> Op:
         inputs = op.inputs
         if any(model.tensors[o.tensor].origin for o in inputs):
             inputs = tuple(replace(o, tensor=model.origin(o.tensor)) for o in inputs)
-        mirrored = twins.get(op.name, op).has_mirror
-        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=mirrored, inputs=inputs)
+        has_mirror = op.name in mirrored
+        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=has_mirror, inputs=inputs)
 
     kept = (op for op in model.ops if not (op.origin or op.is_copy))
     kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))

@@ -23,11 +23,6 @@ def _gpt(name: str, options: Options) -> Values:
     return _causal(name, options) | dict.fromkeys(("bos_token_id", "eos_token_id"), options["vocab"] - 1)
 
 
-def _gpt3(name: str, options: Options) -> Values:
-    # The library's own GELU for GPT-2 has the same values, in eight kernels that keep five tensors.
-    return _gpt(name, options) | {"activation_function": "gelu_pytorch_tanh"}
-
-
 def _llama(name: str, options: Options, theta: float = 500000.0) -> Values:
     found = _causal(name, options)
     check_divides(name, "hidden", "heads", options)
@@ -143,7 +138,7 @@ FAMILIES: Mapping[str, Family] = {
         "6.7b": {"layers": 32, "hidden": 4096, **_LONG},
         "15b": {"layers": 48, "hidden": 5120, **_LONG},
         "175b": {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048, **_GPT3},
-    }, _gpt3, _GPT2_NAMES),
+    }, _gpt, _GPT2_NAMES),
     # The next token: the shape of Llama 3.2 1B (1.24 billion parameters), those of Llama 3.1 for 8b and 70b.
     "llama": from_library("LlamaConfig", "LlamaForCausalLM", "1b", {
         "tiny": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "mlp": 256, "tied": False,

@@ -17,7 +17,7 @@ from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime import split_backward as halves
 from superscaler.runtime.optimizer import Scaler, laid_out, optimizer_of
-from superscaler.runtime.saved_tensors import Copies, RegatheredTensors, storage_of
+from superscaler.runtime.saved_tensors import Copies, RegatheredTensors
 
 Box = Sequence[Sequence[int]]
 # The edges of saved outputs, the aliases that want a gradient, and whether that is float32.
@@ -112,15 +112,18 @@ class Rank:
         tape: bool = True,
         draws: int | None = None,
         parts: int | None = None,
+        again: Sequence[int] = (),
     ) -> Tensors:
-        """Run a segment on detached aliases and return detached outputs. A `tape` stays under `tag`."""
+        """Run a segment on detached aliases and return detached outputs.
+
+        A tape stays under `tag`, without the inputs `again`, which the backward is given.
+        """
         needs = function.__dict__
         wants = [tape and needs.get("wants", (True,) * len(inputs))[n] for n in range(len(inputs))]
         leaves = [self._leaf(x) if wanted else x.detach() for x, wanted in zip(inputs, wants, strict=True)]
         extra: list[Any] = [] if draws is None else [self.random(draws)]
         extra += [] if parts is None else [self.tables["parts"][parts]]
-        again = [inputs[n] for n in needs.get("again", ())] if tape else []
-        dropped = RegatheredTensors(again) if again else None
+        dropped = RegatheredTensors([inputs[n] for n in again]) if again else None
         with torch.set_grad_enabled(tape), dropped.hooks() if dropped else nullcontext():
             outputs = function(*map(_on, leaves, inputs), *extra)
         if dropped is not None:
@@ -339,7 +342,7 @@ class Rank:
 
 def _on(leaf: Tensor, x: Tensor) -> Tensor:
     """Return an input whose gradient goes to a leaf."""
-    if storage_of(leaf) == storage_of(x):
+    if leaf.data_ptr() == x.data_ptr():
         return leaf
     alias = leaf.view_as(leaf)
     alias.data = x

@@ -141,7 +141,7 @@ class PlanHead(Head):
     """The types of plan.json."""
 
     NAME = PLAN_FILE
-    VERSION = 3
+    VERSION = 2
     DIFFERS = "is not what compile wrote there"
     REMEDY = REWRITE
 

@@ -19,7 +19,7 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Graph, Group, Order
 from superscaler.ir.grid import HOSTS, Grid, Ints
 from superscaler.ir.model import Model, Op
-from superscaler.ir.program import Function, Program
+from superscaler.ir.program import Function
 from superscaler.runtime.executor import take
 from superscaler.schedule.fold import leaves, restrict
 from superscaler.simulate.callables import callables
@@ -220,8 +220,7 @@ def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tupl
         box = tuple((0, i.size) for i in op.indices)
         functions.append(Function((op,), (box,), names, {(op.name, k): k for k in range(len(names))}, made, ""))
     found: list[tuple[Op, list[Shape] | None]] = []
-    runs = callables(Program(small, tuple(functions), ()), "meta")
-    for op, function, run in zip(chosen, functions, runs, strict=True):
+    for op, function, run in zip(chosen, functions, callables(small, functions, "meta"), strict=True):
         shapes = _shapes(small, function, run)
         if shapes == [small.tensors[o.tensor].shape for o in op.outputs]:
             continue
