@@ -26,6 +26,7 @@ MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
 
 _LATER = re.compile(r"\+\d+$")
 _BITS = re.compile(r"\d+")
+_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class PTensor:
     @property
     def wide_dtype(self) -> str:
         """Return the dtype in which many values of this tensor are added: float32 for halves."""
-        return "float32" if self.dtype in ("float16", "bfloat16") else self.dtype
+        return "float32" if self.dtype in _HALVES else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +228,29 @@ class Op:
 class Optimizer:
     """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes.
 
-    `scaler` is the state of the `torch.amp.GradScaler` that scales the loss, empty without one.
+    `scaler` is the state of the `torch.amp.GradScaler` that scales the loss, empty without one. `precision`: "bf16" or
+    "fp16" where it updates float32 copies of weights in that dtype, else "".
     """
 
     name: str
     groups: tuple[tuple[tuple[str, Any], ...], ...]
     scaler: tuple[tuple[str, float], ...] = ()
+    precision: str = ""
+
+    def has_copy(self, dtype: str) -> bool:
+        """Return whether a weight of a dtype has a float32 copy, which is updated in its place."""
+        return bool(self.precision) and dtype in _HALVES
+
+    def state_bytes(self, dtype: str) -> int:
+        """Return the bytes of state for each element of a weight of a dtype, its copy included.
+
+        >>> adam = Optimizer("AdamW", (), precision="bf16")
+        >>> adam.state_bytes("float32"), adam.state_bytes("bfloat16")
+        (8, 12)
+        """
+        more = any(dict(group).get("momentum") or dict(group).get("amsgrad") for group in self.groups)
+        count = 2 * (self.name in ("Adam", "AdamW")) + more + self.has_copy(dtype)
+        return count * width("float32" if self.has_copy(dtype) else dtype)
 
 
 @dataclass(frozen=True)
