@@ -66,7 +66,6 @@ PLANS: dict[str, tuple[int, int, bool, str | SProgram]] = {
     "blocks computed again": (1, 1, False, "recompute"),
     "attention computed again": (1, 1, False, "recompute:what=attention"),
     "runs of sqrt(blocks)": (1, 1, False, "chain_recompute:every=sqrt"),
-    "runs, and blocks of a run": (1, 1, False, "recompute:levels=2"),
     "co-shard in 2": (1, 1, False, "co_shard:parts=2"),
     "co-shard in 4": (1, 1, False, "co_shard:parts=4"),
     "data parallel": (4, 1, False, "data_parallel"),
@@ -134,12 +133,13 @@ def gathered(plan: Plan) -> int:
     sizes: dict[Value, int] = {}
     tapes: dict[Any, dict[Value, int]] = {}
     most = 0
-    for i in plan.compiled.program.devices[0].instructions:
+    program = plan.compiled.program
+    for i in program.devices[0].instructions:
         if isinstance(i, Collective) and i.kind == "all_gather":
             sizes |= {work: 4 * prod(way.shape) for work, way in zip(i.works, i.ways, strict=True)}
         elif isinstance(i, Wait) and i.work in sizes:
             sizes[i.out] = sizes.pop(i.work)
-        elif isinstance(i, Forward) and any(i.grads):
+        elif isinstance(i, Forward) and program.functions[i.function].grads:
             tapes[i.task] = {value: sizes[value] for value in i.inputs if value in sizes}
         elif isinstance(i, Backward):
             del tapes[i.task]
@@ -185,7 +185,7 @@ def formulas(graph: ss.Graph, devices: int, shard: int, is_reduced: bool, name: 
         found["weights"] = 4 * (psi - inside + 2 * inside / count if again else psi)
     if "accumulation" in name:
         found["gradients"] = 4 * psi / (shard if is_reduced else 1)
-    if (again or name.startswith("co-shard")) and devices == 1:
+    if again and devices == 1:
         found["blocks"] = 4 * count * edge
     return found
 

@@ -23,6 +23,8 @@ from superscaler.report import words as explain
 from superscaler.report.facts import account, manifest, summary
 from superscaler.report.picture import save
 from superscaler.runtime.step import Step, load
+from superscaler.simulate.predict import predict
+from superscaler.simulate.prediction import Prediction
 from superscaler.specs.arguments import checked
 from superscaler.store.folder import named_path
 from superscaler.timing import timed
@@ -84,6 +86,13 @@ class Plan:
         values = initial_values(model, self.compiled.graph.captured.values, seed)
         return write(self.compiled, folder, values, seed)
 
+    def simulate(self, capacity: int | None = None) -> Prediction:
+        """Return the predicted seconds and bytes of a step. `capacity`: bytes of a device, in place of the cluster's.
+
+        Raises InputError where nothing is known about the devices of the cluster.
+        """
+        return predict(self.compiled.program, self.compiled.cluster, capacity)
+
     def explain(self) -> str:
         """Return the plan in words: splits, weights and communication of each block; the order; the totals."""
         return explain.words(self._account)
@@ -138,7 +147,6 @@ def capture(
     cache: str | None = None,
     outputs: bool = False,
     check: bool = True,
-    precision: str | None = None,
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
@@ -146,8 +154,7 @@ def capture(
     gradient: None means inference, as for a frozen module and under `torch.no_grad()`. Then no gradient is computed,
     nothing is updated, and the step returns what the module returns, a loss too. With `outputs` a step that trains
     keeps what the module returns beside its loss. `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region
-    around this call); `scaler` scales the loss. `precision`, instead of autocast, is "bf16" or "fp16": a copy of the
-    module in that dtype is captured, and the optimizer updates float32 copies of its weights (docs/precision.md).
+    around this call); `scaler` scales the loss.
     `cache` is a name: what was captured under it from equal files, versions, options and shapes is read from disk.
     The name stands for what is in no file: give another one where the module is built with other options.
     `check` compares two steps of a copy of the module, run by torch, with the graph: `graph.captured.checked` says how
@@ -170,9 +177,8 @@ def capture(
     is_trained = optimizer is not None
     is_kept = outputs or not is_trained
     captured = capture_model(
-        module, args, kwargs, optimizer, autocast, scaler, cache, is_trained, is_kept=is_kept, check=check,
-        precision=precision,
-    )  # fmt: skip
+        module, args, kwargs, optimizer, autocast, scaler, cache, is_trained, is_kept=is_kept, check=check
+    )
     if captured.checked.startswith(SKIPPED):
         logging.getLogger(__name__).warning("capture: %s", captured.checked)
     return Graph(captured.model, captured)

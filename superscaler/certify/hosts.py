@@ -105,7 +105,7 @@ class Memories:
 
     def arrive(self, cohort: int, work: Value) -> tuple[Memory, ...]:
         """Return the memory of the result of a Wait."""
-        flight, memory = self._works[cohort, work]
+        flight, memory = self._works.pop((cohort, work))
         flight.is_awaited = True
         return memory
 

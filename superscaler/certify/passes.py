@@ -32,7 +32,6 @@ class _Tape:
     function: Segment
     at: Ints
     inputs: Sequence[Content]
-    run: Forward
     passed: Mapping[str, Passed]
     kept: tuple[Backward, Mapping[int, Addends]] | None = None
 
@@ -44,7 +43,6 @@ class Passes:
         self.program, self.model, self.functions = program, program.model, program.functions
         self.sums, self.kinds = sums, sums.kinds
         self.segments: dict[int, Segment] = {}
-        self.from_weights = {o.tensor for op in program.model.ops if op.from_weights for o in op.outputs}
         self.tapes: dict[tuple[int, Task], _Tape] = {}
         self.ran: set[tuple[int, Task]] = set()
 
@@ -69,8 +67,8 @@ class Passes:
         for tensor, content in zip(segment.function.outputs, made, strict=True):
             viewed = (memory for n in segment.views.get(tensor, ()) for memory in inputs[n].memory)
             content.memory = tuple(viewed) or (Memory(held=i),)
-        if any(i.grads):
-            self.tapes[key] = _Tape(segment, starts, inputs, i, passed)
+        if segment.function.grads:
+            self.tapes[key] = _Tape(segment, starts, inputs, passed)
         return made
 
     def _given(self, segment: Segment, n: int, content: Content, starts: Ints) -> Content:
@@ -154,12 +152,12 @@ class Passes:
         if tape is None or (tape.kept is None) == (i.half == "weight"):
             ran = "first half" if i.half == "weight" else "forward"
             raise Refusal(f"has no {ran} that ran before it and kept what it needs.")
-        count = len(i.gradients)
-        for n, content in zip(tape.run.again, read[count:], strict=True) if i.half != "weight" else ():
+        count, again = len(i.gradients), tape.function.function.again
+        for n, content in zip(again, read[count:], strict=True) if i.half != "weight" else ():
             assert content is not None
             self._given(tape.function, n, content, tape.at)
         for n, content in enumerate(tape.inputs):
-            if content.changed is not None and n not in tape.run.again:
+            if content.changed is not None and n not in again:
                 how = describe(self.program, content.changed)
                 raise Refusal(f"needs {kind_of(content)} as its forward read it, whose memory {how} has changed.")
         first, addends = tape.kept or (i, self._addends(tape, i, read[:count]))
@@ -171,11 +169,11 @@ class Passes:
 
     def _addends(self, tape: _Tape, i: Backward, read: Sequence[Content | None]) -> Mapping[int, Addends]:
         """Return the addends of a backward's results, by input, from its given gradients."""
-        segment, run = tape.function, tape.run
-        if len(i.gradients) != len(run.saved):
-            raise Refusal(f"is given {len(i.gradients)} gradients for {len(run.saved)} outputs.")
+        segment, saved = tape.function, tape.function.function.saved
+        if len(i.gradients) != len(saved):
+            raise Refusal(f"is given {len(i.gradients)} gradients for {len(saved)} outputs.")
         given: dict[str, Content] = {}
-        for number, name, content in zip(run.saved, i.gradients, read, strict=True):
+        for number, name, content in zip(saved, i.gradients, read, strict=True):
             tensor = segment.function.outputs[number]
             if name == ONE:
                 content = self._seed(tensor, segment.made(tensor, tape.at)[1])
@@ -191,9 +189,9 @@ class Passes:
 
     def _made(self, tape: _Tape, i: Backward, addends: Mapping[int, Addends]) -> Sequence[Content]:
         """Return the gradients made by a backward, or by half of one."""
-        segment, run = tape.function, tape.run
-        wanted = [n for n, wants in enumerate(run.grads) if wants]
-        if {len(i.outputs), len(i.wide) or len(wanted), len(i.sums) or len(wanted)} != {len(wanted)}:
+        function = tape.function.function
+        wanted = function.grads
+        if {len(i.outputs), len(i.sums) or len(wanted)} != {len(wanted)}:
             raise Refusal(f"makes {len(i.outputs)} gradients of {len(wanted)} aliases.")
         names = *i.outputs, *i.sums
         if any(out and total for out, total in zip(i.outputs, i.sums, strict=False)):
@@ -203,12 +201,9 @@ class Passes:
         found = []
         for k, (n, out) in enumerate(zip((*wanted, *wanted), names, strict=False)):
             k %= len(wanted)
-            spec = self.model.tensors[segment.function.inputs[n]]
-            is_wide = spec.name in self.from_weights and spec.wide_dtype != spec.dtype
-            if is_wide != bool(i.wide and i.wide[k]):
-                raise Refusal(f"{'does not make' if is_wide else 'makes'} the gradient of {spec.name} float32.")
+            spec = self.model.tensors[function.inputs[n]]
             if out is not None:
-                dtype = spec.wide_dtype if is_wide else spec.dtype
+                dtype = spec.wide_dtype if n in function.wide else spec.dtype
                 # A sum has memory of its own.
                 memory = (Memory(held=None if out in i.sums else i),)
                 content = Content(

@@ -72,17 +72,25 @@ class Segment:
             raise Refusal(f"runs a part that starts at {at[row, k]} of {whole[k]}, with a size of {size[k]}.", row)
         for n, at in enumerate(self.columns):
             self._check_following(n, starts[:, at])
-        if len(run.inputs) != len(self.function.inputs) or len(run.grads) != len(run.inputs):
+        if len(run.inputs) != len(self.function.inputs):
             raise Refusal(f"is given {len(run.inputs)} inputs of {len(self.function.inputs)}.")
         if len(run.outputs) != len(self.function.outputs):
             raise Refusal(f"makes {len(run.outputs)} outputs of {len(self.function.outputs)}.")
-        if any(not 0 <= k < len(run.outputs) for k in run.saved) or len(set(run.saved)) < len(run.saved):
-            raise Refusal(f"saves outputs {run.saved} of {len(run.outputs)}.")
-        for n, wants in enumerate(run.grads):
-            tensor = self.function.inputs[n]
-            has = self.model.tensors[tensor].requires_grad and any(op.has_mirror for op, _ in self.uses_of[n])
-            if wants != has:
-                raise Refusal(f"{'wants' if wants else 'does not want'} a gradient of {tensor}.")
+        saved, (grads, wide) = self.function.saved, self._gradients
+        if any(not 0 <= k < len(run.outputs) for k in saved) or len(set(saved)) < len(saved):
+            raise Refusal(f"saves outputs {saved} of {len(run.outputs)}.")
+        if self.function.grads != grads:
+            raise Refusal(f"wants gradients of inputs {self.function.grads}, not of {grads}.")
+        if self.function.wide != wide:
+            raise Refusal(f"makes the gradients of inputs {self.function.wide} float32, not of {wide}.")
+
+    @cached_property
+    def _gradients(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of the inputs that have a gradient, and of those whose gradient becomes float32."""
+        names, uses = self.function.inputs, self.uses_of
+        reaching = (n for n, name in enumerate(names) if self.model.tensors[name].requires_grad)
+        grads = tuple(n for n in reaching if any(op.has_mirror for op, _ in uses[n]))
+        return grads, tuple(n for n in grads if self.model.is_widened(names[n]))
 
     def _check_following(self, n: int, lo: Ints) -> None:
         """Raise Refusal unless what follows another index of op `n` is where that one says, for parts that start at

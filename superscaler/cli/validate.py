@@ -20,6 +20,14 @@ class Request(PlanRequest):
     plan: Annotated[str, option("--plan", "The plan of a model: see compile.", "PLAN")] = ""
     cluster: Annotated[str, option("--cluster", "The cluster of a model: see compile.", "CLUSTER")] = ""
 
+    def check_plan(self) -> None:
+        """Raise InputError unless a model has a plan and a cluster."""
+        for name in ("plan", "cluster"):
+            if not getattr(self, name):
+                raise InputError(
+                    f"{self.model} is no directory that can be read, so that it is a model; give --{name}, too."
+                )
+
 
 @command
 def validate(
@@ -42,11 +50,7 @@ def validate(
         printer.result = validate_directory(Path(request.model), manifest=not no_manifest)
         printer.show(f"the plan in {request.model} holds: its program is certified, and its files are what that says")
         return True
-    for name in ("plan", "cluster"):
-        if not getattr(request, name):
-            raise InputError(
-                f"{request.model} is no directory that can be read, so that it is a model; give --{name}, too."
-            )
+    request.check_plan()
     compiled, _ = request.compile()
     printer.result = compiled.validate()
     printer.show(compiled.summary(), "the plan holds: every part is covered, and no device waits forever")

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Links
+from superscaler.cluster.devices import PRESETS, DeviceKind
+from superscaler.cluster.links import LINKS, LOCAL, Links
 from superscaler.cluster.mesh import Mesh
-from superscaler.cluster.seconds import Wiring, least, lines
+from superscaler.cluster.seconds import Way, Wiring, least, lines, ways
 from superscaler.errors import InputError, unknown
 from superscaler.specs.arguments import checked
 from superscaler.specs.file_errors import reading
@@ -165,6 +166,13 @@ class Cluster:
         """
         ways = lines(self._wiring, kind, tuple(map(tuple, groups)))
         return min(max((latency + slope * size for latency, slope in way), default=0.0) for way in ways)
+
+    def way(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> Way:
+        """Return the way of `seconds`, with the ports of the cluster that each group uses. A group has two devices or
+        more, or is the pair of a device and its host.
+        """
+        found = ways(self._wiring, kind, tuple(map(tuple, groups)))
+        return min(found, key=lambda way: max(latency + slope * size for latency, slope in way.lines))
 
     def bound(self, kind: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Return seconds that no way of running the collectives of `seconds` can beat: bytes over bandwidth.

@@ -8,9 +8,19 @@ from dataclasses import asdict, fields, replace
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    StrictStr,
+    ValidationError,
+)
 
-from superscaler.cluster.links import LINKS, LOCAL, PRESETS, DeviceKind, Link, Links
+from superscaler.cluster.devices import PRESETS, Attention, DeviceKind, Speeds
+from superscaler.cluster.links import LINKS, LOCAL, Link, Links
 from superscaler.errors import InputError, unknown
 from superscaler.specs.yaml_file import parse
 
@@ -27,6 +37,14 @@ _Amount = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=F
 _Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
 
 
+def _two(value: object) -> object:
+    """Return a pair for a list, or for one number, which is then both."""
+    return tuple(value) if isinstance(value, list) else (value, value)
+
+
+_Pair = Annotated[tuple[_Amount, _Amount], BeforeValidator(_two)]
+
+
 class _Checked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -36,6 +54,13 @@ class LinkFile(_Checked):
 
     alpha: _Seconds | None = None
     bandwidth: _Amount | None = None
+
+
+class LineFile(_Checked):
+    """As a link, both numbers given."""
+
+    alpha: _Seconds
+    bandwidth: _Amount
 
 
 class LinksFile(_Checked):
@@ -49,11 +74,50 @@ class LinksFile(_Checked):
     nics: PositiveInt | None = None
 
 
+class AttentionFile(_Checked):
+    """The fields of `Attention`."""
+
+    rates: dict[PositiveInt, _Pair] = Field(min_length=1)
+    ramp: NonNegativeInt = 0
+    causal: _Amount = 1.0
+    tile: PositiveInt = 1
+
+
+class SpeedsFile(_Checked):
+    """The fields of `Speeds`. Tables are added to those of the preset."""
+
+    units: NonNegativeInt | None = None
+    products: dict[StrictStr, _Pair] | None = None
+    memory: _Pair | None = None
+    attention: dict[StrictStr, AttentionFile] | None = None
+    operators: dict[StrictStr, LineFile] | None = None
+    operands: _Seconds | None = None
+    floor: _Seconds | None = None
+    issue: _Seconds | None = None
+    fresh: _Seconds | None = None
+
+    def joined(self, known: Speeds | None, where: str) -> Speeds:
+        """Return the known speeds with those of the file in their place."""
+        given = ((name, getattr(self, name)) for name in self.model_fields_set)
+        found: dict[str, Any] = {name: value for name, value in given if value is not None}
+        for name, make in (("attention", Attention), ("operators", Link)):
+            found[name] = {key: make(**one.model_dump()) for key, one in found.get(name, {}).items()}
+        if known is not None:
+            for name in ("products", "attention", "operators"):
+                found[name] = {**getattr(known, name), **found.get(name, {})}
+            return replace(known, **found)
+        for name in ("products", "memory"):
+            if name not in found:
+                raise InputError(f"{where}: nothing is known about {LOCAL} devices; add device.speeds.{name} too.")
+        return Speeds(**{"units": 0, **found})
+
+
 class DeviceFile(_Checked):
-    """`memory` in bytes, `flops` per second by dtype."""
+    """`memory` in bytes, `flops` per second by dtype, `speeds` of kernels."""
 
     memory: Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_nan=False)] | None = None
     flops: dict[StrictStr, _Amount] | None = None
+    speeds: SpeedsFile | None = None
 
 
 class ClusterFile(_Checked):
@@ -74,13 +138,16 @@ class ClusterFile(_Checked):
 
     def _device(self, where: str) -> DeviceKind | None:
         known, given = PRESETS.get(self.preset), self.device
-        if given.memory is None and given.flops is None:
+        if not given.model_fields_set:
             return known
-        if known is None and (given.memory is None or given.flops is None):
-            missing = "memory" if given.memory is None else "flops"
-            raise InputError(f"{where}: nothing is known about {LOCAL} devices; add device.{missing} too.")
+        for name in ("memory", "flops"):
+            if known is None and getattr(given, name) is None:
+                raise InputError(f"{where}: nothing is known about {LOCAL} devices; add device.{name} too.")
         memory = known.memory if given.memory is None and known else int(given.memory or 0)
-        return DeviceKind(self.preset, memory, {**(known.flops if known else {}), **(given.flops or {})})
+        speeds = known.speeds if known else None
+        if given.speeds is not None:
+            speeds = given.speeds.joined(speeds, where)
+        return DeviceKind(self.preset, memory, {**(known.flops if known else {}), **(given.flops or {})}, speeds)
 
 
 def _links(known: Links, given: LinksFile) -> Links:
@@ -115,21 +182,33 @@ def write(preset: str, links: Links, device: DeviceKind | None) -> str:
     tree: dict[str, Any] = {"links": changed} if links != LINKS[preset] else {}
     if device is not None and device != PRESETS.get(preset):
         tree["device"] = {"memory": device.memory, "flops": dict(device.flops)}
+        own = PRESETS[preset].speeds if preset in PRESETS else None
+        if device.speeds is not None and device.speeds != own:
+            tree["device"]["speeds"] = _plain(asdict(device.speeds))
     text: str = yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=10**9)
     return text.strip().removeprefix("{").removesuffix("}")
 
 
+def _plain(value: Any) -> Any:
+    """Return a tree of dicts, with lists for tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [*map(_plain, value)] if isinstance(value, tuple) else value
+
+
 _STRANGE = ("extra_forbidden", "invalid_key")
 _MODELS: Mapping[str, type[_Checked]] = {
-    "links": LinksFile, "device": DeviceFile,
+    "links": LinksFile, "device": DeviceFile, "device.speeds": SpeedsFile,
     **{f"links.{name}": LinkFile for name in ("device", "pair", "intra", "network", "host")},
 }  # fmt: skip
+# Models of the rows of a table.
+_ROWS: Mapping[str, type[_Checked]] = {"device.speeds.attention": AttentionFile, "device.speeds.operators": LineFile}
 
 
 def _message(problem: Any) -> str:
     path = [str(key) for key in problem["loc"]]
     if problem["type"] in _STRANGE:
-        model = _MODELS.get(".".join(path[:-1]), ClusterFile)
+        model = _MODELS.get(".".join(path[:-1])) or _ROWS.get(".".join(path[:-2]), ClusterFile)
         return unknown("key", path[-1], model.model_fields) + (f" It is in {path[-2]}." if path[1:] else "")
     key = ".".join(path)
     if problem["type"] == "missing":

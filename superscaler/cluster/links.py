@@ -1,7 +1,7 @@
-"""The kinds of device and the links of a cluster by class, and what is known about those of the presets."""
+"""The links of a cluster by class, and what is known about those of the presets."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,8 @@ class Links:
         return server * per_server + place * nics // per_server, self.network.bandwidth
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceKind:
-    """A model of device. `memory` in bytes; `flops` per second at the dense peak, by dtype of the matrix products."""
-
-    name: str
-    memory: int
-    flops: Mapping[str, float] = field(hash=False)
-
-
 # Processes on this machine, on any device that torch finds: nothing is known about these beforehand.
 LOCAL = "local"
-GB = 10**9
 
 # Seconds and bytes per second. What NCCL's own cost model says is from src/graph/topo.h and src/graph/tuning.cc of
 # NVIDIA/nccl: an NVLink carries 20.0 GB/s of data one way on V100 and A100 and 20.6 on H100 (25 on the data sheets),
@@ -62,6 +52,7 @@ GB = 10**9
 _NVLINK, _NETWORK, _COPY, _HOST = 1.9e-6, 5.0e-6, 2.0e-6, 10e-6
 _HOPPER = 18 * 20.6e9  # 450 GB/s on the data sheet; 370 is what rings reach (NVIDIA/nccl-tests issue 212).
 _NVSWITCH = Link(_NVLINK, _HOPPER)
+_NVLINK_5 = Link(_NVLINK, 18 * 40.1e9)
 _H100 = Links(Link(_COPY, 3350e9 / 2), _NVSWITCH, _NVSWITCH, Link(_NETWORK, 48e9), None, Link(_HOST, 50e9))
 
 LINKS: Mapping[str, Links] = {
@@ -91,6 +82,9 @@ LINKS: Mapping[str, Links] = {
     "h100": _H100,
     # As H100, but for the memory: 4,800 GB/s on the data sheet, of which a copy reaches 4,300 (measured).
     "h200": replace(_H100, device=Link(_COPY, 4300e9 / 2)),
+    # NVLink 5, 18 links: NCCL counts 40.1 GB/s each (src/graph/topo.h), the data sheet 50. NIC and host as H100: DGX
+    # B200 data sheet. A copy reaches 6,000 GB/s of 7,700 (newmind.ai, 2025).
+    "b200": replace(_H100, device=Link(_COPY, 6000e9 / 2), pair=_NVLINK_5, intra=_NVLINK_5),
     # Two processes over gloo on two cores of a server CPU, measured by `superscaler doctor --measure` and rounded. The
     # network is an estimate: 10 Gbit/s Ethernet. Device and host are the same memory.
     "local": Links(
@@ -101,17 +95,4 @@ LINKS: Mapping[str, Links] = {
         nics=1,
         host=Link(3e-6, 30e9),
     ),
-}
-
-# Memory is the decimal size on the data sheet, which is a little less than what the driver reports. Peaks are dense,
-# without sparsity; float32 is the plain unit, not TF32.
-PRESETS: Mapping[str, DeviceKind] = {
-    # NVIDIA V100 Tensor Core GPU data sheet, SXM2, 32 GB. It has no bfloat16 unit.
-    "v100": DeviceKind("v100", 32 * GB, {"float16": 125e12, "float32": 15.7e12}),
-    # NVIDIA A100 Tensor Core GPU data sheet, SXM, 80 GB.
-    "a100": DeviceKind("a100", 80 * GB, {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}),
-    # NVIDIA H100 Tensor Core GPU data sheet, SXM, 80 GB; it prints the peak with sparsity, which is twice this.
-    "h100": DeviceKind("h100", 80 * GB, {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 67e12}),
-    # NVIDIA H200 Tensor Core GPU data sheet, SXM, 141 GB; same chip as the H100.
-    "h200": DeviceKind("h200", 141 * GB, {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 67e12}),
 }

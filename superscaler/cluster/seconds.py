@@ -15,6 +15,8 @@ from superscaler.errors import InputError, unknown
 Groups = tuple[tuple[int, ...], ...]
 # Seconds of latency, and seconds per byte.
 Line = tuple[float, float]
+# A part of the cluster that moves one byte after the other: its kind, and the number of its NIC or device.
+Port = tuple[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,20 @@ class _Use:
 _Members = Mapping[int, list[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run the collectives of several groups at once.
+
+    `lines` and `ports` of each group; `loads`: the seconds per byte for which all groups together keep a port busy.
+    `bytes` per byte of the source, by class of link: `server`, `network`, `host`.
+    """
+
+    lines: tuple[Line, ...]
+    ports: tuple[tuple[Port, ...], ...]
+    loads: Mapping[Port, float]
+    bytes: Mapping[str, float]
+
+
 @lru_cache(maxsize=1 << 16)
 def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[Line, ...], ...]:
     """Return, for each way to do it, (latency, seconds per byte) of the groups: the slowest counts, the best is taken.
@@ -97,10 +113,24 @@ def lines(wiring: Wiring, kind: str, groups: Groups) -> tuple[tuple[Line, ...], 
     if kind in MESSAGES:
         return ((_messages(wiring, kind, busy),),)
     spread = [_by_server(wiring, group) for group in busy]
-    ways = [_exchange if kind == "all_to_all" else _ring]
-    ways += [_hierarchy] if not wiring.rings and any(1 < len(m) < sum(map(len, m.values())) for m in spread) else []
-    shares = [_shares(wiring, members) if len(members) > 1 else {} for members in spread]
-    return tuple({_timed(wiring, shares, [way(wiring, kind, m) for m in spread]): None for way in ways})
+    shares = [_shares(wiring, members) for members in spread]
+    return tuple({_highest(_timed(wiring, shares, uses).lines): None for uses in _uses(wiring, kind, spread)})
+
+
+def ways(wiring: Wiring, kind: str, groups: Groups) -> list[Way]:
+    """Return the ways to run a collective in groups of several devices, with all ports that each uses."""
+    if kind in MESSAGES:
+        return [_posted(wiring, kind, groups)]
+    spread = [_by_server(wiring, group) for group in groups]
+    shares = [_shares(wiring, members) for members in spread]
+    return [_inside(wiring, spread, uses, _timed(wiring, shares, uses)) for uses in _uses(wiring, kind, spread)]
+
+
+def _uses(wiring: Wiring, kind: str, spread: list[dict[int, list[int]]]) -> list[list[_Use]]:
+    """Return the needs of the groups in each way."""
+    found = [_exchange if kind == "all_to_all" else _ring]
+    found += [_hierarchy] if not wiring.rings and any(1 < len(m) < sum(map(len, m.values())) for m in spread) else []
+    return [[way(wiring, kind, members) for members in spread] for way in found]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -194,56 +224,91 @@ def _hierarchy(wiring: Wiring, kind: str, members: _Members) -> _Use:
 def _shares(wiring: Wiring, members: _Members) -> dict[int, dict[int, float]]:
     """Return, per server, the seconds on each NIC for a byte that leaves evenly by the NICs of the members there."""
     found: dict[int, dict[int, float]] = {}
-    for server, devices in members.items():
+    for server, devices in members.items() if len(members) > 1 else ():
         mine = found[server] = defaultdict(float)
         for number, speed in (wiring.links.nic(d, wiring.per_server) for d in devices):
             mine[number] += 1 / len(devices) / speed
     return found
 
 
-def _timed(wiring: Wiring, shares: list[dict[int, dict[int, float]]], uses: list[_Use]) -> tuple[Line, ...]:
-    """Return the cost lines of the groups that no other line dominates. A NIC serves all groups."""
-    loads: dict[tuple[str, int], float] = defaultdict(float)
-    touched: list[list[tuple[str, int]]] = []
+def _timed(wiring: Wiring, shares: list[dict[int, dict[int, float]]], uses: list[_Use]) -> Way:
+    """Return the lines, ports and loads of groups, given their needs. A NIC serves all groups."""
+    loads: dict[Port, float] = defaultdict(float)
+    touched: list[list[Port]] = []
     for nics, use in zip(shares, uses, strict=True):
-        mine = []
-        for way, servers in (("out", use.out), ("into", use.into)):
+        mine = list[Port]()
+        for way, servers in (("NIC out", use.out), ("NIC into", use.into)):
             for server, amount in servers.items():
                 for number, per_byte in nics[server].items():
                     loads[way, number] += amount * per_byte
                     mine.append((way, number))
         touched.append(mine)
-    found = set()
+    found, speed = list[Line](), wiring.links.intra.bandwidth
     for use, mine in zip(uses, touched, strict=True):
-        inside, across = use.inside / wiring.links.intra.bandwidth, max((loads[nic] for nic in mine), default=0.0)
-        found.add((use.latency, max(inside, across) if use.at_once else inside + across))
-    return tuple(a for a in found if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in found))
+        inside, across = use.inside / speed, max((loads[nic] for nic in mine), default=0.0)
+        found.append((use.latency, max(inside, across) if use.at_once else inside + across))
+    return Way(tuple(found), tuple(map(tuple, touched)), loads, {})
 
 
-def _messages(wiring: Wiring, kind: str, groups: Iterable[tuple[int, ...]]) -> tuple[float, float]:
-    """Return latency and slope. A device posts its messages one after the other; who shares a link shares its speed."""
+def _inside(wiring: Wiring, spread: list[dict[int, list[int]]], uses: list[_Use], way: Way) -> Way:
+    """Return a way with the ports inside the servers too, which no two of its groups share, and its bytes."""
+    loads, ports, moved = dict(way.loads), list(way.ports), dict.fromkeys(("server", "network"), 0.0)
+    for n, (members, use) in enumerate(zip(spread, uses, strict=True)):
+        devices = [device for some in members.values() for device in some] if use.inside else []
+        mine = [(side, device) for device in devices for side in ("out of", "into")]
+        ports[n] += tuple(mine)
+        loads |= dict.fromkeys(mine, use.inside / wiring.links.intra.bandwidth)
+        # Of a ring, one device of each server sends to another server.
+        moved["server"] += use.inside * max(len(devices) - len(members) * (use.at_once and len(members) > 1), 0)
+        moved["network"] += sum(use.out.values())
+    return Way(way.lines, tuple(ports), loads, moved)
+
+
+def _highest(found: Iterable[Line]) -> tuple[Line, ...]:
+    """Return the lines that no other one dominates."""
+    some = set(found)
+    return tuple(a for a in some if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in some))
+
+
+def _messages(wiring: Wiring, kind: str, groups: Groups) -> Line:
+    """Return the latency and the slope of messages that start at once."""
+    found = _posted(wiring, kind, groups).lines
+    return max(latency for latency, _ in found), max(slope for _, slope in found)
+
+
+def _posted(wiring: Wiring, kind: str, groups: Groups) -> Way:
+    """Return the one way of messages. A device posts its messages one after the other; who shares a link shares its
+    speed.
+    """
+    latencies: dict[Port, float] = defaultdict(float)
+    loads: dict[Port, float] = defaultdict(float)
+    moved: dict[str, float] = defaultdict(float)
+    ends, ports = ([set[Port]() for _ in groups] for _ in range(2))
+    for at, (sender, receiver, share) in ((n, m) for n, group in enumerate(groups) for m in MESSAGES[kind](group)):
+        link, where, used = _path(wiring, kind, sender, receiver)
+        for port, speed in used:
+            loads[port] += share / speed
+            ports[at].add(port)
+        for end in {("out", sender), ("into", receiver)}:
+            latencies[end] += link.alpha
+            ends[at].add(end)
+        moved[where] += share
+    found = ((max(latencies[e] for e in ends[n]), max(loads[p] for p in ports[n])) for n in range(len(groups)))
+    return Way(tuple(found), tuple(map(tuple, ports)), loads, moved)
+
+
+def _path(wiring: Wiring, kind: str, sender: int, receiver: int) -> tuple[Link, str, list[tuple[Port, float]]]:
+    """Return the link that a message takes, its class, and the bytes per second of each port."""
     links, per_server = wiring.links, wiring.per_server
-    latencies: dict[tuple[str, int], float] = defaultdict(float)
-    loads: dict[tuple[str, object], float] = defaultdict(float)
-    for sender, receiver, share in (m for group in groups for m in MESSAGES[kind](group)):
-        link: Link
-        ports: list[tuple[str, int, float]]
-        if sender == receiver:
-            link = links.host if kind in COPIES else links.device
-            ports = [("copy", sender, link.bandwidth)]
-        elif sender // per_server == receiver // per_server:
-            link, whole = links.pair, max(links.pair.bandwidth, links.intra.bandwidth)
-            ports = [("out of", sender, whole), ("into", receiver, whole)]
-            loads["between", (sender, receiver)] += share / link.bandwidth
-        else:
-            link = links.network
-            ends = (("NIC out", sender), ("NIC into", receiver))
-            ports = [(way, *links.nic(device, per_server)) for way, device in ends]
-        for way, number, speed in ports:
-            loads[way, number] += share / speed
-        for way, device in {("out", sender), ("into", receiver)}:
-            latencies[way, device] += link.alpha
-    return max(latencies.values()), max(loads.values())
+    if sender == receiver:
+        link, name = (links.host, kind) if kind in COPIES else (links.device, "copy")
+        return link, "host" if kind in COPIES else "device", [((name, sender), link.bandwidth)]
+    if sender // per_server == receiver // per_server:
+        link, whole = links.pair, max(links.pair.bandwidth, links.intra.bandwidth)
+        between = ("between", (sender, receiver)), link.bandwidth
+        return link, "server", [between, (("out of", sender), whole), (("into", receiver), whole)]
+    ends = [(way, *links.nic(device, per_server)) for way, device in (("NIC out", sender), ("NIC into", receiver))]
+    return links.network, "network", [((way, number), speed) for way, number, speed in ends]
 
 
 def _fastest(wiring: Wiring, members: _Members) -> float:

@@ -14,6 +14,7 @@ from superscaler.ir import program as p
 from superscaler.ir.fold import Folded, evenly
 from superscaler.ir.mask import Box
 from superscaler.ir.program import Device, Function, Instruction, Program, Value, Weight
+from superscaler.ir.rendezvous import batches
 from superscaler.ops.table import PLACED, RANDOM, parts_of
 
 HEAD = '''"""What {devices} in one training step. Written by superscaler; peers, groups and slices are in plan.json."""
@@ -136,8 +137,6 @@ class _Writer:
         self.weights = named_weights(samples[0].weights, rows, self.modules)
         self.spelling = Spelling(self.runs, self.weights)
         self.loaded = set[str]()
-        # Whether the current instruction takes a handle out of its dict, or would free it then.
-        self.is_popped = False
         # The numbers of the gradients that the first half of a split backward makes, by segment and part.
         self.first_halves: dict[tuple[int, int], tuple[int, ...]] = {}
         self.entries = {f.name: _Entries() for f in fields(Tables)}
@@ -199,25 +198,19 @@ class _Writer:
 
     def _body(self, run: Section) -> Iterator[str]:
         module, end = "", -1
-        ends = _batches([row[0] for row in run.rows])
+        ends = batches([row[0] for row in run.rows])
         for at, (now, later) in enumerate(zip(run.rows, run.later or run.rows, strict=True)):
             self.now, self.later = now, later
             if isinstance(now[0], p.Forward) and (where := self._function(now[0]).module) != module:
                 module = where
                 yield from [f"# {module}"] * bool(module)
             yield from self.spelling.declared(now[0])
-            self.is_popped = self._is_popped(run, at) or self._is_popped(run, at - 1)
             if at in ends:
                 yield "with rt.together():"
                 end = ends[at]
             yield from ("    " * (at <= end) + line for line in self._line(now[0]).splitlines())
             if run.count == 1:
                 self.spelling.note_effects(now[0])
-
-    def _is_popped(self, run: Section, at: int) -> bool:
-        """Return whether an instruction waits for a handle in a dict, which ends there."""
-        wait, free = (run.rows[n][0] if 0 <= n < len(run.rows) else None for n in (at, at + 1))
-        return isinstance(wait, p.Wait) and free == p.Free((wait.work,)) and self.name(wait.work).endswith("]")
 
     def _function(self, i: p.Forward) -> Function:
         return self.program.functions[i.function]
@@ -257,8 +250,9 @@ class _Writer:
                 return f"{self.name(i.work)} = rt.{'to_host' if i.to_host else 'to_device'}({self.name(i.source)})"
             case p.Wait():
                 work = self.name(i.work)
-                work = work[:-1].replace("[", ".pop(") + ")" if self.is_popped else work
-                return f"{self.name(i.out)} = {work}.wait().reshape({i.shape})"
+                if work.endswith("]"):
+                    return f"{self.name(i.out)} = {work[:-1].replace('[', '.pop(')}).wait().reshape({i.shape})"
+                return f"{self.name(i.out)} = {work}.wait().reshape({i.shape})\ndel {work}"
             case p.Update():
                 early = ["early=True"] if i.is_early else []
                 update = f"rt.update({', '.join([*self._pairs(i.weights, i.gradients), *early])})"
@@ -274,7 +268,7 @@ class _Writer:
                 counted, of = self.number("counted", lambda j: j.counted), f", {i.of}" * (self.model.iterations > 1)
                 return f"return rt.loss({self.tuple_of(i.parts)}, {counted}{of})"
             case p.Free():
-                return "" if self.is_popped else self._free(i.names)
+                return self._free(i.names)
 
     def _free(self, names: Sequence[Value]) -> str:
         several = self.spelling.ended(names)
@@ -323,9 +317,8 @@ class _Writer:
             extra = f", draws={self.number('draws', lambda j: (j.function, tuple(draws(j.at))))}"
         if self._parts(i):
             extra += f", parts={self.number('parts', self._parts)}"
-        extra += f", again={i.again}" if i.again else ""
         inputs = self.tuple_of(i.inputs)
-        tape = "" if any(i.grads) else ", tape=False"
+        tape = "" if self._function(i).grads else ", tape=False"
         return f"{left}rt.forward({self._task(i)}, {function}, {inputs}{tape}{extra})"
 
     def _parts(self, i: p.Forward) -> tuple[Box, ...]:
@@ -379,20 +372,6 @@ class _Writer:
 
     def _message(self) -> str:
         return self.number("messages", lambda j: (j.peer, j.message))
-
-
-def _batches(code: Sequence[Instruction]) -> dict[int, int]:
-    """Return the ranges of messages that start together: several of one point, with at most slices between them."""
-    found: dict[int, int] = {}
-    first, point = -1, -1
-    for at, i in enumerate(code):
-        if isinstance(i, p.Send | p.Recv) and i.point == point:
-            found[first] = at
-        elif isinstance(i, p.Send | p.Recv):
-            first, point = at, i.point
-        elif not isinstance(i, p.Slice | p.Free):
-            point = -1
-    return found
 
 
 def _record(row: Weight | Draw) -> dict[str, Any]:

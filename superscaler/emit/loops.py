@@ -8,7 +8,7 @@ from itertools import groupby, starmap
 
 from superscaler.emit.lists import family, lists_of
 from superscaler.ir.codes import NONE, Loop, Rolled, Run
-from superscaler.ir.program import ONE, VALUES, Free, Instruction, Recv, Role, Send, Slice, Task, Value, names
+from superscaler.ir.program import ONE, VALUES, Free, Instruction, Recv, Role, Send, Slice, Task, Value, ended, names
 
 # The variable of a loop: the first microbatch of its body.
 TURN = "m"
@@ -49,7 +49,7 @@ class Section:
 
     def own(self) -> set[Value]:
         """Return the moving values that are made and freed in one repetition, for its own microbatch."""
-        freed = {v for i, *_ in self.rows for v in names(i, Role.END)}
+        freed = {v for i, *_ in self.rows for v in ended(i)}
         times = Counter(map(family, self.moving))
         return {family(v) for v in self.made() if v in freed and times[family(v)] == 1}
 
@@ -102,7 +102,7 @@ class Spelling:
         self.kept = set[Value]()
         for run in runs:
             self.kept |= set(map(family, run.moving)) - run.own()
-        freed = {family(v) for run in runs if run.count > 1 for i, *_ in run.rows for v in names(i, Role.END)}
+        freed = {family(v) for run in runs if run.count > 1 for i, *_ in run.rows for v in ended(i)}
         # By family, the live values of families that only loops make, in the order in which they were made.
         summed = {family(v) for run in runs for i, *_ in run.rows for v in names(i, Role.SUM)}
         self._there: dict[Value, list[int]] = {family: [] for family in self.kept - freed - summed}
@@ -209,7 +209,7 @@ class Spelling:
         for value in names(i, Role.WRITE):
             if value.microbatch != NONE and family(value) in self._there:
                 self._there[family(value)].append(value.microbatch)
-        for value in names(i, Role.END):
+        for value in ended(i):
             if value.microbatch != NONE and family(value) in self._there:
                 self._there[family(value)].remove(value.microbatch)
 

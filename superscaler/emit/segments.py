@@ -5,14 +5,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 from superscaler.emit.lines import deleted, wrapped
-from superscaler.ir.codes import Loop, Rolled
 from superscaler.ir.mask import Box, extents
 from superscaler.ir.model import Model, Op, Operand, draw_number, first
 from superscaler.ir.model_text import unique
-from superscaler.ir.program import Backward, Forward, Function, Program
+from superscaler.ir.program import Function, Program
 from superscaler.ops.call import Local, ranges
 from superscaler.ops.table import RANDOM, biased_products, parts_of, row_of, unfused
 
@@ -52,15 +50,14 @@ def emit_segments(program: Program) -> tuple[str, list[str]]:
     texts: dict[tuple[str, str], str] = {}
     found: list[tuple[str, str]] = []
     taken: Counter[str] = Counter()
-    needs = _needs(program)
-    for number, function in enumerate(program.functions):
+    for function in program.functions:
         writer = _Writer(program, function)
         body = writer.write()
-        head = writer.decorator(*needs[number]) if number in needs else ""
-        found.append((head, body))
+        found.append((writer.decorator() if function.grads else "", body))
     # A function that runs without gradients is one of those with the same text that run with them.
-    alike = {body: (head, body) for number, (head, body) in enumerate(found) if number in needs}
-    found = [key if n in needs else alike.get(key[1], key) for n, key in enumerate(found)]
+    pairs = list(zip(found, program.functions, strict=True))
+    alike = {key[1]: key for key, function in pairs if function.grads}
+    found = [key if function.grads else alike.get(key[1], key) for key, function in pairs]
     for key, function in zip(found, program.functions, strict=True):
         if key not in texts:
             stem = _stem(function.module, "segment")
@@ -68,22 +65,6 @@ def emit_segments(program: Program) -> tuple[str, list[str]]:
             texts[key] = f"{stem}_{taken[stem]}"
     text = HEAD + "".join(f"\n\n{head}def {name}{body}" for (head, body), name in texts.items())
     return "\n".join(map(wrapped, text.split("\n"))), [texts[key] for key in found]
-
-
-def _needs(program: Program) -> dict[int, tuple[Forward, Backward | None]]:
-    """Return a forward that keeps a tape of each function that has one, and a backward of it."""
-    found: dict[int, tuple[Forward, Backward | None]] = {}
-    for device, _ in program.distinct:
-        code, number = device.instructions, dict[tuple[int, int], int]()
-        runs = code.runs if isinstance(code, Rolled) else (code,)
-        for i in (i for run in runs for i in (run.first if isinstance(run, Loop) else run)):
-            if isinstance(i, Forward) and any(i.grads):
-                found.setdefault(i.function, (i, None))
-                number[i.task.segment, i.task.part] = i.function
-            elif isinstance(i, Backward) and any(i.wide) and (i.task.segment, i.task.part) in number:
-                forward, _ = found[number[i.task.segment, i.task.part]]
-                found[forward.function] = forward, i
-    return found
 
 
 def _stem(path: str, default: str = "") -> str:
@@ -123,16 +104,13 @@ class _Writer:
         extra = ["random"] * bool(self.draws) + ["parts"] * bool(self.parts)
         return f"({', '.join(parameters + extra)}):\n" + "\n".join(lines) + "\n"
 
-    def decorator(self, forward: Forward, backward: Backward | None) -> str:
+    def decorator(self) -> str:
         """Return the line before the source that says which gradients a forward needs; '' if it needs all."""
-        pairs = list(zip(self.parameters, forward.grads, strict=True))
-        wanted = [name for name, wants in pairs if wants]
-        said = {
-            "constant": tuple(name for name, wants in pairs if not wants),
-            "wide": tuple(compress(wanted, backward.wide)) if backward else (),
-        }
-        given = [f"{name}={some}" for name, some in said.items() if some]
-        given += [f"saved={forward.saved}"] if forward.saved != tuple(range(len(forward.outputs))) else []
+        function = self.function
+        constant = {*range(len(self.parameters))}.difference(function.grads)
+        numbers = {"constant": sorted(constant), "wide": function.wide, "again": function.again}
+        given = [f"{name}={tuple(self.parameters[n] for n in some)}" for name, some in numbers.items() if some]
+        given += [f"saved={function.saved}"] if function.saved != tuple(range(len(function.outputs))) else []
         return f"@functional.segment({', '.join(given)})\n" if given else ""
 
     def _dying(self) -> dict[str, list[str]]:

@@ -46,10 +46,12 @@ class Cohort:
 
     def data(self, at: int, field: str) -> NDArray[Any]:
         """Return a field of instruction `at` that may differ between devices: an array with a row per device."""
-        values = [getattr(device.instructions[at], field) for device in self.samples]
         role = ROLES[type(self.code[at])][field]
-        if self.fold is None or self.places is None or role is Role.MESSAGE:
-            return self._rows(values if self.fold is None else values[:1])
+        # Of a fold, the first sample has the groups, peers and messages of all.
+        is_first = self.fold is not None and role in (Role.GROUP, Role.PEER, Role.MESSAGE)
+        values = [getattr(d.instructions[at], field) for d in self.samples[: 1 if is_first else None]]
+        if self.fold is None or role is Role.MESSAGE:
+            return self._rows(values)
         if role is Role.GROUP:
             return self._moved(values[0])
         return self._moved((values[0],))[:, 0] if role is Role.PEER else self._even(values)
@@ -123,7 +125,7 @@ def cohorts(program: Program) -> list[Cohort]:
 
 def _check_alike(samples: Sequence[Device]) -> None:
     """Raise ScheduleError unless the places of a fold that are compiled have equal instructions but for their data."""
-    first, *others = (([w.name for w in d.weights], [*map(type, d.instructions[:])]) for d in samples)
+    first, *others = (([w.name for w in d.weights], list(_kinds(d.instructions))) for d in samples)
     for device, other in zip(samples[1:], others, strict=True):
         if other != first:
             one, two = (f"{len(code)} instructions and {len(names)} weights" for names, code in (first, other))
@@ -132,6 +134,12 @@ def _check_alike(samples: Sequence[Device]) -> None:
             raise ScheduleError(
                 f"device {device.rank} has {two}, and device {samples[0].rank}, with which it folds, {one}{at}."
             )
+
+
+def _kinds(code: Sequence[Instruction]) -> Iterator[type]:
+    """Yield the kind of each instruction, without making those of loops."""
+    for run in code.runs if isinstance(code, Rolled) else (code,):
+        yield from [*map(type, run.first)] * run.count if isinstance(run, Loop) else map(type, run)
 
 
 def _refined(devices: Sequence[Device]) -> list[Cohort]:

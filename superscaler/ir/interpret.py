@@ -268,9 +268,10 @@ class _Interpreter(Generic[V]):
             value = self._message(run, post) if isinstance(started, Recv) else self._collective(run, post, part)
         if value is None:
             return False
-        self._write(run, i, [self.domain.arrive(run.cohort, run.at, started, value)])
-        if i.out == i.work:
-            run.handles.pop(i.work)
+        made = self.domain.arrive(run.cohort, run.at, started, value)
+        run.handles.pop(i.work)
+        run.gone[i.work] = "which is waited for already"
+        self._write(run, i, [made])
         return True
 
     def _message(self, run: _Run[V], post: _Post[V]) -> V | None:

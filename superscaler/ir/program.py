@@ -27,6 +27,7 @@ class Role(Enum):
     WRITE = "names that are made"
     SUM = "names of sums that are added to in place; the first addition makes them"
     END = "names that nothing reads any more"
+    LAST = "names that are read, and end with that"
     EVEN = "numbers that move evenly along a fold"
     GROUP = "devices of a collective, in order"
     PEER = "the device at the other end of a message"
@@ -134,28 +135,22 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a part of a segment: `function` on detached aliases of `inputs`.
-
-    `at`: the start of the part on each coordinate of the function. `grads`: which aliases want a gradient. `saved`: the
-    numbers of the outputs whose gradients come back. `again`: the numbers of the regathered weights, which are not kept
-    but given to the backward.
+    """Run a part of a segment: `function` on detached aliases of `inputs`. `at`: the start of the part on each
+    coordinate of the function.
     """
 
     task: Task
     function: int
     at: Annotated[Shape, Role.EVEN]
     inputs: Reads
-    grads: tuple[bool, ...]
     outputs: Writes
-    saved: tuple[int, ...]
-    again: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
     """Run the mirror of a part: gradients of its saved outputs (None: nobody read them) to gradients of its aliases
     (None: nobody reads them). Gradients of weights are added to their `sums` over parts and microbatches where these
-    exist; then they are no outputs. `wide`: which gradients become float32.
+    exist; then they are no outputs. `again`: the regathered inputs, which the tape did not keep.
 
     In a split backward, `half` is `input` (it keeps the tensors that the other half needs) or `weight` (it is given
     nothing more).
@@ -164,7 +159,6 @@ class Backward:
     task: Task
     gradients: Gaps
     outputs: Annotated[tuple[Value | None, ...], Role.WRITE]
-    wide: tuple[bool, ...] = ()
     half: str = ""
     again: Reads = ()
     sums: Sums = ()
@@ -287,10 +281,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """out = the result of a started collective, receive or copy, reshaped to `shape`."""
+    """out = the result of a started collective, receive or copy, reshaped to `shape`. The handle `work` ends."""
 
     out: Write
-    work: Read
+    work: Annotated[Value, Role.LAST]
     shape: Shape
 
 
@@ -356,7 +350,7 @@ FIELDS = {(k, role): tuple(n for n, r in ROLES[k].items() if r is role) for k in
 
 
 # The roles of fields with names.
-VALUES = (Role.READ, Role.WRITE, Role.SUM, Role.END)
+VALUES = (Role.READ, Role.LAST, Role.WRITE, Role.SUM, Role.END)
 
 
 def names(i: Instruction, role: Role) -> tuple[Value, ...]:
@@ -369,7 +363,12 @@ def names(i: Instruction, role: Role) -> tuple[Value, ...]:
 
 
 def reads(i: Instruction) -> tuple[Value, ...]:
-    return names(i, Role.READ)
+    return names(i, Role.READ) + names(i, Role.LAST)
+
+
+def ended(i: Instruction) -> tuple[Value, ...]:
+    """Return the names that do not exist after an instruction."""
+    return names(i, Role.LAST) + names(i, Role.END)
 
 
 def writes(i: Instruction) -> tuple[Value, ...]:
@@ -382,7 +381,9 @@ class Function:
     """The ops of a segment with the box of each on a part. Emit turns it into source, once per distinct text.
 
     Parts of equal sizes share a function: in a part that starts `at` some numbers, index k of an op starts at the one
-    that `coordinates` names.
+    that `coordinates` names. `grads`: the numbers of the inputs that want a gradient. `wide`: of those whose gradient
+    becomes float32. `again`: of those that are regathered for the backward. `saved`: the numbers of the outputs whose
+    gradients come back.
     """
 
     ops: tuple[Op, ...]
@@ -392,6 +393,10 @@ class Function:
     outputs: tuple[str, ...]
     module: str
     coordinates: tuple[tuple[int, ...], ...] = ()
+    grads: tuple[int, ...] = ()
+    wide: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
 
     def boxes_at(self, at: Sequence[int], targets: Container[str] | None = None) -> list[Box]:
         """Return the box of each op (with one of `targets`) in a part that starts `at` these numbers."""

@@ -1,18 +1,19 @@
 """Programs as text, an instruction a line, and back: the form in which a plan directory holds them beside the code.
 
     program of 4 devices
-    function 0 layers.0: x, layers.0.weight -> linear
+    function 0 "layers.0": [["x", "layers.0.weight"], ["linear"]]
+    gradients {"grads": [1], "saved": [0]}
       linear (%0, %1) 0:16@0 0:32@1 0:64@1
     devices 0 1 2 3
       layers_0_weight = Weight(tensor='layers.0.weight', box=T[0], trained=True, counted=T[1], group=0)
-      linear = Forward(task=s0, function=0, at=T[2], inputs=(x, layers_0_weight), grads=(False, True), saved=(0,))
+      linear = Forward(task=s0, function=0, at=T[2], inputs=(x, layers_0_weight))
       T[2] = [(0, 0), (16, 0), (32, 0), (48, 0)]
 
 Each section is one program. T lists the fields that differ between its devices, in the order of the devices. After
 `loop 30 of 10` come the first two of a loop's 30 repetitions, 10 instructions each. In a folded program, `fold` lists
 the devices by base and place; a section then has the devices of one base at place 0 and at place 1 of each axis. In a
 function an op has its inputs (%k is input k of the function) and, per index, where a part starts and ends, and at which
-coordinate.
+coordinate. `gradients` has the numbers of inputs and outputs of a function with gradients, as `Function` names them.
 """
 
 import ast
@@ -51,6 +52,7 @@ _FLAGS = {
     if f.default is False or f.default == "" or f.name in ("again", "root", "sums")
 }
 _ROLES: Mapping[str, Mapping[str, Role | None]] = {"Weight": _WEIGHT, **{kind.__name__: ROLES[kind] for kind in KINDS}}
+_GRADIENTS = ("grads", "wide", "again", "saved")
 _KINDS: Mapping[str, type] = {"Weight": Weight, **{kind.__name__: kind for kind in KINDS}}
 
 
@@ -66,6 +68,8 @@ def _lines(program: Program) -> Iterator[str]:
         yield f"fold {json.dumps(devices.fold.devices.tolist())}"
     for number, function in enumerate(program.functions):
         yield f"function {number} {json.dumps(function.module)}: {json.dumps([function.inputs, function.outputs])}"
+        if gradients := {name: some for name in _GRADIENTS if (some := getattr(function, name))}:
+            yield f"gradients {json.dumps(gradients)}"
         for op, box, where in zip(function.ops, function.boxes, function.coordinates, strict=True):
             given = (function.input_of.get((op.name, k)) for k in range(len(op.inputs)))
             shown = ", ".join("." if n is None else f"%{n}" for n in given)
@@ -177,6 +181,8 @@ class _Reader:
                 self.functions.append(
                     {"inputs": inputs, "outputs": outputs, "module": module, "ops": [], "input_of": {}}
                 )
+            case "gradients" if self.functions:
+                self.functions[-1] |= {name: tuple(json.loads(rest).get(name, ())) for name in _GRADIENTS}
             case "devices":
                 ranks = [int(rank) for rank in rest.split()]
                 self.sections.append((ranks, [[] for _ in ranks]))
@@ -186,7 +192,7 @@ class _Reader:
             case "" if self.functions:
                 self._op(self.functions[-1], line)
             case _:
-                raise ValueError("a line starts with program, fold, function, devices, or two spaces")
+                raise ValueError("a line starts with program, fold, function, gradients, devices, or two spaces")
 
     def _op(self, function: dict[str, Any], line: str) -> None:
         name, _, rest = line.strip().partition(" (")

@@ -5,10 +5,24 @@ from collections.abc import Iterable, Sequence
 
 from superscaler.errors import ScheduleError, some
 from superscaler.ir.fold import Folded
-from superscaler.ir.program import Collective, Device, Program, Recv, Send, Value
+from superscaler.ir.program import Collective, Device, Free, Instruction, Program, Recv, Send, Slice, Value
 
 Meeting = tuple[object, ...]
 Communication = Collective | Send | Recv
+
+
+def batches(code: Sequence[Instruction]) -> dict[int, int]:
+    """Return the ranges of messages that start together: several of one point, with at most slices between them."""
+    found: dict[int, int] = {}
+    first, point = -1, -1
+    for at, i in enumerate(code):
+        if isinstance(i, Send | Recv) and i.point == point:
+            found[first] = at
+        elif isinstance(i, Send | Recv):
+            first, point = at, i.point
+        elif not isinstance(i, Slice | Free):
+            point = -1
+    return found
 
 
 def meetings(devices: Iterable[Device]) -> list[list[tuple[Meeting, frozenset[int], Communication]]]:

@@ -23,6 +23,7 @@ from superscaler.ir.program import (
     Program,
     Update,
     Value,
+    ended,
     reads,
     writes,
 )  # fmt: skip
@@ -52,9 +53,8 @@ def materialize(
     all. With `steady` it has the first microbatches only; Aperiodic means that they do not determine all.
     """
     model = schedule.edges.model
-    from_weights = frozenset(o.tensor for op in model.ops if op.from_weights for o in op.outputs)
     overlaps, turns = schedule.edges.graph.overlaps, _turns(schedule.edges)
-    context = Context(model.tensors, from_weights, costs, schedule.edges.fold, fold, overlaps, steady, turns)
+    context = Context(model.tensors, model.from_weights, costs, schedule.edges.fold, fold, overlaps, steady, turns)
     code = Code(model.tensors, world, steady.inner if steady else 0)
     builder = _Builder(schedule, Writer(schedule.transfers, code, context))
     builder.run()
@@ -167,12 +167,9 @@ class _Builder:
             self.code.fresh(rank, self.code.like(o.tensor)._replace(microbatch=key[1], part=key[2]))
             for o in segment.outputs
         )
-        saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
-        grads = tuple(a.labels is not None for a in segment.aliases)
-        function, start = self.functions.number(segment, at), self.functions.start(segment, at)
-        regathered = tuple(place.number for place in self._regathered(segment, key))
-        run = Forward(task(segment.number, key), function, start, inputs, grads, outputs, saved, regathered)
-        self.code.write(rank, run)
+        function = self.functions.number(segment, at, [place.number for place in self._regathered(segment, key)])
+        start = self.functions.start(segment, at)
+        self.code.write(rank, Forward(task(segment.number, key), function, start, inputs, outputs))
         for number, (output, name) in enumerate(zip(segment.outputs, outputs, strict=True)):
             place = Place(FORWARD, segment.number, key, number)
             self.values.made(place, name, rank)
@@ -215,12 +212,11 @@ class _Builder:
         mine = [n for n, half in own.items() if half == kind]
         totals = {n: total for n in mine if (total := self._total(segment, key, n)) is not None}
         made = {n: self._gradient(segment, key, n) for n in mine if n not in totals}
-        outputs, wide = tuple(map(made.get, own)), tuple(self._is_wide(segment.aliases[n].tensor) for n in own)
-        sums = tuple(map(totals.get, own)) if totals else ()
+        outputs, sums = tuple(map(made.get, own)), tuple(map(totals.get, own)) if totals else ()
         half = "" if len(halves) == 1 else "input" if kind == segment.taking else "weight"
         regathered = [self.values.value(place) for place in self._regathered(segment, key)]
         weights = tuple(name for name in regathered if name is not None)
-        run = Backward(task(segment.number, key), gradients, outputs, wide, half, weights, sums)
+        run = Backward(task(segment.number, key), gradients, outputs, half, weights, sums)
         self.code.write(node.device, run)
         at = segment.keys.index(key) if self.schedule.edges.graph.pieces else None
         for number, output in made.items():
@@ -257,11 +253,6 @@ class _Builder:
         like = like._replace(microbatch=key[1]) if self.context.steady else like
         is_read = Place(BACKWARD, segment.number, key, alias) in self.values.pieces_of
         return self.code.fresh(key[0], like) if is_read else None
-
-    def _is_wide(self, tensor: str) -> bool:
-        """Return whether the gradient of a tensor becomes float32."""
-        spec = self.model.tensors[tensor]
-        return tensor in self.context.from_weights and spec.wide_dtype != spec.dtype
 
     def _update(self, nodes: Sequence[Node]) -> None:
         """Update the weights of some nodes, those of one device in one instruction. Older versions of weights are set
@@ -331,11 +322,14 @@ def _sides(pairs: Sequence[tuple[Value, Value]]) -> tuple[tuple[Value, ...], tup
 
 
 def _with_frees(code: Sequence[Instruction], key: Callable[[Value], str] | None) -> list[Instruction]:
-    """Return the code with a Free after the last use of each name. Weights and inputs stay with the runtime."""
+    """Return the code with a Free after the last use of each name that still exists then. Weights and inputs stay
+    with the runtime.
+    """
     last: dict[Value, int] = {}
     for at, instruction in enumerate(code):
-        for name in (*reads(instruction), *writes(instruction)):
-            last[name] = at
+        last |= dict.fromkeys((*reads(instruction), *writes(instruction)), at)
+        for name in ended(instruction):
+            del last[name]
     done: list[Instruction] = []
     dying: dict[int, list[Value]] = {}
     for name, at in last.items():

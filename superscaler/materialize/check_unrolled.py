@@ -22,7 +22,6 @@ from superscaler.ir.program import (
     Collective,
     Device,
     Forward,
-    Free,
     Instruction,
     Loss,
     Program,
@@ -30,6 +29,7 @@ from superscaler.ir.program import (
     Role,
     Send,
     Value,
+    ended,
     names,
     reads,
     writes,
@@ -90,7 +90,7 @@ class Uses:
         last = np.full(len(made), np.iinfo(np.int64).max)
         last[np.searchsorted(made, freed)] = end
         read, time = self.key(READ)
-        if (last[np.searchsorted(made, read)] <= time).any():
+        if (last[np.searchsorted(made, read)] < time).any():
             raise Aperiodic
 
     def counts(self) -> Ints:
@@ -142,8 +142,7 @@ def _rows(code: Rolled, cache: UsesCache) -> Iterator[Ints]:
 
 def uses(i: Instruction) -> Iterator[tuple[Hashable, int, int]]:
     """Yield (value family, role, microbatch) for all values of an instruction."""
-    ends = i.names if isinstance(i, Free) else ()
-    for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, ends), (ADDED, names(i, Role.SUM))):
+    for role, some in ((READ, reads(i)), (MADE, writes(i)), (FREED, ended(i)), (ADDED, names(i, Role.SUM))):
         yield from ((_family(v), role, v.microbatch) for v in some if v != ONE)
     if isinstance(i, Forward | Backward):
         yield Work(type(i), getattr(i, "half", ""), i.task.segment, i.task.part), MADE, i.task.microbatch

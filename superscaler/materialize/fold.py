@@ -74,4 +74,4 @@ def _is_same(a: Instruction, b: Instruction) -> bool:
     return type(a) is type(b) and all(getattr(a, name) == getattr(b, name) for name in kept)
 
 
-_KEPT = (None, Role.READ, Role.WRITE, Role.SUM, Role.END)
+_KEPT = (None, Role.READ, Role.LAST, Role.WRITE, Role.SUM, Role.END)

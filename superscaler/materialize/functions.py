@@ -1,6 +1,6 @@
 """Functions of segments: parts of equal sizes share one."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -26,17 +26,20 @@ class Functions:
         """Return the start of a part on each coordinate of its function."""
         return tuple(self._coordinates(segment)[0][at].tolist())
 
-    def number(self, segment: Segment, at: int) -> int:
-        """Return the number of a part's function."""
-        key = (segment.number, self.forms(segment)[at].tobytes())
+    def number(self, segment: Segment, at: int, again: Sequence[int] = ()) -> int:
+        """Return the number of a part's function. `again`: the numbers of the inputs that are regathered for it."""
+        key = (segment.number, self.forms(segment)[at].tobytes(), tuple(again))
         if key not in self._numbers:
             boxes = tuple(self._box(segment, op, at) for op in segment.ops)
             input_of = {(op.name, k): n for n, alias in enumerate(segment.aliases) for op, k in alias.uses}
             names = tuple(alias.tensor for alias in segment.aliases)
             outputs = tuple(o.tensor for o in segment.outputs)
+            grads = tuple(segment.given)
+            wide = tuple(n for n in grads if self.edges.model.is_widened(names[n]))
+            saved = tuple(n for n, o in enumerate(segment.outputs) if o.has_gradient)
             self._numbers[key] = len(self.made)
-            where = self._coordinates(segment)[1]
-            self.made.append(Function(segment.ops, boxes, names, input_of, outputs, segment.module, where))
+            where = self._coordinates(segment)[1], grads, wide, tuple(again), saved
+            self.made.append(Function(segment.ops, boxes, names, input_of, outputs, segment.module, *where))
         return self._numbers[key]
 
     def forms(self, segment: Segment) -> Ints:

@@ -5,11 +5,14 @@ All have the loss of their task inside, and a size `tiny` without dropout, so th
 
 from collections.abc import Mapping
 
-from superscaler.errors import InputError
+from superscaler.errors import InputError, unknown
 from superscaler.models import alphafold2, mlp
 from superscaler.models.family import Family
 from superscaler.models.huggingface import Values, from_library
 from superscaler.specs.options import Options, check_divides
+
+# Fused, or with all scores written out, as before FlashAttention.
+_ATTENTIONS = ("sdpa", "eager")
 
 
 def _bert(name: str, options: Options) -> Values:
@@ -21,6 +24,11 @@ def _gpt(name: str, options: Options) -> Values:
     check_divides(name, "hidden", "heads", options)
     # The config's own number is a token of the full vocabulary.
     return _causal(name, options) | dict.fromkeys(("bos_token_id", "eos_token_id"), options["vocab"] - 1)
+
+
+def _gpt3(name: str, options: Options) -> Values:
+    # The library's own GELU for GPT-2 has the same values, in eight kernels that keep five tensors.
+    return _gpt(name, options) | {"activation_function": "gelu_pytorch_tanh"}
 
 
 def _llama(name: str, options: Options, theta: float = 500000.0) -> Values:
@@ -52,6 +60,8 @@ def _mixtral(name: str, options: Options) -> Values:
 def _causal(name: str, options: Options) -> Values:
     if options["seq"] < 2:
         raise InputError(f"{name}: seq={options['seq']}, but predicting a next token needs a sequence of 2 or more.")
+    if options.get("attention", "sdpa") not in _ATTENTIONS:
+        raise InputError(f"{name}: {unknown('attention', options['attention'], _ATTENTIONS)}")
     return {"use_cache": False}
 
 
@@ -97,12 +107,12 @@ def _swin(name: str, options: Options) -> Values:
 
 _SMALL = {"seq": 20, "batch": 8, "vocab": 320}
 _BERT = {"seq": 512, "batch": 8, "vocab": 30522, "dropout": 0.1}
-_GPT2 = {"seq": 1024, "batch": 8, "vocab": 50257, "dropout": 0.1}
+_GPT2 = {"seq": 1024, "batch": 8, "vocab": 50257, "dropout": 0.1, "attention": "sdpa"}
 _GPT2_NAMES = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "seq": "n_positions",
                "dropout": "attn_pdrop embd_pdrop resid_pdrop"}  # fmt: skip
-_GPT3 = {"batch": 8, "vocab": 50257, "dropout": 0.0}
+_GPT3 = {"batch": 8, "vocab": 50257, "dropout": 0.0, "attention": "sdpa"}
 _LONG = {"heads": 32, "seq": 16384, **_GPT3}
-_LLAMA = {"seq": 2048, "batch": 8, "vocab": 128256}
+_LLAMA = {"seq": 2048, "batch": 8, "vocab": 128256, "attention": "sdpa"}
 _MBART = {"seq": 1024, "target": 1024, "batch": 8, "vocab": 500_000, "dropout": 0.1}
 _MBART_NAMES = {"layers": "", "hidden": "d_model", "heads": "encoder_attention_heads decoder_attention_heads",
                 "mlp": "encoder_ffn_dim decoder_ffn_dim", "dropout": "dropout attention_dropout"}  # fmt: skip
@@ -124,7 +134,8 @@ FAMILIES: Mapping[str, Family] = {
     }, _bert),
     # Radford et al. 2019, the next token: 124, 355, 774 and 1558 million parameters.
     "gpt2": from_library("GPT2Config", "GPT2LMHeadModel", "small", {
-        "tiny": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "batch": 8, "vocab": 512, "dropout": 0.0},
+        "tiny": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "batch": 8, "vocab": 512, "dropout": 0.0,
+                 "attention": "sdpa"},
         "small": {"layers": 12, "hidden": 768, "heads": 12, **_GPT2},
         "medium": {"layers": 24, "hidden": 1024, "heads": 16, **_GPT2},
         "large": {"layers": 36, "hidden": 1280, "heads": 20, **_GPT2},
@@ -138,11 +149,11 @@ FAMILIES: Mapping[str, Family] = {
         "6.7b": {"layers": 32, "hidden": 4096, **_LONG},
         "15b": {"layers": 48, "hidden": 5120, **_LONG},
         "175b": {"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048, **_GPT3},
-    }, _gpt, _GPT2_NAMES),
+    }, _gpt3, _GPT2_NAMES),
     # The next token: the shape of Llama 3.2 1B (1.24 billion parameters), those of Llama 3.1 for 8b and 70b.
     "llama": from_library("LlamaConfig", "LlamaForCausalLM", "1b", {
         "tiny": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "mlp": 256, "tied": False,
-                 "seq": 32, "batch": 8, "vocab": 512},
+                 "seq": 32, "batch": 8, "vocab": 512, "attention": "sdpa"},
         "1b": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "mlp": 8192, "tied": True, **_LLAMA},
         "8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "tied": False, **_LLAMA},
         "70b": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672, "tied": False, **_LLAMA},

@@ -21,7 +21,7 @@ _USUAL = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "mlp": "intermediate_size",
     "kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "seq": "max_position_embeddings",
     "vocab": "vocab_size", "image": "image_size", "patch": "patch_size", "classes": "num_labels",
-    "dropout": "hidden_dropout_prob attention_probs_dropout_prob",
+    "dropout": "hidden_dropout_prob attention_probs_dropout_prob", "attention": "attn_implementation",
 }  # fmt: skip
 _IMAGES: Values = {"num_channels": _CHANNELS, "problem_type": "single_label_classification"}
 

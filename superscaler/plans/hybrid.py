@@ -1,11 +1,25 @@
-"""Data, tensor and pipeline parallelism together: dp x tp devices for each of pp stages."""
+"""Megatron-LM whole: data, tensor and pipeline parallelism together, dp x tp devices for each of pp stages.
+
+microbatches  of the batch of each data-parallel device, in the order of 1F1B
+chunks        stages on each pipeline device, in the interleaved order where there are several
+sequence      what tensor parallelism leaves whole is cut along the sequence, and inputs of products that were gathered
+              are gathered again for the backward instead of being kept (`sequence_parallel:regather=true`)
+recompute     none; selective: the products of attention; full: each layer, of which its input is kept
+zero          1: weights and optimizer state rest in slices over dp (ZeRO-1); 0: each dp device has all
+vocabulary    embedding, head and loss are cut on the vocabulary where tp divides it
+"""
 
 from __future__ import annotations
 
 from superscaler.plans.data_parallel import data_parallel
 from superscaler.plans.pipeline import pipeline
+from superscaler.plans.recompute import recompute as recomputing
+from superscaler.plans.sequence_parallel import sequence_parallel
 from superscaler.plans.tensor_parallel import tensor_parallel
-from superscaler.verbs import Cluster, Graph, op_assign, sprogram
+from superscaler.plans.zero import zero as sharding
+from superscaler.verbs import Cluster, Graph, InputError, op_assign, sprogram
+
+REGIONS = {"none": "", "selective": "attention", "full": "block"}
 
 
 @sprogram
@@ -16,11 +30,30 @@ def hybrid(
     tp: int = 1,
     pp: int = 1,
     microbatches: int = 1,
+    chunks: int = 1,
+    sequence: bool = False,
+    recompute: str = "none",
+    zero: int = 0,
     vocabulary: bool = True,
 ) -> None:
+    if recompute not in REGIONS:
+        raise InputError(f"hybrid:recompute={recompute}: choose {', '.join(REGIONS)}.")
+    if zero not in (0, 1):
+        raise InputError(f"hybrid:zero={zero}: choose 0 or 1; for stages 2 and 3 zero is a factor of a product.")
     mesh = cluster.mesh(pp=pp, dp=dp, tp=tp)
-    pipeline.cut(graph, pp, "pp", microbatches=microbatches)
-    for n in mesh.by_server("dp"):
+    if chunks == 1:
+        pipeline.cut(graph, pp, "pp", microbatches=microbatches)
+    else:
+        pipeline.cut(graph, pp, "pp", schedule="interleaved", microbatches=microbatches, chunks=chunks)
+    is_trained = any(op.has_mirror for op in graph.forward_ops)
+    if what := REGIONS[recompute]:
+        recomputing.cut(graph, 1, "", what=what)
+    for n in mesh.by_server("dp") if not zero else ():
         data_parallel.cut(graph, n, "dp")
-    tensor_parallel.cut(graph, tp, "tp", vocabulary=vocabulary)
-    op_assign(graph, graph.forward_ops, mesh)
+    if sequence:
+        sequence_parallel.cut(graph, tp, "tp", vocabulary=vocabulary, regather=is_trained)
+    else:
+        tensor_parallel.cut(graph, tp, "tp", vocabulary=vocabulary)
+    if zero:
+        sharding.cut(graph, dp, "dp")
+    op_assign(graph, graph.ops if zero else graph.forward_ops, mesh)

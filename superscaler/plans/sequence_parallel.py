@@ -25,5 +25,7 @@ def sequence_parallel(graph: Graph, n: int, axis: str, regather: bool = False, v
         factor = "" if op.from_data else along(op, tokens)
         for cut in splits.get(op.name, [Split(factor, n, axis=axis)] if factor else []):
             op_trans(graph, op, cut)
-    if regather:
-        op_trans(graph, [graph.op(name) for name in splits], Regather())
+    # What is recomputed is gathered for that anyway.
+    kept = [op for name in splits if not (op := graph.op(name)).region]
+    if regather and kept:
+        op_trans(graph, kept, Regather())

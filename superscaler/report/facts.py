@@ -57,7 +57,6 @@ def account(compiled: Compiled) -> dict[str, Any]:
             "ops": sum(found["ops"].values()),
             "optimizer": optimizer.name or "inference",
             "options": [dict(options) for options in optimizer.groups],
-            **({"precision": optimizer.precision} if optimizer.precision else {}),
         },
         "blocks": adapter().dump_python(blocks, mode="json", exclude_defaults=True),
         "schedule": every.schedule(),
@@ -177,7 +176,7 @@ def _microbatches(compiled: Compiled, code: Sequence[Instruction], stages: Mappi
     for i in (i for i in code if isinstance(i, Forward | Backward) and i.task.microbatch >= 0):
         ops = segments[i.task.segment].ops
         stage = stages.get(ops[0].origin or ops[0].name, "")
-        if stage != "" or isinstance(i, Backward) or any(i.grads) or any(op.region for op in ops):
+        if stage != "" or isinstance(i, Backward) or program.functions[i.function].grads or any(o.region for o in ops):
             numbered.append(f"{stage}{_letter(program, i)}{i.task.microbatch}")
     return " ".join(word for word, _ in groupby(numbered))
 

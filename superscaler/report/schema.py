@@ -107,7 +107,6 @@ class Model(Checked):
     ops: Count
     optimizer: str
     options: list[dict[str, Option]]
-    precision: str = ""
 
 
 class Order(Checked):

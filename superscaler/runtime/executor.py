@@ -17,7 +17,7 @@ from superscaler.comm.communicator import Communicator, Handle
 from superscaler.runtime import functional
 from superscaler.runtime import split_backward as halves
 from superscaler.runtime.optimizer import Scaler, laid_out, optimizer_of
-from superscaler.runtime.saved_tensors import Copies, RegatheredTensors
+from superscaler.runtime.saved_tensors import Copies, RegatheredTensors, storage_of
 
 Box = Sequence[Sequence[int]]
 # The edges of saved outputs, the aliases that want a gradient, and whether that is float32.
@@ -44,13 +44,13 @@ class Rank:
     """One device of a plan while it runs: its weights, the tapes of its segments, its communicator.
 
     `tables`: the device's tables in plan.json. `weights`: its slices by local name. `chosen`: the optimizer's name and
-    the options of its groups, and whether it updates float32 copies of 16-bit weights. `seed`: of all random numbers.
+    the options of its groups. `seed`: of all random numbers.
     """
 
     communicator: Communicator
     tables: Mapping[str, Any]
     weights: dict[str, Tensor]
-    chosen: InitVar[tuple[str, Sequence[Mapping[str, Any]], bool]]
+    chosen: InitVar[tuple[str, Sequence[Mapping[str, Any]]]]
     dtype: torch.dtype
     seed: int = 0
     scaler: Scaler | None = None
@@ -71,7 +71,7 @@ class Rank:
     # Called for each segment that ran, with its kind (F, B), tag, inputs and outputs.
     watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
 
-    def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]], bool]) -> None:
+    def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]]]) -> None:
         self.device = self.communicator.device
         self._copies = Copies(self.device)
         self.optimizer = optimizer_of(self.tables["weights"], self.weights, *chosen)
@@ -112,18 +112,15 @@ class Rank:
         tape: bool = True,
         draws: int | None = None,
         parts: int | None = None,
-        again: Sequence[int] = (),
     ) -> Tensors:
-        """Run a segment on detached aliases and return detached outputs.
-
-        A tape stays under `tag`, without the inputs `again`, which the backward is given.
-        """
+        """Run a segment on detached aliases and return detached outputs. A `tape` stays under `tag`."""
         needs = function.__dict__
         wants = [tape and needs.get("wants", (True,) * len(inputs))[n] for n in range(len(inputs))]
         leaves = [self._leaf(x) if wanted else x.detach() for x, wanted in zip(inputs, wants, strict=True)]
         extra: list[Any] = [] if draws is None else [self.random(draws)]
         extra += [] if parts is None else [self.tables["parts"][parts]]
-        dropped = RegatheredTensors([inputs[n] for n in again]) if again else None
+        again = [inputs[n] for n in needs.get("again", ())] if tape else []
+        dropped = RegatheredTensors(again) if again else None
         with torch.set_grad_enabled(tape), dropped.hooks() if dropped else nullcontext():
             outputs = function(*map(_on, leaves, inputs), *extra)
         if dropped is not None:
@@ -273,7 +270,7 @@ class Rank:
         """Run the optimizer with gradients by the names of their weights."""
         self.communicator.flush()
         self._copies.flush()
-        gradients = {name: self._gradient(gradient, self.weights[name]) for name, gradient in pairs}
+        gradients = {name: gradient.reshape(self.weights[name].shape) for name, gradient in pairs}
         is_finite = self.scaler is None or self._unscale(self.scaler, gradients)
         if self.clip is not None:
             self._clip(self.clip, gradients)
@@ -282,14 +279,9 @@ class Rank:
         if self.optimizer is not None and is_finite:
             for name, gradient in gradients.items():
                 weight = self.weights[name]
-                weight.grad = laid_out(gradient.to(weight.grad_dtype), weight)
+                weight.grad = laid_out(gradient.to(weight.dtype), weight)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-
-    def _gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
-        """Return a gradient in the shape of its weight, in float32 for a float32 copy."""
-        kind = torch.promote_types(gradient.dtype, weight.grad_dtype or gradient.dtype)
-        return gradient.reshape(weight.shape).to(kind)
 
     def write(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set buffers to their new values."""
@@ -347,7 +339,7 @@ class Rank:
 
 def _on(leaf: Tensor, x: Tensor) -> Tensor:
     """Return an input whose gradient goes to a leaf."""
-    if leaf.data_ptr() == x.data_ptr():
+    if storage_of(leaf) == storage_of(x):
         return leaf
     alias = leaf.view_as(leaf)
     alias.data = x

@@ -23,18 +23,23 @@ T = TypeVar("T")
 
 
 def segment(
-    constant: Sequence[str] = (), wide: Sequence[str] = (), saved: Sequence[int] | None = None
+    constant: Sequence[str] = (),
+    wide: Sequence[str] = (),
+    again: Sequence[str] = (),
+    saved: Sequence[int] | None = None,
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Mark a segment with the gradients that it needs.
 
-    `constant`: parameters without a gradient. `wide`: parameters with a float32 gradient. `saved`: the numbers of the
-    results whose gradients come back (default: all).
+    `constant`: parameters without a gradient. `wide`: parameters with a float32 gradient. `again`: parameters that the
+    tape does not keep but the backward is given. `saved`: the numbers of the results whose gradients come back
+    (default: all).
     """
 
     def marked(function: Callable[..., T]) -> Callable[..., T]:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        flags = {"wants": [n not in constant for n in names], "wide": [n in wide for n in names], "saved": saved}
-        function.__dict__.update(flags)
+        flags = {"wants": [n not in constant for n in names], "wide": [n in wide for n in names]}
+        dropped = [n for n, name in enumerate(names) if name in again]
+        function.__dict__.update(flags, again=dropped, saved=saved)
         return function
 
     return marked

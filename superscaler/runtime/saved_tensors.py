@@ -11,6 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from superscaler.comm.communicator import Handle, Later
 
 
+def storage_of(x: Tensor) -> int:
+    """Return the identity of the storage of a tensor, which another one may get once it is freed."""
+    return x.untyped_storage()._cdata
+
+
 class RegatheredTensors:
     """The weights of a tape. What autograd saves of them, or of their views, is made again from regathered ones."""
 
@@ -18,7 +23,7 @@ class RegatheredTensors:
         self.given: Sequence[Tensor] = ()
         self._strides = [w.stride() for w in weights]
         self._offset = [w.storage_offset() for w in weights]
-        self._at = {w.untyped_storage().data_ptr(): n for n, w in reversed(list(enumerate(weights)))}
+        self._at = {storage_of(w): n for n, w in reversed(list(enumerate(weights)))}
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return a context in which the forward runs."""
@@ -29,7 +34,7 @@ class RegatheredTensors:
         self.given = [_strided(x, strides) for x, strides in zip(weights, self._strides, strict=True)]
 
     def _pack(self, x: Tensor) -> Any:
-        n = self._at.get(x.untyped_storage().data_ptr())
+        n = self._at.get(storage_of(x))
         return x if n is None else (n, x.size(), x.stride(), x.storage_offset() - self._offset[n])
 
     def _unpack(self, kept: Any) -> Tensor:

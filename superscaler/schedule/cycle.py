@@ -51,6 +51,23 @@ def _cycle_from(nodes: DependencyGraph, start: int, done: np.ndarray, limit: int
     return []
 
 
+# Why an op reads several microbatches, and the remedy where their order is impossible.
+_COUPLINGS = {
+    "batch": (
+        "as norms and losses over the batch do",
+        "Use 1 microbatch; or order nothing but all forwards before all backwards.",
+    ),
+    "causal": (
+        "as causal attention reads earlier ones",
+        "Order the forwards of slices in turn, their backwards in reverse.",
+    ),
+    "recomputed": (
+        "as causal attention reads earlier ones, which are recomputed later",
+        "Recompute nothing that slices read of each other, or choose a schedule without slices, as pipeline_1f1b.",
+    ),
+}
+
+
 def explain(nodes: DependencyGraph, cycle: Sequence[Node], done: Sequence[Node]) -> str:
     """Return the message of a cycle: each work, its need and the reason; the work `done` before; the remedy.
 
@@ -59,21 +76,11 @@ def explain(nodes: DependencyGraph, cycle: Sequence[Node], done: Sequence[Node])
     ring = list(cycle)
     orders = [nodes.graph.orders[n.number] for n in ring if n.kind == "O"]
     transfers = [nodes.schedule.transfers[n.number] for n in ring if n.kind == "C"]
-    coupled, is_causal = next(filter(None, (_coupled(nodes, t) for t in transfers)), ("", False))
+    coupled, how = next(filter(None, (_coupled(nodes, t) for t in transfers)), ("", "batch"))
     order = next((o for o in orders if o.before.kind != "F"), orders[0] if orders else None)
     # Groups of exact parts have no name; their work is drawn.
     if coupled and order is not None and str(order.before) and str(order.after):
-        why, remedy = (
-            (
-                "as causal attention reads earlier ones",
-                "Order the forwards of slices in turn, their backwards in reverse.",
-            )
-            if is_causal
-            else (
-                "as norms and losses over the batch do",
-                "Use 1 microbatch; or order nothing but all forwards before all backwards.",
-            )
-        )
+        why, remedy = _COUPLINGS[how]
         ordered = f"{order.before} is ordered before {order.after} ({order.where})"
         return f"{coupled} of several microbatches, {why}, but {ordered}. {remedy}"
     lines = ["the schedule has a cycle, so no device can go on."]
@@ -160,13 +167,13 @@ def _short(nodes: DependencyGraph, node: Node) -> str:
     return f"{kind}{node.key[1]}" if node.key[1] >= 0 else f"{kind} {nodes.name(node)}{part}"
 
 
-def _coupled(nodes: DependencyGraph, transfer: Transfer) -> tuple[str, bool]:
-    """Return the op that reads several microbatches (as text), and whether it reads earlier ones only."""
+def _coupled(nodes: DependencyGraph, transfer: Transfer) -> tuple[str, str]:
+    """Return the op that reads several microbatches (as text), and how (a key of `_COUPLINGS`)."""
     made = {place.key[1] for piece in transfer.pieces for place in piece.places} - {-1}
     places = (place for reader in transfer.readers for place in reader.places if place.kind in (FORWARD, BACKWARD))
     place = next((p for p in places if p.key[1] >= 0), None)
     if place is None or len(made) < 2:
-        return "", False
+        return "", "batch"
     ops, is_forward = nodes.schedule.segments[place.segment].ops, transfer.kind == FORWARD
     reads = (op for op in ops for o in (op.inputs if is_forward else op.outputs) if o.tensor == transfer.tensor)
     op = next(reads, ops[0])
@@ -176,7 +183,8 @@ def _coupled(nodes: DependencyGraph, transfer: Transfer) -> tuple[str, bool]:
     is_causal = any(
         user.indices[i].until is not None for user, k in uses for i in user.inputs[k].slots if i is not None
     )
-    return f"{text} reads {'' if is_forward else 'the gradient of '}{transfer.tensor}", is_causal
+    how = "batch" if not is_causal else "recomputed" if op.origin else "causal"
+    return f"{text} reads {'' if is_forward else 'the gradient of '}{transfer.tensor}", how
 
 
 def _why(nodes: DependencyGraph, ring: list[Node], at: int) -> tuple[str, Node]:

@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import wraps
 
 from torch import Tensor
 
 from superscaler.emit.segments import draws_of, emit_segments
-from superscaler.ir.model import Model
+from superscaler.ir.model import Model, Op, once, without_twins
 from superscaler.ir.program import Function, Program
 from superscaler.ops.table import RANDOM, parts_of
 from superscaler.runtime import functional
 from superscaler.runtime.step import modules
 
 
-def callables(
-    model: Model, functions: Sequence[Function], device: str = "cpu", step: int = 0
-) -> list[Callable[..., Sequence[Tensor]]]:
-    """Return functions of a model as they are emitted, with the random numbers of a step, on a device."""
-    text, names = emit_segments(Program(model, tuple(functions), ()))
+def callables(program: Program, device: str = "cpu", step: int = 0) -> list[Callable[..., tuple[Tensor, ...]]]:
+    """Return the functions of a program as they are emitted, with the random numbers of a step, on a device."""
+    text, names = emit_segments(program)
     code = modules({"segments.py": text})["segments"]
 
-    def bound(function: Function, name: str) -> Callable[..., Sequence[Tensor]]:
+    def bound(function: Function, name: str) -> Callable[..., tuple[Tensor, ...]]:
         boxes = [box for op, box in zip(function.ops, function.boxes, strict=True) if op.target in RANDOM]
-        draws = draws_of(model, function, boxes)
+        draws = draws_of(program.model, function, boxes)
 
         def random(k: int) -> Tensor:
             d = draws[k]
             return functional.draw(0, step, d.op, d.box, d.extents, device).reshape(d.shape)
 
         pairs = zip(function.ops, function.boxes, strict=True)
-        parts = [part for op, box in pairs for part in parts_of(op, box, model.tensors).values()]
+        parts = [part for op, box in pairs for part in parts_of(op, box, program.model.tensors).values()]
         extra = [random] * bool(draws) + [parts] * bool(parts)
-        return lambda *inputs: getattr(code, name)(*inputs, *extra)
+        run = getattr(code, name)
 
-    return list(map(bound, functions, names))
+        # With its name, and the gradients that it needs.
+        @wraps(run)
+        def called(*inputs: Tensor) -> tuple[Tensor, ...]:
+            made: tuple[Tensor, ...] = run(*inputs, *extra)
+            return made
+
+        return called
+
+    return list(map(bound, program.functions, names))
+
+
+def whole(model: Model) -> tuple[Model, Function, list[tuple[str, bool]]]:
+    """Return a model as it was captured, all its forward ops as one function, and what that reads: each tensor, and
+    whether it wants a gradient.
+    """
+    model = once(without_twins(model))
+    made = {o.tensor for op in model.forward_ops for o in op.outputs}
+    uses = {
+        (op.name, k): (o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad)
+        for op in model.forward_ops
+        for k, o in enumerate(op.inputs)
+        if o.tensor not in made
+    }
+    reads = {use: n for n, use in enumerate(dict.fromkeys(uses.values()))}
+    input_of = {place: reads[use] for place, use in uses.items()}
+    boxes = tuple(tuple((0, i.size) for i in op.indices) for op in model.forward_ops)
+    return model, Function(model.forward_ops, boxes, tuple(n for n, _ in reads), input_of, tuple(made), ""), list(reads)
+
+
+def alone(op: Op) -> Function:
+    """Return a function of one whole op."""
+    names, made = tuple(o.tensor for o in op.inputs), tuple(o.tensor for o in op.outputs)
+    box = tuple((0, i.size) for i in op.indices)
+    return Function((op,), (box,), names, {(op.name, k): k for k in range(len(names))}, made, "")

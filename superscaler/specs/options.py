@@ -13,8 +13,9 @@ Options = Mapping[str, Any]
 DEVICES = ("cpu", "meta")
 # the name on the command line -> the name in torch
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
-# 16-bit dtypes of autocast and of weights.
-HALVES = {"bf16": "bfloat16", "fp16": "float16"}
+AUTOCASTS = {"bf16": "bfloat16", "fp16": "float16"}
+# Other names of options.
+_ALIASES = {"vocabulary": "vocab"}
 # Options of every named model, beside its own.
 _COMMON = {"seed": 0, "device": "cpu"}
 # Integers that may be 0. The others are sizes, at least 1.
@@ -84,9 +85,12 @@ def options_of(spec: str, given: Mapping[str, str], sizes: Mapping[str, Options]
         raise InputError(f"'{spec}': {unknown('size', size, sizes)}")
     options = {**_COMMON, **sizes[size]}
     named = {"size": size} if default else {}
-    for key, text in given.items():
+    for word, text in given.items():
+        key = _ALIASES.get(word, word)
+        if key != word and key in given:
+            raise InputError(f"'{spec}': {key} and {word} are one key; give it once.")
         if key not in options and key not in named:
-            raise InputError(f"'{spec}': {unknown('key', key, [*options, *named])}")
+            raise InputError(f"'{spec}': {unknown('key', word, [*options, *named])}")
         if key in options:
             options[key] = read_value(spec, key, text, type(options[key]))
     _check(spec, options)

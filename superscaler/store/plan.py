@@ -104,7 +104,6 @@ class Optimizer(Checked):
     name: str
     groups: list[dict[str, Option]]
     scaler: dict[str, Option]
-    precision: Literal["", "bf16", "fp16"] = ""
 
 
 class Operator(Checked):
@@ -142,7 +141,7 @@ class PlanHead(Head):
     """The types of plan.json."""
 
     NAME = PLAN_FILE
-    VERSION = 2
+    VERSION = 3
     DIFFERS = "is not what compile wrote there"
     REMEDY = REWRITE
 

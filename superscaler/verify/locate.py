@@ -15,15 +15,15 @@ from superscaler.compiler import Compiled
 from superscaler.errors import RuntimeFailure
 from superscaler.frontend.oracle import dense, largest, largest_gap
 from superscaler.ir.mask import Box, Mask, extents
-from superscaler.ir.model import Model, Op, once, unread_twins, without_twins
-from superscaler.ir.program import Forward, Function
+from superscaler.ir.model import Model, Op, unread_twins
+from superscaler.ir.program import Forward, Program
 from superscaler.materialize.local_tensors import task
 from superscaler.ops.call import ranges
 from superscaler.runtime.executor import take
 from superscaler.runtime.step import Step, build_step, modules
 from superscaler.schedule.dependencies import Node
 from superscaler.schedule.segments import Segment
-from superscaler.simulate.callables import callables
+from superscaler.simulate.callables import callables, whole
 
 TOLERANCE = 1e-9
 # Some true gradients are zero (bias of a key projection): errors are relative to at least FLOOR x the largest gradient.
@@ -55,22 +55,11 @@ def first_difference(exact: Compiled, values: Values, batch: Values, timeout: fl
 
 def model_step(model: Model, known: Values, step: int = 0) -> tuple[Values, Values]:
     """Return every tensor of one step on whole tensors, in the names of the graph, and their gradients."""
-    model = once(without_twins(model))
-    forward = model.forward_ops
-    made = {o.tensor for op in forward for o in op.outputs}
-    uses = {
-        (op.name, k): (o.tensor, op.has_mirror and model.tensors[o.tensor].requires_grad)
-        for op in forward
-        for k, o in enumerate(op.inputs)
-        if o.tensor not in made
-    }
-    read = {use: n for n, use in enumerate(dict.fromkeys(uses.values()))}
-    input_of = {place: read[use] for place, use in uses.items()}
-    boxes = tuple(tuple((0, i.size) for i in op.indices) for op in forward)
-    function = Function(tuple(forward), boxes, tuple(name for name, _ in read), input_of, tuple(made), "")
-    leaves = {name: known[name].detach().clone().requires_grad_() for name, wants in read if wants}
-    (run,) = callables(model, [function], step=step)
-    outputs = run(*(leaves[n] if wants else known[n] for n, wants in read))
+    model, function, reads = whole(model)
+    made = function.outputs
+    leaves = {name: known[name].detach().clone().requires_grad_() for name, wants in reads if wants}
+    (run,) = callables(Program(model, (function,), ()), step=step)
+    outputs = run(*(leaves[n] if wants else known[n] for n, wants in reads))
     found = dict(zip(made, outputs, strict=True))
     wanted = {n: t for n, t in {**found, **leaves}.items() if t.requires_grad}
     grads = torch.autograd.grad(found[model.loss], list(wanted.values()), allow_unused=True) if wanted else ()
@@ -180,7 +169,7 @@ class _Search:
         function = self.exact.program.functions[ran.function]
         every = [(op, j) for op in function.ops for j in range(len(op.outputs))]
         shown = replace(function, outputs=tuple(op.outputs[j].tensor for op, j in every))
-        (run,) = callables(self.model, [shown])
+        (run,) = callables(Program(self.model, (shown,), ()))
         made = run(*(x for x in event.given if x is not None))
         at = segment.keys.index(node.key)
         for (op, j), tensor in zip(every, made, strict=True):

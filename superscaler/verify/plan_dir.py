@@ -9,12 +9,15 @@ from typing import Any
 
 from superscaler.artifact import described, texts
 from superscaler.certify.certificate import CHECKS
+from superscaler.cluster import Cluster
 from superscaler.emit.device import emit
 from superscaler.errors import InputError, PlanError
 from superscaler.ir.model_text import parse_model
 from superscaler.ir.program import Program
 from superscaler.ir.program_text import parse_program
 from superscaler.report.facts import own_operators
+from superscaler.simulate.predict import predict
+from superscaler.simulate.prediction import Prediction
 from superscaler.specs.file_errors import reading
 from superscaler.store.plan import MODEL_FILE, PLAN_FILE, PROGRAM_FILE, REWRITE, WEIGHTS_FILE, read_plan
 from superscaler.store.tensor_file import kinds, opened
@@ -28,11 +31,8 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     files disagree.
     """
     saved, damage = read_plan(directory, has_hashes=False), _damage(directory)
-    plan = saved.head
-    with _naming(directory / MODEL_FILE, damage):
-        model = parse_model(saved.text(MODEL_FILE))
-    with _naming(directory / PROGRAM_FILE, damage):
-        program = parse_program(saved.text(PROGRAM_FILE), model)
+    plan, program = saved.head, _program(directory, saved, damage)
+    model = program.model
     if program.world != plan["world"]:
         raise InputError(f"{directory / PLAN_FILE} is for {plan['world']} devices, its program for {program.world}.")
     with _naming(f"{directory / PROGRAM_FILE} of {MODEL_FILE}", damage):
@@ -53,6 +53,20 @@ def validate_directory(directory: Path, manifest: bool = True) -> dict[str, Any]
     if manifest and damage is not None:
         raise damage
     return {**dict.fromkeys(CHECKS, True), "manifest": manifest, "world": program.world}
+
+
+def simulate_directory(directory: Path, capacity: int | None = None) -> Prediction:
+    """Return the prediction for a step of the plan in a directory. Raises InputError for one that cannot be read."""
+    saved = read_plan(directory)
+    saved.check()
+    return predict(_program(directory, saved, None), Cluster.parse(saved.head["cluster"]), capacity)
+
+
+def _program(directory: Path, saved: Any, damage: InputError | None) -> Program:
+    with _naming(directory / MODEL_FILE, damage):
+        model = parse_model(saved.text(MODEL_FILE))
+    with _naming(directory / PROGRAM_FILE, damage):
+        return parse_program(saved.text(PROGRAM_FILE), model)
 
 
 def _damage(directory: Path) -> InputError | None:

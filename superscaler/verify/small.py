@@ -19,10 +19,10 @@ from superscaler.errors import InputError
 from superscaler.ir.graph import Graph, Group, Order
 from superscaler.ir.grid import HOSTS, Grid, Ints
 from superscaler.ir.model import Model, Op
-from superscaler.ir.program import Function
+from superscaler.ir.program import Function, Program
 from superscaler.runtime.executor import take
 from superscaler.schedule.fold import leaves, restrict
-from superscaler.simulate.callables import callables
+from superscaler.simulate.callables import alone, callables
 
 # Places along a fold axis (one more than are compiled, so that one is extrapolated), and microbatches.
 PLACES, MICROBATCHES = 3, 4
@@ -214,13 +214,10 @@ def _run(model: Model, ops: Sequence[Op], sizes: Mapping[str, int]) -> list[tupl
     small = _resized(model, sizes)
     resized = {op.name: op for op in small.ops}
     chosen = [op for op in ops if op.is_forward]
-    functions = []
-    for op in (resized[o.name] for o in chosen):
-        names, made = tuple(o.tensor for o in op.inputs), tuple(o.tensor for o in op.outputs)
-        box = tuple((0, i.size) for i in op.indices)
-        functions.append(Function((op,), (box,), names, {(op.name, k): k for k in range(len(names))}, made, ""))
+    functions = [alone(resized[op.name]) for op in chosen]
     found: list[tuple[Op, list[Shape] | None]] = []
-    for op, function, run in zip(chosen, functions, callables(small, functions, "meta"), strict=True):
+    runs = callables(Program(small, tuple(functions), ()), "meta")
+    for op, function, run in zip(chosen, functions, runs, strict=True):
         shapes = _shapes(small, function, run)
         if shapes == [small.tensors[o.tensor].shape for o in op.outputs]:
             continue

@@ -83,11 +83,9 @@ def updated_before_the_forward(code: Code) -> None:
 
 
 def waited_for_twice(code: Code) -> None:
-    """What came has two names, and one of them is added to."""
+    """What came has two names."""
     wait = at(code, Wait)
-    out: Value = code[wait].out  # type: ignore[union-attr]
-    other = out._replace(number=9)
-    code[wait + 1 : wait + 1] = [replace(code[wait], out=other), Accumulate(other, other, other, True)]  # type: ignore[call-arg]
+    code.insert(wait + 1, replace(code[wait], out=code[wait].out._replace(number=9)))  # type: ignore[call-arg, union-attr]
 
 
 def added_to_a_collective_over_one_device(code: Code) -> None:
@@ -101,7 +99,7 @@ def added_to_a_collective_over_one_device(code: Code) -> None:
 MUTANTS: list[tuple[Callable[[Code], None], int, str]] = [
     (updated_before_the_backward, 1, r"Backward s\d+ needs detach .* memory Update of e_weight, \w+ has changed"),
     (updated_before_the_forward, 1, r"Forward s\d+_p7 \(matmul..\w+\) reads detach, whose memory Update of e_weight"),
-    (waited_for_twice, 2, r"reads the gradient of \S+, whose memory Accumulate of \w+__9 has changed"),
+    (waited_for_twice, 2, r"Wait of d_\w+__9 waits for d_\w+_work, which is waited for already"),
     (added_to_a_collective_over_one_device, 2, r"changes \w+ in place, which Backward s\d+ holds"),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superscaler.cluster import LINKS, LOCAL, PRESETS, Cluster, Device, DeviceKind, Link, Links
+from superscaler.cluster.devices import Attention, Speeds
 from superscaler.errors import InputError
 
 
@@ -52,7 +54,7 @@ def test_every_cluster_reads_back_from_its_text(
     name: str, kind: str, servers: int, links: Links | None, device: tuple[int, dict[str, float]] | None
 ) -> None:
     flops = {**(PRESETS[kind].flops if kind in PRESETS else {}), **(device[1] if device else {})}
-    told = DeviceKind(kind, device[0], flops) if device else None
+    told = DeviceKind(kind, device[0], flops, PRESETS[kind].speeds if kind in PRESETS else None) if device else None
     cluster = Cluster.of(name, kind, servers, 6, links, told)
     assert Cluster.parse(str(cluster)) == cluster
     assert hash(Cluster.parse(str(cluster))) == hash(cluster)
@@ -70,10 +72,33 @@ def test_a_file_replaces_numbers_of_the_preset() -> None:
 def test_a_file_replaces_what_is_known_of_the_devices() -> None:
     text = "{name: lab, preset: a100, servers: 1, devices_per_server: 8, device: {memory: 40e9, flops: {float8: 1e15}}}"
     kind = Cluster.parse(text).device_kind
-    assert kind == DeviceKind("a100", 40 * 10**9, {**PRESETS["a100"].flops, "float8": 1e15})
+    assert kind == replace(PRESETS["a100"], memory=40 * 10**9, flops={**PRESETS["a100"].flops, "float8": 1e15})
     local = Cluster.parse(text.replace("a100", "local"))
     assert local.device_kind == DeviceKind("local", 40 * 10**9, {"float8": 1e15})
     assert local.is_local
+
+
+def test_a_file_replaces_speeds_of_the_preset() -> None:
+    text = "{name: lab, preset: a100, servers: 1, devices_per_server: 8, device: {speeds: {SPEEDS}}}"
+    known = PRESETS["a100"].speeds
+    assert known is not None
+    given = "issue: 4e-6, memory: 1e12, products: {float64: [9e12, 19e12]}, operators: {gelu: {alpha: 0, bandwidth: 1}}"
+    speeds = replace(
+        known,
+        issue=4e-6,
+        memory=(1e12, 1e12),
+        products={**known.products, "float64": (9e12, 19e12)},
+        operators={**known.operators, "gelu": Link(0.0, 1.0)},
+    )
+    kind = Cluster.parse(text.replace("SPEEDS", given)).device_kind
+    assert kind == replace(PRESETS["a100"], speeds=speeds)
+    attention = "attention: {forward: {rates: {64: 1e12, 128: [2e12, 3e12]}, tile: 512}}"
+    local = "preset: local, servers: 1, devices_per_server: 2, device: {memory: 8e9, flops: {}, speeds: "
+    lab = Cluster.parse("{name: lab, " + local + "{products: {float32: 1e11}, memory: 2e10, " + attention + "}}}")
+    assert lab.device_kind is not None
+    measured = Attention({64: (1e12, 1e12), 128: (2e12, 3e12)}, tile=512)
+    assert lab.device_kind.speeds == Speeds(0, {"float32": (1e11, 1e11)}, (2e10, 2e10), {"forward": measured})
+    assert Cluster.parse(str(lab)) == lab
 
 
 def test_a_short_text_is_the_spec() -> None:
@@ -109,6 +134,32 @@ LAB = "{name: a, preset: v100, servers: 2, devices_per_server: 8, "
         ("device: {memory: 0.5}}", "device.memory is 0.5, but input should be greater than or equal to 1."),
         ("device: {flops: {float32: x}}}", "device.flops.float32 is 'x', but input should be a valid number."),
         ("device: {flops: {1: 2}}}", "device.flops.1"),
+        ("device: {speeds: {memory: [1, x]}}}", "device.speeds.memory.1 is 'x', but input should be a valid number."),
+        (
+            "device: {speeds: {memory: [1, 2, 3]}}}",
+            "device.speeds.memory is (1, 2, 3), but tuple should have at most 2",
+        ),
+        ("device: {speeds: {unit: 3}}}", "unknown key 'unit'; did you mean 'units'?"),
+        (
+            "device: {speeds: {units: -3}}}",
+            "device.speeds.units is -3, but input should be greater than or equal to 0.",
+        ),
+        (
+            "device: {speeds: {operators: {gelu: {alpha: 1}}}}}",
+            "the key 'device.speeds.operators.gelu.bandwidth' is mi",
+        ),
+        (
+            "device: {speeds: {operators: {gelu: {alpha: 1, bandwith: 1}}}}}",
+            "unknown key 'bandwith'; did you mean 'bandwidth'? Known: alpha, bandwidth. It is in gelu.",
+        ),
+        (
+            "device: {speeds: {attention: {forward: {rates: {}}}}}}",
+            "device.speeds.attention.forward.rates is {}, but di",
+        ),
+        (
+            "preset: local, device: {memory: 1, flops: {}, speeds: {memory: 1}}}",
+            "nothing is known about local devices; add device.speeds.products too.",
+        ),
         ("1: 2}", "unknown key '1'"),
         ("preset: local, device: {memory: 1e9}}", "nothing is known about local devices; add device.flops too"),
     ],

@@ -97,7 +97,7 @@ class Execution:
             case p.Copy():
                 values[i.work] = (rt.to_host if i.to_host else rt.to_device)(values[i.source])
             case p.Wait():
-                values[i.out] = values[i.work].wait().reshape(i.shape)
+                values[i.out] = values.pop(i.work).wait().reshape(i.shape)
             case p.Update():
                 if i.weights or not i.is_early:
                     rt.update(self.all(i.weights), self.all(i.gradients), early=i.is_early)
@@ -123,8 +123,8 @@ class Execution:
         extra = [random] * bool(draws) + [parts] * bool(parts)
         body = getattr(self.segments, self.names[i.function])
         run = update_wrapper(lambda *given: body(*given, *extra), body)
-        run.__dict__.update(wants=i.grads, saved=i.saved)
-        made = rt.forward(str(i.task), run, self.all(i.inputs), any(i.grads), again=i.again)
+        run.__dict__.update(wants=[n in function.grads for n in range(len(i.inputs))], saved=function.saved)
+        made = rt.forward(str(i.task), run, self.all(i.inputs), bool(function.grads))
         self.values.update(zip(i.outputs, made, strict=True))
 
     def _backward(self, i: p.Backward) -> None:

@@ -80,13 +80,13 @@ RAW: dict[str, str | bytes] = {
     "an open brace": "{",
     "a list": "[]",
     "lists too deep": "[" * 100_000,
-    "whole lists too deep": '{"version": 2, "world": ' + "[" * 5000 + "]" * 5000 + "}",
+    "whole lists too deep": '{"version": 3, "world": ' + "[" * 5000 + "]" * 5000 + "}",
     "a number too long": '{"version": ' + "9" * 5000 + "}",
     "NaN": '{"version": NaN}',
     "a number too large": '{"version": 1e999}',
     "two objects": "{}{}",
     "a byte order mark": "\ufeff{}",
-    "a comment": '{"version": 2 /* mine */}',
+    "a comment": '{"version": 3 /* mine */}',
     "a pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x07version\x94.",
 }
 for _name, _text in RAW.items():
@@ -140,7 +140,7 @@ def misfits(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 _HASH = "0" * 64
 # Beside those of another type, all of which test_damaged.py makes.
 VALUES: list[tuple[str, Any, str]] = [
-    ("version", 1, "is of version 1, but this superscaler reads version 2"),
+    ("version", 1, "is of version 1, but this superscaler reads version 3"),
     ("version", None, "is of version None, but"),
     ("world", 0, "a world of 0"),
     ("world", 2, "1 devices, 1 programs and a world of 2"),

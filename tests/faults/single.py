@@ -45,13 +45,12 @@ TRIED = 3
 NUMBERS = {
     "box": "box", "boxes": "box", "ranges": "box", "at": "at", "view": "view", "shape": "shape", "local": "shape",
     "take": "take or give", "give": "take or give", "group": "group", "peer": "peer", "message": "message",
-    "point": "point", "task": "task", "function": "function number", "saved": "saved", "bytes": "bytes",
+    "point": "point", "task": "task", "function": "function number", "bytes": "bytes",
 }  # fmt: skip
 # Fields whose entries belong together: one entry of all of them can be left out.
 ENTRIES: Mapping[type, Sequence[tuple[str, ...]]] = {
     Combine: [("pieces", "boxes")],
     Collective: [("works", "sources", "ways"), ("group",)],
-    Forward: [("saved",)],
     Update: [("weights", "gradients"), ("buffers", "values")],
     Loss: [("parts", "counted")],
 }
@@ -296,7 +295,7 @@ def shapes(program: Program, device: Device) -> dict[Value, tuple[bool, tuple[in
                 kinds = [(False, tensor.local_shape(extents(i.box)), tensor.dtype)]
             case Forward():
                 kinds = [(False, *_output(program, program.functions[i.function], o)) for o in range(len(i.outputs))]
-                aliases[i.task] = [found[v] for v, g in zip(i.inputs, i.grads, strict=True) if g]
+                aliases[i.task] = [found[i.inputs[n]] for n in program.functions[i.function].grads]
             case Backward():
                 kinds = aliases[i.task]
             case Collective():
@@ -409,6 +408,12 @@ def _of_function(program: Program, f: Function) -> Iterator[tuple[str, str, Func
             yield "input", f"input {k} of {op} is alias {other}, not {n}", new
     for a, b in pairs(len(f.outputs)):
         yield "output", f"outputs {a} and {b} change places", replace(f, outputs=_exchanged(f.outputs, a, b))
+    for name, count in (("grads", len(f.inputs)), ("wide", len(f.inputs)), ("again", len(f.inputs)),
+                        ("saved", len(f.outputs))):  # fmt: skip
+        numbers = getattr(f, name)
+        for n in range(count):
+            other = tuple(k for k in numbers if k != n) if n in numbers else (*numbers, n)
+            yield "gradients", f"{name} is {other}, not {numbers}", replace(f, **{name: other})
     yield from _of_ops(program, f)
 
 

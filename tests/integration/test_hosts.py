@@ -15,7 +15,7 @@ import superscaler as ss
 from benchmarks.live import Live
 from superscaler.certify.hosts import on_host
 from superscaler.errors import PlanError, ScheduleError
-from superscaler.ir.program import Copy, Free, Value
+from superscaler.ir.program import Copy, Value, ended
 from superscaler.plans import resolve
 from superscaler.runtime.saved_tensors import Copies
 from superscaler.runtime.step import Step
@@ -134,8 +134,7 @@ def test_copies_come_back_late() -> None:
     for i in device.instructions:
         if isinstance(i, Copy) and not i.to_host:
             alive.add(i.work)
-        elif isinstance(i, Free):
-            alive.difference_update(i.names)
+        alive.difference_update(ended(i))
         most = max(most, len(alive))
     assert len(hosted) >= 18
     assert most == 1

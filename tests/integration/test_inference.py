@@ -18,7 +18,7 @@ import superscaler as ss
 from benchmarks.live import Live
 from superscaler.artifact import initial_values
 from superscaler.errors import CaptureError, InputError
-from superscaler.ir.program import Backward, Forward, Free, Instruction, Load, reads, writes
+from superscaler.ir.program import Backward, Instruction, Load, ended, reads, writes
 from superscaler.runtime.executor import Rank
 from superscaler.runtime.step import Step
 from superscaler.store.checkpoint import CheckpointHead
@@ -87,19 +87,19 @@ def check(graph: ss.Graph, plan: SProgram | str, devices: int) -> None:
     ran = equal(graph, plan, devices)
     assert (ran.found["trains"], ran.found["reference"]) == (False, "eager")
     assert ran.found["output_error"] < 1e-9
+    assert not any(function.saved or function.grads for function in ran.program.functions)
     for device in ran.program.devices:
-        runs = [i for i in device.instructions if isinstance(i, Forward | Backward)]
-        assert all(isinstance(i, Forward) and not i.saved and not any(i.grads) for i in runs)
+        assert not any(isinstance(i, Backward) for i in device.instructions)
         check_freed(device.instructions)
 
 
 def check_freed(code: Sequence[Instruction]) -> None:
     """Check that all but what is loaded or given last is freed right after its last use."""
     last = {name: at for at, i in enumerate(code) for name in (*reads(i), *writes(i))}
-    freed = {name: at for at, i in enumerate(code) if isinstance(i, Free) for name in i.names}
+    freed = {name: at for at, i in enumerate(code) for name in ended(i)}
     loaded = {i.out for i in code if isinstance(i, Load)}
     assert freed.keys() >= last.keys() - loaded - {n for n, at in last.items() if at == len(code) - 1}
-    assert all(at == last[name] + 1 for name, at in freed.items())
+    assert all(at == last[name] + (not name.is_handle) for name, at in freed.items())
 
 
 @pytest.mark.parametrize(

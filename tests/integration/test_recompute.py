@@ -18,7 +18,7 @@ import superscaler as ss
 from benchmarks.live import Live
 from superscaler.certify.certificate import check_program
 from superscaler.errors import ScheduleError, TransformError
-from superscaler.ir.program import Collective, Free, Program, Value, Wait
+from superscaler.ir.program import Collective, Program, Value, Wait, ended
 from superscaler.models import build
 from superscaler.report.facts import summary
 from superscaler.runtime.step import Step
@@ -104,8 +104,7 @@ def blocks_at_once(program: Program) -> int:
             alive.update(i.works)
         elif isinstance(i, Wait) and i.work in alive:
             alive.add(i.out)
-        elif isinstance(i, Free):
-            alive.difference_update(i.names)
+        alive.difference_update(ended(i))
         most = max(most, len({found[1] for value in alive if (found := re.search(r"_h_(\d)_", str(value)))}))
     return most
 

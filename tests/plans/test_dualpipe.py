@@ -47,8 +47,9 @@ def hidden(device: Device, kind: str) -> Iterator[tuple[int, bool]]:
 
 def steady(device: Device) -> range:
     """Return where a device has forwards and backwards in turn: after its first backward, before its last forward."""
-    forwards = [at for at, i in enumerate(device.instructions) if isinstance(i, Forward) and any(i.grads)]
-    first = next(at for at, i in enumerate(device.instructions) if isinstance(i, Backward))
+    trained = {i.task: at for at, i in reversed([*enumerate(device.instructions)]) if isinstance(i, Backward)}
+    forwards = [at for at, i in enumerate(device.instructions) if isinstance(i, Forward) and i.task in trained]
+    first = min(trained.values())
     return range(first, forwards[-1])
 
 

@@ -49,6 +49,7 @@ ALWAYS: list[Row] = [
     (GPT, "zero:stage=3,keep=2,microbatches=2", 2),
     (GPT, "zero:stage=2,microbatches=4", 2),
     ("gpt2:size=tiny,batch=6", "zero:stage=3,shard=3", 6),
+    (GPT, "fsdp:shard=2", 4),
     # Memory: microbatches, parts of blocks one after the other, the hosts, what is computed again.
     (GPT, "gradient_accumulation", 2),
     ("gpt2:size=tiny,dropout=0.1", "recompute:what=full,microbatches=2", 2),
@@ -62,6 +63,9 @@ ALWAYS: list[Row] = [
     (LLAMA, "tensor_parallel:4 x zero:2,stage=2,microbatches=2", 8),
     # Pieces of gradients under the next forward.
     (GPT, "bytescheduler:piece=16000", 4),
+    # Megatron whole.
+    (DEEP, "hybrid:tp=2,pp=2,microbatches=4,chunks=2,sequence=true,recompute=selective", 4),
+    (f"{LLAMA},layers=4", "hybrid:dp=2,tp=2,pp=2,microbatches=2,chunks=2,sequence=true,recompute=full,zero=1", 8),
 ]
 
 CAUSAL = ["gpt2:size=tiny,heads=8", "gpt3:size=tiny,seq=16,heads=8", "llama:size=tiny,heads=8,kv_heads=8",
@@ -91,6 +95,8 @@ FIRST = [
     *((f"pipeline_1f1b:stages={s},microbatches={m}", s) for s in (2, 4) for m in (4, 8)),
     ("hybrid:dp=2,tp=2,pp=2,microbatches=2", 8), ("hybrid:dp=2,tp=2,pp=2,microbatches=4", 8),
 ]  # fmt: skip
+FSDP = [("fsdp:recompute=true,microbatches=2", 2), ("fsdp:microbatches=2", 2), ("fsdp:2 x recompute", 2),
+        ("fsdp:4,shard=2 x tensor_parallel:2", 8), ("pipeline_1f1b:2,microbatches=2 x fsdp:2", 4)]  # fmt: skip
 MEMORY: list[Row] = [
     (SWIN, "recompute:what=block", 2),
     (LLAMA, "chain_recompute:every=sqrt,microbatches=2", 4),
@@ -119,12 +125,22 @@ MEMORY: list[Row] = [
     (MBART, "zero:stage=1,shard=2", 8),
     (ALPHAFOLD, "zero:stage=3", 2),
     (GPT, "zero:2,stage=3 x tensor_parallel:2", 4),
+    *((model, plan, devices) for model in (GPT, LLAMA, MBART, "t5:size=tiny") for plan, devices in FSDP),
     (LLAMA, "data_parallel:2 x tensor_parallel", 8),
 ]
 PRODUCTS = ["interleaved:2 x zero:2,stage=1", "data_parallel:2 x chimera:2", "zb_h1:2 x tensor_parallel:2",
             "interlaced:2,microbatches=2 x tensor_parallel:2", "interlaced:2,microbatches=2 x data_parallel:2",
             "zb_h1:2 x data_parallel:2", "chimera:2 x tensor_parallel:2", "pipeline_1f1b:2 x tensor_parallel:2",
             "pipeline_1f1b:2 x data_parallel:2"]  # fmt: skip
+# Each option alone, then several.
+MEGATRON = ["dp=2,zero=1", "tp=2,sequence=true", "pp=2,microbatches=4,chunks=2", "recompute=full",
+            "recompute=selective", "pp=2,dp=2,tp=2,microbatches=2,sequence=true",
+            "pp=2,dp=2,tp=2,microbatches=4,chunks=2,sequence=true,recompute=selective,zero=1",
+            "pp=2,tp=2,microbatches=4,sequence=true,recompute=selective", "pp=2,tp=2,microbatches=2,recompute=full",
+            "pp=2,dp=2,microbatches=2,chunks=2,recompute=selective,zero=1",
+            "dp=2,tp=2,sequence=true,recompute=full,zero=1,vocabulary=false"]  # fmt: skip
+STACKED = [f"{GPT},layers=4", f"{LLAMA},layers=4", "bert:size=tiny,layers=4", f"{T5},layers=4",
+           "vit:size=tiny,layers=4,image=28", MBART]  # fmt: skip
 # Weights with momentum, too.
 UNROLLED: list[Row] = [
     ("mbart:size=tiny,batch=4", "bytescheduler:piece=16000", 2),
@@ -173,6 +189,8 @@ def sweep() -> Iterator[Row]:
     yield from MEMORY
     yield from in_stages()
     yield from product((DEEP, f"{LLAMA},layers=4,batch=16"), PRODUCTS, [4])
+    for model, options in product(STACKED, MEGATRON):
+        yield model, f"hybrid:{options}", 2 ** sum(f"{axis}=2" in options.split(",") for axis in ("dp", "tp", "pp"))
     yield from ALWAYS
 
 

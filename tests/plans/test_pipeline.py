@@ -93,6 +93,12 @@ def test_a_table_of_slices_in_a_wrong_order_is_refused(tmp_path: Path) -> None:
         plan_of(GPT, f"pipeline:schedule={file},slices=2", 2)
 
 
+def test_slices_that_read_each_other_are_not_recomputed() -> None:
+    message = r"earlier ones, which are recomputed later, but 0B1 is ordered before 0B0 .*a schedule without slices"
+    with pytest.raises(ScheduleError, match=message):
+        plan_of(GPT, "terapipe:2,microbatches=2 x recompute:what=attention", 2)
+
+
 def test_slices_of_what_is_not_causal_are_refused() -> None:
     with pytest.raises(
         InputError,

@@ -72,10 +72,27 @@ def test_a_plan_of_a_file_is_a_factor_too(spec: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("spec", "sizes"),
+    [
+        ("data_parallel x recompute:what=full", "data_parallel=4,recompute=1"),
+        ("recompute:what=full x data_parallel:2", "recompute=2,data_parallel=2"),
+        ("recompute:what=full x swap:what=optimizer", "recompute=4,swap=1"),
+    ],
+)
+def test_what_recomputes_leaves_the_devices_to_others(spec: str, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    mesh_of = ss.Cluster.mesh
+    monkeypatch.setattr(ss.Cluster, "mesh", lambda *a, **k: shown.append(str(found := mesh_of(*a, **k))) or found)
+    resolve(spec)(chain(), ss.Cluster.local(4))
+    assert shown == [sizes]
+
+
+@pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("data_parallel:2", "mesh data_parallel=2 needs 2 devices, but there are 4; make the two numbers equal"),
         ("data_parallel:3 x zero", "mesh data_parallel=3,zero=-1: 3 does not divide the 4 devices; choose 1, 2 or 4"),
+        ("data_parallel x zero x recompute", "mesh data_parallel=-1,zero=-1,recompute=1: every size"),
         ("data_parallel x zero", "every size must be at least 1, and one may be -1"),
         ("zero:2 x zero:2", "'zero:2 x zero:2' has zero twice; choose one, of the product of the two numbers"),
         ("single x zero", "single says where everything is; only plans along one axis have a product"),

@@ -68,6 +68,24 @@ def test_sequence_parallel(devices: int) -> None:
     assert per_layer(GPT, "sequence_parallel", devices) == dict.fromkeys(ways, each)
 
 
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_megatron_gathers_again_for_the_backward_what_it_does_not_keep(again: str) -> None:
+    """Inputs of products once more, or with each layer recomputed what its forward communicates."""
+    each, ways = 2 * BATCH * TOKENS * HIDDEN, ("all_gather", "reduce_scatter")
+    expected = {(direction, kind): each for direction in ("forward", "backward") for kind in ways}
+    expected |= {("again", kind): each for kind in ways} if again == "full" else {("forward", "all_gather"): 2 * each}
+    assert per_layer(GPT, f"hybrid:tp=2,sequence=true,recompute={again}", 2) == expected
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_sequence_cut_by_tensor_parallelism_passes_from_stage_to_stage_once(chunks: int) -> None:
+    """Without sequence parallelism each of the tensor-parallel devices sends all."""
+    plan, passed = f"hybrid:tp=2,pp=2,microbatches=4,chunks={chunks}", (2 * chunks - 1) * BATCH * TOKENS * HIDDEN
+    for options, count in (("", 2), (",sequence=true", 1)):
+        found = moved(ss.compile(graph_of(f"{GPT},layers=4", "SGD"), plan + options, "local:4").compiled.program)
+        assert {found[direction, "send"] for direction in ("forward", "backward")} == {count * passed}
+
+
 @pytest.mark.parametrize(("model", "keys", "devices"), [(GPT, HIDDEN, 2), (GPT, HIDDEN, 4), (LLAMA, KEYS, 2)])
 def test_ulysses(model: str, keys: int, devices: int) -> None:
     each = 2 * BATCH * TOKENS * (HIDDEN + keys) * (devices - 1) // devices

@@ -8,6 +8,7 @@ import pytest
 
 import superscaler as ss
 from superscaler.errors import InputError
+from superscaler.ir.graph import block_of
 from superscaler.ir.program import Collective
 from superscaler.plans import resolve
 from tests.graphs import graph_of
@@ -25,8 +26,8 @@ def test_traffic_and_what_rests_are_those_of_the_formulas(spec: str, copies: int
     parallel = ss.compile(graph, resolve("data_parallel"), f"local:{n}").compiled.program
     # What is left are the parts of the loss.
     left = parallel.bytes_moved - 4 * 2 * (n - 1) * psi
-    for stage, again in ((1, 0), (3, repeated)):
-        program = ss.compile(graph, resolve(f"zero:stage={stage},shard={shard}"), f"local:{n}").compiled.program
+    for plan, again in (("zero:stage=1", 0), ("zero:stage=3", repeated), ("fsdp:recompute=false", repeated)):
+        program = ss.compile(graph, resolve(f"{plan},shard={shard}"), f"local:{n}").compiled.program
         # Gathered, and scattered, within a group; a slice is then added up between groups.
         inside, between = copies * (shard - 1) * (2 * psi + again), 2 * (copies - 1) * psi
         assert program.bytes_moved == 4 * (inside + between) + left
@@ -44,6 +45,13 @@ def test_each_microbatch_gathers_and_scatters_where_gradients_or_weights_are_not
     assert moved("zero:stage=1,microbatches=4") == 2 * psi
     assert moved("zero:stage=2,microbatches=4") == psi + 4 * psi
     assert moved("zero:stage=3,microbatches=4") == (psi - repeated) + 4 * (psi + 2 * repeated)
+
+
+def test_fsdp_computes_blocks_again_if_asked_to() -> None:
+    graph = graph_of("gpt2:size=tiny")
+    for recompute, asked in (("false", []), ("true", [block.path for block in graph.blocks])):
+        made = ss.compile(graph, f"fsdp:recompute={recompute}", "local:2").compiled.graph
+        assert list(dict.fromkeys(block_of(op.module) for op in made.model.ops if op.origin)) == asked
 
 
 @pytest.mark.parametrize(("cluster", "shard"), [("local:8", 4), ("v100:8x8", 8)])

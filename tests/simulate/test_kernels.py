@@ -9,7 +9,10 @@ import superscaler as ss
 from superscaler.compiler import compile_graph
 from superscaler.ir.program import Backward, Forward
 from superscaler.plans import resolve
-from superscaler.simulate.kernels import Kernel, Segment, Segments
+from superscaler.simulate.kernels import Segments
+from superscaler.simulate.works import Kernel, Segment, Tape, Work
+
+W, B, X, H, Y = 4 * 64 * 16, 512, 512, 4 * 8 * 64, 512
 
 
 class Net(nn.Module):
@@ -27,9 +30,8 @@ def _segment(plan: str = "single") -> Segment:
     program = compile_graph(graph, resolve(plan), ss.Cluster.local(1)).program
     code = program.devices[0].instructions
     forward = next(i for i in code if isinstance(i, Forward))
-    backward = [i for i in code if isinstance(i, Backward)]
-    first = [made is not None for made in backward[0].outputs] if backward[0].half else ()
-    return Segments(program).of(forward, backward[-1], first)
+    backward = next(i for i in code if isinstance(i, Backward))
+    return Segments(program).of(forward, backward)
 
 
 def test_a_segment_has_the_kernels_and_the_tape_of_torch() -> None:
@@ -43,6 +45,43 @@ def test_a_segment_has_the_kernels_and_the_tape_of_torch() -> None:
     # The input of the module wants no gradient: one product for the first layer, two for the second.
     assert sum(k.name == "mm" for k in backward.kernels) == 3
     # Autograd keeps the result of tanh and that of the second layer; x and the second weight are inputs.
-    assert segment.tape == (4 * (8 * 64 + 8 * 16),)
-    assert len(segment.inputs) == 2
-    assert sorted(segment.gradients) == sorted([4 * 64 * 16, 4 * 64, 4 * 64 * 16])
+    (tape,) = segment.tapes
+    assert [name for _, name in tape.others] == ["tanh", "linear_2"]
+    assert tape.bytes == H + Y
+    assert sorted(segment.sizes[n] for n in tape.held) == [X, W]
+    (made,) = segment.gradients
+    assert sorted(segment.sizes[n] for n in made.values()) == [B, W, W]
+    assert sorted(segment.elements.values()) == [4 * 64, W, W]
+
+
+def test_the_peak_of_a_work_depends_on_what_others_hold() -> None:
+    work = Work((), (100, 50, 120), {0: 1, 1: 3})
+    assert work.peak == work.peak_of({1: 70}) == 120
+    assert work.peak_of({0: 70, 1: 70}) == 100
+    assert Work((), (), {}).peak == 0
+
+
+def test_a_backward_frees_what_only_the_tape_holds() -> None:
+    segment = _segment()
+    (backward,), (tape,) = segment.backward, segment.tapes
+    own = {n: segment.sizes[n] for n in tape.held}
+    # The second weight is read last before the gradients of the first layer are made.
+    assert backward.peak_of(own) < backward.peak
+
+
+def test_views_share_the_storage_of_their_base() -> None:
+    class Passing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner(x).view(4, 32).t() + x.view(4, 32).t()).sum()
+
+    net = Passing()
+    graph = ss.capture(net, (torch.randn(8, 16),), optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    program = compile_graph(graph, resolve("single"), ss.Cluster.local(1)).program
+    code = program.devices[0].instructions
+    forward, backward = (next(i for i in code if isinstance(i, kind)) for kind in (Forward, Backward))
+    segment = Segments(program).of(forward, backward)
+    assert segment.tapes == (Tape(frozenset({0}), ()),)

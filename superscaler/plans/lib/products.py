@@ -28,6 +28,7 @@ class AlongAxis(Protocol):
 
     cut: SProgram
     turn: tuple[int, bool]
+    recomputes: bool
 
     def __call__(self, graph: Graph, cluster: Cluster | MeshAxis, **options: Any) -> None: ...
 
@@ -60,22 +61,28 @@ def along_axis(
 
         graph, _, _, *rest = inspect.signature(cut).parameters.values()
         signature = inspect.Signature([graph, graph.replace(name="cluster"), *rest])
-        vars(run).update(__signature__=signature, cut=cut, turn=(2 * last + recomputes - first, not batches))
+        turn = 2 * last + recomputes - first, not batches
+        vars(run).update(__signature__=signature, cut=cut, turn=turn, recomputes=recomputes)
         return cast(AlongAxis, sprogram(run))
 
     return decorate
 
 
 def product(spec: str, terms: Mapping[str, tuple[int, SProgram]]) -> SProgram:
-    """Return the sProgram that cuts along several axes, the outer first: per name the size (-1: what the others leave)
-    and the plan along it. Raises InputError for a plan that is not along one axis.
+    """Return the sProgram that cuts along several axes, the outer first: per name the size and the plan along it.
+
+    One size may be -1: what the others leave. Where several are, those of plans that recompute are 1. Raises InputError
+    for a plan that is not along one axis.
     """
     whole = [name for name, (_, plan) in terms.items() if _mark(plan, "cut") is None]
     if whole:
         raise InputError(f"'{spec}': {whole[0]} says where everything is; only plans along one axis have a product.")
+    sizes = {name: size for name, (size, _) in terms.items()}
+    for name in (name for name in reversed([*terms]) if sizes[name] == -1 and _mark(terms[name][1], "recomputes")):
+        sizes[name] = 1 if [*sizes.values()].count(-1) > 1 else -1
 
     def run(graph: Graph, cluster: Cluster) -> None:
-        mesh = cluster.mesh(**{name: size for name, (size, _) in terms.items()})
+        mesh = cluster.mesh(**sizes)
         _multiply(graph, mesh, {name: plan for name, (_, plan) in terms.items()})
 
     run.__name__ = spec

@@ -187,7 +187,7 @@ def undivided(graph: Graph, parts: int) -> InputError:
 
 
 def _weights_of(graph: Graph) -> set[str]:
-    return graph.model.weights | {o.tensor for op in graph.forward_ops if op.from_weights for o in op.outputs}
+    return graph.model.weights | graph.model.from_weights
 
 
 def _scopes(graph: Graph) -> list[tuple[Op, ...]]:

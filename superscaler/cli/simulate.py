@@ -1,0 +1,111 @@
+"""`superscaler simulate`: seconds and bytes of a plan on a cluster, before anything runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from superscaler.cli.common import Printer, command, option, table
+from superscaler.cli.validate import Request
+from superscaler.errors import InputError, PlanError
+from superscaler.specs.neighbours import neighbours
+from superscaler.specs.sizes import read_bytes
+
+if TYPE_CHECKING:
+    from superscaler.cluster import Cluster
+    from superscaler.simulate.prediction import Prediction
+    from superscaler.verbs import Graph
+
+# The number of plans that are advised.
+_BEST = 3
+
+
+@command
+def simulate(
+    printer: Printer,
+    request: Request,
+    memory: Annotated[
+        str, option("--memory", "The memory of a device, as 32GB; default: what the cluster says.", "BYTES")
+    ] = "",
+    compare: Annotated[
+        list[str] | None, typer.Option("--compare", metavar="PLAN", help="Another plan; may be repeated.")
+    ] = None,
+    advise: Annotated[
+        bool, option("--advise", "Try plans that differ in one decision, and show the best of them.")
+    ] = False,
+) -> bool:
+    """Predict whether a plan fits into the memory of its devices, how long a step is, and why it is not shorter.
+
+    A model of the library is captured without memory for its weights. Exit code 1 when the plan does not fit; of
+    several, when none does.
+    """
+    capacity = read_bytes("--memory", memory) if memory else None
+    if os.path.isdir(request.model) and not request.plan:
+        if compare or advise or request.directory:
+            raise InputError(f"{request.model} is a plan directory; give a model to compare plans of it.")
+        from superscaler.verify.plan_dir import simulate_directory
+
+        return _show(printer, {request.model: simulate_directory(Path(request.model), capacity)})
+    request.check_plan()
+    shapes = replace(request, model=_without_memory(request.model))
+    _, cluster = shapes.read()
+    specs = list(dict.fromkeys([request.plan, *(compare or ())]))
+    graph, _ = shapes.capture()
+    found = {spec: _simulated(graph, spec, cluster, capacity) for spec in specs}
+    if advise:
+        others = dict(_tried(graph, neighbours(request.plan), cluster, capacity, found))
+        best = sorted(others, key=lambda spec: _rank(others[spec]))[:_BEST]
+        found |= {spec: others[spec] for spec in best}
+    return _show(printer, found)
+
+
+def _without_memory(model: str) -> str:
+    """Return the spec of a model of the library with its weights on the meta device."""
+    name, _, keys = model.partition(":")
+    if name.endswith(".py") or "device=" in keys:
+        return model
+    return f"{name}:{keys},device=meta" if keys else f"{name}:device=meta"
+
+
+def _simulated(graph: Graph, spec: str, cluster: Cluster, capacity: int | None) -> Prediction:
+    from superscaler.plan import compile as compile_graph
+
+    return compile_graph(graph, spec, cluster).simulate(capacity)
+
+
+def _tried(
+    graph: Graph, specs: Iterable[str], cluster: Cluster, capacity: int | None, known: Mapping[str, Any]
+) -> Iterable[tuple[str, Prediction]]:
+    """Yield the plans that hold, each with its prediction."""
+    for spec in specs:
+        try:
+            if spec not in known:
+                yield spec, _simulated(graph, spec, cluster, capacity)
+        except PlanError:
+            # A neighbour that the model or the cluster does not allow.
+            continue
+
+
+def _rank(p: Prediction) -> tuple[bool, float]:
+    return not p.fits, p.step_seconds if p.fits else p.fullest.peak_bytes
+
+
+def _show(printer: Printer, found: Mapping[str, Prediction]) -> bool:
+    """Print the first prediction, and all in a table, the best first; return whether any plan fits."""
+    from superscaler.simulate.prediction import COLUMNS, PLANS, device_rows, plan_row, words
+
+    first, *others = found.values()
+    printer.show(words(first))
+    if len(first.devices) > 1:
+        printer.show(table(COLUMNS, device_rows(first), right=COLUMNS[1:]))
+    printer.result = first.as_json()
+    if others:
+        best = sorted(found, key=lambda spec: _rank(found[spec]))
+        printer.show(table(PLANS, (plan_row(spec, found[spec]) for spec in best), right=PLANS[1:-1]))
+        printer.result = {**printer.result, "plans": {spec: found[spec].as_json() for spec in best}}
+    return any(p.fits for p in found.values())

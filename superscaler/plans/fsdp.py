@@ -1,0 +1,22 @@
+"""FSDP as in PyTorch: data parallel, with all weights in slices; those of a block are gathered for its forward, and
+again for its backward.
+
+shard         devices that share one copy of the weights (0: all). As many as a server has: slices are inside of each,
+              copies between them (HSDP)
+recompute     blocks are computed again in the backward, as under activation checkpointing; else they keep activations
+microbatches  forwards and backwards of a step; each gathers weights and scatters gradients
+
+This is `zero:stage=3`, which also has what lies between: `keep=N` recomputes all but the last N blocks.
+"""
+
+from __future__ import annotations
+
+from superscaler.plans.lib.products import along_axis
+from superscaler.plans.zero import zero
+from superscaler.verbs import Graph
+
+
+@along_axis(last=True)
+def fsdp(graph: Graph, n: int, axis: str, shard: int = 0, recompute: bool = False, microbatches: int = 1) -> None:
+    kept = 0 if recompute else len(graph.blocks)
+    zero.cut(graph, n, axis, stage=3, shard=shard, microbatches=microbatches, keep=kept)

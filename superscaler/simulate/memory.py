@@ -1,0 +1,177 @@
+"""The memory of each device in a step after the first: its peak, what is alive there, and a curve over its program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superscaler.ir.grid import Ints
+from superscaler.ir.model import Optimizer
+from superscaler.ir.program import Collective, Device, Forward, Program, Weight
+from superscaler.simulate.kernels import Segments
+from superscaler.simulate.liveness import Liveness
+from superscaler.simulate.storages import CATEGORIES, INSIDE, OPTIMIZER, Storage, elements
+from superscaler.simulate.works import block
+
+MB, GB = 10**6, 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """The bytes of a process on a GPU that are no tensors of the program. `context` and `group` are coarse: they depend
+    on versions and on the machine.
+
+    context        of CUDA, with the kernels of torch and NCCL: 1.06 GB on 8 H100 before the first collective
+                   (NVIDIA/nccl#1685)
+    group          of a group of devices in NCCL: 0.54 to 0.69 GB on 4 A100 (NVIDIA/nccl#964); more with all_to_all
+    workspace      of cuBLAS, per stream: 32 MiB on Hopper, 8,519,680 bytes before (torch, CublasHandlePool.cpp)
+    fragmentation  the share of the peak that torch's allocator reserves and cannot use, since blocks above 1 MB are cut
+                   from segments of 20 MB and more, and the parts between blocks fit few others. An estimate for a
+                   program that repeats its shapes in each step
+    """
+
+    context: int = 1060 * MB
+    group: int = 550 * MB
+    workspace: int = 32 * 2**20
+    fragmentation: float = 0.03
+
+
+# Of a process that computes on a CPU.
+NO_OVERHEADS = Overheads(0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that is alive at the peak: its bytes, its name, the module or the instruction that made it.
+
+    `microbatch`: -1 where it belongs to none.
+    """
+
+    bytes: int
+    name: str
+    made_by: str
+    microbatch: int
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceMemory:
+    """The memory of a device, and of `count` others that run the same program, in bytes.
+
+    peak      the most bytes of tensors, in blocks of the allocator; `at`: the number of the instruction that runs
+    parts     of the peak, by category; `largest`: its largest tensors
+    curve     the bytes after each instruction: [instructions, categories]; `during`: the most in each
+    on_host   the most bytes in the memory of the host
+    overhead  the bytes beside tensors
+    """
+
+    rank: int
+    count: int
+    peak: int
+    at: int
+    parts: Mapping[str, int]
+    largest: Sequence[Held]
+    curve: Ints
+    during: Ints
+    on_host: int
+    overhead: int
+
+    @property
+    def total(self) -> int:
+        """Return the bytes that the device needs, with overhead."""
+        return self.peak + self.overhead
+
+
+def memories(
+    program: Program,
+    segments: Segments | None = None,
+    *,
+    states: Callable[[Weight], int] | None = None,
+    overheads: Overheads = NO_OVERHEADS,
+    clips: bool = False,
+    largest: int = 10,
+) -> list[DeviceMemory]:
+    """Return the memory of each distinct program of a plan.
+
+    `states`: the bytes of the optimizer for a weight (default: those of torch's optimizer, see `state_bytes`); `clips`:
+    gradients are scaled to a norm, or unscaled, so that they are copied once.
+    """
+    known, update = segments or Segments(program), _update_of(program.model.optimizer)
+    sized = states or (lambda weight: state_bytes(program, weight))
+    found = []
+    for device, count in program.distinct:
+        run = Liveness(program, known, device, sized, update, clips=clips)
+        run.run()
+        found.append(_summed(program, run, device, count, overheads, largest))
+    return found
+
+
+def state_bytes(program: Program, weight: Weight, copies: bool = False) -> int:
+    """Return the bytes of the states that torch's optimizer has for a weight.
+
+    `copies`: it trains float32 copies of halves, so that it has these and states in float32: 12 bytes a parameter for
+    AdamW.
+    """
+    tensor, count = program.model.tensors[weight.tensor], elements(weight.box)
+    is_copied = copies and tensor.dtype in ("float16", "bfloat16")
+    optimizer = program.model.optimizer
+    options = json.dumps(dict(optimizer.groups[weight.group]), sort_keys=True)
+    sizes = _states(optimizer.name, options, "float32" if is_copied else tensor.dtype)
+    return sum(block(size * count) if size else block(1) for size in sizes) + is_copied * block(4 * count)
+
+
+@cache
+def _states(name: str, options: str, dtype: str) -> tuple[int, ...]:
+    """Return the bytes per element of each state of torch's optimizer, 0 for a number, by one step of it."""
+    weight = torch.zeros(2, dtype=getattr(torch, dtype), requires_grad=True)
+    optimizer = getattr(torch.optim, name)([weight], **json.loads(options))
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    states = (x for x in optimizer.state[weight].values() if isinstance(x, Tensor))
+    return tuple(x.element_size() if x.shape == weight.shape else 0 for x in states)
+
+
+def _update_of(optimizer: Optimizer) -> Callable[[Sequence[int]], int]:
+    """Return the function from the bytes of weights to those that an update of them makes and frees.
+
+    A fused update makes none. One weight after the other makes two tensors like it; `foreach` a list like all weights.
+    """
+    options = [dict(group) for group in optimizer.groups]
+    if any(o.get("foreach") for o in options):
+        return lambda sizes: sum(sizes)
+    is_fused = all(o.get("fused") is not False and o.get("foreach") is None for o in options)
+    return lambda sizes: 0 if is_fused else 2 * max(sizes, default=0)
+
+
+def _summed(
+    program: Program, run: Liveness, device: Device, count: int, overheads: Overheads, largest: int
+) -> DeviceMemory:
+    curve = np.array(run.rows, dtype=np.int64).reshape(len(run.rows), len(CATEGORIES))
+    during = np.array(run.during, dtype=np.int64)
+    at = int(during.argmax()) if len(during) else 0
+    before = curve[at - 1] if at else np.zeros(len(CATEGORIES), dtype=np.int64)
+    peak = int(during[at]) if len(during) else 0
+    parts = {name: int(size) for name, size in zip(CATEGORIES, before, strict=True)}
+    parts[CATEGORIES[INSIDE]] = peak - sum(parts.values())
+    groups = {i.group for i in run.code if isinstance(i, Collective) and len(i.group) > 1}
+    overhead = overheads.context + overheads.workspace + overheads.group * len(groups)
+    overhead += round(overheads.fragmentation * peak)
+    alive = (s for s in run.every if not s.is_on_host and s.born < at and (s.died is None or s.died >= at))
+    held = sorted((h for s in alive for h in _held(program, run, s)), key=lambda h: -h.bytes)
+    return DeviceMemory(device.rank, count, peak, at, parts, held[:largest], curve, during, run.most_on_host, overhead)
+
+
+def _held(program: Program, run: Liveness, storage: Storage) -> list[Held]:
+    made = run.code[storage.born] if storage.born >= 0 else None
+    module = program.functions[made.function].module if isinstance(made, Forward) else ""
+    made_by = module or (type(made).__name__ if made is not None else "at rest")
+    if storage.tape is not None:
+        microbatch = made.task.microbatch if isinstance(made, Forward) else -1
+        return [Held(size, name, made_by, microbatch) for size, name in storage.tape.others]
+    name, made_by = storage.name, "optimizer" if storage.category == OPTIMIZER else made_by
+    return [Held(storage.bytes, str(name or ""), made_by, name.microbatch if name else -1)]

@@ -1,0 +1,150 @@
+"""Communication under way: what cohorts have started on their streams, and the transfers in which that meets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from superscaler.ir.codes import Cohort
+from superscaler.ir.grid import Ints
+from superscaler.ir.program import Value
+from superscaler.simulate.ports import Floats, Transfer, of_rows
+from superscaler.simulate.timetable import COMPUTE, Link
+
+ZERO = np.zeros(1)
+
+
+@dataclass(eq=False)
+class Side:
+    """The devices of a cohort in `groups`, which are equal at all sides: the number of the group of each.
+
+    `order` sorts the devices by group; each group begins there at one of `starts`.
+    """
+
+    groups: Ints
+    group: Ints
+    order: Ints = field(init=False)
+    starts: Ints = field(init=False)
+    key: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = np.argsort(self.group, kind="stable")
+        self.starts = np.unique(self.group[self.order], return_index=True)[1]
+        self.key = self.groups.shape, self.groups.tobytes()
+
+    def latest(self, times: Floats) -> Floats:
+        """Return the latest time in each group."""
+        return times if len(times) == 1 else np.maximum.reduceat(times[self.order], self.starts)
+
+
+@dataclass(eq=False)
+class Meeting:
+    """A transfer of which so many cohorts are `ends`. `posts`: what these have started."""
+
+    transfer: Transfer
+    ends: int
+    seen: int = 0
+    posts: list[tuple[Post, Side]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Post:
+    """Communication that a cohort starts at once on a stream, after `before` and before `after`.
+
+    `time`: when it is started; `events`: the number of events of the compute stream until then. `met`: when all other
+    ends were there, too. `end` is None while it is not known.
+    """
+
+    run: Run
+    at: int
+    time: Floats
+    events: int
+    meetings: list[tuple[Meeting, Side]]
+    stream: int = COMPUTE
+    is_copy: bool = False
+    before: Post | None = None
+    after: Post | None = None
+    left: int = 0
+    is_awaited: bool = False
+    met: Floats = field(default_factory=lambda: ZERO)
+    end: Floats | None = None
+
+    @property
+    def earliest(self) -> Floats:
+        """Return when its transfers may start, for all that its cohort does."""
+        return self.time if self.before is None or self.before.end is None else np.maximum(self.time, self.before.end)
+
+
+@dataclass(eq=False)
+class Run:
+    """A cohort on its way through its code. `clock`: of its compute stream; `seconds`: where its time went."""
+
+    cohort: Cohort
+    # Messages that start together, by the first: the last one.
+    batches: dict[int, int]
+    at: int = 0
+    clock: Floats = field(default_factory=lambda: ZERO)
+    seconds: dict[str, Floats] = field(default_factory=lambda: defaultdict(lambda: ZERO))
+    # The number of each stream, its name and its last post.
+    streams: dict[Hashable, int] = field(default_factory=dict)
+    names: list[str] = field(default_factory=lambda: ["compute"])
+    tails: dict[int, Post] = field(default_factory=dict)
+    handles: dict[Value, Post] = field(default_factory=dict)
+    # Messages that start together with a later one, up to the instruction `until`.
+    gathered: list[tuple[Meeting, Side, Value | None]] = field(default_factory=list)
+    until: int = -1
+    # Sends and copies, for which an update waits.
+    unflushed: list[Post] = field(default_factory=list)
+    # Transfers that may slow its work, and the number of posts that have not ended.
+    beside: list[tuple[Transfer, Side]] = field(default_factory=list)
+    open: int = 0
+    count: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
+    # The instruction whose work was done last, and the sum of the loss.
+    worked: int = -1
+    loss: Post | None = None
+    # Stream, instruction, start, end, and the post of a wait. `own`: the numbers of those of the compute stream.
+    events: list[tuple[int, int, Floats, Floats, Post | None]] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+
+    def note(self, at: int, start: Floats, end: Floats, post: Post | None = None, stream: int = COMPUTE) -> None:
+        if stream == COMPUTE:
+            self.own.append(len(self.events))
+        self.events.append((stream, at, start, end, post))
+
+    def spend(self, name: str, seconds: Floats) -> None:
+        self.seconds[name] = self.seconds[name] + seconds
+
+
+def _at(times: Floats, row: int) -> float:
+    return float(times[row if len(times) > 1 else 0])
+
+
+def path(run: Run, row: int) -> tuple[Link, ...]:
+    """Return what the end of a device depends on, back to the start, in the order of time."""
+    found, event = list[Link](), len(run.own) - 1
+    while event >= 0:
+        _, at, start, end, post = run.events[run.own[event]]
+        seconds = _at(end, row) - _at(start, row)
+        event -= 1
+        if seconds and post is None:
+            found.append(Link(int(run.cohort.devices[row]), at, seconds, False))
+        elif seconds and post is not None:
+            run, row, event = _last_end(post, row, found)
+    return tuple(found[::-1])
+
+
+def _last_end(post: Post, row: int, found: list[Link]) -> tuple[Run, int, int]:
+    """Note the transfers that ended a wait; return the device for whose work they waited, and its last event."""
+    while True:
+        meeting, side = max(post.meetings, key=lambda m: _at(of_rows(m[0].transfer.end, m[1].group), row))
+        transfer, group = meeting.transfer, int(side.group[row])
+        seconds = _at(transfer.end, group) - _at(transfer.start, group)
+        found.append(Link(int(post.run.cohort.devices[row]), post.at, seconds, True))
+        members = ((p, int(r)) for p, s in meeting.posts for r in np.flatnonzero(s.group == group))
+        post, row = max(members, key=lambda member: _at(member[0].earliest, member[1]))
+        if post.before is None or _at(post.time, row) >= _at(post.earliest, row):
+            return post.run, row, post.events - 1
+        post = post.before

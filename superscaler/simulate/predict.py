@@ -1,0 +1,170 @@
+"""Seconds and bytes of a step of a program on a cluster, from its own instructions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from superscaler.cluster import Cluster
+from superscaler.cluster.devices import DeviceKind
+from superscaler.cluster.links import LOCAL
+from superscaler.errors import InputError
+from superscaler.ir.codes import Cohort
+from superscaler.ir.interpret import describe
+from superscaler.ir.model import Model, Op, once, without_twins
+from superscaler.ir.program import Program
+from superscaler.simulate.callables import alone, callables
+from superscaler.simulate.clock import clock
+from superscaler.simulate.instructions import Kernels, Works
+from superscaler.simulate.kernels import Kernel, input_metas
+from superscaler.simulate.memory import NO_OVERHEADS, DeviceMemory, Overheads, memories
+from superscaler.simulate.ports import Floats
+from superscaler.simulate.prediction import DeviceTimes, Prediction
+from superscaler.simulate.rates import is_attention, operations_of, products_of, segment_seconds
+from superscaler.simulate.recording import Recorder
+from superscaler.simulate.timetable import Lane, Timetable
+from superscaler.simulate.works import Call
+
+# The shares of the slowest devices of a kind, of one in the middle, and of the fastest.
+_SLOW, _MIDDLE, _FAST = 0.0, 0.5, 1.0
+# The number of tensors that are named.
+_SHOWN = 3
+
+
+def predict(program: Program, cluster: Cluster, capacity: int | None = None) -> Prediction:
+    """Return the prediction for a step. `capacity`: bytes of a device, in place of the cluster's.
+
+    Raises InputError where nothing is known about the devices of the cluster.
+    """
+    kind = cluster.device_kind
+    if kind is None or kind.speeds is None:
+        raise InputError(
+            f"nothing is known about the speed of {cluster}; measure this machine with superscaler doctor --measure "
+            "--out machine.yaml and give --cluster machine.yaml, or name a preset, as a100:1x8."
+        )
+    work = _Work(Works(program), kind)
+    table = clock(program, cluster, work.seconds, launch=kind.speeds.issue)
+    flops = model_flops(program.model)
+    dtype = max(flops, key=lambda d: flops[d], default="float32")
+    total, rate = sum(flops.values()), sum(kind.speeds.products[dtype]) / 2
+    overheads = NO_OVERHEADS if cluster.kind == LOCAL else Overheads()
+    found = memories(program, work.works.segments, overheads=overheads)
+    samples, tokens = _batch(program.model)
+    return Prediction(
+        cluster=str(cluster),
+        precision=_precision(program.model, dtype),
+        step_seconds=table.seconds,
+        low=table.seconds - work.saved(table, _FAST),
+        high=table.seconds - work.saved(table, _SLOW),
+        samples=samples,
+        tokens=tokens,
+        model_flops=total,
+        peak_flops=kind.flops.get(dtype, 0.0),
+        bound=total / rate / program.world,
+        devices=tuple(_times(program, table, lane, found) for lane in table.lanes),
+        capacity=capacity or kind.memory,
+        reserved=overheads.context,
+        links=table.bytes,
+    )
+
+
+def _times(program: Program, table: Timetable, lane: Lane, found: Sequence[DeviceMemory]) -> DeviceTimes:
+    """Return the times of the devices of a lane, and the memory of the one that needs most."""
+    devices = set(lane.devices.tolist())
+    fullest = max((m for m in found if m.rank in devices), key=lambda m: m.total)
+
+    def mean(times: Floats) -> float:
+        return float(times[lane.devices].mean())
+
+    return DeviceTimes(
+        devices=tuple(sorted(devices)),
+        compute=mean(table.compute),
+        optimizer=mean(table.optimizer),
+        launch=mean(table.launch),
+        communication=mean(table.exposed),
+        copies=mean(table.copies),
+        bubble=mean(table.bubble),
+        peak_bytes=fullest.total,
+        memory={**fullest.parts, "overhead": fullest.overhead},
+        peak_at=describe(program, lane.code[fullest.at]),
+        largest=[(f"{held.name} of {held.made_by}", held.bytes) for held in fullest.largest[:_SHOWN]],
+    )
+
+
+@dataclass(eq=False)
+class _Work:
+    """The seconds of instructions on a kind of device. Instructions with the same kernels are priced once."""
+
+    works: Works
+    kind: DeviceKind
+    known: dict[int, list[Kernels]] = field(default_factory=dict)
+    priced: dict[tuple[int, float], float] = field(default_factory=dict)
+
+    def seconds(self, cohort: Cohort, at: int) -> float:
+        """Return the seconds of an instruction of a cohort."""
+        if cohort.number not in self.known:
+            self.known[cohort.number] = self.works.of(cohort.samples[0])
+        return self.price(self.known[cohort.number][at])
+
+    def price(self, kernels: Kernels, share: float = _MIDDLE) -> float:
+        if (id(kernels), share) not in self.priced:
+            self.priced[id(kernels), share] = segment_seconds(kernels, self.kind, share)
+        return self.priced[id(kernels), share]
+
+    def saved(self, table: Timetable, share: float) -> float:
+        """Return the seconds of the critical path that other devices of the kind save in their work."""
+        cohort = {int(d): number for number, lane in enumerate(table.lanes) for d in lane.devices}
+        found = 0.0
+        for link in table.path:
+            kernels = () if link.is_transfer else self.known[cohort[link.device]][link.instruction]
+            if kernels:
+                found += link.seconds * (1 - self.price(kernels, share) / self.price(kernels))
+        return found
+
+
+def model_flops(model: Model) -> Counter[str]:
+    """Return the operations of a step of a model on one device, without recomputation, by the dtype of the products.
+
+    The backward of a product is two products of the same size; all scores of attention count.
+    """
+    plain = once(without_twins(model))
+    count, example = Counter[str](), dict[str, Op]()
+    for op in plain.forward_ops:
+        kinds = [(plain.tensors[o.tensor].shape, plain.tensors[o.tensor].dtype) for o in op.inputs]
+        key = str((op.target, op.args, op.kwargs, kinds))
+        count[key] += 1
+        example.setdefault(key, op)
+    functions = [alone(op) for op in example.values()]
+    found = Counter[str]()
+    for key, function, run in zip(example, functions, callables(Program(plain, tuple(functions), ())), strict=True):
+        for kernel in Recorder().segment(run, input_metas(plain, function), Call(tape=False)).forward.kernels:
+            if flops := flops_of(kernel):
+                found[kernel.inputs[-1][1]] += count[key] * flops * (3 if model.loss else 1)
+    return found
+
+
+def flops_of(kernel: Kernel) -> int:
+    """Return the operations of the matrix products in a kernel, all scores of attention counted."""
+    if is_attention(kernel):
+        q, k = (shape for shape, _ in kernel.inputs[1 if "backward" in kernel.name else 0 :][:2])
+        return operations_of(kernel) * prod(q) * k[-2]
+    return sum(2 * prod(sizes) for sizes in products_of(kernel))
+
+
+def _batch(model: Model) -> tuple[int, int]:
+    """Return the samples of a batch, and their tokens where the first input has numbers of tokens."""
+    first = model.tensors[model.inputs[0]] if model.inputs else None
+    if first is None or not first.shape:
+        return 1, 0
+    is_tokens = first.dtype == "int64" and len(first.shape) == 2
+    return first.shape[0] * model.iterations, prod(first.shape) * model.iterations if is_tokens else 0
+
+
+def _precision(model: Model, dtype: str) -> str:
+    """Return the dtypes of products and of trained weights."""
+    weights = Counter[str]()
+    for tensor in model.parameters():
+        weights[tensor.dtype] += prod(tensor.shape)
+    return f"products in {dtype}, weights in {max(weights, key=lambda d: weights[d], default=dtype)}"

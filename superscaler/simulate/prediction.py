@@ -1,0 +1,188 @@
+"""`Prediction`: seconds and bytes of a plan on a cluster, and how they are said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Parts of a step below this share are not said.
+_SMALL = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """Devices that run one program. Times are seconds of a step, in the mean over them.
+
+    compute        segments, copies and sums
+    optimizer      updates of weights
+    launch         starts of communication
+    communication  waits for data that are on their way
+    copies         waits for copies to and from the host
+    bubble         waits for work of other devices
+    peak_bytes     the most memory that is used; `memory`: its parts at that moment; `peak_at`: the instruction;
+                   `largest`: what is alive then, the largest first
+    """
+
+    devices: tuple[int, ...]
+    compute: float
+    optimizer: float
+    launch: float
+    communication: float
+    copies: float
+    bubble: float
+    peak_bytes: int
+    memory: Mapping[str, int]
+    peak_at: str
+    largest: Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The prediction for one step of a plan.
+
+    low, high       seconds of the step on fast devices and on slow ones of the kind
+    samples         of the global batch; `tokens` of all samples, 0 where the inputs are no tokens
+    model_flops     of the model itself, without recomputation
+    peak_flops      per second, of a device for the dtype of most products; `bound`: seconds of the model's own
+                    operations on all devices at the rate of large products
+    devices         a row for each distinct program
+    capacity        bytes of a device, None where unknown; `reserved`: bytes of it for the driver and libraries
+    links           bytes of a step by class of link
+    """
+
+    cluster: str
+    precision: str
+    step_seconds: float
+    low: float
+    high: float
+    samples: int
+    tokens: int
+    model_flops: float
+    peak_flops: float
+    bound: float
+    devices: tuple[DeviceTimes, ...]
+    capacity: int | None
+    reserved: int
+    links: Mapping[str, float]
+
+    @property
+    def world(self) -> int:
+        return sum(len(d.devices) for d in self.devices)
+
+    @property
+    def fullest(self) -> DeviceTimes:
+        """Return the devices with the most memory in use."""
+        return max(self.devices, key=lambda d: d.peak_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity is None or self.fullest.peak_bytes <= self.capacity
+
+    @property
+    def tflops(self) -> float:
+        """Return 10**12 operations per second and device, of the model itself."""
+        return self.model_flops / self.step_seconds / self.world / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Return the share of the peak that the model's own operations use."""
+        return self.tflops * 1e12 / self.peak_flops if self.peak_flops else 0.0
+
+    def mean(self, part: str) -> float:
+        """Return the mean over all devices of one of their times."""
+        total: float = sum(getattr(d, part) * len(d.devices) for d in self.devices)
+        return total / self.world
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all numbers: seconds, bytes, operations."""
+        whole = {"fits": self.fits, "tflops": self.tflops, "mfu": self.mfu, "peak_bytes": self.fullest.peak_bytes}
+        return {**asdict(self), **whole}
+
+
+def first_line(p: Prediction) -> str:
+    """Return whether the plan fits, in one line."""
+    peak, where = _gb(p.fullest.peak_bytes), _devices(p.fullest.devices, p.world)
+    if p.capacity is None:
+        return f"{peak} GB on {where}; their memory is not known (--memory BYTES)"
+    of = f"which has {_gb(p.capacity)}" if len(p.fullest.devices) == 1 else f"which have {_gb(p.capacity)} each"
+    reserved = f" ({_gb(p.reserved)} of it for CUDA and NCCL)" if p.reserved else ""
+    return f"{'fits' if p.fits else 'does not fit'}: {peak} GB on {where}, {of}{reserved}"
+
+
+def words(p: Prediction) -> str:
+    """Return a prediction for people, in lines."""
+    return "\n".join([first_line(p), *(f"  {line}" for line in _lines(p))])
+
+
+def _lines(p: Prediction) -> Iterator[str]:
+    full = p.fullest
+    yield "  ".join(f"{name} {_gb(size)}" for name, size in full.memory.items() if size)
+    largest = "; ".join(f"{_gb(size)} GB {name}" for name, size in full.largest)
+    yield f"the peak is in {full.peak_at}" + (f": {largest}" if largest else "")
+    amount, what = (p.tokens, "tokens") if p.tokens else (p.samples, "samples")
+    speed = f"{amount / p.step_seconds:,.4g} {what}/s"
+    peak = f", {p.mfu:.0%} of peak FLOPs ({p.tflops:.1f} TFLOPS a device)" if p.peak_flops else ""
+    spread = f"{_seconds(p.low)} to {_seconds(p.high)}"
+    condition = "" if p.fits else ", if it did fit"
+    yield f"step {_seconds(p.step_seconds)} ({spread}){peak}, {speed}{condition}"
+    if p.bound:
+        yield f"{p.step_seconds / p.bound:.2f}x of what this hardware allows" + _said(_losses(p))
+    if p.links:
+        yield "bytes of a step: " + ", ".join(f"{name} {_gb(size)} GB" for name, size in p.links.items())
+    yield f"precision: {p.precision}"
+
+
+def _losses(p: Prediction) -> list[tuple[float, str]]:
+    """Return what the step has beside its bound, in parts of the bound, the largest first."""
+    parts = {
+        "kernels beside large products": p.mean("compute") - p.bound,
+        "exposed communication": p.mean("communication"),
+        "bubble": p.mean("bubble"),
+        "optimizer": p.mean("optimizer"),
+        "copies": p.mean("copies"),
+        "launch": p.mean("launch"),
+    }
+    return sorted(((seconds / p.bound, name) for name, seconds in parts.items()), reverse=True)
+
+
+def _said(losses: Sequence[tuple[float, str]]) -> str:
+    some = [f"{share:.2f} {name}" for share, name in losses if share > _SMALL]
+    return ": " + ", ".join(some) if some else ""
+
+
+def device_rows(p: Prediction) -> Iterator[tuple[str, ...]]:
+    """Yield a row of text for each distinct program: its devices, where their time goes, their peak."""
+    for d in p.devices:
+        times = (d.compute, d.communication, d.bubble, d.optimizer, d.launch + d.copies)
+        yield _devices(d.devices, p.world), *map(_seconds, times), f"{_gb(d.peak_bytes)} GB"
+
+
+def plan_row(spec: str, p: Prediction) -> tuple[str, ...]:
+    """Return a row of text for a plan among others."""
+    losses = ", ".join(f"{share:.2f} {name}" for share, name in _losses(p)[:2] if share > _SMALL)
+    return spec, f"{_gb(p.fullest.peak_bytes)} GB", "yes" if p.fits else "no", _seconds(p.step_seconds), losses
+
+
+PLANS = ("plan", "peak", "fits", "step", "beside the bound")
+COLUMNS = ("devices", "compute", "communication", "bubble", "optimizer", "other", "peak")
+
+
+def _devices(devices: Sequence[int], world: int) -> str:
+    if len(devices) == world:
+        return "every device" if world > 1 else "the device"
+    if len(devices) == 1:
+        return f"device {devices[0]}"
+    ends = devices[0], devices[-1]
+    is_row = list(devices) == list(range(ends[0], ends[1] + 1))
+    return f"devices {ends[0]} to {ends[1]}" if is_row else f"{len(devices)} devices ({ends[0]} to {ends[1]})"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 0.9995:
+        return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
+    return f"{seconds * 1e3:.3g} ms"

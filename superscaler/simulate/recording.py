@@ -1,0 +1,179 @@
+"""The recorder of segments: the executor runs each once on fake tensors, forward and backward.
+
+A fake tensor has a shape, a dtype and a storage, but no data. So what is recorded is what torch itself does: the casts
+of autocast, the tensors that autograd keeps, the kernels of the backward.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from superscaler.runtime.executor import Rank
+from superscaler.runtime.saved_tensors import storage_of
+from superscaler.simulate.works import Call, Kernel, Meta, Segment, Tape, Work, block
+
+Tensors = Sequence[Tensor]
+# Operators that only allocate.
+_EMPTY = ("empty.memory_format", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_TASK = "s0"
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes each kernel, and counts the bytes of the storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: list[Kernel] = []
+        self.levels: list[int] = []
+        self.alive = 0
+        # Of storages that are alive: bytes and the name of those without a number, and the numbers of others.
+        self.others: dict[int, tuple[int, str]] = {}
+        self.numbers: dict[int, int] = {}
+        # By number.
+        self.sizes: list[int] = []
+        self.ended: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":
+            results, name = _tensors(made), func.name().partition("::")[2]
+            if not func.is_view and name not in _EMPTY:
+                self.kernels.append(kernel_of(func, args, kwargs, made))
+            for x in results:
+                # Leaves without memory are one number each.
+                self._count(x, 0 if name == "new_empty" else x.untyped_storage().nbytes())
+        return made
+
+    def segment(self, run: Callable[..., tuple[Tensor, ...]], metas: Iterable[Meta], call: Call) -> Segment:
+        """Return the segment of a function that is called so."""
+        rank = Rank(
+            cast(Any, SimpleNamespace(device=torch.device("cpu"))), {"weights": []}, {}, ("SGD", ()), torch.float32
+        )
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            inputs = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in metas]
+            for x in inputs:
+                self._number(x)
+            with self:
+                outputs = rank.forward(_TASK, run, inputs, call.tape)
+            forward = self._work(0, 0, 0)
+            results, sizes = tuple(map(self._number, outputs)), tuple(x.nbytes for x in outputs)
+            saved = run.__dict__.get("saved")
+            ends = outputs if saved is None else [outputs[k] for k in saved]
+            is_given = call.given or (True,) * len(ends)
+            given = [torch.empty_like(x) if g else None for x, g in zip(ends, is_given, strict=True)]
+            again = [torch.empty_like(inputs[n]) for n in run.__dict__.get("again", ()) if call.tape]
+            own = {self._number(x) for x in (*given, *again) if x is not None}
+            numbers = tuple(-1 if x is None else self._number(x) for x in given)
+            del inputs, outputs, ends, x
+            tapes, backward, gradients = [self._tape(own)], list[Work](), list[dict[int, int]]()
+            elements = dict[int, int]()
+            for half in self._halves(rank, call):
+                kernels, levels, alive = len(self.kernels), len(self.levels), self.alive
+                with self:
+                    numbered = half(given, again)
+                backward.append(self._work(kernels, levels, alive))
+                elements |= {n: x.nbytes for n, x in numbered.items()}
+                gradients.append({n: self._number(x) for n, x in numbered.items()})
+                given, numbered = [], {}
+                tapes.append(self._tape(set()))
+        return Segment(
+            forward,
+            tuple(backward),
+            tuple(tapes[: max(1, len(backward))]),
+            tuple(self.sizes),
+            results,
+            sizes,
+            numbers,
+            tuple(gradients),
+            elements,
+        )
+
+    def _halves(self, rank: Rank, call: Call) -> list[Callable[[Any, Any], dict[int, Tensor]]]:
+        """Return the backward of the recorded forward as functions: none without a tape, one, or two."""
+        if not call.tape:
+            return []
+        _, aliases, _ = rank._tapes[_TASK]
+        every, first = range(len(aliases)), call.first
+        if not first:
+            return [lambda given, again: dict(zip(every, rank.backward(_TASK, given, again), strict=True))]
+        rest = [n for n in every if n not in first]
+        return [
+            lambda given, again: dict(zip(first, rank.backward_input(_TASK, given, first), strict=True)),
+            lambda given, again: dict(zip(rest, rank.backward_weight(_TASK), strict=True)),
+        ]
+
+    def _work(self, kernels: int, levels: int, alive: int) -> Work:
+        """Return the work since some kernels and levels were recorded."""
+        ended = {n: at - levels for n, at in self.ended.items()}
+        self.ended.clear()
+        return Work(tuple(self.kernels[kernels:]), tuple(x - alive for x in self.levels[levels:]), ended)
+
+    def _tape(self, own: set[int]) -> Tape:
+        """Return what is alive, less the recorder's own tensors."""
+        self.ended.clear()
+        return Tape(frozenset(self.numbers.values()) - own, tuple(x for x in self.others.values() if x[0]))
+
+    def _number(self, x: Tensor) -> int:
+        """Return the number of the storage of a tensor; from now on it counts no more among the others."""
+        key = storage_of(x)
+        if key not in self.numbers:
+            self.numbers[key] = len(self.sizes)
+            self.sizes.append(block(x.untyped_storage().nbytes()))
+            if key in self.others:
+                self.alive -= self.others.pop(key)[0]
+            else:
+                weakref.finalize(x.untyped_storage(), self._free, key)
+        return self.numbers[key]
+
+    def _count(self, x: Tensor, size: int) -> None:
+        key = storage_of(x)
+        if key not in self.others and key not in self.numbers:
+            self.others[key] = block(size), _line(sys._getframe())
+            self.alive += self.others[key][0]
+            self.levels.append(self.alive)
+            weakref.finalize(x.untyped_storage(), self._free, key)
+
+    def _free(self, key: int) -> None:
+        if key in self.numbers:
+            self.ended[self.numbers.pop(key)] = len(self.levels)
+        else:
+            self.alive -= self.others.pop(key)[0]
+
+
+def _line(frame: FrameType | None) -> str:
+    """Return the names that the running line of emitted code makes, '' outside of emitted code."""
+    while frame is not None and frame.f_code.co_filename != "segments.py":
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    lines = frame.f_globals["__source__"].split("\n")
+    at = frame.f_lineno - 1
+    while at and " = " not in lines[at]:
+        at -= 1
+    return str(lines[at].partition(" = ")[0].strip())
+
+
+def kernel_of(func: Any, args: Any, kwargs: Any, made: Any) -> Kernel:
+    """Return the kernel of a call of an operator, and what it made."""
+    names = (a.name for a in func._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    name, causal = func.name().partition("::")[2], bool(given.get("is_causal"))
+    return Kernel(name, _metas(_tensors((args, kwargs))), _metas(_tensors(made)), causal)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _metas(tensors: Iterable[Tensor]) -> tuple[Meta, ...]:
+    return tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors)

@@ -1,0 +1,95 @@
+"""The times of a program on a cluster: what each device does when, and where its time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from superscaler.ir.grid import Ints
+from superscaler.ir.program import Instruction, Role, names
+from superscaler.simulate.ports import Floats
+
+# The stream of a device on which everything runs but transfers.
+COMPUTE = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """The events of devices that run one program, as columns with an entry for each event.
+
+    `stream`: the number of its name in `streams`; an event on a stream of communication is the time from its first byte
+    to its last. `instruction`: its number in `code`. `waited`: for a wait on the compute stream, the number of the
+    instruction that started the communication; else -1. `start`, `end` [events, devices].
+    """
+
+    devices: Ints
+    code: Sequence[Instruction]
+    streams: tuple[str, ...]
+    stream: Ints
+    instruction: Ints
+    waited: Ints
+    start: Floats
+    end: Floats
+
+    @property
+    def microbatch(self) -> Ints:
+        """Return the microbatch of each event, -1 where it has none."""
+        return self._places[:, 0]
+
+    @property
+    def part(self) -> Ints:
+        """Return the part of a segment that each event is for."""
+        return self._places[:, 1]
+
+    @property
+    def segment(self) -> Ints:
+        """Return the segment that each event runs, -1 where it runs none."""
+        return self._places[:, 2]
+
+    @cached_property
+    def _places(self) -> Ints:
+        return np.array([_place(self.code[at]) for at in self.instruction.tolist()]).reshape(-1, 3)
+
+
+def _place(i: Instruction) -> tuple[int, int, int]:
+    if (task := getattr(i, "task", None)) is not None:
+        return task.microbatch, task.part, task.segment
+    value = next(iter(names(i, Role.WRITE) or names(i, Role.READ)), None)
+    return (-1, 0, -1) if value is None else (value.microbatch, value.part, -1)
+
+
+class Link(NamedTuple):
+    """A piece of the critical path: work of a device, or a transfer that a device started last. `instruction`: that of
+    the work, or of the start.
+    """
+
+    device: int
+    instruction: int
+    seconds: float
+    is_transfer: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Timetable:
+    """The times of one step. `seconds`: from its start to the end of its last device.
+
+    The seconds of each device sum up to those of the step: `compute`; `optimizer`; `launch` of communication;
+    `exposed`: waits while the data were on the way; `copies`: waits for copies to and from the host; `bubble`: waits
+    until all ends of a communication were there, and for other devices at the end.
+    `path`: the critical path, from the start to the end. `bytes`: on links by class, `server`, `network`, `host`.
+    """
+
+    seconds: float
+    lanes: tuple[Lane, ...]
+    compute: Floats
+    optimizer: Floats
+    launch: Floats
+    exposed: Floats
+    copies: Floats
+    bubble: Floats
+    path: tuple[Link, ...]
+    bytes: Mapping[str, float]

@@ -1,0 +1,60 @@
+"""The predicted memory of devices is what their emitted code takes, and what the formulas of the field say."""
+
+from __future__ import annotations
+
+import pytest
+
+import superscaler as ss
+from superscaler.simulate.memory import memories
+from superscaler.simulate.storages import CATEGORIES
+from tests.graphs import graph_of
+from tests.simulate.counted import counted
+
+# Activations dominate.
+GPT2, LLAMA = "gpt2:size=tiny,layers=4,seq=128", "llama:size=tiny,layers=4,seq=128"
+SLOW = pytest.mark.slow
+PLANS = [
+    ("single", 1),
+    ("recompute", 1),
+    ("co_shard", 1),
+    ("swap:what=both", 1),
+    ("gradient_accumulation:microbatches=4", 1),
+    ("data_parallel", 2),
+    ("tensor_parallel", 2),
+    ("sequence_parallel", 2),
+    ("sequence_parallel:regather=true", 2),
+    ("ulysses", 2),
+    ("gpipe", 2),
+    ("pipeline_1f1b", 4),
+    ("pipeline_1f1b:recompute=early", 2),
+    ("interleaved", 2),
+    ("zb_h1", 4),
+    ("zb_h2", 2),
+    ("zbv", 2),
+    ("dualpipe_v", 2),
+    ("chimera", 2),
+    ("pipedream_2bw", 2),
+    ("interlaced", 2),
+    ("zero:stage=1", 2),
+    ("zero:stage=2,microbatches=2", 2),
+    ("zero:stage=3", 2),
+    ("zero:stage=3,microbatches=2", 2),
+    ("zero:stage=3,shard=2", 4),
+    ("swap:what=optimizer", 2),
+    ("hybrid:dp=2,pp=2,tp=2", 8),
+]
+FAST = [(GPT2, "single", 1), (GPT2, "zb_h1", 2), (GPT2, "zero:stage=3", 2), (GPT2, "swap:what=both", 1)]
+FAST += [(LLAMA, "sequence_parallel", 2)]
+SWEEP = [(model, plan, n) for model in (GPT2, LLAMA) for plan, n in PLANS if (model, plan, n) not in FAST]
+
+
+@pytest.mark.parametrize(("model", "plan", "devices"), [*FAST, *(pytest.param(*row, marks=SLOW) for row in SWEEP)])
+def test_the_peak_is_that_of_the_emitted_code(model: str, plan: str, devices: int) -> None:
+    compiled = ss.compile(graph_of(model), plan, f"local:{devices}")
+    for found in memories(compiled.compiled.program):
+        assert found.peak == pytest.approx(counted(compiled, found.rank), rel=0.01)
+        assert found.peak == sum(found.parts.values()) == found.during.max() == found.during[found.at]
+        assert set(found.parts) == set(CATEGORIES)
+        # Nothing but weights, states and the outputs of the step outlives it: zero_grad frees gradients.
+        left = dict(zip(CATEGORIES, found.curve[-1].tolist(), strict=True))
+        assert not left["gradients"] + left["activations"] + left["gathered"] + left["communication"]

@@ -1,0 +1,48 @@
+"""Predictions of whole plans, from the command line and from Python."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import superscaler as ss
+from superscaler.simulate.predict import model_flops
+from superscaler.simulate.prediction import words
+from tests.graphs import graph_of
+from tests.ran import command
+
+GPT = "gpt2:size=tiny,batch=8"
+
+
+def test_the_operations_of_a_model_are_those_of_the_formula() -> None:
+    layers, hidden, batch, seq, vocabulary = 2, 64, 8, 32, 512
+    # Narayanan et al. 2021: three times the forward, whose products of attention count all scores.
+    layer = 24 * batch * seq * hidden**2 * (1 + seq / (6 * hidden))
+    wanted = 3 * (layers * layer + 2 * batch * seq * hidden * vocabulary)
+    assert model_flops(graph_of(GPT).model) == {"float32": wanted}
+
+
+def test_a_prediction_adds_up_and_says_what_fits() -> None:
+    plan = ss.compile(graph_of(GPT), "hybrid:dp=2,tp=2,pp=2,microbatches=4", "a100:1x8")
+    found = plan.simulate()
+    for d in found.devices:
+        parts = d.compute + d.optimizer + d.launch + d.communication + d.copies + d.bubble
+        assert parts == pytest.approx(found.step_seconds, rel=1e-6)
+        assert sum(d.memory.values()) == d.peak_bytes
+    assert found.world == 8
+    assert found.low < found.step_seconds < found.high
+    assert found.fits
+    small = plan.simulate(capacity=10**6)
+    assert not small.fits
+    assert words(small).startswith("does not fit: ")
+
+
+def test_the_command_says_whether_a_plan_fits_in_its_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
+    given = ["simulate", GPT, "--plan", "zero:4,stage=1", "--cluster", "a100:1x4", "--json"]
+    assert command(*given, "--compare", "data_parallel") == 0
+    printed = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert printed["fits"]
+    assert printed["step_seconds"] > 0
+    assert set(printed["plans"]) == {"zero:4,stage=1", "data_parallel"}
+    assert command(*given, "--memory", "1MB") == 1
