@@ -68,6 +68,7 @@ def described(program: Program, emitted: Emitted, cluster: str, seed: int) -> di
             "name": model.optimizer.name,
             "groups": [dict(g) for g in model.optimizer.groups],
             "scaler": dict(model.optimizer.scaler),
+            **({"precision": model.optimizer.precision} if model.optimizer.precision else {}),
         },
     }
 

@@ -24,7 +24,7 @@ from superscaler.schedule.order import check_assigned, complete
 from superscaler.schedule.residents import check_copies, place_updates
 from superscaler.schedule.steady_state import SteadyState, find_steady, first_microbatches
 from superscaler.timing import timed, without_garbage_collection
-from superscaler.transform.rewrite import recompute_checkpoints
+from superscaler.transform.recompute import recompute_checkpoints
 
 SProgram = Callable[[Graph, Cluster], Any]
 

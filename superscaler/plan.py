@@ -147,6 +147,7 @@ def capture(
     cache: str | None = None,
     outputs: bool = False,
     check: bool = True,
+    precision: str | None = None,
 ) -> Graph:
     """Return the graph of a training step: `module(*args, **kwargs)` gives the loss (or an object with `.loss`).
 
@@ -154,7 +155,8 @@ def capture(
     gradient: None means inference, as for a frozen module and under `torch.no_grad()`. Then no gradient is computed,
     nothing is updated, and the step returns what the module returns, a loss too. With `outputs` a step that trains
     keeps what the module returns beside its loss. `autocast` is "bf16" or "fp16" (default: the `torch.autocast` region
-    around this call); `scaler` scales the loss.
+    around this call); `scaler` scales the loss. `precision`, instead of autocast, is "bf16" or "fp16": a copy of the
+    module in that dtype is captured, and the optimizer updates float32 copies of its weights (docs/precision.md).
     `cache` is a name: what was captured under it from equal files, versions, options and shapes is read from disk.
     The name stands for what is in no file: give another one where the module is built with other options.
     `check` compares two steps of a copy of the module, run by torch, with the graph: `graph.captured.checked` says how
@@ -177,8 +179,9 @@ def capture(
     is_trained = optimizer is not None
     is_kept = outputs or not is_trained
     captured = capture_model(
-        module, args, kwargs, optimizer, autocast, scaler, cache, is_trained, is_kept=is_kept, check=check
-    )
+        module, args, kwargs, optimizer, autocast, scaler, cache, is_trained, is_kept=is_kept, check=check,
+        precision=precision,
+    )  # fmt: skip
     if captured.checked.startswith(SKIPPED):
         logging.getLogger(__name__).warning("capture: %s", captured.checked)
     return Graph(captured.model, captured)

@@ -22,7 +22,8 @@ from superscaler.transform.cut import Algorithm, Microbatch, Replicate, Shard, S
 from superscaler.transform.experts import Dispatch
 from superscaler.transform.losses import Decompose
 from superscaler.transform.place import leaves, spread
-from superscaler.transform.rewrite import Insert, Recompute, Regather, Rewrite, Save, SplitBackward, Stale, rewrite
+from superscaler.transform.recompute import Recompute, Save
+from superscaler.transform.rewrite import Insert, Regather, Rewrite, SplitBackward, Stale, rewrite
 
 __all__ = [
     "Action",

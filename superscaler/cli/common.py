@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from superscaler.errors import InputError, unknown
-from superscaler.specs.options import AUTOCASTS, OPTIMIZERS
+from superscaler.specs.options import HALVES, OPTIMIZERS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -116,14 +116,26 @@ class ModelRequest:
     autocast: Annotated[
         str | None, option("--autocast", "bf16, or fp16 with loss scaling; weights keep their dtype.", "NAME")
     ] = None
+    precision: Annotated[
+        str | None,
+        option("--precision", "bf16, or fp16 with loss scaling: of the weights, whose updates are float32.", "NAME"),
+    ] = None
     no_cache: Annotated[bool, option("--no-cache", "Capture anew, and keep nothing of it on disk.")] = False
 
     no_check: Annotated[bool, option("--no-check", "Do not compare two steps of the module with the graph.")] = False
 
     def check(self) -> None:
-        """Raise InputError for an unknown optimizer or autocast, or a learning rate that is not a positive number."""
-        if self.autocast is not None and self.autocast not in AUTOCASTS:
-            raise InputError(unknown("autocast", self.autocast, AUTOCASTS))
+        """Raise InputError for an unknown optimizer, autocast or precision, for both of these, or a learning rate that
+        is not a positive number.
+        """
+        for kind, name in (("autocast", self.autocast), ("precision", self.precision)):
+            if name is not None and name not in HALVES:
+                raise InputError(unknown(kind, name, HALVES))
+        if self.autocast and self.precision:
+            raise InputError(
+                "--autocast and --precision exclude each other: autocast casts float32 weights in the graph, precision "
+                "has 16-bit weights with float32 copies; give one of them."
+            )
         if self.optimizer is not None and self.optimizer not in (*OPTIMIZERS, _NONE):
             raise InputError(unknown("optimizer", self.optimizer, (*OPTIMIZERS, _NONE)))
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -144,8 +156,9 @@ class ModelRequest:
         built = build(self.model)
         name = None if self.no_cache else built.cache
         captured = partial(
-            capture, built.module, built.args, built.kwargs, autocast=self.autocast, cache=name, check=not self.no_check
-        )
+            capture, built.module, built.args, built.kwargs, autocast=self.autocast, precision=self.precision,
+            cache=name, check=not self.no_check,
+        )  # fmt: skip
         parameters = [p for p in built.module.parameters() if p.requires_grad]
         if not parameters and self.optimizer not in (None, _NONE):
             raise InputError(
@@ -153,7 +166,7 @@ class ModelRequest:
                 "leave --optimizer out for inference."
             )
         if parameters and self.optimizer != _NONE:
-            scaler = torch.amp.GradScaler("cpu") if self.autocast == "fp16" else None
+            scaler = torch.amp.GradScaler("cpu") if "fp16" in (self.autocast, self.precision) else None
             optimizer = getattr(torch.optim, OPTIMIZERS[self.optimizer or "adamw"])(parameters, lr=self.lr)
             try:
                 return captured(optimizer, scaler=scaler), built

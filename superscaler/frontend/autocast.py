@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from superscaler.errors import InputError, unknown
-from superscaler.specs.options import AUTOCASTS
+from superscaler.specs.options import HALVES
 
 # Arguments of torch.autocast: device type and dtype.
 Autocast = tuple[str, torch.dtype]
@@ -24,9 +24,9 @@ _CAST = torch.ops.aten._to_copy.default
 def read_autocast(name: str | None, kind: str) -> Autocast | None:
     """Return the autocast with this name, else the `torch.autocast` region around this call, if any."""
     if name is not None:
-        if name not in AUTOCASTS:
-            raise InputError(unknown("autocast", name, AUTOCASTS))
-        return kind, getattr(torch, AUTOCASTS[name])
+        if name not in HALVES:
+            raise InputError(unknown("autocast", name, HALVES))
+        return kind, getattr(torch, HALVES[name])
     return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 

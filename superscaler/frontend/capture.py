@@ -27,6 +27,7 @@ from superscaler.frontend.export import examples, export
 from superscaler.frontend.infer import Indexed, Inference, infer
 from superscaler.frontend.naming import name_factors
 from superscaler.frontend.packed_weights import Segments, cut_segments
+from superscaler.frontend.precision import Narrowed, narrowed
 from superscaler.frontend.results import names_of
 from superscaler.frontend.rewrites.constants import fold
 from superscaler.frontend.rewrites.normalize import normalize, remove_dead
@@ -102,6 +103,7 @@ def capture(
     is_trained: bool = True,
     is_kept: bool = False,
     check: bool = False,
+    precision: str | None = None,
 ) -> Captured:
     """Return the captured step of a module; `superscaler.plan.capture` describes the common arguments.
 
@@ -118,8 +120,16 @@ def capture(
     cast = read_autocast(autocast, device.type)
     training = read_optimizer(module, optimizer, scaler) if is_trained else Training(Optimizer("", ()), {})
     refuse_shared(module, training.groups)
+    if precision is not None:
+        if cast is not None:
+            raise InputError(
+                "autocast and precision exclude each other: autocast casts float32 weights in the graph, precision has "
+                "16-bit weights with float32 copies; capture with one of them, and outside of torch.autocast."
+            )
+        module, optimizer, args, kwargs = narrowed(Narrowed(module, optimizer, args, kwargs), precision)
+        training = replace(training, optimizer=replace(training.optimizer, precision=precision if is_trained else ""))
     inputs = examples(module, args, kwargs or {})
-    named = (training.optimizer.name, training.groups, bool(training.optimizer.scaler))
+    named = (training.optimizer.name, training.groups, bool(training.optimizer.scaler), precision)
     chosen = (*named, aliases_of(module), device, cast, is_trained, is_kept)
     exported: ExportedProgram | None = None
 

@@ -105,7 +105,8 @@ class Group:
     """Parts that `op_order` treats as one: those of some ops (or exact parts of them), of one microbatch and kind.
 
     Kind F: the forward of ops that take part in training (not of those that only prepare data). B: the mirrors. I and
-    W: the halves of split mirrors. R: recomputed ops. C: the communication that moves gradients to updates.
+    W: the halves of split mirrors. R: recomputed ops, of regions in regions the outermost. C: the communication that
+    moves gradients to updates.
     """
 
     kind: str
@@ -320,10 +321,11 @@ class Graph:
     def rewrite(self, model: Model) -> None:
         """Replace the model by one with other ops; new ones have no parts yet.
 
-        `twins`: recomputed ops by the name of their op. `updates`: optimizer ops by the name of their weight.
+        `twins`: the recomputed op with the mirror by the name of their op. `updates`: optimizer ops by the name of
+        their weight.
         """
         self.model = model
-        self.twins = {op.origin: op for op in model.ops if op.origin}
+        self.twins = {name: twins[-1] for name, twins in model.twins.items()}
         self.updates = {op.inputs[0].tensor: op for op in model.ops if op.kind == "optimizer" and not op.is_write}
         self.grids = {op.name: self.grids.get(op.name) or Grid() for op in model.ops}
         self._by_name = {op.name: op for op in model.ops}
@@ -335,18 +337,20 @@ class Graph:
         first readers.
         """
         self._check_orders()
-        for name, twin in self.twins.items():
+        for twin in (twin for twins in self.model.twins.values() for twin in twins):
             if not self.grids[twin.name].is_touched:
-                self.grids[twin.name] = self.grids[name]
+                self.grids[twin.name] = self.grids[twin.origin]
         copies = [op for op in self._forward_ops if op.is_copy and not self.grids[op.name].is_touched]
         for op in reversed(copies):
             reader, k = self.model.uses[op.outputs[0].tensor][0]
             self.grids[op.name] = read_by(self.grids[reader.name], reader.inputs[k].slots)
 
         def of_twins(group: Group) -> Group:
-            names = {name: twin.name for name, twin in self.twins.items() if group.kind == "R" or twin.has_mirror}
             if group.kind == "F":
                 return group
+            first = {name: twins[0].name for name, twins in self.model.twins.items()}
+            mirrored = {name: twin.name for name, twin in self.twins.items() if twin.has_mirror}
+            names = first if group.kind == "R" else mirrored
             members = tuple((names.get(name, name), paths) for name, paths in group.members)
             return replace(group, kind="F" if group.kind == "R" else group.kind, members=members)
 

@@ -26,6 +26,7 @@ MARKS: Mapping[Mark, str] = {"spatial": "", "summed": "+", "frozen": "^"}
 
 _LATER = re.compile(r"\+\d+$")
 _BITS = re.compile(r"\d+")
+_HALVES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class PTensor:
     @property
     def wide_dtype(self) -> str:
         """Return the dtype in which many values of this tensor are added: float32 for halves."""
-        return "float32" if self.dtype in ("float16", "bfloat16") else self.dtype
+        return "float32" if self.dtype in _HALVES else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class Op:
     product. `passes`: for a factor, the set of inputs whose value is a sum over that factor; cutting an op without the
     factor splits that value.
 
-    `origin`: the op that this one recomputes; `region`: the ops that are recomputed together; `checkpoint`: the region
+    `origin`: the op that this one recomputes; `region`: the ops that are recomputed together, of regions in regions the
+    innermost for an op, and for a recomputed op the one with which it runs; `checkpoint`: the region
     of the model's own `torch.utils.checkpoint`. `split`: mirrors of ops with the same split run in two halves,
     gradients of activations first, then those of weights. `regather`: ops with the same one keep no weights for their
     mirrors. `iteration`: the iteration of the step (`Graph.unroll`).
@@ -226,12 +228,29 @@ class Op:
 class Optimizer:
     """A `torch.optim` optimizer: its class name and, per parameter group, the options that its constructor takes.
 
-    `scaler` is the state of the `torch.amp.GradScaler` that scales the loss, empty without one.
+    `scaler` is the state of the `torch.amp.GradScaler` that scales the loss, empty without one. `precision`: "bf16" or
+    "fp16" where it updates float32 copies of weights in that dtype, else "".
     """
 
     name: str
     groups: tuple[tuple[tuple[str, Any], ...], ...]
     scaler: tuple[tuple[str, float], ...] = ()
+    precision: str = ""
+
+    def has_copy(self, dtype: str) -> bool:
+        """Return whether a weight of a dtype has a float32 copy, which is updated in its place."""
+        return bool(self.precision) and dtype in _HALVES
+
+    def state_bytes(self, dtype: str) -> int:
+        """Return the bytes of state for each element of a weight of a dtype, its copy included.
+
+        >>> adam = Optimizer("AdamW", (), precision="bf16")
+        >>> adam.state_bytes("float32"), adam.state_bytes("bfloat16")
+        (8, 12)
+        """
+        more = any(dict(group).get("momentum") or dict(group).get("amsgrad") for group in self.groups)
+        count = 2 * (self.name in ("Adam", "AdamW")) + more + self.has_copy(dtype)
+        return count * width("float32" if self.has_copy(dtype) else dtype)
 
 
 @dataclass(frozen=True)
@@ -282,6 +301,15 @@ class Model:
     @cached_property
     def forward_ops(self) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.is_forward)
+
+    @cached_property
+    def twins(self) -> Mapping[str, tuple[Op, ...]]:
+        """Return, for each op that is recomputed, its recomputed ops, those of outer regions first."""
+        found: dict[str, tuple[Op, ...]] = {}
+        for op in self.ops:
+            if op.origin:
+                found[op.origin] = (*found.get(op.origin, ()), op)
+        return found
 
     def origin(self, tensor: str) -> str:
         """Return the pTensor of which a tensor is a recomputed value or a copy; the tensor itself if it is neither."""
@@ -405,14 +433,14 @@ def unread_twins(model: Model) -> frozenset[str]:
 
 def without_twins(model: Model) -> Model:
     """Return the model without recomputed ops, copies, split backwards and older versions of weights."""
-    twins, versions = {op.origin: op for op in model.ops if op.origin}, model.versions
+    mirrored, versions = {op.origin or op.name for op in model.ops if op.has_mirror}, model.versions
 
     def plain(op: Op) -> Op:
         inputs = op.inputs
         if any(model.tensors[o.tensor].origin for o in inputs):
             inputs = tuple(replace(o, tensor=model.origin(o.tensor)) for o in inputs)
-        mirrored = twins.get(op.name, op).has_mirror
-        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=mirrored, inputs=inputs)
+        has_mirror = op.name in mirrored
+        return replace(op, region="", checkpoint="", split="", regather="", has_mirror=has_mirror, inputs=inputs)
 
     kept = (op for op in model.ops if not (op.origin or op.is_copy))
     kept = (op for op in kept if not (op.is_write and op.inputs[0].tensor in versions))

@@ -45,6 +45,7 @@ def print_model(model: Model) -> str:
         "segments": dict(model.segments),
         "factors": {f.name: f.size for f in model.factors.values()},
     }
+    head |= {"precision": model.optimizer.precision} if model.optimizer.precision else {}
     head |= {"result": model.result} if model.result else {}
     head |= {"iterations": model.iterations} if model.iterations > 1 else {}
     lines = [f"model {json.dumps(head)}"]
@@ -110,7 +111,7 @@ def parse_model(text: str) -> Model:
     name, groups, scaler = head["optimizer"]
     factors = {k: Factor(k, size) for k, size in head["factors"].items()}
     options = tuple(tuple((k, _frozen(v)) for k, v in g.items()) for g in groups)
-    optimizer = Optimizer(name, options, tuple(scaler.items()))
+    optimizer = Optimizer(name, options, tuple(scaler.items()), head.get("precision", ""))
     segments = {name: tuple(segment) for name, segment in head["segments"].items()}
     rest = optimizer, head["aliases"], head["unsupported"], segments, head.get("result", ""), head.get("iterations", 1)
     return Model(tensors, tuple(ops), factors, tuple(head["inputs"]), head["loss"], *rest)

@@ -1,5 +1,6 @@
-"""Co-shard: heads and feed-forward hidden of blocks in parts on the same device, one after the other, each computed
-again in the backward: of all that a block makes, one part is there at a time.
+"""Co-shard: heads and feed-forward hidden of blocks in parts on the same device, one after the other. Each block is
+computed again in the backward, and each part inside it once more: of a block its input is kept, and of all that it
+makes, one part is there at a time.
 
 parts=N         into how many parts, further than other plans of a product cut them
 blocks=first:N  which blocks: the first N (default: all)
@@ -26,16 +27,19 @@ def co_shard(
         raise InputError(f"co_shard:parts={parts}: give 2 or more; recompute computes whole blocks again.")
     chosen, cuts = _blocks(graph, blocks), _named(graph, parts, factors) if factors else splits_within(graph, parts)
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
-    groups = [(block, ops) for block in chosen for ops in joined(op for op in block.ops if cuts.get(op.name))]
+    groups = [(block.path, ops) for block in chosen for ops in joined(op for op in block.ops if cuts.get(op.name))]
     if not groups and factors:
         raise InputError(f"co_shard:parts={parts}: none of these blocks has a factor to cut into so many parts.")
     if not groups:
         raise undivided(graph, parts)
-    for block, ops in groups:
-        for op in ops:
-            for cut in cuts[op.name]:
-                op_trans(graph, op, cut)
-        op_trans(graph, made_for(graph, ops, {op.name for op in block.ops}), Recompute())
+    for op in (op for _, ops in groups for op in ops):
+        for cut in cuts[op.name]:
+            op_trans(graph, op, cut)
+    for block in chosen:
+        inner = [made_for(graph, ops, {op.name for op in block.ops}) for path, ops in groups if path == block.path]
+        rest = [op for op in block.ops if op.has_mirror and not any(op in ops for ops in inner)]
+        for ops in [block.ops, *inner] if rest and inner else inner:
+            op_trans(graph, ops, Recompute())
 
 
 def _blocks(graph: Graph, blocks: str) -> list[Block]:

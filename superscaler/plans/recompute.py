@@ -4,9 +4,13 @@ what=block      each block: of it what it reads is kept
 what=full       so, and what is outside the blocks
 what=attention  products of activations with each other (attention), and what is made for them alone, back to the
                 products with weights before it: little to compute again, and large at long sequences
+levels=N        regions in regions: with 2, runs of sqrt(n) of the n blocks are computed again, and then each block of a
+                run; with 3, runs of cbrt(n) blocks in runs of as many runs. About N x n^(1/N) inputs are kept
 """
 
 from __future__ import annotations
+
+from math import ceil
 
 from superscaler.plans.gradient_accumulation import gradient_accumulation
 from superscaler.plans.lib.products import along_axis
@@ -15,16 +19,29 @@ from superscaler.verbs import Graph, InputError, Op, Recompute, op_trans
 
 
 @along_axis(recomputes=True)
-def recompute(graph: Graph, n: int, axis: str, what: str = "block", microbatches: int = 1) -> None:
+def recompute(graph: Graph, n: int, axis: str, what: str = "block", levels: int = 1, microbatches: int = 1) -> None:
     regions = {"block": _blocks, "full": _full, "attention": _attention}
     if what not in regions:
         raise InputError(f"recompute:what={what}: choose {', '.join(regions)}.")
+    if levels < 1 or (levels > 1 and what == "attention"):
+        raise InputError(f"recompute:levels={levels}: give 1 or more, and 1 for attention, whose inputs are kept.")
     found = [ops for ops in regions[what](graph) if any(op.has_mirror or op.region for op in ops)]
     if not found:
         raise InputError(f"recompute:what={what}: the model has nothing of this kind to compute again.")
     gradient_accumulation.cut(graph, n, axis, microbatches=microbatches)
-    for ops in found:
-        op_trans(graph, ops, Recompute())
+    for first, end in _runs(len(found), levels):
+        op_trans(graph, [op for ops in found[first:end] for op in ops], Recompute())
+
+
+def _runs(count: int, levels: int) -> list[tuple[int, int]]:
+    """Return the runs (first region, region after the last) of each level, those of outer levels first.
+
+    >>> _runs(5, 2)
+    [(0, 3), (3, 5), (0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    """
+    size = ceil(round(count ** (1 / levels), 6))
+    sizes = [size**level for level in reversed(range(levels))]
+    return list(dict.fromkeys((k, min(k + some, count)) for some in sizes for k in range(0, count, some)))
 
 
 def _blocks(graph: Graph) -> list[list[Op]]:

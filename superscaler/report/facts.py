@@ -57,6 +57,7 @@ def account(compiled: Compiled) -> dict[str, Any]:
             "ops": sum(found["ops"].values()),
             "optimizer": optimizer.name or "inference",
             "options": [dict(options) for options in optimizer.groups],
+            **({"precision": optimizer.precision} if optimizer.precision else {}),
         },
         "blocks": adapter().dump_python(blocks, mode="json", exclude_defaults=True),
         "schedule": every.schedule(),

@@ -107,6 +107,7 @@ class Model(Checked):
     ops: Count
     optimizer: str
     options: list[dict[str, Option]]
+    precision: str = ""
 
 
 class Order(Checked):

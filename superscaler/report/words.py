@@ -29,9 +29,10 @@ def read(directory: Path) -> dict[str, Any]:
 def words(found: Mapping[str, Any]) -> str:
     """Return a plan in words: splits, weights and communication by block; the order; the totals of a step."""
     model = found["model"]
+    copies = f" on float32 copies of {model['precision']} weights" if model.get("precision") else ""
     lines = [
         f"{model['ops']} forward ops, {model['parameters']:,} parameters ({size(model['parameter_bytes'])}), "
-        f"{model['optimizer']}, on {found['world']} devices of {found['cluster']}"
+        f"{model['optimizer']}{copies}, on {found['world']} devices of {found['cluster']}"
     ]
     for block in adapter().validate_python(found["blocks"]):
         lines += ["", _title(block), *(f"  {line}" for line in _block(block))]

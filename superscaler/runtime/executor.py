@@ -44,13 +44,13 @@ class Rank:
     """One device of a plan while it runs: its weights, the tapes of its segments, its communicator.
 
     `tables`: the device's tables in plan.json. `weights`: its slices by local name. `chosen`: the optimizer's name and
-    the options of its groups. `seed`: of all random numbers.
+    the options of its groups, and whether it updates float32 copies of 16-bit weights. `seed`: of all random numbers.
     """
 
     communicator: Communicator
     tables: Mapping[str, Any]
     weights: dict[str, Tensor]
-    chosen: InitVar[tuple[str, Sequence[Mapping[str, Any]]]]
+    chosen: InitVar[tuple[str, Sequence[Mapping[str, Any]], bool]]
     dtype: torch.dtype
     seed: int = 0
     scaler: Scaler | None = None
@@ -71,7 +71,7 @@ class Rank:
     # Called for each segment that ran, with its kind (F, B), tag, inputs and outputs.
     watch: Callable[[str, str, Sequence[Tensor | None], Sequence[Tensor]], None] | None = None
 
-    def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]]]) -> None:
+    def __post_init__(self, chosen: tuple[str, Sequence[Mapping[str, Any]], bool]) -> None:
         self.device = self.communicator.device
         self._copies = Copies(self.device)
         self.optimizer = optimizer_of(self.tables["weights"], self.weights, *chosen)
@@ -270,7 +270,7 @@ class Rank:
         """Run the optimizer with gradients by the names of their weights."""
         self.communicator.flush()
         self._copies.flush()
-        gradients = {name: gradient.reshape(self.weights[name].shape) for name, gradient in pairs}
+        gradients = {name: self._gradient(gradient, self.weights[name]) for name, gradient in pairs}
         is_finite = self.scaler is None or self._unscale(self.scaler, gradients)
         if self.clip is not None:
             self._clip(self.clip, gradients)
@@ -279,9 +279,14 @@ class Rank:
         if self.optimizer is not None and is_finite:
             for name, gradient in gradients.items():
                 weight = self.weights[name]
-                weight.grad = laid_out(gradient.to(weight.dtype), weight)
+                weight.grad = laid_out(gradient.to(weight.grad_dtype), weight)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+
+    def _gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return a gradient in the shape of its weight, in float32 for a float32 copy."""
+        kind = torch.promote_types(gradient.dtype, weight.grad_dtype or gradient.dtype)
+        return gradient.reshape(weight.shape).to(kind)
 
     def write(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set buffers to their new values."""

@@ -1,7 +1,10 @@
-"""Torch's optimizer of a rank over its slices, the loss scale, and whether torch's fused updates are the plain ones."""
+"""Torch's optimizer of a rank over its slices, or over float32 copies of these; the loss scale; whether torch's fused
+updates are the plain ones.
+"""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,10 +17,72 @@ _SHAPE, _RATE = (3, 43), 0.05
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
+class WithCopies(torch.optim.Optimizer):
+    """An optimizer that updates float32 copies of 16-bit weights, and rounds each weight from its copy.
+
+    The copy of a weight is one of its states, `copy`. It is made from the weight where it is missing.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; gradients of 16-bit weights are float32."""
+        super().add_param_group(param_group)
+        for weight in _halves([param_group]):
+            weight.grad_dtype = torch.float32
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the weights that have gradients."""
+        some = [w for w in _halves(self.param_groups) if w.grad is not None]
+        kept = [self.state[w].pop("copy", None) for w in some]
+        copies = [w.detach().float() if copy is None else copy for w, copy in zip(some, kept, strict=True)]
+        with _as_data(some, copies):
+            super().step()
+        for weight, copy in zip(some, copies, strict=True):
+            weight.detach().copy_(copy)
+            self.state[weight]["copy"] = copy
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state of an optimizer of this class."""
+        some = _halves(self.param_groups)
+        # Torch casts states to the dtypes of their weights. These have no memory meanwhile.
+        with _as_data(some, [w.new_empty((), dtype=torch.float32).expand(w.shape) for w in some]):
+            super().load_state_dict(state_dict)
+        _lay_out_states(self)
+
+
+def _halves(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    return [w for group in groups for w in group["params"] if w.dtype in (torch.float16, torch.bfloat16)]
+
+
+@contextmanager
+def _as_data(weights: Sequence[Tensor], data: Sequence[Tensor]) -> Iterator[None]:
+    """Let weights have other data meanwhile."""
+    own = [w.data for w in weights]
+    try:
+        for weight, other in zip(weights, data, strict=True):
+            weight.data = other
+        yield
+    finally:
+        for weight, other in zip(weights, own, strict=True):
+            weight.grad, weight.data = None, other
+
+
+@cache
+def with_copies(name: str) -> Callable[..., WithCopies]:
+    """Return torch's optimizer of this name as one that updates copies."""
+    return type(name, (WithCopies, getattr(torch.optim, name)), {})
+
+
 def optimizer_of(
-    table: Sequence[Mapping[str, Any]], weights: Mapping[str, Tensor], name: str, groups: Sequence[Mapping[str, Any]]
+    table: Sequence[Mapping[str, Any]],
+    weights: Mapping[str, Tensor],
+    name: str,
+    groups: Sequence[Mapping[str, Any]],
+    is_mixed: bool = False,
 ) -> torch.optim.Optimizer | None:
-    """Return torch's own optimizer over the local slices, in the user's parameter groups."""
+    """Return torch's own optimizer over the local slices, in the user's parameter groups.
+
+    `is_mixed`: float32 copies of 16-bit weights are updated.
+    """
     members: list[list[Tensor]] = [[] for _ in groups]
     for entry in table:
         if entry["trained"]:
@@ -26,11 +91,13 @@ def optimizer_of(
     for params, options in pairs:
         # The fused kernel passes over memory once. It is used if the user left the choice to torch and it is exact.
         others = map(options.get, ("foreach", "differentiable", "capturable"))
-        if options.get("fused") is None and not any(others) and is_plain(name, options, params):
+        if options.get("fused") is None and not any(others) and is_plain(name, options, params, is_mixed):
             options["fused"] = True
     used = [{"params": params, **options} for params, options in pairs]
     if not used:
         return None
+    if is_mixed:
+        return with_copies(name)(used)
     made: torch.optim.Optimizer = getattr(torch.optim, name)(used)
     made.register_load_state_dict_post_hook(_lay_out_states)
     return made
@@ -49,10 +116,12 @@ def laid_out(x: Tensor, weight: Tensor) -> Tensor:
     return x if x.stride() == weight.stride() else torch.empty_like(weight, dtype=x.dtype).copy_(x)
 
 
-def is_plain(name: str, options: Mapping[str, Any], weights: Iterable[Tensor]) -> bool:
-    """Return whether fused updates of all weights equal the plain ones, to the last digits of float32."""
+def is_plain(name: str, options: Mapping[str, Any], weights: Iterable[Tensor], is_mixed: bool = False) -> bool:
+    """Return whether fused updates of all weights, or of their copies, equal the plain ones, to the last digits of
+    float32.
+    """
     text = json.dumps({**options, "lr": _RATE}, sort_keys=True)
-    kinds = {(x.dtype, x.device, x.is_contiguous()) for x in weights}
+    kinds = {(torch.float32 if is_mixed else x.dtype, x.device, x.is_contiguous()) for x in weights}
     return all(_agrees(name, text, *kind) for kind in kinds)
 
 

@@ -301,7 +301,8 @@ def build_step(
         kept = piece.clone() if entry.get("host") else piece.clone().to(communicator.device)
         kept = kept.pin_memory() if communicator.device.type == "cuda" and not kept.is_cuda else kept
         local[entry["name"]] = kept.requires_grad_(entry["trained"])
-    optimizer, scaling = (plan["optimizer"]["name"], plan["optimizer"]["groups"]), plan["optimizer"]["scaler"]
+    chosen, scaling = plan["optimizer"], plan["optimizer"]["scaler"]
+    optimizer = chosen["name"], chosen["groups"], bool(chosen.get("precision"))
     scaler = Scaler(scaling, communicator.device) if scaling else None
     dtype = getattr(torch, plan["loss_dtype"] or "float32")
     communicator.prepare(

@@ -104,10 +104,10 @@ class DependencyGraph:
             self._pass(before, hub, after)
             for node in after:
                 # Recomputed work waits for all that its backward waits for.
-                visit = recomputed.entries.get(node[:3]) if recomputed.entries else None
-                if visit is not None and all(recomputed.visit(other[:3]) != visit for other in before):
-                    for work in recomputed.runs[visit]:
-                        self._edge(hub, Node(*work))
+                for visit in recomputed.entries.get(node[:3], ()) if recomputed.entries else ():
+                    if all(visit not in recomputed.visits(other[:3]) for other in before):
+                        for work in recomputed.runs[visit]:
+                            self._edge(hub, Node(*work))
 
     @cached_property
     def early(self) -> frozenset[int]:
@@ -183,7 +183,7 @@ class DependencyGraph:
         groups = (group for order in orders for group in (order.before, order.after) if group.kind == "F")
         ops = (self.graph.op(name) for group in groups for name, _ in group.members)
         ordered = frozenset(op.region for op in ops if op.origin)
-        recomputed = RecomputeOrder(self.schedule.segments, self.schedule.transfers, ordered)
+        recomputed = RecomputeOrder(self.graph.model, self.schedule.segments, self.schedule.transfers, ordered)
         for visit, works in recomputed.runs.items():
             for before, work in product(recomputed.waits.get(visit, ()), works):
                 self._edge(Node(*before), Node(*work), "recomputed when the backward reaches it")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import product
 
+from superscaler.ir.model import Model
 from superscaler.schedule.dataflow import Key
 from superscaler.schedule.segments import Segment
 from superscaler.schedule.transfers import BACKWARD, REGATHER, Place, Transfer
@@ -33,30 +34,44 @@ def reader_of(segments: Sequence[Segment], place: Place) -> Work:
 class RecomputeOrder:
     """The region runs of a schedule, without those of `ordered` regions, whose time a plan sets."""
 
-    def __init__(self, segments: Sequence[Segment], transfers: Sequence[Transfer], ordered: frozenset[str]) -> None:
+    def __init__(
+        self, model: Model, segments: Sequence[Segment], transfers: Sequence[Transfer], ordered: frozenset[str]
+    ) -> None:
         self.segments, self.transfers = segments, transfers
         self.twins = [s for s in segments if s.region and s.region not in ordered]
-        # The last segment of each region: the backward enters there.
-        self.last = {s.region: s for s in sorted(self.twins, key=lambda s: s.position)}
+        # For each region, itself and those around it.
+        self.around: dict[str, list[str]] = {}
+        for twins in model.twins.values():
+            regions = [op.region for op in twins if op.region not in ordered]
+            self.around |= {region: regions[: n + 1] for n, region in enumerate(regions)}
+        # The last segment with a backward in each region, or in one inside it: the backward enters there.
+        mirrored = sorted((s for s in self.twins if s.has_mirror), key=lambda s: s.position)
+        self.last = {region: s for s in mirrored for region in self.around[s.region]}
 
-    def visit(self, work: Work) -> RegionRun:
-        """Return the region run that work belongs to; region '' if none."""
+    def visits(self, work: Work) -> list[RegionRun]:
+        """Return the region runs that work belongs to, of regions in regions all."""
         kind, number, key = work
-        return self.segments[number].region if kind in RUNS else "", key[0], key[1]
+        regions = self.around.get(self.segments[number].region, []) if kind in RUNS else []
+        return [(region, key[0], key[1]) for region in regions]
 
     @cached_property
     def runs(self) -> Mapping[RegionRun, Sequence[Work]]:
         """Return the recomputed work of each region run."""
         found: dict[RegionRun, list[Work]] = {}
-        for work in (("F", segment.number, key) for segment in self.twins for key in segment.keys):
-            found.setdefault(self.visit(work), []).append(work)
+        for segment in self.twins:
+            for key in segment.keys:
+                found.setdefault((segment.region, key[0], key[1]), []).append(("F", segment.number, key))
         return found
 
     @cached_property
-    def entries(self) -> Mapping[Work, RegionRun]:
-        """Return the backwards with which the backward of each region run begins."""
-        entered = ((segment.taking, segment.number, key) for segment in self.last.values() for key in segment.keys)
-        return {work: self.visit(work) for work in entered}
+    def entries(self) -> Mapping[Work, Sequence[RegionRun]]:
+        """Return the backwards with which the backward of each region run begins, each with those."""
+        found: dict[Work, list[RegionRun]] = {}
+        for region, segment in self.last.items():
+            for key in segment.keys:
+                work = segment.taking, segment.number, key
+                found.setdefault(work, []).append((region, key[0], key[1]))
+        return found
 
     @cached_property
     def waits(self) -> Mapping[RegionRun, Sequence[Work]]:
@@ -68,11 +83,12 @@ class RecomputeOrder:
         for transfer in self.transfers if self.twins else ():
             for p, r in transfer.links if transfer.kind == BACKWARD and not transfer.is_to_updates else ():
                 for place, source in product(transfer.readers[r].places, transfer.pieces[p].places):
-                    visit, position = self.visit(place[:3]), self.segments[source.segment].position
-                    if visit[0] not in self.last or position <= self.last[visit[0]].position:
-                        continue
-                    if position > found.get(visit, (-1,))[0]:
-                        found[visit] = position, {}
-                    if position == found[visit][0]:
-                        found[visit][1][maker_of(self.segments, source)] = None
+                    position = self.segments[source.segment].position
+                    for visit in self.visits(place[:3]):
+                        if visit[0] not in self.last or position <= self.last[visit[0]].position:
+                            continue
+                        if position > found.get(visit, (-1,))[0]:
+                            found[visit] = position, {}
+                        if position == found[visit][0]:
+                            found[visit][1][maker_of(self.segments, source)] = None
         return {visit: list(sources) for visit, (_, sources) in found.items()}

@@ -205,8 +205,9 @@ def root(parent: dict[T, T], name: T) -> T:
 def _signatures(graph: Graph) -> dict[str, frozenset[Hashable]]:
     """Return, for each op, its orders, region and split: ops with equal signatures may share a segment."""
     found: dict[str, set[Hashable]] = {}
+    regions = {op.name: op.region for op in graph.model.ops}
     for op in graph.model.ops:
-        found[op.name] = {(op.region, bool(op.origin), op.split, op.regather, op.is_copy)}
+        found[op.name] = {(op.region, regions.get(op.origin), op.split, op.regather, op.is_copy)}
     for number, order in enumerate(graph.orders):
         for side, group in enumerate((order.before, order.after)):
             for name, paths in group.members:

@@ -57,7 +57,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def segment(self, run: Callable[..., tuple[Tensor, ...]], metas: Iterable[Meta], call: Call) -> Segment:
         """Return the segment of a function that is called so."""
         rank = Rank(
-            cast(Any, SimpleNamespace(device=torch.device("cpu"))), {"weights": []}, {}, ("SGD", ()), torch.float32
+            cast(Any, SimpleNamespace(device=torch.device("cpu"))),
+            {"weights": []},
+            {},
+            ("SGD", (), False),
+            torch.float32,
         )
         with FakeTensorMode(allow_non_fake_inputs=True):
             inputs = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in metas]

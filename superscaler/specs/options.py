@@ -13,7 +13,8 @@ Options = Mapping[str, Any]
 DEVICES = ("cpu", "meta")
 # the name on the command line -> the name in torch
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
-AUTOCASTS = {"bf16": "bfloat16", "fp16": "float16"}
+# 16-bit dtypes of autocast and of weights.
+HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 # Other names of options.
 _ALIASES = {"vocabulary": "vocab"}
 # Options of every named model, beside its own.

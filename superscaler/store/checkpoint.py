@@ -72,6 +72,7 @@ class Entry(Checked):
 class OptimizerEntry(Checked):
     name: Name
     lr: list[Rate]
+    precision: Literal["", "bf16", "fp16"] = ""
 
 
 class ScalerEntry(Checked):

@@ -104,6 +104,7 @@ class Optimizer(Checked):
     name: str
     groups: list[dict[str, Option]]
     scaler: dict[str, Option]
+    precision: Literal["", "bf16", "fp16"] = ""
 
 
 class Operator(Checked):

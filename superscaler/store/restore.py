@@ -65,6 +65,9 @@ def load_weights(step: TrainingStep, path: str | Path) -> list[str]:
 
     names, weights = _agreed(step, read)
     set_targets(weights)
+    # New ones are made of the new weights.
+    for states in step.state.optimizer.state.values() if step.state.optimizer else ():
+        states.pop("copy", None)
     # Rank 0 knows all names.
     unread = json.dumps(sorted(names.difference(_names(step)))) if step.rank == 0 else ""
     return list(json.loads(step.state.communicator.first_text(unread)))
@@ -87,6 +90,12 @@ def _check_plan(step: TrainingStep, stored: TensorReader) -> None:
     """Raise InputError for a checkpoint of another optimizer."""
     kept = stored.head["optimizer"]
     ours = step.plan["optimizer"]
+    theirs, here = (x.get("precision") or "none" for x in (kept or ours, ours))
+    if theirs != here:
+        raise InputError(
+            f"{stored.directory} was trained with precision {theirs}, but this plan has precision {here}; "
+            "take the same precision, or load the weights only."
+        )
     if kept is not None and (kept["name"], len(kept["lr"])) != (ours["name"], len(ours["groups"])):
         raise InputError(
             f"{stored.directory} was trained by {kept['name']} with {len(kept['lr'])} parameter groups, but this plan "
@@ -94,11 +103,11 @@ def _check_plan(step: TrainingStep, stored: TensorReader) -> None:
         )
 
 
-def _state_names(step: TrainingStep, group: Mapping[str, Any]) -> set[str]:
+def _state_names(step: TrainingStep, group: Mapping[str, Any], dtype: torch.dtype) -> set[str]:
     """Return the names of the optimizer's state of a weight after a step."""
-    weight = torch.nn.Parameter(torch.zeros(1, device=step.state.device))
-    weight.grad = torch.ones_like(weight)
-    optimizer = getattr(torch.optim, step.plan["optimizer"]["name"])([{**group, "params": [weight]}])
+    weight = torch.nn.Parameter(torch.zeros(1, device=step.state.device, dtype=dtype))
+    optimizer = type(step.state.optimizer)([{**group, "params": [weight]}])
+    weight.grad = torch.ones(1, device=step.state.device, dtype=weight.grad_dtype)
     optimizer.step()
     return {name for name, value in optimizer.state[weight].items() if value is not None}
 
@@ -158,11 +167,15 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
     not skipped. Raises InputError for a state of another optimizer.
     """
     found: dict[str, dict[str, Any]] = {}
-    made = {number: _state_names(step, group) for number, group in step.groups().items()}
+    made, groups = dict[tuple[int, torch.dtype], set[str]](), step.groups()
     for entry in (entry for entry in step.state.tables["weights"] if entry["trained"]):
         name, ranges = located(step.plan, entry)
         name = next(n for n in _called(step, name) if n in stored.tensors)
-        kept, wanted = stored.tensors[name], made[entry["group"]]
+        weight, number = step.state.weights[entry["name"]], entry["group"]
+        key = number, weight.dtype
+        if key not in made:
+            made[key] = _state_names(step, groups[number], weight.dtype)
+        kept, wanted = stored.tensors[name], made[key]
         counted = {} if kept.steps is None else {"step": torch.tensor(kept.steps, dtype=torch.float32)}
         if {*kept.states, *counted} not in (set(), wanted):
             raise InputError(
@@ -170,8 +183,8 @@ def _read_states(step: TrainingStep, stored: TensorReader) -> dict[str, dict[str
                 f"{step.plan['optimizer']['name']} goes on from {', '.join(sorted(wanted)) or 'nothing'}; "
                 "load the weights only."
             )
-        shape = step.state.weights[entry["name"]].shape
-        found[entry["name"]] = {**counted, **{s: stored.read(name, ranges, s).reshape(shape) for s in kept.states}}
+        states = {state: stored.read(name, ranges, state).reshape(weight.shape) for state in kept.states}
+        found[entry["name"]] = {**counted, **states}
     return found
 
 

@@ -257,14 +257,15 @@ def _copy(x: Tensor, older: Tensor | None = None) -> Tensor:
 
 def _head(step: TrainingStep, training: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the entries of a manifest beside its tensors."""
-    state, name = step.state, step.plan["optimizer"]["name"]
+    state, chosen = step.state, step.plan["optimizer"]
+    precision = {"precision": chosen["precision"]} if chosen.get("precision") else {}
     return {
         "plan": hash_without(step.plan, "manifest"),
         "world": step.world,
         "step": state.steps,
         "seed": state.seed,
         # Inference has none.
-        "optimizer": {"name": name, "lr": step.rates()} if name else None,
+        "optimizer": {"name": chosen["name"], "lr": step.rates(), **precision} if chosen["name"] else None,
         "scaler": state.scaler.state_dict() if state.scaler else None,
         "aliases": step.plan["aliases"],
         "training": None if training is None else dict(training),

@@ -1,7 +1,7 @@
 """The algorithms of `op_trans` that replace ops by others, and the rules that any such algorithm must keep."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from superscaler.errors import TransformError
@@ -19,47 +19,6 @@ class Rewrite(Protocol):
     """An algorithm that replaces whole ops: a name for the journal, and the model with others in the place of `ops`."""
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """Recompute ops in the backward instead of keeping the tensors that it needs.
-
-    y = f(x); d(x) += d.f(d(y))  ->  y = f(x), no tape; y.r = f(x); d(x) += d.f.r(d(y))
-
-    All ops of one `op_trans` are one region: recomputed ops read recomputed values, so only the tensors that the region
-    reads from outside are kept. They run when the backward reaches the region (`select(kind="R")` orders them
-    otherwise), on the parts of their ops. Weights and values inside are communicated a second time; random numbers are
-    those of the ops. With `copies`, copies among the ops are recomputed, too.
-    """
-
-    copies: bool = field(default=False, repr=False)
-
-    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        _check_once("Recompute", [op for op in ops if op.region or op.regather])
-        chosen = _needed([op for op in ops if self.copies or not op.is_copy])
-        if not chosen:
-            raise TransformError("Recompute needs ops that have a backward; none of these do.")
-        return _with_twins(model, [chosen])
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Keep the tensors that the backward of ops needs, although the model wraps them in `torch.utils.checkpoint`.
-
-    Without it, the ops of each such region (`op.checkpoint`) are recomputed together after the plan has run, unless the
-    plan recomputes some of them itself.
-    """
-
-    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        recomputed = next((op for op in ops if op.region), None)
-        if recomputed is not None:
-            raise TransformError(f"Save of {recomputed.name} comes after its Recompute; leave it out of one of them.")
-        if not any(op.checkpoint for op in ops):
-            raise TransformError("Save needs ops that the model wraps in torch.utils.checkpoint; none of these are.")
-        names = {op.name for op in ops}
-        kept = (replace(op, checkpoint="") if op.name in names else op for op in model.ops)
-        return replace(model, ops=tuple(kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +115,7 @@ class SplitBackward:
     """
 
     def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
-        _check_once("SplitBackward", [op for op in ops if op.split or op.regather])
+        check_once("SplitBackward", [op for op in ops if op.split or op.regather])
         names = {op.name for op in ops if op.is_forward}
         chosen = [op for op in model.ops if op.name in names or op.origin in names]
         if not any(op.has_mirror for op in chosen):
@@ -214,53 +173,11 @@ def copy_op(tensor: str, copied: PTensor, maker: Op) -> Op:
     return replace(op, from_data=maker.from_data, from_weights=maker.from_weights)
 
 
-def recompute_checkpoints(graph: Graph) -> None:
-    """Recompute the regions that the model itself asks for, except where the plan says otherwise."""
-    found: dict[str, list[Op]] = {}
-    for op in (op for op in graph.forward_ops if op.checkpoint):
-        found.setdefault(op.checkpoint, []).append(op)
-    regions = [needed for ops in found.values() if not any(op.region for op in ops) and (needed := _needed(ops))]
-    if regions:
-        graph.rewrite(_with_twins(graph.model, regions))
-        names = (op.name for ops in regions for op in ops)
-        graph.journal += [Entry("op_trans", name, "Recompute()", "the model's own checkpoint") for name in names]
-
-
-def _check_once(algorithm: str, taken: Sequence[Op]) -> None:
+def check_once(algorithm: str, taken: Sequence[Op]) -> None:
     """Raise TransformError for ops to which an algorithm, or Regather, was already applied."""
     if taken:
         other = " and Regather are asked for" if taken[0].regather else " is asked for twice"
         raise TransformError(f"{algorithm} of {taken[0].name}{other}; leave it out of one of them.")
-
-
-def _needed(ops: Sequence[Op]) -> list[Op]:
-    """Return the ops that have a mirror, and the makers of their inputs."""
-    read, found = set[str](), list[Op]()
-    for op in reversed([op for op in ops if op.is_forward and not op.from_data]):
-        if op.has_mirror or any(o.tensor in read for o in op.outputs):
-            read.update(o.tensor for o in op.inputs)
-            found.append(op)
-    return found[::-1]
-
-
-def _with_twins(model: Model, regions: Sequence[Sequence[Op]]) -> Model:
-    """Return the model with a recomputed op for each op of some regions, which reads values of its own region."""
-    of = {op.name: ops[0].name for ops in regions for op in ops}
-    made = {o.tensor: of[op.name] for ops in regions for op in ops for o in op.outputs}
-    twins = {name: replace(model.tensors[name], name=f"{name}.r", origin=model.origin(name)) for name in made}
-
-    def renamed(operands: Sequence[Operand], region: str) -> tuple[Operand, ...]:
-        return tuple(replace(o, tensor=twins[o.tensor].name) if made.get(o.tensor) == region else o for o in operands)
-
-    def twin(op: Op, region: str) -> Op:
-        inputs, outputs = renamed(op.inputs, region), renamed(op.outputs, region)
-        return replace(op, name=f"{op.name}.r", inputs=inputs, outputs=outputs, origin=op.name, region=region)
-
-    forward = (replace(op, has_mirror=False, region=of[op.name]) if op.name in of else op for op in model.forward_ops)
-    recomputed = (twin(op, ops[0].name) for ops in regions for op in ops)
-    updates = (op for op in model.ops if not op.is_forward)
-    ops = *forward, *recomputed, *updates
-    return replace(model, tensors={**model.tensors, **{t.name: t for t in twins.values()}}, ops=ops)
 
 
 def rewrite(graph: Graph, ops: Sequence[Op], algorithm: Rewrite, where: str) -> list[Parts]:
@@ -333,8 +250,12 @@ def _wrong(before: Model, after: Model) -> str:
     twice = next((name for name in names if names.count(name) > 1), "") if len(set(names)) < len(names) else ""
     if twice:
         return f"makes two ops named {twice}; give each a name of its own."
+    # Ops and tensors that the algorithm left as they were.
+    same, kept = set(map(id, before.ops)), {n for n, t in before.tensors.items() if after.tensors.get(n) is t}
     for op in after.ops:
         for operand in (*op.inputs, *op.outputs):
+            if id(op) in same and operand.tensor in kept:
+                continue
             extents = after.tensors[operand.tensor].extents if operand.tensor in after.tensors else None
             sizes = [None if i is None else op.indices[i].size if i < len(op.indices) else -1 for i in operand.slots]
             if extents is None or len(sizes) != len(extents):

@@ -72,7 +72,8 @@ class Comparison:
     """A comparison of the steps of a plan one by one, each from the weights that the plan has before it.
 
     A gradient whose true value is zero is noise, and Adam turns noise into steps of any size. So the update of each
-    slice is compared with that of torch's own optimizer on the plan's gradient of the slice.
+    slice is compared with that of torch's own optimizer on the plan's gradient of the slice. In mixed precision torch
+    updates a float32 copy of the slice; a weight is compared with the plan's own copy, rounded.
     """
 
     def __init__(self, exact: Compiled, values: Values, allowed: Allowed = lambda kind, tensor: TOLERANCE) -> None:
@@ -85,14 +86,16 @@ class Comparison:
         self.trained = [self._trained_slices(device.weights) for device in exact.program.devices]
 
     def _trained_slices(self, weights: Sequence[Weight]) -> tuple[dict[str, Tensor], torch.optim.Optimizer | None]:
-        """Return slices of a device's trained weights, and torch's optimizer over them."""
+        """Return slices of a device's trained weights, or their float32 copies, and torch's optimizer over them."""
         optimizer = self.model.optimizer
         members: list[list[Tensor]] = [[] for _ in optimizer.groups]
         found = {}
         for weight in weights:
             if weight.tensor in self.groups:
-                found[str(weight.name)] = self._slice(self.known, weight).clone().requires_grad_()
-                members[self.groups[weight.tensor]].append(found[str(weight.name)])
+                piece = self._slice(self.known, weight).clone()
+                piece = piece.float() if optimizer.has_copy(self.model.tensors[weight.tensor].dtype) else piece
+                found[str(weight.name)] = piece.requires_grad_()
+                members[self.groups[weight.tensor]].append(piece)
         groups = [{"params": p, **dict(g)} for p, g in zip(members, optimizer.groups, strict=True) if p]
         return found, getattr(torch.optim, optimizer.name)(groups) if groups else None
 
@@ -151,7 +154,8 @@ class Comparison:
         for rank, (slices, optimizer) in enumerate(self.trained):
             for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
                 if name in slices:
-                    slices[name].data = self._slice(self.known, weight).clone()
+                    if slices[name].dtype == self.known[weight.tensor].dtype:
+                        slices[name].data = self._slice(self.known, weight).clone()
                     has_none = expected.gradients.get(weight.tensor) is None
                     given = None if has_none else results[rank].gradients.get(name)
                     slices[name].grad = None if given is None else given.to(slices[name].dtype)
@@ -159,7 +163,15 @@ class Comparison:
                 optimizer.step()
             for name, weight in ((str(w.name), w) for w in self.exact.program.devices[rank].weights):
                 placed.add(weight.tensor)
-                if name in slices:
+                state = dict(results[rank].state.get(name, {}))
+                if (copy_of := state.pop("copy", None)) is not None:
+                    error = relative_error(copy_of, slices[name].detach(), slices[name])
+                    self._found("parameter_error", error, weight, rank, "after its update the float32 copy of ", here)
+                    # The next step starts from the plan's copy.
+                    slices[name].data = copy_of.clone()
+                    want = whole = copy_of.to(self.known[weight.tensor].dtype)
+                    floor = 0.0
+                elif name in slices:
                     want, whole, floor = slices[name].detach(), slices[name], 0.0
                 else:
                     want, whole = self._slice(rest, weight), rest[weight.tensor]
@@ -167,7 +179,7 @@ class Comparison:
                 error = relative_error(results[rank].weights[name], want, whole, floor)
                 self._found("parameter_error", error, weight, rank, "after its update ", here)
                 if name in slices and optimizer is not None:
-                    error = _state_error(results[rank].state.get(name, {}), optimizer.state[slices[name]])
+                    error = _state_error(state, optimizer.state[slices[name]])
                     self._found("parameter_error", error, weight, rank, "the optimizer's state of ", here)
         for name in expected.buffers.keys() - placed:
             self.errors.add("parameter_error", float("inf"), name, f"{name}, a buffer that the module changes{here},")

@@ -23,6 +23,7 @@ from superscaler.frontend.results import form_and_tensors, loss_of
 from superscaler.ir.model import Model
 from superscaler.ops.table import RANDOM, row_of
 from superscaler.replaced import replaced
+from superscaler.specs.options import HALVES
 
 if TYPE_CHECKING:
     from superscaler.frontend.capture import Captured
@@ -70,7 +71,8 @@ class Eager:
         if any(x.is_meta for x in tensors):
             raise Unlike("the module has no data (it was built on the meta device)")
         self.device = next((x.device for x in tensors), torch.device("cpu"))
-        self.shown = _floats(module)
+        precision = self.model.optimizer.precision
+        self.shown = getattr(torch, HALVES[precision]) if precision else _floats(module)
         kind, dtype = self.call.autocast or (self.device.type, None)
         self.autocast = kind, dtype, dtype is not None
         self.args, self.kwargs = self.call.arguments({n: self._copy(x) for n, x in batch.items()})

@@ -55,7 +55,7 @@ def test_the_options_of_every_command() -> None:
     for group in ("checkpoint", "launch"):
         commands |= {f"{group} {name}": c for name, c in commands[group].commands.items()}
     found = {name: sorted(o for p in c.params for o in p.opts) for name, c in commands.items()}
-    model = ["--autocast", "--json", "--lr", "--no-cache", "--no-check", "--optimizer"]
+    model = ["--autocast", "--json", "--lr", "--no-cache", "--no-check", "--optimizer", "--precision"]
     compiling = [*model, "--cluster", "--no-overlap", "--plan"]
     training = ["--keep", "--on-failed-save", "--resume", "--save", "--save-every", "--weights"]
     assert found == {

@@ -56,7 +56,7 @@ def test_an_update_waits_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("function", "kept"), [(lambda x: (x + 1,), 1), (lambda x: (x * x,), 2)])
 def test_of_inputs_only_what_backwards_read_is_kept(function: Segment, kept: int) -> None:
     communicator: Any = SimpleNamespace(device=torch.device("cpu"))
-    rank = Rank(communicator, {"weights": []}, {}, ("SGD", []), torch.float32)
+    rank = Rank(communicator, {"weights": []}, {}, ("SGD", [], False), torch.float32)
     with Live() as live:
         x = torch.full((1000,), 3.0)
         (y,) = rank.forward("s0", function, (x,))
@@ -69,7 +69,7 @@ def test_of_inputs_only_what_backwards_read_is_kept(function: Segment, kept: int
 def test_sums_of_gradients_share_no_memory() -> None:
     """Torch gives both operands of an addition one gradient, the one that it was given."""
     communicator: Any = SimpleNamespace(device=torch.device("cpu"))
-    rank = Rank(communicator, {"weights": []}, {}, ("SGD", []), torch.float32)
+    rank = Rank(communicator, {"weights": []}, {}, ("SGD", [], False), torch.float32)
     sums, given = rank.sums(2), torch.ones(3)
     for tag in ("s0_m0", "s0_m1", "s0_m2"):
         rank.forward(tag, lambda x, a, b: (x * 2 + a + b,), (given, given, given))

@@ -12,6 +12,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from superscaler.plans.lib.shared import layers, stretches
@@ -83,9 +84,10 @@ def cheapest(graph: Graph, limit: float, times: str, parts: int) -> list[Run]:
     if lacking:
         raise InputError(f"times={times} has no seconds for {lacking[0]}; give a JSON object of seconds by block.")
     units = [_unit(graph, path, ops, seconds, parts) for path, ops in stretches(graph)]
-    states = {"Adam": 2, "AdamW": 2}.get(graph.model.optimizer.name, 1)
-    trained = [t for t in graph.model.parameters() if t.requires_grad]
-    rest = sum(t.nbytes for t in graph.model.parameters()) + (1 + states) * sum(t.nbytes for t in trained)
+    rest = sum(t.nbytes for t in graph.model.parameters())
+    for t in (t for t in graph.model.parameters() if t.requires_grad):
+        # Gradients are added in float32 at least.
+        rest += max(t.nbytes, 4 * prod(t.shape)) + prod(t.shape) * graph.model.optimizer.state_bytes(t.dtype)
     runs = choose(units, int(limit) - rest)
     if runs is None:
         raise InputError(

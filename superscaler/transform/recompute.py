@@ -1,0 +1,139 @@
+"""Recomputation: the algorithms of `op_trans` that choose what the backward computes again, and regions in regions."""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+
+from superscaler.errors import TransformError
+from superscaler.ir.graph import Entry, Graph
+from superscaler.ir.model import Model, Op, Operand
+from superscaler.ir.model_text import unique
+from superscaler.transform.rewrite import check_once
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Recompute ops in the backward instead of keeping the tensors that it needs.
+
+    y = f(x); d(x) += d.f(d(y))  ->  y = f(x), no tape; y.r = f(x); d(x) += d.f.r(d(y))
+
+    All ops of one `op_trans` are one region: recomputed ops read recomputed values, so only the tensors that the region
+    reads from outside are kept. They run when the backward reaches the region (`select(kind="R")` orders them
+    otherwise), on the parts of their ops. Weights and values inside are communicated a second time; random numbers are
+    those of the ops. With `copies`, copies among the ops are recomputed, too.
+
+    A region may be inside another one, in any depth. The outer region is then recomputed without a tape for the inner
+    one, which is recomputed once more, of values of the outer, when its own backward comes:
+
+    y.r = f(x); d(x) += d.f.r(d(y))  ->  y.r = f(x), no tape; y.r.r = f(x); d(x) += d.f.r.r(d(y))
+    """
+
+    copies: bool = field(default=False, repr=False)
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        check_once("Recompute", [op for op in ops if op.regather])
+        names = {op.origin or op.name for op in ops if self.copies or not op.is_copy}
+        chosen = _needed(model, [op for op in model.ops if op.name in names])
+        if not chosen:
+            raise TransformError("Recompute needs ops that have a backward; none of these do.")
+        return _with_twins(model, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Keep the tensors that the backward of ops needs, although the model wraps them in `torch.utils.checkpoint`.
+
+    Without it, the ops of each such region (`op.checkpoint`) are recomputed together after the plan has run, unless the
+    plan recomputes some of them itself.
+    """
+
+    def rewrite(self, model: Model, ops: tuple[Op, ...]) -> Model:
+        recomputed = next((op for op in ops if op.region), None)
+        if recomputed is not None:
+            raise TransformError(f"Save of {recomputed.name} comes after its Recompute; leave it out of one of them.")
+        if not any(op.checkpoint for op in ops):
+            raise TransformError("Save needs ops that the model wraps in torch.utils.checkpoint; none of these are.")
+        names = {op.name for op in ops}
+        kept = (replace(op, checkpoint="") if op.name in names else op for op in model.ops)
+        return replace(model, ops=tuple(kept))
+
+
+def recompute_checkpoints(graph: Graph) -> None:
+    """Recompute the regions that the model itself asks for, except where the plan says otherwise."""
+    found: dict[str, list[Op]] = {}
+    for op in (op for op in graph.forward_ops if op.checkpoint):
+        found.setdefault(op.checkpoint, []).append(op)
+    model, names = graph.model, list[str]()
+    for ops in found.values():
+        if not any(op.region for op in ops) and (needed := _needed(model, ops)):
+            model = _with_twins(model, needed)
+            names += [op.name for op in needed]
+    if names:
+        graph.rewrite(model)
+        graph.journal += [Entry("op_trans", name, "Recompute()", "the model's own checkpoint") for name in names]
+
+
+def _needed(model: Model, ops: Sequence[Op]) -> list[Op]:
+    """Return the ops that have a mirror, recomputed or not, and the makers of their inputs."""
+    mirrored = {op.origin or op.name for op in model.ops if op.has_mirror}
+    read, found = set[str](), list[Op]()
+    for op in reversed([op for op in ops if op.is_forward and not op.from_data]):
+        if op.name in mirrored or any(o.tensor in read for o in op.outputs):
+            read.update(o.tensor for o in op.inputs)
+            found.append(op)
+    return found[::-1]
+
+
+def _with_twins(model: Model, ops: Sequence[Op]) -> Model:
+    """Return the model with a recomputed op for each op of a region, which reads values of its own region.
+
+    What is recomputed are the ops, or their recomputed ops in the region around. A region inside reads the new values.
+    """
+    names = {op.name: op for op in ops}.keys()
+    around, inside = _neighbours(model, names)
+    versions = ((op, *(twin for twin in model.twins.get(op.name, ()) if twin.region in around)) for op in ops)
+    bases = {some[-1].name: some[0] for some in versions}
+    region = unique(next(iter(bases)), {op.region for op in model.ops})
+    taken, taken_by_ops = {*model.tensors}, {op.name for op in model.ops}
+    made = [o.tensor for op in model.ops if op.name in bases for o in op.outputs]
+    tensors = {t: replace(model.tensors[t], name=unique(f"{t}.r", taken), origin=model.origin(t)) for t in made}
+
+    def renamed(operands: Sequence[Operand]) -> tuple[Operand, ...]:
+        return tuple(replace(o, tensor=tensors[o.tensor].name) if o.tensor in tensors else o for o in operands)
+
+    def twin(op: Op) -> Op:
+        name = unique(f"{op.name}.r", taken_by_ops)
+        op = replace(op, name=name, origin=bases[op.name].name, region=region)
+        return replace(op, inputs=renamed(op.inputs), outputs=renamed(op.outputs))
+
+    def changed(op: Op) -> Op:
+        if op.origin and op.region in inside:
+            return replace(op, inputs=renamed(op.inputs))
+        is_innermost = op.name in names and not any(t.region in inside for t in model.twins.get(op.name, ()))
+        op = replace(op, region=region) if is_innermost else op
+        return replace(op, has_mirror=False) if op.name in bases else op
+
+    forward, updates = model.forward_ops, (op for op in model.ops if not op.is_forward)
+    at = next((n for n, op in enumerate(forward) if op.origin and op.region in inside), len(forward))
+    recomputed = [twin(op) for op in forward if op.name in bases]
+    everything = (*map(changed, forward[:at]), *recomputed, *map(changed, forward[at:]), *updates)
+    return replace(model, tensors={**model.tensors, **{t.name: t for t in tensors.values()}}, ops=everything)
+
+
+def _neighbours(model: Model, names: Set[str]) -> tuple[set[str], set[str]]:
+    """Return the regions around a new one, and those inside it. Raises TransformError for one that is neither."""
+    members: dict[str, dict[str, None]] = {}
+    for op in (op for op in model.ops if op.origin):
+        members.setdefault(op.region, {})[op.origin] = None
+    met = {region: own.keys() for region, own in members.items() if not own.keys().isdisjoint(names)}
+    for own in met.values():
+        both = next(name for name in names if name in own)
+        if own == names:
+            raise TransformError(f"Recompute of {both} is asked for twice; leave it out of one of them.")
+        if not (own < names or own > names):
+            more, less = (next(n for n in one if n not in other) for one, other in ((names, own), (own, names)))
+            raise TransformError(
+                f"Recompute of {both} and {more}, but {both} is recomputed with {less} already; "
+                "choose regions of which one is inside the other."
+            )
+    around = {region for region, own in met.items() if own > names}
+    return around, met.keys() - around
